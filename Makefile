@@ -1,0 +1,31 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both share one .venv, made on first use.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: check test test-slow demo clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[dev]"
+	touch $@
+
+check: $(VENV)/.ready  ## ruff, mypy strict, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(VENV)/.ready  ## under 8 minutes on 2 cores
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -m slow
+
+demo: $(VENV)/.ready  ## train, kill a node, resume, compare bit for bit
+	$(BIN)/python -m jobs.demo
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out

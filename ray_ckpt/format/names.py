@@ -1,0 +1,93 @@
+"""Names on disk and on the wire: one grammar, checked wherever a name comes from outside (P9)."""
+
+from __future__ import annotations
+
+import re
+
+from ray_ckpt.errors import ConfigError, FormatError
+from ray_ckpt.format.digest import digest
+from ray_ckpt.types import AttemptId
+
+CHECKPOINT_JSON = "checkpoint.json"
+CHECKPOINTS_DIR = "checkpoints"
+LOG_DIR = "log"
+SERVICE_DIR = "ray_ckpt"  # <storage_path>/<run>/ray_ckpt
+
+_DIRECTORY = re.compile(r"(\d{12})-([0-9a-f]{16})\Z")
+_FILE = re.compile(
+    r"(shard-\d{1,6}(\.\d{1,6})?-of-\d{1,6}\.safetensors|state-\d{1,6}-of-\d{1,6}\.json"
+    r"|manifest-\d{1,6}-of-\d{1,6}\.parquet|checkpoint\.json)\Z"
+)
+_RECORD = re.compile(r"(\d{20})\.json\Z")
+_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,199}\Z")
+_RUN_UID = re.compile(r"[0-9a-f]{32}\Z")
+
+
+def attempt_name(*, run_uid: str, session: int, step: int, attempt: int) -> str:
+    """The id of an attempt, 16 hex digits: a function of these four, so that every rank computes the same."""
+    return digest(f"{run_uid}/{session}/{step}/{attempt}".encode())[:16]
+
+
+def make_attempt(*, run_uid: str, session: int, step: int, attempt: int) -> AttemptId:
+    name = attempt_name(run_uid=run_uid, session=session, step=step, attempt=attempt)
+    return AttemptId(run_uid=run_uid, session=session, step=step, attempt=name)
+
+
+def shard_file(rank: int, world_size: int) -> str:
+    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def state_file(rank: int, world_size: int) -> str:
+    return f"state-{rank:05d}-of-{world_size:05d}.json"
+
+
+def fragment_file(node_index: int, num_nodes: int) -> str:
+    return f"manifest-{node_index:05d}-of-{num_nodes:05d}.parquet"
+
+
+def record_file(seq: int) -> str:
+    return f"{seq:020d}.json"
+
+
+def record_seq(name: str) -> int | None:
+    """The sequence number of a log file, or None if the name is not one of ours."""
+    match = _RECORD.match(name)
+    return int(match.group(1)) if match else None
+
+
+def is_directory_name(name: str) -> bool:
+    return _DIRECTORY.match(name) is not None
+
+
+def is_file_name(name: str) -> bool:
+    return _FILE.match(name) is not None
+
+
+def check_directory(name: str) -> str:
+    """`name` if it is a checkpoint directory of this format; FormatError otherwise."""
+    if not is_directory_name(name):
+        raise FormatError(f"{name!r} is not a checkpoint directory name.", name=name)
+    return name
+
+
+def check_file(name: str) -> str:
+    """`name` if it is a file name of this format; FormatError otherwise. Never escapes its directory."""
+    if not is_file_name(name):
+        raise FormatError(f"{name!r} is not a file name of a checkpoint.", name=name)
+    return name
+
+
+def check_run_uid(uid: str) -> str:
+    if not _RUN_UID.match(uid):
+        raise FormatError(f"{uid!r} is not a run uid.", uid=uid)
+    return uid
+
+
+def check_run_name(name: str) -> str:
+    """`name` if it can be a folder on every store; ConfigError otherwise."""
+    if not _RUN_NAME.match(name):
+        raise ConfigError(
+            f"The run name {name!r} cannot be a folder name.",
+            hint="Use 1 to 200 letters, digits, '_', '-', '.', '=' or '+', and do not start with '.' or '-'.",
+        )
+    return name

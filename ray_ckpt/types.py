@@ -1,0 +1,136 @@
+"""Plain records that every room shares. No IO, no behaviour beyond small derivations."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, TypeAlias
+
+MetricValue: TypeAlias = float
+RankStateItem = "rank"  # item prefix of per-rank entries: rank0, rank1, ...
+
+
+class Level(enum.IntEnum):
+    """What a committed checkpoint has reached; each level survives what the ones below it survive."""
+
+    LOCAL = 1  # fsynced on the node of every rank: survives process death
+    REPLICATED = 2  # and on `replicas` other nodes: survives the loss of that many nodes
+    DURABLE = 3  # on the storage path: survives the cluster
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """One N-D region of a global tensor.
+
+    `offset` and `shape` have as many dimensions as `global_shape`; a scalar has none.
+    `dtype` is the safetensors name (`F32`, `BF16`, `I64`, `U8`, ...).
+    """
+
+    item: str
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """The name under which the tensor stands in a safetensors header, as DCP flattens it."""
+        return f"{self.item}.{self.name}" if self.name else self.item
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+RowKind: TypeAlias = Literal["header", "slice", "state"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestRow:
+    """A byte range of a file of the checkpoint and its digest (xxh3-128, 32 hex digits).
+
+    The rows of a file cover each of its bytes exactly once. `slice` is set for kind "slice" only.
+    """
+
+    kind: RowKind
+    file: str
+    byte_offset: int
+    nbytes: int
+    digest: str
+    slice: Slice | None = None
+
+    @property
+    def label(self) -> str:
+        """What a person calls this range in an error."""
+        if self.slice is None:
+            return self.kind
+        region = ", ".join(f"{o}:{o + n}" for o, n in zip(self.slice.offset, self.slice.shape, strict=True))
+        return f"{self.slice.key}[{region}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """A file of a checkpoint: its name, its size in bytes and the digest of all of its bytes."""
+
+    name: str
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptId:
+    """One try at a save. Its directory name is never used by another attempt."""
+
+    run_uid: str
+    session: int
+    step: int
+    attempt: str
+
+    @property
+    def directory(self) -> str:
+        return f"{self.step:012d}-{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """What one node adds to the manifest: fragment `node_index` of `num_nodes` of an attempt."""
+
+    attempt: AttemptId
+    node_index: int
+    num_nodes: int
+    world_size: int
+    ranks: tuple[int, ...]
+    files: tuple[FileEntry, ...]  # without the fragment's own file
+    rows: tuple[ManifestRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """What the log says of one checkpoint."""
+
+    id: AttemptId
+    seq: int
+    level: Level
+    world_size: int
+    num_nodes: int
+    size_bytes: int
+    root_digest: str
+    committed_at_s: float  # Unix time, seconds, of the coordinator's clock: for people, never for decisions
+    metrics: Mapping[str, MetricValue]
+    state: Literal["live", "lost", "retired", "collected"] = "live"
+    replicas: int = 0  # copies on other nodes that the commit or a promotion has proven
+
+    @property
+    def step(self) -> int:
+        return self.id.step
+
+    @property
+    def directory(self) -> str:
+        return self.id.directory
