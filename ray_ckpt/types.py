@@ -134,3 +134,6 @@ class CheckpointInfo:
     @property
     def directory(self) -> str:
         return self.id.directory
+
+
+ARENA_PAGE_BYTES = 4096  # an arena's state page; the shard file follows it

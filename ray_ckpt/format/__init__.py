@@ -1,1 +1,1 @@
-
+"""Bytes to values and back: shards, manifests, trees, records, digests and names. No IO; see FORMAT.md."""

@@ -1,0 +1,280 @@
+"""Train a small GPT on bytes of text with Ray Train, FSDP2 and ray_ckpt: the example to copy.
+
+    python -m jobs.train_gpt --steps 200
+    ray job submit --working-dir . -- python -m jobs.train_gpt --steps 200
+
+What concerns checkpoints is the `Checkpointer`, `ckpt.steps` and `ckpt.step` in `train_loop`, and the
+`CheckpointCallback` in `build_trainer`. Kill a worker, or run the same command again with more steps: the
+run goes on from its newest checkpoint, on the trajectory it would have had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+import torch.distributed as dist
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+
+import ray_ckpt
+from jobs.gpt import GPT, WarmupCosine, next_byte_loss
+from jobs.text import Batch, ByteLoader, as_batch, cut_blocks, read_text, split_text
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.train import CheckpointCallback
+
+log = logging.getLogger(__name__)  # Ray Train shows each line once; what workers print it shows twice
+
+MAX_GRADIENT_NORM = 1.0
+EVAL_BLOCKS = 64  # held-out samples per evaluation, over all ranks
+
+
+def train_loop(config: dict[str, Any]) -> dict[str, Any]:
+    """What each rank runs. Returns the last step it did and its loss (no loss if nothing was left to do)."""
+    make_deterministic(config["seed"])
+    device, rank, world_size = get_device(), dist.get_rank(), dist.get_world_size()
+    model = build_model(config, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"], betas=(0.9, 0.95), weight_decay=0.1)
+    total = config["steps"]
+    scheduler = LambdaLR(optimizer, WarmupCosine(warmup=max(1, min(100, total // 10)), total=total))
+    text, held_out_text = split_text(read_text(config["data"]))
+    loader = ByteLoader(
+        cut_blocks(text, config["context"]),
+        batch_size=config["batch"],
+        rank=rank,
+        world_size=world_size,
+        seed=config["seed"],
+    )
+    held_out = cut_blocks(held_out_text, config["context"])[:EVAL_BLOCKS]
+    torch.manual_seed(config["seed"] + rank)  # from here on for dropout, which differs between the ranks
+
+    ckpt = ray_ckpt.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    steps = ckpt.steps(total=total)  # restores the newest checkpoint, if there is one
+    batches = iter(loader)  # so it starts at the restored position
+    journal = Journal(config, rank, world_size)
+    result: dict[str, Any] = {"step": total, "loss": None}
+    for step in steps:
+        started = time.perf_counter()
+        lr = scheduler.get_last_lr()[0]
+        loss = train_step(model, optimizer, batches, config["accumulate"], device)
+        scheduler.step()
+        evaluates = step % config["eval_every"] == 0 or step == total
+        eval_loss = evaluate(model, held_out, device) if evaluates else None
+        journal.write(step, loss, lr, eval_loss)
+        time.sleep(max(0.0, config["step_time_s"] - (time.perf_counter() - started)))
+        result = {"step": step, "loss": loss}
+        ckpt.step(step, metrics={"loss": loss})
+    return {name: value.item() if isinstance(value, Tensor) else value for name, value in result.items()}
+
+
+def make_deterministic(seed: int) -> None:
+    """The same seed and the same ranks give the same bits, step by step."""
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    else:
+        torch.set_num_threads(1)  # workers share the machine, and sums depend on the number of threads
+    torch.manual_seed(seed)  # all ranks build the same weights
+
+
+def build_model(config: dict[str, Any], device: torch.device) -> GPT:
+    """The model with every parameter sharded over all ranks; on a GPU it computes in bfloat16."""
+    sizes = {name: config[name] for name in ("layers", "width", "heads", "context", "dropout")}
+    model = GPT(**sizes).to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    compute = torch.bfloat16 if device.type == "cuda" else None
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model
+
+
+def train_step(
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Batch],
+    accumulate: int,
+    device: torch.device,
+) -> Tensor:
+    """One optimizer step over `accumulate` micro-batches. Returns the mean loss over them and all ranks."""
+    assert isinstance(model, FSDPModule)
+    model.train()
+    window_loss = torch.zeros((), device=device)
+    for micro_batch in range(accumulate):
+        model.set_requires_gradient_sync(micro_batch == accumulate - 1)
+        inputs, targets = next(batches)
+        loss = next_byte_loss(model, inputs.to(device), targets.to(device)) / accumulate
+        loss.backward()
+        window_loss += loss.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(window_loss)
+    return window_loss / dist.get_world_size()
+
+
+@torch.no_grad()
+def evaluate(model: GPT, held_out: Tensor, device: torch.device) -> Tensor:
+    """Mean loss over the held-out blocks, shared out over the ranks. Draws no random number."""
+    assert isinstance(model, FSDPModule)
+    model.eval()
+    inputs, targets = as_batch(held_out[dist.get_rank() :: dist.get_world_size()])
+    loss = next_byte_loss(model, inputs.to(device), targets.to(device), reduction="sum")
+    model.reshard()  # without a backward the root would keep its full parameters
+    dist.all_reduce(loss)
+    return loss / held_out[:, 1:].numel()
+
+
+class Journal:
+    """What rank 0 tells: a line now and then, and with `history` one JSON line per step, whose hexadecimal
+    loss lets two runs be compared bit for bit. A step done again after a restart has a line for each time."""
+
+    def __init__(self, config: dict[str, Any], rank: int, world_size: int) -> None:
+        self.log_every: int = config["log_every"] if rank == 0 else 0
+        self.history = Path(config["history"]) if config["history"] and rank == 0 else None
+        self.step_tokens = config["batch"] * config["context"] * config["accumulate"] * world_size
+        self.tokens = 0
+        self.since = time.perf_counter()
+
+    def write(self, step: int, loss: Tensor, lr: float, eval_loss: Tensor | None) -> None:
+        self.tokens += self.step_tokens
+        if self.history:
+            value = loss.item()
+            line = {"step": step, "loss": value.hex(), "loss_value": value, "lr": lr, "time": time.time()}
+            if eval_loss is not None:
+                line["eval_loss"] = eval_loss.item()
+            self.history.parent.mkdir(parents=True, exist_ok=True)
+            with self.history.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        if self.log_every and step % self.log_every == 0:
+            held_out = "" if eval_loss is None else f"  held out {eval_loss.item():.4f}"
+            loss_value, now = loss.item(), time.perf_counter()  # in this order: a GPU finishes the step first
+            rate = self.tokens / (now - self.since)
+            log.info(f"step {step}  loss {loss_value:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s{held_out}")
+            self.tokens, self.since = 0, now
+
+
+def build_trainer(args: argparse.Namespace) -> TorchTrainer:
+    """The trainer of one run; Ray must be connected, since the defaults depend on the cluster."""
+    resources = ray.cluster_resources()
+    num_gpus = int(resources.get("GPU", 0))
+    workers = args.workers or num_gpus or max(1, min(2, int(resources.get("CPU", 1))))
+    use_gpu = 0 < workers <= num_gpus
+    callback = CheckpointCallback(
+        replicas=args.replicas,
+        keep_last=args.keep_last,
+        every_steps=args.every_steps,
+        remote_every=args.remote_every,
+        staging=args.staging,
+    )
+    return TorchTrainer(
+        train_loop,
+        train_loop_config=vars(args),
+        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
+        run_config=ray.train.RunConfig(
+            name=args.name,
+            storage_path=args.storage_path,
+            callbacks=[callback],
+            failure_config=ray.train.FailureConfig(max_failures=3),
+        ),
+    )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.train_gpt",
+        description="Train a small GPT on bytes of text with Ray Train, FSDP2 and ray_ckpt.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument("--name", default="gpt", help="run name; with the same storage path it resumes")
+    run.add_argument("--storage-path", type=absolute, default="~/ray_ckpt_runs", help="folder or URI of runs")
+    run.add_argument("--steps", type=positive, default=200, help="optimizer steps in all")
+    run.add_argument("--workers", type=positive, help="ranks; else one per GPU, or up to two on CPUs")
+    run.add_argument("--data", type=absolute, help="text file or folder; else the standard library's sources")
+    run.add_argument("--log-every", type=positive, default=10, help="steps between lines of progress")
+    run.add_argument("--eval-every", type=positive, default=50, help="steps between evaluations")
+    run.add_argument("--history", type=absolute, help="file to which rank 0 appends one JSON line per step")
+    run.add_argument("--step-time-s", type=float, default=0.0, help="sleep until a step took this long")
+
+    checkpoints = parser.add_argument_group("checkpoints")
+    checkpoints.add_argument("--every-steps", type=positive, default=20, help="steps between checkpoints")
+    checkpoints.add_argument("--remote-every", type=positive, help="steps between copies to the storage path")
+    checkpoints.add_argument("--keep-last", type=positive, default=3, help="checkpoints to keep")
+    checkpoints.add_argument("--replicas", type=int, default=1, help="copies on other nodes")
+    checkpoints.add_argument("--staging", type=absolute, help="local folder of each node for checkpoints")
+
+    size = parser.add_argument_group("model and optimizer")
+    size.add_argument("--layers", type=positive, default=4, help="transformer blocks")
+    size.add_argument("--width", type=positive, default=128, help="features per position")
+    size.add_argument("--heads", type=positive, default=4, help="attention heads")
+    size.add_argument("--context", type=positive, default=128, help="bytes per sample")
+    size.add_argument("--dropout", type=float, default=0.1, help="share of activations dropped")
+    size.add_argument("--batch", type=positive, default=4, help="samples per rank and micro-batch")
+    size.add_argument("--accumulate", type=positive, default=2, help="micro-batches per optimizer step")
+    size.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
+    size.add_argument("--seed", type=int, default=0, help="of weights, dropout and the order of the data")
+    return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def absolute(path: str) -> str:
+    """Made absolute here, in the driver: workers have another current folder. A URI stays as it is."""
+    return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def find_config_error(error: BaseException | None) -> ConfigError | None:
+    """The ConfigError behind what `trainer.fit` raised: in the controller, a worker, or wrapped by Ray."""
+    if error is None or isinstance(error, ConfigError):
+        return error
+    causes = [*getattr(error, "worker_failures", {}).values()]
+    causes += [getattr(error, name, None) for name in ("controller_failure", "cause", "__cause__")]
+    return next(filter(None, map(find_config_error, causes)), None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if not ray.is_initialized():
+        ray.init()
+    if sum(node["Alive"] for node in ray.nodes()) == 1:
+        print("one node: checkpoints are `local`, they survive a crash but have no copy on a second machine")
+    try:
+        result = build_trainer(args).fit()
+    except Exception as error:
+        if (cause := find_config_error(error)) is None:
+            raise
+        print("error:", " ".join(str(cause).split()), file=sys.stderr)
+        return 1
+    done = result.return_value
+    loss = "nothing left to do" if done["loss"] is None else f"loss {done['loss']:.4f}"
+    print(f"step {done['step']}: {loss}")
+    print("checkpoint:", result.checkpoint.path if result.checkpoint else "none reported to Ray Train")
+    print("list them:  ray-ckpt ls", shlex.quote(f"{args.storage_path.rstrip('/')}/{args.name}"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

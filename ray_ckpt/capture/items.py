@@ -1,0 +1,272 @@
+"""Items: what a user registers, each seen as a tree whose tensor leaves are live.
+
+`tree()` shows an item's state as nested dicts and lists with its own tensors as leaves (nothing is
+copied); `load(tree)` puts a restored tree back. Tensors that exist already are restored in place before
+`load`, so `load` only sets the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ray_ckpt.errors import MismatchError, UnsupportedItem
+
+_WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+class Item(Protocol):
+    """An adapter around a registered object."""
+
+    per_rank: bool
+    """Its tensors belong to the rank alone and are never shared between ranks."""
+
+    def tree(self) -> Any: ...
+
+    def load(self, tree: Any) -> None: ...
+
+    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
+        """A live tensor whose placement a missing leaf at `path` of global `shape` takes; None: replicated."""
+        ...
+
+
+def clean_name(name: str) -> str:
+    """`name` without the segments that DDP, torch.compile, FSDP1 and activation checkpointing add."""
+    return ".".join(s for s in name.split(".") if s not in _WRAPPER_SEGMENTS)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel or torch.compile."""
+    while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module) or (
+        isinstance(module, nn.parallel.DistributedDataParallel)
+        and isinstance(inner := module.module, nn.Module)
+    ):
+        module = inner
+    return module
+
+
+def adapt(name: str, obj: object, modules: Mapping[str, nn.Module]) -> Item:
+    """The adapter for `obj`; UnsupportedItem if there is no way to save it."""
+    if isinstance(obj, nn.Module):
+        return ModuleItem(unwrap(obj))
+    if isinstance(obj, torch.optim.Optimizer):
+        return OptimizerItem(name, obj, modules)
+    if isinstance(obj, torch.Tensor):
+        return TensorItem(obj)
+    if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
+        _refuse_live_iterator(name, obj)
+        return StatefulItem(obj)
+    if isinstance(obj, MutableMapping | MutableSequence):
+        return TreeItem(name, obj)
+    raise UnsupportedItem(
+        f"The item {name!r} ({type(obj).__name__}) cannot be saved.",
+        hint="Give it state_dict() and load_state_dict(), or put plain values into a dict.",
+        item=name,
+    )
+
+
+class ModuleItem:
+    per_rank = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def tree(self) -> Any:
+        state: dict[str, Any] = {}
+        for name, value in self._module.state_dict().items():
+            state[clean_name(name)] = value
+        return state
+
+    def load(self, tree: Any) -> None:
+        extra = {k: v for k, v in tree.items() if not isinstance(v, torch.Tensor)}
+        if extra:
+            names = {clean_name(k): k for k in self._module.state_dict()}
+            self._module.load_state_dict({names[k]: v for k, v in extra.items()}, strict=False)
+
+    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
+        return None
+
+
+class TensorItem:
+    per_rank = False
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def tree(self) -> Any:
+        return self._tensor.detach()
+
+    def load(self, tree: Any) -> None:
+        pass  # restored in place
+
+    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
+        return None
+
+
+class StatefulItem:
+    """Anything with state_dict and load_state_dict: schedulers, scalers, samplers, loaders.
+
+    Its state may differ per rank (data position), so each rank keeps its own.
+    """
+
+    per_rank = True
+
+    def __init__(self, obj: Any) -> None:
+        self._obj = obj
+
+    def tree(self) -> Any:
+        return self._obj.state_dict()
+
+    def load(self, tree: Any) -> None:
+        self._obj.load_state_dict(tree)
+
+    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
+        return None
+
+
+class TreeItem:
+    """A dict or list of plain values and tensors, updated in place."""
+
+    per_rank = False
+
+    def __init__(self, name: str, tree: Any) -> None:
+        self._name = name
+        self._tree = tree
+
+    def tree(self) -> Any:
+        return self._tree
+
+    def load(self, tree: Any) -> None:
+        _assign(self._tree, tree, self._name)
+
+    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
+        return None
+
+
+class OptimizerItem:
+    """An optimizer whose state is named by parameter: {"state": {name: {...}}, "param_groups": [...]}."""
+
+    per_rank = False
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> None:
+        self._name = name
+        self._optimizer = optimizer
+        self._params = dict(self._named(parameter_names(modules)))
+
+    def _named(self, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in names:
+                    raise UnsupportedItem(
+                        f"{self._name!r} optimizes a parameter of shape {tuple(param.shape)} that belongs to no "
+                        "registered item.",
+                        hint="Register the module or the parameter too: Checkpointer(model=model, optimizer=...). "
+                        "Build the optimizer after fully_shard(), which replaces parameters.",
+                        item=self._name,
+                    )
+                yield names[id(param)], param
+
+    def tree(self) -> Any:
+        names = {id(p): n for n, p in self._params.items()}
+        state = {
+            n: dict(self._optimizer.state[p]) for n, p in self._params.items() if p in self._optimizer.state
+        }
+        groups = [
+            {**{k: v for k, v in g.items() if k != "params"}, "params": [names[id(p)] for p in g["params"]]}
+            for g in self._optimizer.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def load(self, tree: Any) -> None:
+        groups, saved = self._optimizer.param_groups, tree["param_groups"]
+        here = [[n for n in g["params"]] for g in self.tree()["param_groups"]]
+        if here != [list(g["params"]) for g in saved]:
+            raise MismatchError(
+                f"{self._name!r} groups its parameters otherwise than the checkpoint does.",
+                hint="Build the optimizer with the same parameter groups in the same order.",
+                item=self._name,
+            )
+        for param_name, state in tree["state"].items():
+            self._optimizer.state[self._params[param_name]] = state
+        for group, values in zip(groups, saved, strict=True):
+            group.update({k: v for k, v in values.items() if k != "params"})
+
+    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
+        """State of a parameter's own shape is placed as the parameter is."""
+        if len(path) < 3 or path[0] != "state":
+            return None
+        param = self._params.get(".".join(path[1:-1]))
+        return param if param is not None and tuple(param.shape) == shape else None
+
+
+def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Name of each parameter by identity: its FQN, behind the item's name if there are several modules."""
+    several = len(modules) > 1
+    names: dict[int, str] = {}
+    for item, module in modules.items():
+        for name, param in unwrap(module).named_parameters():
+            names.setdefault(id(param), f"{item}.{clean_name(name)}" if several else clean_name(name))
+    return names
+
+
+def predicted_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of state that the optimizer has not built yet on this rank, found by a step of a meta copy.
+
+    The live optimizer is never stepped. 0 if all state exists, or if the class cannot be copied so.
+    """
+    missing = [p for g in optimizer.param_groups for p in g["params"] if p not in optimizer.state]
+    if not missing:
+        return 0
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    try:
+        group = {k: v for k, v in optimizer.param_groups[0].items() if k in accepted and k != "params"}
+        copies = [torch.empty_like(local_tensor(p), device="meta").requires_grad_() for p in missing]
+        twin = type(optimizer)(copies, **{**group, "foreach": False} if "foreach" in accepted else group)
+        for copy in copies:
+            copy.grad = torch.zeros_like(copy)
+        twin.step()
+    except Exception:  # a foreign optimizer may do anything; then its state is counted once it exists
+        return 0
+    tensors = [v for s in twin.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this rank holds; any other tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local().detach() if to_local is not None else tensor.detach()
+
+
+def _refuse_live_iterator(name: str, obj: object) -> None:
+    if getattr(obj, "_iterator", None) is not None:
+        raise UnsupportedItem(
+            f"The loader {name!r} is being iterated already, so a restored position would have no effect.",
+            hint="Call iter(loader) after ckpt.steps() or ckpt.restore().",
+            item=name,
+        )
+
+
+def _assign(target: Any, value: Any, path: str) -> None:
+    if isinstance(target, MutableMapping) and isinstance(value, Mapping) and target.keys() == value.keys():
+        for key, new in value.items():
+            _assign_at(target, key, new, f"{path}.{key}")
+    elif isinstance(target, MutableSequence) and isinstance(value, list) and len(target) == len(value):
+        for index, new in enumerate(value):
+            _assign_at(target, index, new, f"{path}.{index}")
+    else:
+        raise MismatchError(
+            f"{path} has another structure than in the checkpoint.",
+            hint="Register the same keys as when it was saved.",
+            path=path,
+        )
+
+
+def _assign_at(container: Any, key: Any, new: Any, path: str) -> None:
+    if isinstance(container[key], MutableMapping | MutableSequence):
+        _assign(container[key], new, path)
+    elif new is not container[key]:
+        container[key] = new

@@ -1,0 +1,319 @@
+"""What goes in and out of the run machine: events in the past tense, effects in the imperative."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ray_ckpt.config import Resume
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format.records import LogRecord
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level
+
+Token: TypeAlias = str  # names a caller that waits for a reply
+
+# -- values ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupNode:
+    """A node of a training group and the ranks on it."""
+
+    node_id: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldFragment:
+    """A node says: fragment `node_index` of this attempt, with all its files, is complete here."""
+
+    attempt: AttemptId
+    node_index: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """What one node holds of a run: complete fragments, and the names of all checkpoint folders."""
+
+    fragments: tuple[HeldFragment, ...]
+    directories: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionNode:
+    """A node's part in a session: its place in the manifest and who holds its copies."""
+
+    node_id: str
+    node_index: int
+    ranks: tuple[int, ...]
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """The checkpoint that a group restores, and per fragment the nodes that hold it (remote if durable)."""
+
+    checkpoint: CheckpointInfo
+    holders: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPlan:
+    """What a group is told when its session is in the log."""
+
+    run_uid: str
+    session: int
+    world_size: int
+    nodes: tuple[SessionNode, ...]
+    resume: ResumePoint | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress:
+    """The last completed optimizer step of a rank, and the last one that it saved (-1: none)."""
+
+    step: int
+    saved_step: int
+
+
+# -- events ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    now_s: float  # monotonic seconds: all time-outs
+    wall_s: float  # Unix seconds: only written into records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogOpened:
+    records: tuple[tuple[LogRecord, str], ...]  # with the digest of each record's bytes
+    run_name: str
+    fresh_uid: str  # used if the log is empty
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appended:
+    seq: int
+    outcome: Literal["ok", "exists", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesSeen:
+    live: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOpened:
+    token: Token
+    nodes: tuple[GroupNode, ...]
+    inventories: Mapping[str, Inventory]  # by live node
+    resume: Resume
+    service: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStored:
+    """A node has fsynced its ranks' files and its fragment (the last entry of `files`)."""
+
+    attempt: AttemptId
+    node_index: int
+    node_id: str
+    files: tuple[FileEntry, ...]
+    replicated: tuple[str, ...]  # digests of what its ranks hold in common with all others; must be one
+    metrics: Mapping[str, float] | None  # from the node of rank 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaEnded:
+    attempt: AttemptId
+    node_index: int
+    holder: str
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRefused:
+    """Ranks of a node did not take part in an attempt (busy, disk full, ...)."""
+
+    attempt: AttemptId
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksProgressed:
+    session: int
+    ranks: Mapping[int, RankProgress]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRestored:
+    """All ranks of a node have read and verified, or name what no source could give them."""
+
+    token: Token
+    session: int
+    node_id: str
+    damage: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainEnded:
+    attempt: AttemptId
+    node_index: int
+    node_id: str
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescriptionWritten:
+    attempt: AttemptId
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteEnded:
+    attempt: str
+    place: str  # a node id, or REMOTE
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishAsked:
+    """The run is over: bring its last checkpoint to the storage path, then reply."""
+
+    token: Token
+
+
+Event: TypeAlias = (
+    Ticked
+    | LogOpened
+    | Appended
+    | NodesSeen
+    | GroupOpened
+    | NodeStored
+    | ReplicaEnded
+    | SaveRefused
+    | RanksProgressed
+    | NodeRestored
+    | DrainEnded
+    | DescriptionWritten
+    | DeleteEnded
+    | FinishAsked
+)
+
+# -- effects -----------------------------------------------------------------------------------------
+
+REMOTE = "remote"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Append:
+    """Create this record in the store; answer with Appended, also when the store stays silent."""
+
+    record: LogRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskInventory:
+    """Take inventory of all live nodes again in a second and repeat the GroupOpened event with it."""
+
+    group: GroupOpened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSession:
+    """Tell every node of the plan, then reply the plan to `tokens`."""
+
+    tokens: tuple[Token, ...]
+    plan: SessionPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    token: Token
+    value: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    token: Token
+    error: CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Tell the session's nodes what became of an attempt; `error` if it was dropped."""
+
+    attempt: AttemptId
+    level: Level | None
+    error: CheckpointError | None
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicate:
+    attempt: AttemptId
+    node_index: int
+    source: str
+    holder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    attempt: AttemptId
+    node_index: int
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteDescription:
+    """All fragments are on the storage path: check them against the root digest, write checkpoint.json."""
+
+    checkpoint: CheckpointInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delete:
+    attempt: str
+    directory: str
+    place: str  # a node id, or REMOTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteStrays:
+    """Folders on a node that belong to no live checkpoint and no running attempt."""
+
+    node_id: str
+    directories: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warn:
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDown:
+    """A newer coordinator owns the log: act no more on this run."""
+
+    error: CheckpointError
+
+
+Effect: TypeAlias = (
+    Append
+    | AskInventory
+    | StartSession
+    | Reply
+    | Fail
+    | Publish
+    | Replicate
+    | Drain
+    | WriteDescription
+    | Delete
+    | DeleteStrays
+    | Warn
+    | StepDown
+)

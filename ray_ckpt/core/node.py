@@ -1,0 +1,279 @@
+"""The node machine: what one agent decides about one run's saves (see PROTOCOL.md).
+
+It gathers its ranks, so that the coordinator hears from a node once per phase, and keeps the order:
+shard files, then the fragment, then the report; copies only of what is fsynced here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import singledispatchmethod
+from typing import Any, TypeAlias
+
+from ray_ckpt.core.messages import SessionNode, SessionPlan
+from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow
+
+MAX_SETTLED = 256  # outcomes that late questions can still be answered from
+
+# -- events ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionStarted:
+    plan: SessionPlan
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSealed:
+    """A rank has captured its state into its arena."""
+
+    attempt: AttemptId
+    rank: int
+    replicated: str  # digest of the names, shapes and dtypes that every rank must agree on
+    metrics: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardWritten:
+    attempt: AttemptId
+    rank: int
+    files: tuple[FileEntry, ...]
+    rows: tuple[ManifestRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A rank skipped the attempt, or its files or the fragment could not be written."""
+
+    attempt: AttemptId
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentWritten:
+    attempt: AttemptId
+    entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The coordinator has told what became of an attempt."""
+
+    attempt: AttemptId
+    level: Level | None
+    error: CheckpointError | None
+
+
+NodeEvent: TypeAlias = SessionStarted | ShardSealed | ShardWritten | SaveFailed | FragmentWritten | Published
+
+# -- effects -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteShard:
+    attempt: AttemptId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The rank's arena may be captured into again."""
+
+    attempt: AttemptId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteFragment:
+    fragment: Fragment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellStored:
+    attempt: AttemptId
+    node_index: int
+    files: tuple[FileEntry, ...]
+    replicated: tuple[str, ...]
+    metrics: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellRefused:
+    attempt: AttemptId
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendCopy:
+    """Send the fragment's files, then the fragment, from this node's disk to `holder`; tell the coordinator."""
+
+    attempt: AttemptId
+    node_index: int
+    holder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """Wake whoever waits for this attempt."""
+
+    attempt: AttemptId
+    level: Level | None
+    error: CheckpointError | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteFolder:
+    attempt: AttemptId
+
+
+NodeEffect: TypeAlias = (
+    WriteShard | Release | WriteFragment | TellStored | TellRefused | SendCopy | Settle | DeleteFolder
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Save:
+    attempt: AttemptId
+    sealed: set[int] = field(default_factory=set)
+    replicated: set[str] = field(default_factory=set)
+    written: dict[int, ShardWritten] = field(default_factory=dict)
+    metrics: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an attempt ended so far: the level reached, or why it was dropped."""
+
+    level: Level | None
+    error: CheckpointError | None
+
+
+class NodeMachine:
+    """Saves of one run on one node."""
+
+    def __init__(self) -> None:
+        self.plan: SessionPlan | None = None
+        self.here: SessionNode | None = None
+        self._saves: dict[str, _Save] = {}
+        self.outcomes: OrderedDict[str, Outcome] = OrderedDict()
+
+    def handle(self, event: NodeEvent) -> tuple[NodeEffect, ...]:
+        """Apply one event; the effects are to be carried out in order."""
+        return tuple(self._on(event))
+
+    @singledispatchmethod
+    def _on(self, event: Any) -> Iterable[NodeEffect]:
+        raise TypeError(f"unknown event {event!r}")
+
+    @_on.register
+    def _(self, event: SessionStarted) -> Iterator[NodeEffect]:
+        error = RunSuperseded("A newer training group has opened this run.")
+        for save in list(self._saves.values()):
+            if save.attempt.session != event.plan.session:
+                yield from self._settle(save.attempt, None, error, keep_files=True)
+        self.plan = event.plan
+        self.here = next((n for n in event.plan.nodes if n.node_id == event.node_id), None)
+
+    @_on.register
+    def _(self, event: ShardSealed) -> Iterator[NodeEffect]:
+        plan, here, name = self.plan, self.here, event.attempt.attempt
+        if (
+            plan is None
+            or here is None
+            or event.attempt.session != plan.session
+            or event.rank not in here.ranks
+        ):
+            yield Release(attempt=event.attempt, rank=event.rank)
+            error = RunSuperseded(f"Step {event.attempt.step} is of a session that has ended.")
+            yield Settle(attempt=event.attempt, level=None, error=error)
+            return
+        if (known := self.outcomes.get(name)) and known.error is not None:
+            yield Release(attempt=event.attempt, rank=event.rank)
+            yield Settle(attempt=event.attempt, level=None, error=known.error)
+            return
+        save = self._saves.setdefault(name, _Save(attempt=event.attempt))
+        if event.rank in save.sealed:
+            return
+        save.sealed.add(event.rank)
+        save.replicated.add(event.replicated)
+        if event.metrics is not None:
+            save.metrics = event.metrics
+        yield WriteShard(attempt=event.attempt, rank=event.rank)
+
+    @_on.register
+    def _(self, event: ShardWritten) -> Iterator[NodeEffect]:
+        yield Release(attempt=event.attempt, rank=event.rank)
+        save, plan, here = self._saves.get(event.attempt.attempt), self.plan, self.here
+        if save is None or plan is None or here is None:
+            yield DeleteFolder(attempt=event.attempt)
+            return
+        save.written[event.rank] = event
+        if len(save.written) == len(here.ranks):
+            written = [save.written[rank] for rank in here.ranks]
+            yield WriteFragment(
+                fragment=Fragment(
+                    attempt=event.attempt,
+                    node_index=here.node_index,
+                    num_nodes=len(plan.nodes),
+                    world_size=plan.world_size,
+                    ranks=here.ranks,
+                    files=tuple(f for w in written for f in w.files),
+                    rows=tuple(row for w in written for row in w.rows),
+                )
+            )
+
+    @_on.register
+    def _(self, event: SaveFailed) -> Iterator[NodeEffect]:
+        name = event.attempt.attempt
+        yield Release(attempt=event.attempt, rank=event.rank)
+        if name not in self.outcomes:
+            yield TellRefused(attempt=event.attempt, ranks=(event.rank,), reason=event.reason)
+            yield from self._settle(event.attempt, None, Unavailable(event.reason))
+
+    @_on.register
+    def _(self, event: FragmentWritten) -> Iterator[NodeEffect]:
+        save, here = self._saves.get(event.attempt.attempt), self.here
+        if save is None or here is None:
+            yield DeleteFolder(attempt=event.attempt)
+            return
+        files = (*(f for rank in here.ranks for f in save.written[rank].files), event.entry)
+        yield TellStored(
+            attempt=event.attempt,
+            node_index=here.node_index,
+            files=files,
+            replicated=tuple(sorted(save.replicated)),
+            metrics=save.metrics,
+        )
+        for holder in here.holders:
+            yield SendCopy(attempt=event.attempt, node_index=here.node_index, holder=holder)
+
+    @_on.register
+    def _(self, event: Published) -> Iterator[NodeEffect]:
+        yield from self._settle(event.attempt, event.level, event.error)
+
+    def _settle(
+        self,
+        attempt: AttemptId,
+        level: Level | None,
+        error: CheckpointError | None,
+        *,
+        keep_files: bool = False,
+    ) -> Iterator[NodeEffect]:
+        """Note the outcome. A drop removes the files; a rank that still writes finds the outcome when done.
+
+        What a new session ends may have been committed a moment ago, so its files stay until the
+        coordinator names them as strays.
+        """
+        self._saves.pop(attempt.attempt, None)
+        self.outcomes[attempt.attempt] = Outcome(level=level, error=error)
+        while len(self.outcomes) > MAX_SETTLED:
+            self.outcomes.popitem(last=False)
+        yield Settle(attempt=attempt, level=level, error=error)
+        if error is not None and not keep_files:
+            yield DeleteFolder(attempt=attempt)

@@ -1,0 +1,175 @@
+"""JSON as this format writes it, and typed reading of its fields.
+
+One spelling per value: sorted keys, UTF-8, no NaN literals, no repeated keys, a newline at the end. Whatever
+is malformed is a FormatError that names the document and the field; nothing else leaves this module.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any
+
+from ray_ckpt.errors import FormatError
+from ray_ckpt.format.digest import digest
+
+FORMAT_VERSION = 1
+MAX_INT = 2**63 - 1  # what an int64 column holds; larger sizes do not occur
+
+_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
+_NON_FINITE = ("nan", "inf", "-inf")
+Pairs = list[tuple[str, Any]]
+
+
+def dumps(document: object, *, what: str, max_bytes: int, indent: int | None = None) -> bytes:
+    """`document` as UTF-8 JSON with sorted keys and a final newline. FormatError if JSON cannot hold it."""
+    try:
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False, sort_keys=True, indent=indent)
+        data = text.encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"{what} cannot be written as JSON: {error}.") from error
+    check_size(data, what=what, max_bytes=max_bytes)
+    return data
+
+
+def loads(
+    data: bytes,
+    *,
+    what: str,
+    max_bytes: int,
+    hook: Callable[[Pairs], Any] | None = None,
+    final_newline: bool = True,
+) -> Any:
+    """The value of a JSON document; `hook` builds objects from (key, value) pairs. Raises FormatError."""
+    check_size(data, what=what, max_bytes=max_bytes)
+    if final_newline and not data.endswith(b"\n"):
+        raise FormatError(f"{what} is cut short: it does not end in a newline.")
+    try:
+        return json.loads(data.decode(), object_pairs_hook=hook or unique_keys, parse_constant=_refuse)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise FormatError(f"{what} is not valid: {error}") from error
+
+
+def dumps_sealed(
+    document: Mapping[str, Any], *, what: str, max_bytes: int, indent: int | None = None
+) -> bytes:
+    """Like `dumps`, with a field `digest` over the same text without that field."""
+    body = digest(dumps(document, what=what, max_bytes=max_bytes))
+    return dumps({**document, "digest": body}, what=what, max_bytes=max_bytes, indent=indent)
+
+
+def loads_sealed(data: bytes, *, what: str, max_bytes: int, indent: int | None = None) -> dict[str, Any]:
+    """The document of `dumps_sealed`, its format version checked, without `digest`.
+
+    The bytes must be exactly what `dumps_sealed` writes for it, so a change of any byte is a FormatError.
+    """
+    document = mapping(loads(data, what=what, max_bytes=max_bytes), what)
+    check_version(document.get("format"), what)
+    document.pop("digest", None)
+    if dumps_sealed(document, what=what, max_bytes=max_bytes, indent=indent) != data:
+        raise FormatError(f"{what} is damaged: it does not match its own digest.", what=what)
+    return document
+
+
+def check_size(data: bytes, *, what: str, max_bytes: int) -> None:
+    if len(data) > max_bytes:
+        raise FormatError(f"{what} has {len(data)} bytes; the format allows {max_bytes}.")
+
+
+def check_version(value: object, what: str) -> None:
+    """FormatError unless this code reads format `value`."""
+    version = integer(value, f"{what}: format", low=1)
+    if version > FORMAT_VERSION:
+        raise FormatError(
+            f"{what} is in format {version}; this ray_ckpt reads up to format {FORMAT_VERSION}.",
+            hint=f"Read it with a ray_ckpt that knows format {version}.",
+            format=version,
+        )
+
+
+def unique_keys(pairs: Pairs) -> dict[str, Any]:
+    """A JSON object as a dict; FormatError if a key stands in it twice."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise FormatError("an object has the same key twice")
+    return result
+
+
+def integer(value: object, name: str, *, low: int = 0, high: int = MAX_INT) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise FormatError(f"{name} must be a whole number from {low} to {high}, not {_shown(value)}.")
+    return value
+
+
+def text(value: object, name: str, *, pattern: re.Pattern[str] | None = None) -> str:
+    """`value` if it is a string that UTF-8 can hold and that matches `pattern`."""
+    if type(value) is not str or (pattern is not None and not pattern.match(value)) or _surrogates(value):
+        raise FormatError(f"{name} must be {'such a name' if pattern else 'text'}, not {_shown(value)}.")
+    return value
+
+
+def hex_digest(value: object, name: str) -> str:
+    if type(value) is not str or not _DIGEST.match(value):
+        raise FormatError(f"{name} must be 32 hex digits, not {_shown(value)}.")
+    return value
+
+
+def array(value: object, name: str) -> list[Any]:
+    if type(value) is not list:
+        raise FormatError(f"{name} must be a list, not {_shown(value)}.")
+    return value
+
+
+def mapping(value: object, name: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise FormatError(f"{name} must be an object, not {_shown(value)}.")
+    return value
+
+
+def number(value: object, name: str) -> float:
+    """A finite float; whole numbers are taken as floats."""
+    if type(value) not in (int, float) or not isfinite(result := _to_float(value, name)):
+        raise FormatError(f"{name} must be a finite number, not {_shown(value)}.")
+    return result
+
+
+def metrics(value: object, name: str) -> dict[str, float]:
+    """Metrics as written by `metrics_json`."""
+    return {
+        text(key, name): float(item) if item in _NON_FINITE else number(item, f"{name}.{key}")
+        for key, item in mapping(value, name).items()
+    }
+
+
+def metrics_json(values: Mapping[str, float]) -> dict[str, float | str]:
+    """Metrics as JSON holds them: nan, inf and -inf as strings. FormatError for what is not a number."""
+    plain = {text(key, "a metric's name"): _to_float(item, f"metrics.{key}") for key, item in values.items()}
+    return {key: item if isfinite(item) else repr(item) for key, item in plain.items()}
+
+
+def _to_float(value: Any, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FormatError(f"{name} must be a number, not {_shown(value)}.") from error
+
+
+def _refuse(constant: str) -> float:
+    raise FormatError(f"{constant} is not JSON")
+
+
+def _surrogates(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _shown(value: object) -> str:
+    """A short spelling for an error; only plain values show their content."""
+    if type(value) in (str, int, float, bool) and not (type(value) is int and value.bit_length() > 256):
+        return repr(value)[:80]
+    return f"a {type(value).__name__}"

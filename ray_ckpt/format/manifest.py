@@ -1,0 +1,383 @@
+"""The manifest: which bytes of which file are which slice, and their digests.
+
+Each node writes one fragment, a Parquet file that any tool can query; `checkpoint.json` lists every file of a
+checkpoint with its digest, so that a directory copied elsewhere stays verifiable. Both are checked in full
+when read, and when written: what a reader would refuse is never stored.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_ckpt.errors import FormatError
+from ray_ckpt.format import jsontext
+from ray_ckpt.format.digest import root_digest
+from ray_ckpt.format.names import CHECKPOINT_JSON, check_directory, check_file, check_run_uid, fragment_file
+from ray_ckpt.format.shard import check_slice
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow, Slice
+
+MAX_FRAGMENT_BYTES = 64 * 2**20  # a million rows take about 40 MB; bounds what a reader holds
+MAX_UNPACKED_BYTES = 2**30  # of columns as the file declares them; against compressed nonsense
+MAX_ROWS = 1_000_000  # of one fragment: eight ranks with 125,000 slices each
+MAX_DESCRIPTION_BYTES = 64 * 2**20  # of checkpoint.json: about 300,000 files
+METADATA_KEY = b"ray_ckpt"
+
+_INT64S = pa.list_(pa.int64())
+COLUMNS = pa.schema(
+    [
+        pa.field("kind", pa.string()),
+        pa.field("item", pa.string()),
+        pa.field("name", pa.string()),
+        pa.field("dtype", pa.string()),
+        pa.field("global_shape", _INT64S),
+        pa.field("offset", _INT64S),
+        pa.field("shape", _INT64S),
+        pa.field("file", pa.string()),
+        pa.field("byte_offset", pa.int64()),
+        pa.field("nbytes", pa.int64()),
+        pa.field("digest", pa.string()),
+    ]
+)
+"""The columns of a fragment; item to shape are null unless kind is "slice"."""
+
+_SLICE_COLUMNS = ("item", "name", "dtype", "global_shape", "offset", "shape")
+_ROW_COLUMNS = ("kind", "file", "byte_offset", "nbytes", "digest")
+_KINDS = {"shard": ("header", "slice"), "state": ("state",)}  # which rows a file may have, by its name
+
+Region: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a global tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDescription:
+    """What `checkpoint.json` says. `files` are all files of the directory but itself, sorted by name."""
+
+    attempt: AttemptId
+    world_size: int
+    num_nodes: int
+    metrics: Mapping[str, float]
+    files: tuple[FileEntry, ...]
+    root_digest: str
+
+
+# Fragments
+
+
+def encode_fragment(fragment: Fragment) -> bytes:
+    """`fragment` as a Parquet file; equal fragments give equal bytes (with one version of pyarrow).
+
+    Raises FormatError for a fragment that `decode_fragment` would refuse.
+    """
+    _check_fragment(fragment)
+    document = {
+        **_attempt_json(fragment.attempt),
+        "node_index": fragment.node_index,
+        "num_nodes": fragment.num_nodes,
+        "world_size": fragment.world_size,
+        "ranks": list(fragment.ranks),
+        "files": _files_json(fragment.files),
+        "num_rows": len(fragment.rows),
+    }
+    metadata = jsontext.dumps_sealed(document, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
+    table = rows_table([fragment]).replace_schema_metadata({METADATA_KEY: metadata})
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        compression="zstd",
+        row_group_size=MAX_ROWS,
+        write_statistics=False,
+        write_page_checksum=True,
+        store_schema=False,
+    )
+    data = sink.getvalue().to_pybytes()
+    jsontext.check_size(data, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
+    return bytes(data)
+
+
+def decode_fragment(data: bytes) -> Fragment:
+    """The fragment in a Parquet file, checked in full: grammar, bounds, and that the rows of each file cover
+    it exactly once. Raises FormatError.
+    """
+    jsontext.check_size(data, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
+    metadata, table = _read_parquet(data)
+    document = jsontext.loads_sealed(metadata, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
+    if document.get("num_rows") != table.num_rows:
+        raise FormatError(f"The fragment has {table.num_rows} rows, not {document.get('num_rows')}.")
+    fragment = Fragment(
+        attempt=_attempt(document),
+        node_index=jsontext.integer(document.get("node_index"), "node_index"),
+        num_nodes=jsontext.integer(document.get("num_nodes"), "num_nodes"),
+        world_size=jsontext.integer(document.get("world_size"), "world_size"),
+        ranks=tuple(jsontext.integer(r, "ranks") for r in jsontext.array(document.get("ranks"), "ranks")),
+        files=_files(document.get("files")),
+        rows=_rows(table),
+    )
+    _check_fragment(fragment)
+    return fragment
+
+
+def rows_table(fragments: Iterable[Fragment]) -> pa.Table:
+    """All rows of `fragments` as one table with the columns COLUMNS, in the order given."""
+    rows = [row for fragment in fragments for row in fragment.rows]
+    columns = {name: [getattr(row, name) for row in rows] for name in _ROW_COLUMNS}
+    for name in _SLICE_COLUMNS:
+        columns[name] = [None if row.slice is None else getattr(row.slice, name) for row in rows]
+    try:
+        return pa.table({name: columns[name] for name in COLUMNS.names}, schema=COLUMNS)
+    except (pa.ArrowException, UnicodeError, OverflowError, TypeError) as error:
+        raise FormatError(f"The rows do not fit the columns of a manifest: {error}.") from error
+
+
+def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
+    """The metadata and the columns of a fragment, of the right types."""
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        unpacked = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
+        if file.metadata.num_rows > MAX_ROWS or unpacked > MAX_UNPACKED_BYTES:
+            raise FormatError(f"it declares {file.metadata.num_rows} rows of {unpacked} bytes")
+        metadata = (file.schema_arrow.metadata or {})[METADATA_KEY]
+        table = file.read(columns=COLUMNS.names, use_threads=False).select(COLUMNS.names).combine_chunks()
+        table = table.cast(COLUMNS)
+        table.validate(full=True)
+    except Exception as error:  # the errors of a foreign decoder on foreign bytes have no common class
+        raise FormatError(f"The fragment is not a Parquet file of a manifest: {error}.") from error
+    return metadata, table
+
+
+def _rows(table: pa.Table) -> tuple[ManifestRow, ...]:
+    plain = [table.column(name).to_pylist() for name in ("kind", "file", "byte_offset", "nbytes", "digest")]
+    texts = [table.column(name).to_pylist() for name in ("item", "name", "dtype")]
+    lists = [_tuples(table.column(name)) for name in ("global_shape", "offset", "shape")]
+    return tuple(
+        ManifestRow(
+            kind=kind,
+            file=file,
+            byte_offset=byte_offset,
+            nbytes=nbytes,
+            digest=digest,
+            slice=_slice(*parts) if any(part is not None for part in parts) else None,
+        )
+        for kind, file, byte_offset, nbytes, digest, *parts in zip(*plain, *texts, *lists, strict=True)
+    )
+
+
+def _slice(item: Any, name: Any, dtype: Any, global_shape: Any, offset: Any, shape: Any) -> Slice:
+    if any(part is None for part in (item, name, dtype, global_shape, offset, shape)):
+        raise FormatError("A row of the fragment describes half a slice.")
+    return Slice(item=item, name=name, dtype=dtype, global_shape=global_shape, offset=offset, shape=shape)
+
+
+def _tuples(column: pa.ChunkedArray) -> list[tuple[int, ...] | None]:
+    """A column of lists as tuples; several times faster than `to_pylist`."""
+    result: list[tuple[int, ...] | None] = []
+    for chunk in column.chunks:
+        values, ends = chunk.values.to_pylist(), chunk.offsets.to_pylist()
+        present = chunk.is_valid().to_pylist()
+        result += [
+            tuple(values[a:b]) if valid else None
+            for (a, b), valid in zip(pairwise(ends), present, strict=True)
+        ]
+    return result
+
+
+# checkpoint.json
+
+
+def encode_checkpoint(description: CheckpointDescription) -> bytes:
+    """The bytes of `checkpoint.json`; equal descriptions give equal bytes. Raises FormatError."""
+    _check_description(description)
+    document = {
+        **_attempt_json(description.attempt),
+        "world_size": description.world_size,
+        "num_nodes": description.num_nodes,
+        "metrics": jsontext.metrics_json(description.metrics),
+        "files": _files_json(description.files),
+        "root_digest": description.root_digest,
+    }
+    return jsontext.dumps_sealed(document, what=CHECKPOINT_JSON, max_bytes=MAX_DESCRIPTION_BYTES, indent=1)
+
+
+def decode_checkpoint(data: bytes) -> CheckpointDescription:
+    """What `checkpoint.json` says; a change of any byte is a FormatError."""
+    document = jsontext.loads_sealed(data, what=CHECKPOINT_JSON, max_bytes=MAX_DESCRIPTION_BYTES, indent=1)
+    description = CheckpointDescription(
+        attempt=_attempt(document),
+        world_size=jsontext.integer(document.get("world_size"), "world_size"),
+        num_nodes=jsontext.integer(document.get("num_nodes"), "num_nodes"),
+        metrics=jsontext.metrics(document.get("metrics"), "metrics"),
+        files=_files(document.get("files")),
+        root_digest=jsontext.hex_digest(document.get("root_digest"), "root_digest"),
+    )
+    _check_description(description)
+    return description
+
+
+# Coverage
+
+
+def check_coverage(rows: Iterable[ManifestRow]) -> None:
+    """FormatError, naming the tensor, unless the slices of each tensor cover it exactly.
+
+    The same region may be stored more than once; different regions must not overlap. All slices of a tensor
+    must agree on dtype and global shape. Costs one sort per tensor, more for grids over several dimensions.
+    """
+    tensors: dict[str, dict[Region, Slice]] = defaultdict(dict)
+    for row in rows:
+        if row.slice is not None:
+            tensors[row.slice.key].setdefault((row.slice.offset, row.slice.shape), row.slice)
+            first = next(iter(tensors[row.slice.key].values()))
+            if (row.slice.dtype, row.slice.global_shape) != (first.dtype, first.global_shape):
+                raise FormatError(f"The slices of {first.key} differ in dtype or shape.", key=first.key)
+    for key, parts in tensors.items():
+        for part in parts.values():
+            check_slice(part)
+        _check_tiling(key, next(iter(parts.values())).global_shape, [r for r in parts if prod(r[1])])
+
+
+def _check_tiling(key: str, global_shape: tuple[int, ...], regions: Sequence[Region]) -> None:
+    if _overlap(regions, len(global_shape)):
+        raise FormatError(f"Slices of {key} overlap.", key=key)
+    missing = prod(global_shape) - sum(prod(shape) for _, shape in regions)
+    if missing:
+        raise FormatError(f"{missing} elements of {key} are in no slice.", key=key)
+
+
+def _overlap(regions: Sequence[Region], num_dims: int) -> bool:
+    """Whether two of the non-empty, distinct `regions` share an element: a sweep along the most cut axis."""
+    if len(regions) < 2:
+        return False
+    axis = max(range(num_dims), key=lambda d: len({offset[d] for offset, _ in regions}))
+    reached: list[Region] = []  # regions that the sweep is inside of
+    for region in sorted(regions, key=lambda r: r[0][axis]):
+        start = region[0][axis]
+        reached = [r for r in reached if r[0][axis] + r[1][axis] > start]
+        if any(_share(region, other) for other in reached):
+            return True
+        reached.append(region)
+    return False
+
+
+def _share(one: Region, other: Region) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True))
+
+
+# Checks shared by both directions
+
+
+def _attempt_json(attempt: AttemptId) -> dict[str, Any]:
+    return {
+        "format": jsontext.FORMAT_VERSION,
+        "run_uid": attempt.run_uid,
+        "session": attempt.session,
+        "step": attempt.step,
+        "attempt": attempt.attempt,
+    }
+
+
+def _attempt(document: Mapping[str, Any]) -> AttemptId:
+    return AttemptId(
+        run_uid=jsontext.text(document.get("run_uid"), "run_uid"),
+        session=jsontext.integer(document.get("session"), "session"),
+        step=jsontext.integer(document.get("step"), "step"),
+        attempt=jsontext.text(document.get("attempt"), "attempt"),
+    )
+
+
+def _files_json(files: Iterable[FileEntry]) -> list[list[Any]]:
+    return [[file.name, file.size_bytes, file.digest] for file in files]
+
+
+def _files(value: object) -> tuple[FileEntry, ...]:
+    return tuple(_file(jsontext.array(entry, "files")) for entry in jsontext.array(value, "files"))
+
+
+def _file(entry: Sequence[Any]) -> FileEntry:
+    if len(entry) != 3:
+        raise FormatError("An entry of files must be a name, a size and a digest.")
+    name, size_bytes, digest = entry
+    return FileEntry(name=name, size_bytes=size_bytes, digest=digest)
+
+
+def _check_group(attempt: AttemptId, world_size: int, num_nodes: int, files: Sequence[FileEntry]) -> None:
+    check_run_uid(attempt.run_uid)
+    check_directory(attempt.directory)
+    jsontext.integer(attempt.session, "session")
+    jsontext.integer(attempt.step, "step")
+    jsontext.integer(world_size, "world_size", low=1)
+    jsontext.integer(num_nodes, "num_nodes", low=1)
+    for file in files:
+        check_file(jsontext.text(file.name, "A file name"))
+        jsontext.integer(file.size_bytes, f"{file.name}: size")
+        jsontext.hex_digest(file.digest, f"{file.name}: digest")
+    if len({file.name for file in files}) != len(files):
+        raise FormatError("A file is listed twice.")
+
+
+def _check_description(description: CheckpointDescription) -> None:
+    files = description.files
+    _check_group(description.attempt, description.world_size, description.num_nodes, files)
+    names = [file.name for file in files]
+    if names != sorted(names) or CHECKPOINT_JSON in names:
+        raise FormatError(f"{CHECKPOINT_JSON} must list the other files in the order of their names.")
+    fragments = {name for name in names if name.startswith("manifest-")}
+    if len(fragments) != description.num_nodes or fragments != {
+        fragment_file(index, description.num_nodes) for index in range(description.num_nodes)
+    }:
+        raise FormatError(f"{CHECKPOINT_JSON} does not list the {description.num_nodes} fragments.")
+    if root_digest(files) != description.root_digest:
+        raise FormatError(f"{CHECKPOINT_JSON}: the root digest is not that of the files.")
+
+
+def _check_fragment(fragment: Fragment) -> None:
+    _check_group(fragment.attempt, fragment.world_size, fragment.num_nodes, fragment.files)
+    jsontext.integer(fragment.node_index, "node_index", high=fragment.num_nodes - 1)
+    for rank in fragment.ranks:
+        jsontext.integer(rank, "ranks", high=fragment.world_size - 1)
+    if list(fragment.ranks) != sorted(set(fragment.ranks)):
+        raise FormatError("The ranks of a fragment must be distinct and in order.")
+    if len(fragment.rows) > MAX_ROWS:
+        raise FormatError(f"A fragment has {len(fragment.rows)} rows; the format allows {MAX_ROWS}.")
+    if not all(file.name.startswith(tuple(_KINDS)) for file in fragment.files):
+        raise FormatError("A fragment lists shards and state files only.")
+    spans: dict[str, list[tuple[int, int]]] = {file.name: [] for file in fragment.files}
+    for row in fragment.rows:
+        _check_row(row, spans)
+        spans[row.file].append((row.byte_offset, row.nbytes))
+    for file in fragment.files:
+        _check_cover(file, spans[file.name])
+
+
+def _check_row(row: ManifestRow, files: Mapping[str, Any]) -> None:
+    if row.file not in files:
+        raise FormatError(f"A row names {row.file!r}, which the fragment does not list.")
+    if row.kind not in _KINDS.get(row.file.split("-")[0], ()) or (row.kind == "slice") != (
+        row.slice is not None
+    ):
+        raise FormatError(f"{row.file} cannot have a row of kind {row.kind!r}.", file=row.file)
+    jsontext.integer(
+        row.byte_offset, f"{row.file}: byte_offset", high=0 if row.kind == "header" else jsontext.MAX_INT
+    )
+    jsontext.integer(row.nbytes, f"{row.file}: nbytes")
+    jsontext.hex_digest(row.digest, f"{row.file}: digest")
+    if row.slice is not None and check_slice(row.slice) != row.nbytes:
+        raise FormatError(f"{row.label} cannot have {row.nbytes} bytes.", file=row.file)
+
+
+def _check_cover(file: FileEntry, spans: list[tuple[int, int]]) -> None:
+    end = 0
+    for byte_offset, nbytes in sorted(spans):
+        if byte_offset != end:
+            raise FormatError(f"The rows of {file.name} leave out or repeat bytes at {end}.", file=file.name)
+        end += nbytes
+    if end != file.size_bytes:
+        raise FormatError(
+            f"The rows of {file.name} end at byte {end}, the file at {file.size_bytes}.", file=file.name
+        )

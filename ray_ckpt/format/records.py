@@ -1,0 +1,259 @@
+"""The records of a run's log: one small JSON file each, linked by the digest of the one before.
+
+A record is a fact: it happened because the file exists. Reading is strict where a value is known and lenient
+about fields that are not, so that a later version may add some; an unknown op is refused, because skipping a
+fact would change what the log says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+from ray_ckpt.errors import ConfigError, FormatError
+from ray_ckpt.format import jsontext
+from ray_ckpt.format.names import check_run_name, check_run_uid
+from ray_ckpt.types import Level
+
+MAX_RECORD_BYTES = 2**20  # a commit takes about 500 bytes; bounds what a reader holds per record
+MAX_SEQ = 10**20 - 1  # what a file name of 20 digits counts to
+MAX_STEP = 10**12 - 1  # what a directory name of 12 digits counts to
+
+_ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
+_NOT_EMPTY = re.compile(r".", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Create:
+    """The run begins. Always record 0, and only that."""
+
+    run_uid: str
+    run_name: str
+    format: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """A new coordinator takes over; the record's `epoch` is its token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A training group begins. `after` is the session before it, `resumed_from` the attempt it restores."""
+
+    session: int
+    service: str
+    after: int | None
+    resumed_from: str | None
+    world_size: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A checkpoint exists from here on, at `level`, with `replicas` copies on other nodes."""
+
+    session: int
+    step: int
+    attempt: str
+    level: Level
+    replicas: int
+    world_size: int
+    num_nodes: int
+    size_bytes: int
+    root_digest: str
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promote:
+    """A committed checkpoint has reached a higher level, or more replicas."""
+
+    attempt: str
+    level: Level
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """No intact copy of a committed checkpoint is left."""
+
+    attempt: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retired:
+    """Retention has decided to delete a checkpoint; final."""
+
+    attempt: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """The bytes of a retired checkpoint are gone."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something a person should find in the log; changes nothing."""
+
+    text: str
+
+
+Op: TypeAlias = Create | Epoch | Session | Commit | Promote | Lost | Retired | Collected | Note
+
+OPS: Mapping[str, type[Op]] = {
+    "create": Create,
+    "epoch": Epoch,
+    "session": Session,
+    "commit": Commit,
+    "promote": Promote,
+    "lost": Lost,
+    "retired": Retired,
+    "collected": Collected,
+    "note": Note,
+}
+_OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRecord:
+    """One record. `prev` is the digest of the bytes of record seq - 1, empty for record 0.
+
+    `time_s` is Unix time in seconds by the writer's clock: for people, never for decisions.
+    """
+
+    seq: int
+    epoch: int
+    writer: str
+    prev: str
+    time_s: float
+    op: Op
+
+
+def encode_record(record: LogRecord) -> bytes:
+    """`record` as one line of JSON; equal records give equal bytes. FormatError if no reader would take it."""
+    name = _OP_NAMES.get(type(record.op))
+    if name is None:
+        raise FormatError(f"{type(record.op).__name__} is not an op of the log.")
+    document = {
+        "seq": record.seq,
+        "epoch": record.epoch,
+        "writer": record.writer,
+        "prev": record.prev,
+        "time_s": record.time_s,
+        "op": name,
+        **{field.name: _to_json(getattr(record.op, field.name)) for field in fields(record.op)},
+    }
+    data = jsontext.dumps(document, what="The log record", max_bytes=MAX_RECORD_BYTES)
+    decode_record(data)
+    return data
+
+
+def decode_record(data: bytes) -> LogRecord:
+    """The record in `data`. Raises FormatError."""
+    document = jsontext.mapping(
+        jsontext.loads(data, what="The log record", max_bytes=MAX_RECORD_BYTES), "The log record"
+    )
+    seq = jsontext.integer(document.get("seq"), "seq", high=MAX_SEQ)
+    prev = document.get("prev")
+    return LogRecord(
+        seq=seq,
+        epoch=jsontext.integer(document.get("epoch"), "epoch"),
+        writer=jsontext.text(document.get("writer"), "writer", pattern=_NOT_EMPTY),
+        prev=jsontext.hex_digest(prev, "prev") if seq or prev != "" else "",
+        time_s=jsontext.number(document.get("time_s"), "time_s"),
+        op=_op(document),
+    )
+
+
+def _op(document: Mapping[str, Any]) -> Op:
+    name = jsontext.text(document.get("op"), "op")
+    if name not in OPS:
+        raise FormatError(
+            f"Record {document['seq']} has the op {name[:80]!r}, which a newer ray_ckpt wrote.",
+            hint="Open this run with the version of ray_ckpt that wrote it, or a newer one.",
+            op=name,
+        )
+    kind: Callable[..., Op] = OPS[name]
+    return kind(**{field.name: _read(document, field.name) for field in fields(OPS[name])})
+
+
+def _read(document: Mapping[str, Any], name: str) -> Any:
+    if name not in document:
+        raise FormatError(f"Record {document['seq']} ({document['op']}) has no field {name!r}.")
+    return _FIELDS[name](document[name], name)
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Level):
+        return value.label
+    return jsontext.metrics_json(value) if isinstance(value, Mapping) else value
+
+
+def _count(value: object, name: str) -> int:
+    return jsontext.integer(value, name, low=1)
+
+
+def _step(value: object, name: str) -> int:
+    return jsontext.integer(value, name, high=MAX_STEP)
+
+
+def _attempt(value: object, name: str) -> str:
+    return jsontext.text(value, name, pattern=_ATTEMPT)
+
+
+def _run_uid(value: object, name: str) -> str:
+    return check_run_uid(jsontext.text(value, name))
+
+
+def _run_name(value: object, name: str) -> str:
+    try:
+        return check_run_name(jsontext.text(value, name))
+    except ConfigError as error:
+        raise FormatError(f"{name}: {error.message}") from error
+
+
+def _format(value: object, name: str) -> int:
+    jsontext.check_version(value, "The run")
+    return jsontext.integer(value, name)
+
+
+def _level(value: object, name: str) -> Level:
+    for level in Level:
+        if value == level.label:
+            return level
+    raise FormatError(f"{name} must be one of {', '.join(level.label for level in Level)}.")
+
+
+def _optional(read: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
+    return lambda value, name: None if value is None else read(value, name)
+
+
+_FIELDS: Mapping[str, Callable[[object, str], Any]] = {
+    "run_uid": _run_uid,
+    "run_name": _run_name,
+    "format": _format,
+    "session": jsontext.integer,
+    "service": jsontext.text,
+    "after": _optional(jsontext.integer),
+    "resumed_from": _optional(_attempt),
+    "world_size": _count,
+    "num_nodes": _count,
+    "step": _step,
+    "attempt": _attempt,
+    "level": _level,
+    "replicas": jsontext.integer,
+    "size_bytes": jsontext.integer,
+    "root_digest": jsontext.hex_digest,
+    "metrics": jsontext.metrics,
+    "reason": jsontext.text,
+    "text": jsontext.text,
+}
+"""How each field of an op is read; a name means the same in every op."""

@@ -1,0 +1,206 @@
+"""The layout of a shard: a safetensors file whose data begins at a multiple of 4096 bytes.
+
+The header is complete before any tensor byte exists, so that bytes go straight to their place. It also says
+where each slice lies in its global tensor, in the way torch's HuggingFaceStorageReader expects; see
+https://huggingface.co/docs/safetensors and torch.distributed.checkpoint._hf_utils.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray_ckpt.errors import FormatError
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.jsontext import MAX_INT, array, integer, loads, mapping, text
+from ray_ckpt.types import Slice
+
+ALIGNMENT_BYTES = 4096  # what O_DIRECT asks of offsets on every common disk
+MAX_HEADER_BYTES = 100_000_000  # of JSON; the safetensors library refuses more
+METADATA_KEY = "__metadata__"
+SHARDING_KEY = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint._hf_utils.CUSTOM_METADATA_KEY
+OFFSETS_KEY = "saved_offsets"  # ... SAVED_OFFSETS_KEY
+
+ITEMSIZE: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+"""Bytes per element of the safetensors dtypes that fill whole bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedSlice:
+    """A slice and its bytes in the file; `byte_offset` counts from the start of the file."""
+
+    slice: Slice
+    byte_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLayout:
+    """Where everything lies in a shard.
+
+    `header` is the beginning of the file, a multiple of 4096 bytes; the slices follow it without gaps.
+    """
+
+    header: bytes
+    slices: tuple[PlacedSlice, ...]
+    size_bytes: int
+
+    @property
+    def signature(self) -> str:
+        """Equal for equal layouts: the digest of the header."""
+        return digest(self.header)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderTensor:
+    """A tensor as a safetensors header names it; `offset` is its place in the global tensor."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    byte_offset: int
+    nbytes: int
+
+
+def check_slice(part: Slice) -> int:
+    """The bytes of `part`. FormatError for an unknown dtype or a region outside its global tensor."""
+    if part.dtype not in ITEMSIZE:
+        raise FormatError(f"{part.key}: {part.dtype!r} is not a dtype of this format.", key=part.key)
+    if not len(part.global_shape) == len(part.offset) == len(part.shape):
+        raise FormatError(f"{part.key}: global shape, offset and shape differ in dimensions.", key=part.key)
+    for total, start, size in zip(part.global_shape, part.offset, part.shape, strict=True):
+        if start < 0 or size < 0 or start + size > total or total > MAX_INT:
+            raise FormatError(
+                f"{part.key}: {part.shape} at {part.offset} is not inside {part.global_shape}.", key=part.key
+            )
+    nbytes = part.num_elements * ITEMSIZE[part.dtype]
+    if not part.item or part.key == METADATA_KEY or nbytes > MAX_INT:
+        raise FormatError(f"{part.key!r} cannot be stored under this name or size.", key=part.key)
+    return nbytes
+
+
+def build_layout(slices: Iterable[Slice]) -> ShardLayout:
+    """Lay `slices` out in one file: wider dtypes first, then by key, dense, each naturally aligned.
+
+    The result depends on the slices only, not on their order. Raises FormatError for a repeated key, a slice
+    that `check_slice` refuses, or a header beyond MAX_HEADER_BYTES.
+    """
+    ordered = sorted(((check_slice(part), part) for part in slices), key=lambda pair: _rank(pair[1]))
+    entries: dict[str, Any] = {}
+    position, starts = 0, []
+    for nbytes, part in ordered:
+        if part.key in entries:
+            raise FormatError(f"{part.key} stands twice in one shard.", key=part.key)
+        starts.append(position)
+        span = [position, position := position + nbytes]
+        entries[part.key] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": span}
+    header = _header(entries, {part.key: {OFFSETS_KEY: list(part.offset)} for _, part in ordered})
+    placed = (
+        PlacedSlice(slice=part, byte_offset=len(header) + start, nbytes=nbytes)
+        for start, (nbytes, part) in zip(starts, ordered, strict=True)
+    )
+    return ShardLayout(header=header, slices=tuple(placed), size_bytes=len(header) + position)
+
+
+def parse_header(data: bytes, *, file_size_bytes: int) -> tuple[HeaderTensor, ...]:
+    """The tensors of a safetensors file from its first bytes, in file order.
+
+    `data` must hold at least the header. Raises FormatError unless the tensors follow the header without
+    gaps or overlaps and end where the file ends.
+    """
+    num_json = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or num_json > len(data) - 8:
+        raise FormatError("The safetensors header is cut short.")
+    what = "The safetensors header"
+    document = loads(data[8 : 8 + num_json], what=what, max_bytes=MAX_HEADER_BYTES, final_newline=False)
+    document = mapping(document, what)
+    sharding = _sharding_info(mapping(document.pop(METADATA_KEY, {}), METADATA_KEY))
+    tensors = [_header_tensor(key, entry, sharding, 8 + num_json) for key, entry in document.items()]
+    tensors.sort(key=lambda tensor: (tensor.byte_offset, tensor.nbytes))
+    end = 8 + num_json
+    for tensor in tensors:
+        if tensor.byte_offset != end:
+            raise FormatError(f"{tensor.key} does not begin where the tensor before it ends.", key=tensor.key)
+        end += tensor.nbytes
+    if end != file_size_bytes:
+        raise FormatError(f"The tensors end at byte {end}, the file at byte {file_size_bytes}.")
+    return tuple(tensors)
+
+
+def _rank(part: Slice) -> tuple[int, str]:
+    return -ITEMSIZE[part.dtype], part.key
+
+
+def _header(entries: Mapping[str, Any], sharding: Mapping[str, Any]) -> bytes:
+    metadata = {"format": "pt", SHARDING_KEY: json.dumps(sharding, separators=(",", ":"))}
+    try:
+        body = json.dumps(
+            {METADATA_KEY: metadata, **entries}, ensure_ascii=False, separators=(",", ":")
+        ).encode()
+    except UnicodeEncodeError as error:
+        raise FormatError(f"A tensor's name is not valid text: {error}.") from error
+    body += b" " * (-(8 + len(body)) % ALIGNMENT_BYTES)
+    if len(body) > MAX_HEADER_BYTES:
+        raise FormatError(
+            f"The header of a shard with {len(entries)} slices takes {len(body)} bytes;"
+            f" safetensors allows {MAX_HEADER_BYTES}.",
+            hint="Spread the tensors over more ranks, or use shorter names.",
+        )
+    return len(body).to_bytes(8, "little") + body
+
+
+def _sharding_info(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    if SHARDING_KEY not in metadata:
+        return {}
+    data = text(metadata[SHARDING_KEY], SHARDING_KEY).encode()
+    document = loads(data, what=SHARDING_KEY, max_bytes=MAX_HEADER_BYTES, final_newline=False)
+    return mapping(document, SHARDING_KEY)
+
+
+def _header_tensor(key: str, entry: object, sharding: Mapping[str, Any], data_start: int) -> HeaderTensor:
+    fields = mapping(entry, key)
+    shape = _ints(fields.get("shape"), f"{key}: shape")
+    start, end = _span(_ints(fields.get("data_offsets"), f"{key}: data_offsets"), key)
+    where = mapping(sharding.get(key, {}), key).get(OFFSETS_KEY, [0] * len(shape))
+    offset = _ints(where, f"{key}: {OFFSETS_KEY}")
+    whole = tuple(o + n for o, n in zip(offset, shape, strict=False))
+    dtype = text(fields.get("dtype"), f"{key}: dtype")
+    part = Slice(item=key, name="", dtype=dtype, global_shape=whole, offset=offset, shape=shape)
+    if check_slice(part) != end - start:
+        raise FormatError(f"{key}: shape and bytes do not agree.", key=key)
+    return HeaderTensor(
+        key=key, dtype=dtype, shape=shape, offset=offset, byte_offset=data_start + start, nbytes=end - start
+    )
+
+
+def _span(values: tuple[int, ...], key: str) -> tuple[int, int]:
+    if len(values) != 2 or values[0] > values[1]:
+        raise FormatError(f"{key}: data_offsets must be a start and an end.", key=key)
+    return values[0], values[1]
+
+
+def _ints(value: object, name: str) -> tuple[int, ...]:
+    return tuple(integer(item, name) for item in array(value, name))

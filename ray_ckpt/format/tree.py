@@ -1,0 +1,381 @@
+"""Training state without pickle: a tree of plain values as one line of JSON, and back, exactly.
+
+Plain dicts with str keys, lists, str, int, float, bool and None are plain JSON. Everything else is an object
+with one tag, such as `{"$tuple": [1, 2]}`. Types are compared exactly, not with isinstance: a subclass may
+carry more than its base shows. A value without a tag is refused with its path, never guessed at.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from ray_ckpt.errors import FormatError, UnsupportedLeaf
+from ray_ckpt.format.jsontext import Pairs, loads, unique_keys
+
+MAX_TREE_BYTES = 256 * 2**20  # of JSON; larger things belong into tensors, which are never parsed
+MAX_DEPTH = 100  # containers inside each other; real states have about 10, the JSON parser allows about 900
+MAX_VALUES = 10_000_000  # in one tree; stops shared references from unfolding without end
+
+ENUMS: Mapping[str, type[Enum]] = {}
+"""Enums that may stand in a tree, by the name they are stored under. Members are stored by name."""
+
+_FACTORIES: Mapping[str, type[Any]] = {t.__name__: t for t in (bool, dict, float, int, list, set, str, tuple)}
+_PLAIN_INT_BITS = 63  # up to here a JSON number, which every reader understands; beyond, hex
+_DTYPE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
+_HEX_INT = re.compile(r"-?0x[0-9a-f]+\Z")
+_NUMPY_DTYPE = re.compile(
+    r"([<>|][biufcSU][1-9]\d{0,8}|[<>][mM]8(\[\d{0,6}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)\Z"
+)
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor that lies in the shard file under the safetensors key `key`."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class TorchDtype:
+    """A torch dtype by name, such as `float32`."""
+
+    name: str
+
+
+def encode_tree(value: object) -> bytes:
+    """`value` as one line of UTF-8 JSON. Equal trees in equal order give equal bytes.
+
+    Raises UnsupportedLeaf, with the path in `fields["path"]`, for a value that only pickle could store, a
+    container inside itself, more than MAX_DEPTH levels, MAX_VALUES values or MAX_TREE_BYTES bytes.
+    """
+    encoder = _Encoder()
+    try:
+        tree = encoder.encode(value)
+        data = json.dumps(tree, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except RecursionError as error:
+        raise encoder.refuse("is nested deeper than the stack allows") from error
+    if len(data) > MAX_TREE_BYTES:
+        raise UnsupportedLeaf(
+            f"The state without its tensors takes {len(data)} bytes; at most {MAX_TREE_BYTES} are stored.",
+            hint="Keep large arrays as tensors.",
+            path="",
+        )
+    return data
+
+
+def decode_tree(data: bytes) -> Any:
+    """The value that `encode_tree` made `data` from. Runs no code of the data. Raises FormatError."""
+    return loads(data, what="The state tree", max_bytes=MAX_TREE_BYTES, hook=_object)
+
+
+# Writing
+
+
+class _Encoder:
+    """One walk over a tree; knows where it is, for errors."""
+
+    def __init__(self) -> None:
+        self._path: list[str | int | None] = []  # None: an element of a set
+        self._open: set[int] = set()  # ids of the containers around the current value
+        self._num_values = 0
+
+    def encode(self, value: Any) -> Any:
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise self.refuse(f"is beyond the {MAX_VALUES} values that one state may have")
+        if (leaf := _LEAVES.get(type(value))) is not None:
+            return leaf(value)
+        if type(value) in _CONTAINERS:
+            return self._container(value)
+        if (found := _rare(value)) is not None:
+            return found
+        raise self.refuse(f"is {_type_name(value)}, which only pickle could store")
+
+    def refuse(self, reason: str) -> UnsupportedLeaf:
+        path = _path_text(self._path)
+        return UnsupportedLeaf(
+            f"{path or 'The state'} {reason}.",
+            hint="Give the object that holds it a state_dict() and load_state_dict() of plain values,"
+            " or leave it out.",
+            path=path,
+        )
+
+    def _container(self, value: Collection[Any]) -> Any:
+        if id(value) in self._open:
+            raise self.refuse("contains itself")
+        if len(self._open) == MAX_DEPTH:
+            raise self.refuse(f"is nested deeper than {MAX_DEPTH} levels")
+        self._open.add(id(value))
+        result = self._mapping(value) if isinstance(value, dict) else self._sequence(value)
+        self._open.discard(id(value))
+        return result
+
+    def _sequence(self, value: Collection[Any]) -> Any:
+        if isinstance(value, (set, frozenset)):
+            items = sorted((self._child(None, item) for item in value), key=json.dumps)
+        else:
+            items = [self._child(index, item) for index, item in enumerate(value)]
+        return items if type(value) is list else {f"${type(value).__name__}": items}
+
+    def _mapping(self, value: dict[Any, Any]) -> Any:
+        pairs = [(self._key(key), self._child(key, item)) for key, item in value.items()]
+        if type(value) is defaultdict:
+            return {"$defaultdict": [self._factory(value), pairs]}
+        if type(value) is dict and all(type(key) is str and key[:1] != "$" for key, _ in pairs):
+            return dict(pairs)
+        return {f"${type(value).__name__}": pairs}
+
+    def _child(self, step: str | int | None, value: Any) -> Any:
+        self._path.append(step)
+        result = self.encode(value)
+        self._path.pop()
+        return result
+
+    def _key(self, key: object) -> Any:
+        if type(key) not in (str, int):
+            raise self.refuse(f"has a key that is {_type_name(key)}; keys must be str or int")
+        return _LEAVES[type(key)](key)
+
+    def _factory(self, value: defaultdict[Any, Any]) -> str | None:
+        factory = value.default_factory
+        for name, known in _FACTORIES.items():
+            if factory is known:
+                return name
+        if factory is not None:
+            raise self.refuse("is a defaultdict with a factory of its own, which only pickle could store")
+        return None
+
+
+_CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict, Counter, defaultdict})
+
+
+def _b64(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _write_int(value: int) -> Any:
+    return value if value.bit_length() <= _PLAIN_INT_BITS else {"$int": hex(value)}
+
+
+def _write_float(value: float) -> Any:
+    if math.isfinite(value):
+        return value
+    return {"$float": str(value) if math.isinf(value) else f"nan:{struct.pack('>d', value).hex()}"}
+
+
+def _write_str(value: str) -> Any:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # lone surrogates, as in undecodable file names
+        return {"$str": _b64(value.encode("utf-8", "surrogatepass"))}
+    return value
+
+
+_LEAVES: Mapping[type, Callable[[Any], Any]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    int: _write_int,
+    float: _write_float,
+    str: _write_str,
+    bytes: lambda value: {"$bytes": _b64(value)},
+    bytearray: lambda value: {"$bytearray": _b64(value)},
+    complex: lambda value: {"$complex": [_write_float(value.real), _write_float(value.imag)]},
+    TensorRef: lambda value: {"$tensor": _write_str(value.key)},
+    np.str_: lambda value: {"$numpy.str": _write_str(str(value))},
+    np.bytes_: lambda value: {"$numpy.bytes": _b64(bytes(value))},
+}
+
+
+def _rare(value: Any) -> Any:
+    """The JSON of a value whose type has many members, or None if it is not one of ours."""
+    if type(value) is TorchDtype and _DTYPE_NAME.match(value.name):
+        return {"$dtype": value.name}
+    if type(value) is np.ndarray and (dtype := _dtype_text(value.dtype)):
+        return {"$numpy": {"dtype": dtype, "shape": list(value.shape), "data": _b64(value.tobytes())}}
+    if isinstance(value, np.generic) and (dtype := _dtype_text(value.dtype)):
+        return {"$numpy.scalar": {"dtype": dtype, "shape": [], "data": _b64(value.tobytes())}}
+    if isinstance(value, np.dtype) and (dtype := _dtype_text(value)):
+        return {"$numpy.dtype": dtype}
+    if isinstance(value, Enum):
+        return _write_enum(value)
+    return None
+
+
+def _dtype_text(dtype: np.dtype[Any]) -> str | None:
+    """numpy's own name of a plain dtype; None for objects, records and foreign types."""
+    known = _NUMPY_DTYPE.match(dtype.str) and np.dtype(dtype.str) == dtype
+    return dtype.str if known else None
+
+
+def _write_enum(value: Enum) -> Any:
+    for name, kind in ENUMS.items():
+        if type(value) is kind and value.name in kind.__members__:
+            return {"$enum": [name, value.name]}
+    return None
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return (
+        f"a {kind.__module__}.{kind.__qualname__}"
+        if kind.__module__ != "builtins"
+        else f"a {kind.__qualname__}"
+    )
+
+
+def _path_text(path: Iterable[str | int | None]) -> str:
+    text = ""
+    for step in path:
+        if step is None:
+            text += "{}"
+        elif isinstance(step, str) and step.isidentifier():
+            text += f".{step}" if text else step
+        else:
+            text += f"[{step!r:.80}]"
+    return text
+
+
+# Reading: `_object` sees every JSON object after its content has been read
+
+
+def _object(pairs: Pairs) -> Any:
+    tag, payload = next((pair for pair in pairs if pair[0].startswith("$")), ("", None))
+    if not tag:
+        return unique_keys(pairs)
+    if len(pairs) != 1 or tag not in _READERS:
+        raise FormatError(f"{tag[:80]!r} is not a value of this format; a newer ray_ckpt may have written it")
+    try:
+        return _READERS[tag](payload)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, MemoryError) as error:
+        raise FormatError(f"{tag}: {error}") from error
+
+
+def _exactly(value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        raise TypeError(f"a {type(value).__name__} stands in the wrong place")
+    return value
+
+
+def _read_bytes(value: Any) -> bytes:
+    return base64.b64decode(_exactly(value, str), validate=True)
+
+
+def _read_int(value: Any) -> int:
+    if not _HEX_INT.match(_exactly(value, str)):
+        raise ValueError("not a hex number")
+    return int(value, 16)
+
+
+def _read_float(value: Any) -> float:
+    if _exactly(value, str) in ("inf", "-inf"):
+        return float(value)
+    prefix, bits = value[:4], bytes.fromhex(value[4:])
+    (result,) = struct.unpack(">d", bits) if len(bits) == 8 else (0.0,)
+    if prefix != "nan:" or not math.isnan(result):
+        raise ValueError("not a float")
+    return float(result)
+
+
+def _read_complex(value: Any) -> complex:
+    real, imag = _exactly(value, list)
+    return complex(_exactly(real, float), _exactly(imag, float))
+
+
+def _read_unique(kind: type[Any]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        result = kind(_exactly(value, list))
+        if len(result) != len(value):
+            raise ValueError("an element stands in it twice")
+        return result
+
+    return read
+
+
+def _read_pairs(value: Any) -> dict[Any, Any]:
+    result = {}
+    for pair in _exactly(value, list):
+        key, item = _exactly(pair, list)
+        result[_exactly(key, str, int)] = item
+    if len(result) != len(value):
+        raise ValueError("a key stands in it twice")
+    return result
+
+
+def _read_counter(value: Any) -> Counter[Any]:
+    result: Counter[Any] = Counter()
+    dict.update(result, _read_pairs(value))
+    return result
+
+
+def _read_defaultdict(value: Any) -> defaultdict[Any, Any]:
+    factory, pairs = _exactly(value, list)
+    return defaultdict(None if factory is None else _FACTORIES[_exactly(factory, str)], _read_pairs(pairs))
+
+
+def _read_dtype_name(value: Any) -> TorchDtype:
+    if not _DTYPE_NAME.match(_exactly(value, str)):
+        raise ValueError("not the name of a dtype")
+    return TorchDtype(value)
+
+
+def _read_numpy_dtype(value: Any) -> np.dtype[Any]:
+    if not _NUMPY_DTYPE.match(_exactly(value, str)):
+        raise ValueError("not a plain numpy dtype")
+    dtype: np.dtype[Any] = np.dtype(value)
+    return dtype
+
+
+def _read_numpy(value: Any) -> np.ndarray[Any, Any]:
+    dtype, data = _read_numpy_dtype(_exactly(value, dict)["dtype"]), _read_bytes(value["data"])
+    shape = tuple(_exactly(size, int) for size in _exactly(value["shape"], list))
+    if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError("shape and bytes do not agree")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def _read_numpy_scalar(value: Any) -> Any:
+    array = _read_numpy(value)
+    if array.shape or array.dtype.kind in "SU":
+        raise ValueError("not a scalar")
+    return array[()]
+
+
+def _read_enum(value: Any) -> Enum:
+    name, member = _exactly(value, list)
+    return ENUMS[_exactly(name, str)].__members__[_exactly(member, str)]
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "$int": _read_int,
+    "$float": _read_float,
+    "$complex": _read_complex,
+    "$str": lambda value: _read_bytes(value).decode("utf-8", "surrogatepass"),
+    "$bytes": _read_bytes,
+    "$bytearray": lambda value: bytearray(_read_bytes(value)),
+    "$tuple": lambda value: tuple(_exactly(value, list)),
+    "$set": _read_unique(set),
+    "$frozenset": _read_unique(frozenset),
+    "$dict": _read_pairs,
+    "$OrderedDict": lambda value: OrderedDict(_read_pairs(value)),
+    "$Counter": _read_counter,
+    "$defaultdict": _read_defaultdict,
+    "$tensor": lambda value: TensorRef(_exactly(value, str)),
+    "$dtype": _read_dtype_name,
+    "$numpy": _read_numpy,
+    "$numpy.scalar": _read_numpy_scalar,
+    "$numpy.str": lambda value: np.str_(_exactly(value, str)),
+    "$numpy.bytes": lambda value: np.bytes_(_read_bytes(value)),
+    "$numpy.dtype": _read_numpy_dtype,
+    "$enum": _read_enum,
+}
