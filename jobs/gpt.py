@@ -27,13 +27,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attend(self.norm_1(x)))
-        return x + self.dropout(self.mlp(self.norm_2(x)))
+        y: Tensor = x + self.dropout(self.mlp(self.norm_2(x)))
+        return y
 
     def attend(self, x: Tensor) -> Tensor:
         # [batch, time, 3 * width] -> three of [batch, heads, time, width / heads]
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
+        return y
 
 
 class GPT(nn.Module):

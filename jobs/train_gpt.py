@@ -69,7 +69,7 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"step": total, "loss": None}
     for step in steps:
         started = time.perf_counter()
-        lr = scheduler.get_last_lr()[0]
+        lr = float(scheduler.get_last_lr()[0])
         loss = train_step(model, optimizer, batches, config["accumulate"], device)
         scheduler.step()
         evaluates = step % config["eval_every"] == 0 or step == total
@@ -119,7 +119,7 @@ def train_step(
         model.set_requires_gradient_sync(micro_batch == accumulate - 1)
         inputs, targets = next(batches)
         loss = next_byte_loss(model, inputs.to(device), targets.to(device)) / accumulate
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         window_loss += loss.detach()
     torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
     optimizer.step()
@@ -154,10 +154,16 @@ class Journal:
     def write(self, step: int, loss: Tensor, lr: float, eval_loss: Tensor | None) -> None:
         self.tokens += self.step_tokens
         if self.history:
-            value = loss.item()
-            line = {"step": step, "loss": value.hex(), "loss_value": value, "lr": lr, "time": time.time()}
+            value = float(loss)
+            line: dict[str, Any] = {
+                "step": step,
+                "loss": value.hex(),
+                "loss_value": value,
+                "lr": lr,
+                "time": time.time(),
+            }
             if eval_loss is not None:
-                line["eval_loss"] = eval_loss.item()
+                line["eval_loss"] = float(eval_loss)
             self.history.parent.mkdir(parents=True, exist_ok=True)
             with self.history.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -216,16 +222,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     checkpoints = parser.add_argument_group("checkpoints")
     checkpoints.add_argument("--every-steps", type=positive, default=20, help="steps between checkpoints")
-    checkpoints.add_argument("--remote-every", type=positive, help="steps between copies to the storage path")
+    checkpoints.add_argument("--remote-every", type=positive, default=5, help="copy every n-th to storage")
     checkpoints.add_argument("--keep-last", type=positive, default=3, help="checkpoints to keep")
     checkpoints.add_argument("--replicas", type=int, default=1, help="copies on other nodes")
-    checkpoints.add_argument("--staging", type=absolute, help="local folder of each node for checkpoints")
+    checkpoints.add_argument("--staging", type=absolute, help="local folder of each node, best on NVMe")
 
     size = parser.add_argument_group("model and optimizer")
     size.add_argument("--layers", type=positive, default=4, help="transformer blocks")
     size.add_argument("--width", type=positive, default=128, help="features per position")
     size.add_argument("--heads", type=positive, default=4, help="attention heads")
-    size.add_argument("--context", type=positive, default=128, help="bytes per sample")
+    size.add_argument("--context", type=positive, default=64, help="bytes per sample")
     size.add_argument("--dropout", type=float, default=0.1, help="share of activations dropped")
     size.add_argument("--batch", type=positive, default=4, help="samples per rank and micro-batch")
     size.add_argument("--accumulate", type=positive, default=2, help="micro-batches per optimizer step")

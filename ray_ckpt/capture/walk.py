@@ -92,8 +92,10 @@ def walk(items: Mapping[str, Item], *, rank: int, world_size: int) -> Walked:
 
     trees = {}
     for name, item in items.items():
-        prefix = (f"rank{rank}", (name,)) if item.per_rank else (name, ())
-        trees[name] = visit(item.tree(), *prefix, (rank,) if item.per_rank else everyone)
+        if item.per_rank:
+            trees[name] = visit(item.tree(), f"rank{rank}", (name,), (rank,))
+        else:
+            trees[name] = visit(item.tree(), name, (), everyone)
     return Walked(slices=tuple(slices), trees=trees)
 
 

@@ -86,6 +86,11 @@ class RunMachine:
         """This coordinator's epoch is in the log and nobody has taken over."""
         return self._epoch > 0 and self.history.epoch == self._epoch and not self._fenced
 
+    @property
+    def holders(self) -> dict[str, dict[int, tuple[str, ...]]]:
+        """Who holds which fragment of which attempt, for people."""
+        return {a: {i: tuple(sorted(n)) for i, n in f.items()} for a, f in self._holders.items()}
+
     # -- the log -------------------------------------------------------------------------------------
 
     @singledispatchmethod
@@ -621,8 +626,8 @@ class RunMachine:
         self._live = event.live
         if not lost:
             return
-        for places in self._holders.values():
-            for nodes in places.values():
+        for fragments in self._holders.values():
+            for nodes in fragments.values():
                 nodes -= lost
         for attempt in list(self._attempts.values()):
             gone = {n.node_id for n in attempt.nodes if n.node_index not in attempt.stored} & lost

@@ -116,20 +116,18 @@ class RunHistory:
             raise FormatError(f"{where} has the stale epoch {record.epoch}.", seq=record.seq)
         if isinstance(record.op, Create) != (record.seq == 0):
             raise FormatError(f"{where}: a log starts with one create record.", seq=record.seq)
-        if isinstance(record.op, Promote | Lost | Retired | Collected):
-            if record.op.attempt not in self.checkpoints:
-                raise FormatError(
-                    f"{where} names the unknown checkpoint {record.op.attempt}.", seq=record.seq
-                )
-        if isinstance(record.op, Commit):
-            if record.op.session not in self.sessions or record.op.attempt in self.checkpoints:
-                raise FormatError(
-                    f"{where} commits {record.op.attempt} twice or without a session.", seq=record.seq
-                )
-        if isinstance(record.op, Session):
-            op = record.op
-            if op.session in self.sessions or (op.resumed_from and op.resumed_from not in self.checkpoints):
-                raise FormatError(f"{where} opens an impossible session.", seq=record.seq)
+        match record.op:
+            case Promote(attempt=name) | Lost(attempt=name) | Retired(attempt=name) | Collected(attempt=name):
+                if name not in self.checkpoints:
+                    raise FormatError(f"{where} names the unknown checkpoint {name}.", seq=record.seq)
+            case Commit() as op:
+                if op.session not in self.sessions or op.attempt in self.checkpoints:
+                    raise FormatError(f"{where} commits twice or without a session.", seq=record.seq)
+            case Session() as op:
+                if op.session in self.sessions or (op.resumed_from or "") not in {"", *self.checkpoints}:
+                    raise FormatError(f"{where} opens an impossible session.", seq=record.seq)
+            case _:
+                return
 
 
 def _committed(op: Commit, record: LogRecord, run_uid: str) -> CheckpointInfo:

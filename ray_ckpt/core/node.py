@@ -111,7 +111,7 @@ class TellRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCopy:
-    """Send the fragment's files, then the fragment, from this node's disk to `holder`; tell the coordinator."""
+    """Send the fragment's files, then the fragment, from this node's disk; tell the coordinator the end."""
 
     attempt: AttemptId
     node_index: int

@@ -86,17 +86,17 @@ def encode_fragment(fragment: Fragment) -> bytes:
         "num_rows": len(fragment.rows),
     }
     metadata = jsontext.dumps_sealed(document, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
-    table = rows_table([fragment]).replace_schema_metadata({METADATA_KEY: metadata})
     sink = pa.BufferOutputStream()
-    pq.write_table(
-        table,
+    with pq.ParquetWriter(
         sink,
+        COLUMNS,
         compression="zstd",
-        row_group_size=MAX_ROWS,
         write_statistics=False,
         write_page_checksum=True,
         store_schema=False,
-    )
+    ) as writer:
+        writer.write_table(rows_table([fragment]), row_group_size=MAX_ROWS)
+        writer.add_key_value_metadata({METADATA_KEY: metadata})
     data = sink.getvalue().to_pybytes()
     jsontext.check_size(data, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
     return bytes(data)
@@ -143,7 +143,7 @@ def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
         unpacked = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
         if file.metadata.num_rows > MAX_ROWS or unpacked > MAX_UNPACKED_BYTES:
             raise FormatError(f"it declares {file.metadata.num_rows} rows of {unpacked} bytes")
-        metadata = (file.schema_arrow.metadata or {})[METADATA_KEY]
+        metadata = file.metadata.metadata[METADATA_KEY]
         table = file.read(columns=COLUMNS.names, use_threads=False).select(COLUMNS.names).combine_chunks()
         table = table.cast(COLUMNS)
         table.validate(full=True)

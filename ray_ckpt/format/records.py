@@ -138,7 +138,7 @@ class LogRecord:
 
 
 def encode_record(record: LogRecord) -> bytes:
-    """`record` as one line of JSON; equal records give equal bytes. FormatError if no reader would take it."""
+    """`record` as one line of JSON; equal records give equal bytes. FormatError if no reader takes it."""
     name = _OP_NAMES.get(type(record.op))
     if name is None:
         raise FormatError(f"{type(record.op).__name__} is not an op of the log.")
@@ -162,15 +162,22 @@ def decode_record(data: bytes) -> LogRecord:
         jsontext.loads(data, what="The log record", max_bytes=MAX_RECORD_BYTES), "The log record"
     )
     seq = jsontext.integer(document.get("seq"), "seq", high=MAX_SEQ)
-    prev = document.get("prev")
     return LogRecord(
         seq=seq,
         epoch=jsontext.integer(document.get("epoch"), "epoch"),
         writer=jsontext.text(document.get("writer"), "writer", pattern=_NOT_EMPTY),
-        prev=jsontext.hex_digest(prev, "prev") if seq or prev != "" else "",
+        prev=_prev(document.get("prev"), seq),
         time_s=jsontext.number(document.get("time_s"), "time_s"),
         op=_op(document),
     )
+
+
+def _prev(value: object, seq: int) -> str:
+    if seq:
+        return jsontext.hex_digest(value, "prev")
+    if value != "":
+        raise FormatError("Record 0 has no record before it; prev must be empty.")
+    return ""
 
 
 def _op(document: Mapping[str, Any]) -> Op:

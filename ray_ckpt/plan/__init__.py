@@ -1,1 +1,1 @@
-
+"""Pure geometry: which saved slices fill which live ones."""

@@ -63,7 +63,7 @@ class Staging:
             raise InsufficientSpace(
                 f"{what} needs {needed_bytes:,} bytes in {self.root}, which has {free:,} free "
                 f"and keeps {self._reserve_bytes:,} in reserve.",
-                hint="Free space there, point staging= to a larger disk, or lower keep_last, replicas or reserve_bytes.",
+                hint="Free space there, point staging= to a larger disk, or lower replicas or reserve_bytes.",
                 path=str(self.root),
                 needed_bytes=needed_bytes,
                 free_bytes=free,
@@ -113,7 +113,7 @@ class Staging:
         found = self.root.lstat()
         if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise StagingError(
-                f"The staging folder {self.root} is a link, belongs to someone else or can be written by others.",
+                f"The staging folder {self.root} is a link, or others own it or can write to it.",
                 hint="Use a folder of your own with mode 0700.",
                 path=str(self.root),
             )

@@ -1,0 +1,566 @@
+"""The node agent: owns a node's arenas and staging folder, writes, copies and serves shards.
+
+One per node, detached and pinned to it. Decisions are the NodeMachine's; this carries its effects out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from typing_extensions import Buffer
+
+from ray_ckpt.actors import names
+from ray_ckpt.actors.wire import AgentCard, OpenRun, RunSpec, SessionStart
+from ray_ckpt.config import STAGING_ENV, default_staging
+from ray_ckpt.core import node as n
+from ray_ckpt.core.messages import HeldFragment, Inventory, RankProgress, SessionPlan
+from ray_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    InsufficientSpace,
+    RestoreError,
+    RunSuperseded,
+    Unavailable,
+)
+from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_fragment, encode_fragment
+from ray_ckpt.format.names import fragment_file, shard_file, state_file
+from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.link import SealedShard
+from ray_ckpt.restore import RestoreTicket, Source
+from ray_ckpt.storage.files import checked, read_blocks
+from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.staging import Holding, Staging
+from ray_ckpt.transport.client import PeerClient
+from ray_ckpt.transport.server import PeerServer
+from ray_ckpt.transport.wire import FileName, PutRequest
+from ray_ckpt.types import ARENA_PAGE_BYTES, AttemptId, FileEntry, Fragment, Level, ManifestRow
+
+log = logging.getLogger("ray_ckpt.agent")
+
+IO_THREADS = 4  # disk and network work at a time; more only queue at the device
+OUTCOME_WAIT_S = 3600.0  # an attempt is settled long before; bounds a forgotten question
+PROGRESS_GATHER_S = 0.3  # ranks speak once a second; this gathers those of a node
+MEMORY_RESERVE = 0.05  # share of memory that arenas never take
+
+
+class ArenaMemory:
+    """One rank's arena on the agent's side: a memfd that the rank maps too."""
+
+    def __init__(self, rank: int, layout: ShardLayout) -> None:
+        self.layout = layout
+        size = ARENA_PAGE_BYTES + layout.size_bytes
+        _check_memory(size)
+        self._fd = os.memfd_create(f"ray_ckpt-rank{rank}", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, size)
+        self._map = mmap.mmap(self._fd, size)
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    @property
+    def sealed(self) -> str:
+        """The attempt whose capture is complete here, or an empty string."""
+        return self._map[:16].strip(b"\0").decode()
+
+    def data(self) -> memoryview:
+        """The shard file's bytes."""
+        return memoryview(self._map)[ARENA_PAGE_BYTES:]
+
+    def close(self) -> None:
+        os.close(self._fd)
+        with contextlib.suppress(BufferError):  # a write still reads it; the kernel frees it afterwards
+            self._map.close()
+
+
+class NodeRun:
+    """One run on this node."""
+
+    def __init__(self, spec: RunSpec, run_uid: str, staging: Staging) -> None:
+        self.spec = spec
+        self.run_uid = run_uid
+        self.staging = staging
+        self.remote = RemoteTier(spec.storage_path, spec.name)
+        self.machine = n.NodeMachine()
+        self.endpoints: dict[str, str] = {}
+        self.arenas: dict[int, ArenaMemory] = {}
+        self.sealed: dict[tuple[str, int], SealedShard] = {}
+        self.released: dict[tuple[str, int], asyncio.Event] = {}
+        self.settled = asyncio.Condition()
+        self.ticket: asyncio.Task[RestoreTicket] | None = None
+        self.restored: dict[int, tuple[str, ...]] = {}
+        self.decision: asyncio.Future[bool] | None = None  # True: go; False: a new session has started
+        self.started = asyncio.Event()
+        self.progress: dict[int, RankProgress] = {}
+
+
+class NodeAgent:
+    """See the module. Methods are called by this node's ranks and by the coordinator."""
+
+    def __init__(self, node_id: str, token: str) -> None:
+        actual = ray.get_runtime_context().get_node_id()
+        if actual != node_id:
+            raise RuntimeError(f"agent of node {node_id} was started on {actual}")
+        self._node_id = node_id
+        self._token = token
+        self._runs: dict[str, NodeRun] = {}
+        self._stagings: dict[Path, Staging] = {}
+        self._io = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="ray_ckpt-io")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server = PeerServer(ray.util.get_node_ip_address(), token=token, files=_Served(self._runs))
+        self._coordinator: Any = None
+
+    async def card(self) -> AgentCard:
+        roots = ", ".join(str(root) for root in self._stagings)
+        return AgentCard(node_id=self._node_id, endpoint=self._server.endpoint, staging=roots)
+
+    # -- the coordinator's calls -----------------------------------------------------------------------
+
+    async def open_run(self, order: OpenRun) -> Inventory:
+        """Check the staging folder and the storage path of a run, and tell what is here of it."""
+        run = self._runs.get(order.run_uid)
+        if run is None:
+            staging = await self._in_thread(self._open_staging, order.spec)
+            run = self._runs.setdefault(order.run_uid, NodeRun(order.spec, order.run_uid, staging))
+        run.spec = order.spec
+        await self._in_thread(run.remote.check_shared, order.nonce, node=self._node_id)
+        return await self.inventory(order.run_uid)
+
+    async def inventory(self, run_uid: str) -> Inventory:
+        run = self._runs[run_uid]
+        held = await self._in_thread(lambda: tuple(run.staging.holdings(run_uid)))
+        directories = await self._in_thread(run.staging.directories, run_uid)
+        return Inventory(fragments=tuple(map(_held, held)), directories=directories)
+
+    async def start_session(self, start: SessionStart) -> None:
+        run = self._runs[start.plan.run_uid]
+        run.spec, run.endpoints = start.spec, dict(start.endpoints)
+        await self._handle(run, n.SessionStarted(plan=start.plan, node_id=self._node_id))
+        run.restored = {}
+        run.ticket = None
+        previous, run.decision = run.decision, asyncio.get_running_loop().create_future()
+        if previous is not None and not previous.done():
+            previous.set_result(False)
+        run.started.set()
+
+    async def publish(
+        self, run_uid: str, attempt: AttemptId, level: Level | None, error: CheckpointError | None
+    ) -> None:
+        await self._handle(self._runs[run_uid], n.Published(attempt=attempt, level=level, error=error))
+
+    async def replicate(self, run_uid: str, attempt: AttemptId, node_index: int, holder: str, endpoint: str) -> None:
+        run = self._runs[run_uid]
+        run.endpoints[holder] = endpoint
+        await self._send_copy(run, n.SendCopy(attempt=attempt, node_index=node_index, holder=holder))
+
+    async def drain(self, run_uid: str, attempt: AttemptId, node_index: int) -> None:
+        """Copy one fragment's files from here to the storage path, the fragment last. Raises if it cannot."""
+        await self._in_thread(self._drain, self._runs[run_uid], attempt, node_index)
+
+    async def delete(self, run_uid: str, directories: tuple[str, ...]) -> None:
+        run = self._runs[run_uid]
+        for directory in directories:
+            await self._in_thread(run.staging.delete, run_uid, directory)
+
+    # -- the ranks' calls ------------------------------------------------------------------------------
+
+    async def get_ticket(self, run_uid: str) -> RestoreTicket:
+        """What this node's ranks restore; fragments are fetched once for all of them."""
+        run = self._runs[run_uid]
+        await asyncio.wait_for(run.started.wait(), 60.0)
+        if run.ticket is None:
+            run.ticket = asyncio.ensure_future(self._make_ticket(run))
+        return await asyncio.shield(run.ticket)
+
+    async def restored(self, run_uid: str, rank: int, session: int, damage: tuple[str, ...]) -> RestoreTicket | None:
+        """Wait for all ranks of the group; None is `go`, a ticket starts over with an older checkpoint."""
+        run = self._runs[run_uid]
+        plan, here, decision = _require(run.machine.plan), run.machine.here, run.decision
+        if here is None or decision is None or plan.session != session:
+            raise RunSuperseded("A newer session owns this run.")
+        run.restored[rank] = damage
+        if len(run.restored) == len(here.ranks):
+            everything = tuple(sorted({d for found in run.restored.values() for d in found}))
+            self._spawn(self._report_restored(run, plan, decision, everything))
+        if await asyncio.shield(decision):
+            return None
+        return await self.get_ticket(run_uid)
+
+    async def reserve(self, run_uid: str, rank: int, size_bytes: int) -> None:
+        """InsufficientSpace unless the node's memory takes the arena and its disk two checkpoints with copies."""
+        run = self._runs[run_uid]
+        ranks = len(run.machine.here.ranks) if run.machine.here else 1
+        arena = run.arenas.get(rank)
+        _check_memory(size_bytes - (arena.layout.size_bytes if arena else 0))
+        needed = 2 * size_bytes * ranks * (1 + run.spec.options.replicas)
+        run.staging.check_space(needed, what="Two checkpoints with copies")
+
+    async def open_arena(self, run_uid: str, rank: int, layout: ShardLayout) -> str:
+        """The path of shared memory for a rank; what was there before is given up."""
+        run = self._runs[run_uid]
+        old = run.arenas.get(rank)
+        if old is not None and old.layout.size_bytes == layout.size_bytes:
+            old.layout = layout
+            return old.path
+        if old is not None:
+            old.close()
+            del run.arenas[rank]
+        run.arenas[rank] = ArenaMemory(rank, layout)
+        return run.arenas[rank].path
+
+    async def seal(self, run_uid: str, shard: SealedShard) -> None:
+        """Take over a capture. Returns when the arena may be captured into again."""
+        run, key = self._runs[run_uid], (shard.attempt.attempt, shard.rank)
+        released = run.released.setdefault(key, asyncio.Event())
+        run.sealed[key] = shard
+        event = n.ShardSealed(
+            attempt=shard.attempt, rank=shard.rank, replicated=shard.replicated, metrics=shard.metrics
+        )
+        await self._handle(run, event)
+        await released.wait()
+        run.released.pop(key, None)
+
+    async def outcome(self, run_uid: str, attempt: AttemptId, level: Level) -> n.Outcome:
+        """How the attempt ended: `level` reached, or dropped."""
+        run = self._runs[run_uid]
+
+        def known() -> n.Outcome | None:
+            found = run.machine.outcomes.get(attempt.attempt)
+            settled = found is not None and (found.error is not None or (found.level or 0) >= level)
+            return found if settled else None
+
+        async with run.settled:
+            await asyncio.wait_for(run.settled.wait_for(lambda: known() is not None), OUTCOME_WAIT_S)
+        outcome: n.Outcome = _require(known())
+        return outcome
+
+    async def skip(self, run_uid: str, attempt: AttemptId, rank: int, reason: str) -> None:
+        await self._handle(self._runs[run_uid], n.SaveFailed(attempt=attempt, rank=rank, reason=reason))
+
+    async def progress(self, run_uid: str, session: int, rank: int, progress: RankProgress) -> None:
+        run = self._runs[run_uid]
+        is_first = not run.progress
+        run.progress[rank] = progress
+        if is_first:
+            self._spawn(self._forward_progress(run, session))
+
+    async def make_durable(self, run_uid: str) -> None:
+        await self._tell("make_durable", run_uid)
+
+    async def _forward_progress(self, run: NodeRun, session: int) -> None:
+        """One message per node for all of its ranks."""
+        await asyncio.sleep(PROGRESS_GATHER_S)
+        ranks, run.progress = run.progress, {}
+        await self._tell("progress", run.run_uid, session, ranks)
+
+    # -- effects ---------------------------------------------------------------------------------------
+
+    async def _handle(self, run: NodeRun, event: n.NodeEvent) -> None:
+        for effect in run.machine.handle(event):
+            await self._carry_out(run, effect)
+
+    async def _carry_out(self, run: NodeRun, effect: n.NodeEffect) -> None:
+        match effect:
+            case n.WriteShard():
+                self._spawn(self._write_shard(run, effect))
+            case n.WriteFragment(fragment=fragment):
+                self._spawn(self._write_fragment(run, fragment))
+            case n.SendCopy():
+                self._spawn(self._send_copy(run, effect))
+            case n.Release(attempt=attempt, rank=rank):
+                run.sealed.pop((attempt.attempt, rank), None)
+                if event := run.released.get((attempt.attempt, rank)):
+                    event.set()
+            case n.Settle():
+                async with run.settled:
+                    run.settled.notify_all()
+            case n.DeleteFolder(attempt=attempt):
+                await self._in_thread(run.staging.delete, run.run_uid, attempt.directory)
+            case n.TellStored(attempt=attempt, node_index=index, files=files, replicated=common, metrics=metrics):
+                await self._tell("node_stored", attempt, index, self._node_id, files, common, metrics)
+            case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
+                await self._tell("save_refused", attempt, ranks, reason)
+
+    async def _write_shard(self, run: NodeRun, effect: n.WriteShard) -> None:
+        shard = run.sealed.get((effect.attempt.attempt, effect.rank))
+        if shard is None:
+            return
+        try:
+            files, rows = await self._in_thread(self._store_shard, run, shard)
+        except (OSError, CheckpointError) as error:
+            event: n.NodeEvent = n.SaveFailed(attempt=shard.attempt, rank=shard.rank, reason=str(error))
+        else:
+            event = n.ShardWritten(attempt=shard.attempt, rank=shard.rank, files=files, rows=rows)
+        await self._handle(run, event)
+
+    def _store_shard(
+        self, run: NodeRun, shard: SealedShard
+    ) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
+        """Hash and write a rank's two files. The rows cover each byte of both."""
+        arena, attempt = run.arenas[shard.rank], shard.attempt
+        if arena.sealed != attempt.attempt:
+            raise Unavailable(f"rank {shard.rank} captured into its arena again")
+        world_size = _require(run.machine.plan).world_size
+        data, layout = arena.data(), arena.layout
+        run.staging.check_space(len(data) + len(shard.state), what=f"The shard of rank {shard.rank}")
+        file, state = shard_file(shard.rank, world_size), state_file(shard.rank, world_size)
+        rows = [
+            ManifestRow(kind="header", file=file, byte_offset=0, nbytes=len(layout.header), digest=digest(layout.header)),
+            *(
+                ManifestRow(
+                    kind="slice",
+                    file=file,
+                    byte_offset=p.byte_offset,
+                    nbytes=p.nbytes,
+                    digest=digest(data[p.byte_offset : p.byte_offset + p.nbytes]),
+                    slice=p.slice,
+                )
+                for p in layout.slices
+            ),
+            ManifestRow(kind="state", file=state, byte_offset=0, nbytes=len(shard.state), digest=digest(shard.state)),
+        ]
+        entries = (
+            FileEntry(name=file, size_bytes=len(data), digest=digest(data)),
+            FileEntry(name=state, size_bytes=len(shard.state), digest=digest(shard.state)),
+        )
+        run.staging.put(run.run_uid, attempt.directory, file, [data])
+        run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
+        return entries, tuple(rows)
+
+    async def _write_fragment(self, run: NodeRun, fragment: Fragment) -> None:
+        name = fragment_file(fragment.node_index, fragment.num_nodes)
+        try:
+            data = await self._in_thread(encode_fragment, fragment)
+            await self._in_thread(run.staging.put, run.run_uid, fragment.attempt.directory, name, [data])
+        except (OSError, CheckpointError) as error:
+            event: n.NodeEvent = n.SaveFailed(
+                attempt=fragment.attempt, rank=fragment.ranks[0], reason=str(error)
+            )
+        else:
+            entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
+            event = n.FragmentWritten(attempt=fragment.attempt, entry=entry)
+        await self._handle(run, event)
+
+    async def _send_copy(self, run: NodeRun, effect: n.SendCopy) -> None:
+        error = None
+        try:
+            await self._in_thread(self._copy_to_peer, run, effect)
+        except (OSError, CheckpointError, KeyError) as failure:
+            error = str(failure)
+        await self._tell("replica_ended", effect.attempt, effect.node_index, effect.holder, error)
+
+    def _copy_to_peer(self, run: NodeRun, effect: n.SendCopy) -> None:
+        holding = self._holding(run, effect.attempt, effect.node_index)
+        directory = effect.attempt.directory
+        with PeerClient(run.endpoints[effect.holder], token=self._token) as peer:
+            for file in (*holding.fragment.files, holding.entry):
+                name = FileName(run_uid=run.run_uid, directory=directory, file=file.name)
+                request = PutRequest(name=name, size_bytes=file.size_bytes, digest=file.digest)
+                peer.put(request, read_blocks(run.staging.path(run.run_uid, directory, file.name)))
+
+    def _drain(self, run: NodeRun, attempt: AttemptId, node_index: int) -> None:
+        holding = self._holding(run, attempt, node_index)
+        for file in (*holding.fragment.files, holding.entry):
+            blocks = read_blocks(run.staging.path(run.run_uid, attempt.directory, file.name))
+            whole = checked(blocks, size_bytes=file.size_bytes, digest=file.digest, what=file.name)
+            run.remote.put(attempt.directory, file.name, whole)
+
+    def _holding(self, run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:
+        for holding in run.staging.holdings(run.run_uid):
+            if holding.fragment.attempt == attempt and holding.fragment.node_index == node_index:
+                return holding
+        raise Unavailable(f"node {self._node_id[:12]} does not hold fragment {node_index} of step {attempt.step}")
+
+    # -- restore ---------------------------------------------------------------------------------------
+
+    async def _make_ticket(self, run: NodeRun) -> RestoreTicket:
+        plan = _require(run.machine.plan)
+        if plan.resume is None:
+            return RestoreTicket(session=plan.session, checkpoint=None)
+        ticket: RestoreTicket = await self._in_thread(self._find_sources, run, plan)
+        return ticket
+
+    def _find_sources(self, run: NodeRun, plan: SessionPlan) -> RestoreTicket:
+        """Fetch every fragment, check them against the log's root digest, and list each file's sources."""
+        resume = _require(plan.resume)
+        checkpoint = resume.checkpoint
+        fragments: list[Fragment] = []
+        entries: list[FileEntry] = []
+        sources: dict[str, tuple[Source, ...]] = {}
+        for index, holders in enumerate(resume.holders):
+            name = fragment_file(index, checkpoint.num_nodes)
+            data = self._first_fragment(run, checkpoint.id, name, self._sources(run, checkpoint, name, holders))
+            fragment = decode_fragment(data)
+            fragments.append(fragment)
+            entries += [*fragment.files, FileEntry(name=name, size_bytes=len(data), digest=digest(data))]
+            for file in fragment.files:
+                sources[file.name] = self._sources(run, checkpoint, file.name, holders)
+        if root_digest(entries) != checkpoint.root_digest:
+            raise CorruptionError(f"The manifest of step {checkpoint.step} is not the one that was committed.")
+        return RestoreTicket(
+            session=plan.session,
+            checkpoint=checkpoint,
+            fragments=tuple(fragments),
+            sources=sources,
+            token=self._token,
+        )
+
+    def _sources(self, run: NodeRun, checkpoint: Any, file: str, holders: tuple[str, ...]) -> tuple[Source, ...]:
+        attempt: AttemptId = checkpoint.id
+        found: list[Source] = []
+        for rank, arena in run.arenas.items():
+            if arena.sealed == attempt.attempt and file == shard_file(rank, checkpoint.world_size):
+                found.append(Source(tier="memory", where=self._node_id, path=arena.path))
+        local = run.staging.path(run.run_uid, attempt.directory, file)
+        if local.exists():
+            found.append(Source(tier="local", where=self._node_id, path=str(local)))
+        for node in holders:
+            if node != self._node_id and node in run.endpoints:
+                found.append(Source(tier="peer", where=node, endpoint=run.endpoints[node]))
+        if checkpoint.level >= Level.DURABLE:
+            path = str(run.remote.path(attempt.directory, file))
+            found.append(Source(tier="remote", where=path, path=path))
+        return tuple(found)
+
+    def _first_fragment(self, run: NodeRun, attempt: AttemptId, name: str, sources: Iterable[Source]) -> bytes:
+        """The fragment's bytes from the first source whose bytes decode."""
+        for source in sources:
+            with contextlib.suppress(OSError, CheckpointError):
+                data = self._read_whole(run, attempt, name, source)
+                decode_fragment(data)
+                return data
+        raise RestoreError(f"No source has {name} of step {attempt.step} intact.")
+
+    def _read_whole(self, run: NodeRun, attempt: AttemptId, name: str, source: Source) -> bytes:
+        if source.tier != "peer":
+            return Path(source.path).read_bytes()
+        file = FileName(run_uid=run.run_uid, directory=attempt.directory, file=name)
+        with PeerClient(source.endpoint, token=self._token) as peer:
+            return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)
+
+    async def _report_restored(
+        self, run: NodeRun, plan: SessionPlan, decision: asyncio.Future[bool], damage: tuple[str, ...]
+    ) -> None:
+        try:
+            go = await self._ask("node_restored", plan.run_uid, plan.session, self._node_id, damage)
+        except CheckpointError as error:
+            if not decision.done():
+                decision.set_exception(error)
+            return
+        if go and not decision.done():
+            decision.set_result(True)
+
+    # -- plumbing --------------------------------------------------------------------------------------
+
+    def _open_staging(self, spec: RunSpec) -> Staging:
+        text = os.environ.get(STAGING_ENV) or spec.options.staging or default_staging()
+        root = Path(text.replace("{node_id}", self._node_id)).expanduser().absolute()
+        if root not in self._stagings:
+            self._stagings[root] = Staging(root, reserve_bytes=spec.options.reserve_bytes)
+        return self._stagings[root]
+
+    async def _in_thread(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._io, partial(work, *args, **kwargs))
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(_logged(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell(self, method: str, *args: Any) -> None:
+        """Ask and survive: a coordinator that is away costs this save, never the agent."""
+        try:
+            await self._ask(method, *args)
+        except CheckpointError as error:
+            log.warning("the coordinator did not take %s: %s", method, error)
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        for _ in range(2):  # once more with a new handle, if the coordinator was restarted under its name
+            if self._coordinator is None:
+                try:
+                    self._coordinator = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
+                except ValueError:
+                    break
+            try:
+                return await getattr(self._coordinator, method).remote(*args)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause if isinstance(error.cause, CheckpointError) else Unavailable(str(error)) from None
+            except ray.exceptions.RayError:
+                self._coordinator = None
+        raise Unavailable(f"The coordinator did not answer {method}.")
+
+
+class _Served:
+    """What peers may read and store here. Runs in the server's threads."""
+
+    def __init__(self, runs: dict[str, NodeRun]) -> None:
+        self._runs = runs
+
+    def _run(self, name: FileName) -> NodeRun:
+        if name.run_uid not in self._runs:
+            raise Unavailable(f"run {name.run_uid} is not open here")
+        return self._runs[name.run_uid]
+
+    def put(self, request: PutRequest, chunks: Iterable[Buffer]) -> None:
+        name, run = request.name, self._run(request.name)
+        run.staging.check_space(request.size_bytes, what=f"A copy of {name.file}")
+        whole = checked(chunks, size_bytes=request.size_bytes, digest=request.digest, what=name.file)
+        run.staging.put(name.run_uid, name.directory, name.file, whole)
+
+    def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[bytes]:
+        return read_blocks(self._run(name).staging.path(name.run_uid, name.directory, name.file), offset, nbytes)
+
+
+def _held(holding: Holding) -> HeldFragment:
+    fragment = holding.fragment
+    return HeldFragment(
+        attempt=fragment.attempt, node_index=fragment.node_index, num_nodes=fragment.num_nodes
+    )
+
+
+def _require(value: Any) -> Any:
+    if value is None:
+        raise Unavailable("The run has no session here.")
+    return value
+
+
+async def _logged(work: Awaitable[None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("background work of the agent failed")
+
+
+def available_memory_bytes() -> int:
+    """Memory that this process may still take: the machine's, or what its cgroup leaves of it."""
+    with open("/proc/meminfo") as file:  # noqa: PTH123
+        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, int(Path(limit).read_text()) - int(Path(usage).read_text()))
+    return free
+
+
+def _check_memory(size_bytes: int) -> None:
+    free = available_memory_bytes()
+    if size_bytes > free * (1 - MEMORY_RESERVE):
+        raise InsufficientSpace(
+            f"The arena needs {size_bytes:,} bytes of shared memory; {free:,} are available on this node.",
+            hint="Put fewer ranks on a node, shard the state over more ranks, or give the node more memory.",
+            needed_bytes=size_bytes,
+            free_bytes=free,
+        )

@@ -1,0 +1,183 @@
+"""The composition root: find or start the service, open a run, and link a rank to its agent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+
+from ray_ckpt.actors import names
+from ray_ckpt.actors.coordinator import Coordinator
+from ray_ckpt.actors.wire import Joined, RunSpec
+from ray_ckpt.client import set_connection
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.messages import GroupNode, RankProgress
+from ray_ckpt.core.node import Outcome
+from ray_ckpt.errors import CheckpointError, ServiceError, Unavailable
+from ray_ckpt.format.names import check_run_name
+from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.link import Identity, SealedShard
+from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+
+log = logging.getLogger("ray_ckpt")
+
+OPEN_S = 300.0  # starting agents on all nodes of a cold cluster
+CALL_S = 120.0
+
+
+def coordinator() -> Any:
+    """The service's coordinator, started on the head node if there is none."""
+    handle = (
+        ray.remote(Coordinator)
+        .options(
+            name=names.COORDINATOR,
+            namespace=names.NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            resources={"node:__internal_head__": 0.001},
+            scheduling_strategy="DEFAULT",
+            max_restarts=-1,
+        )
+        .remote()
+    )
+    version = ask(handle.hello.remote(), CALL_S)
+    if version != names.PROTOCOL_VERSION:
+        raise ServiceError(
+            f"The running service speaks protocol {version}, this ray_ckpt {names.PROTOCOL_VERSION}.",
+            hint="Stop the old service, or use the version of ray_ckpt that started it.",
+        )
+    return handle
+
+
+def ask(call: Any, timeout_s: float) -> Any:
+    """The answer of an actor; its own CheckpointError as it was, anything else as Unavailable."""
+    try:
+        return ray.get(call, timeout=timeout_s)
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, CheckpointError) else Unavailable(str(error))) from None
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise Unavailable(f"The checkpoint service did not answer: {error}") from error
+
+
+def open_run(name: str, storage_path: str, options: RunOptions) -> RunSpec:
+    """Open a run: its log, an agent on each node, every path checked. ConfigError says what is wrong."""
+    RemoteTier(storage_path, check_run_name(name))
+    spec = RunSpec(name=name, storage_path=storage_path, options=options)
+    ask(coordinator().open_run.remote(spec), OPEN_S)
+    return spec
+
+
+def open_group(spec: RunSpec, nodes: Sequence[str], *, service: str) -> Joined:
+    """Begin a training group whose rank k runs on `nodes[k]`: the checkpoint is chosen, the session logged."""
+    by_node: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    group = tuple(GroupNode(node_id=node, ranks=tuple(ranks)) for node, ranks in by_node.items())
+    call = coordinator().open_group.remote(spec.key, group, spec.options.resume, service)
+    joined: Joined = ask(call, OPEN_S + spec.options.inventory_wait_s)
+    return joined
+
+
+def finish_run(spec: RunSpec) -> CheckpointInfo | None:
+    """Wait until the last checkpoint of the run is on the storage path."""
+    timeout_s = spec.options.finish_timeout_s
+    newest: CheckpointInfo | None = ask(coordinator().finish.remote(spec.key, timeout_s), timeout_s + CALL_S)
+    return newest
+
+
+class RayLink:
+    """A rank's link to the agent of its node, by Ray actor calls."""
+
+    def __init__(self, joined: Joined, rank: int) -> None:
+        node = joined.nodes[rank]
+        self.options = joined.spec.options
+        self.identity = Identity(
+            run_uid=joined.run_uid,
+            run_name=joined.spec.name,
+            rank=rank,
+            world_size=joined.world_size,
+            node_id=node,
+        )
+        self._uid, self._rank = joined.run_uid, rank
+        self._agent = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
+
+    def ticket(self) -> RestoreTicket:
+        ticket: RestoreTicket = ask(self._agent.get_ticket.remote(self._uid), OPEN_S)
+        return ticket
+
+    def restored(self, session: int, damage: tuple[str, ...]) -> RestoreTicket | None:
+        # Waits for the slowest rank's restore, which has no bound of its own; a dead rank ends the group.
+        call = self._agent.restored.remote(self._uid, self._rank, session, damage)
+        again: RestoreTicket | None = ask(call, None)  # type: ignore[arg-type]
+        return again
+
+    def reserve(self, size_bytes: int) -> None:
+        ask(self._agent.reserve.remote(self._uid, self._rank, size_bytes), CALL_S)
+
+    def open_arena(self, layout: ShardLayout) -> str:
+        path: str = ask(self._agent.open_arena.remote(self._uid, self._rank, layout), CALL_S)
+        return path
+
+    def seal(self, shard: SealedShard) -> Future[None]:
+        return self._agent.seal.remote(self._uid, shard).future()  # type: ignore[no-any-return]
+
+    def outcome(self, attempt: AttemptId, level: Level) -> Future[Outcome]:
+        return self._agent.outcome.remote(self._uid, attempt, level).future()  # type: ignore[no-any-return]
+
+    def skip(self, attempt: AttemptId, reason: str) -> None:
+        self._agent.skip.remote(self._uid, attempt, self._rank, reason)
+
+    def progress(self, session: int, progress: RankProgress) -> None:
+        self._agent.progress.remote(self._uid, session, self._rank, progress)
+
+    def make_durable(self) -> Future[None]:
+        return self._agent.make_durable.remote(self._uid).future()  # type: ignore[no-any-return]
+
+
+def connect(
+    *, run: str, storage_path: str, rank: int = 0, world_size: int = 1, **options: Any
+) -> None:
+    """Connect this process to a run without Ray Train; every rank of the group calls it, from a Ray worker.
+
+    Rank 0 opens the run and the group, so it needs to know where the others are: with `world_size > 1`
+    torch.distributed must be initialised. Afterwards build Checkpointers as usual.
+    """
+    spec_options = RunOptions.parse(**{"ray_report": False, **options})
+    node = ray.get_runtime_context().get_node_id()
+    if world_size == 1:
+        spec = open_run(run, storage_path, spec_options)
+        joined = open_group(spec, [node], service="connect")
+    else:
+        joined = _connect_group(run, storage_path, rank, world_size, spec_options, node)
+    set_connection(RayLink(joined, rank))
+
+
+def _connect_group(
+    run: str, storage_path: str, rank: int, world_size: int, options: RunOptions, node: str
+) -> Joined:
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() != world_size or dist.get_rank() != rank:
+        raise ServiceError(
+            f"rank {rank} of {world_size} is not what torch.distributed says.",
+            hint="Call torch.distributed.init_process_group() before ray_ckpt.connect().",
+        )
+    nodes: list[Any] = [None] * world_size
+    dist.all_gather_object(nodes, node)
+    answer: list[Any] = [None]
+    if rank == 0:
+        try:
+            answer = [open_group(open_run(run, storage_path, options), nodes, service="connect")]
+        except CheckpointError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], CheckpointError):
+        raise answer[0]
+    joined: Joined = answer[0]
+    return joined

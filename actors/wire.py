@@ -1,0 +1,72 @@
+"""Control messages between ranks, agents and the coordinator. Small; tensors never travel here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.messages import SessionPlan
+from ray_ckpt.format.records import LogRecord
+from ray_ckpt.types import CheckpointInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """What a run is: its name, where its log lives, and how it is protected."""
+
+    name: str
+    storage_path: str
+    options: RunOptions
+
+    @property
+    def key(self) -> str:
+        return f"{self.storage_path.rstrip('/')}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    """The coordinator to an agent: this run is open now."""
+
+    spec: RunSpec
+    run_uid: str
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentCard:
+    """An agent about itself."""
+
+    node_id: str
+    endpoint: str
+    staging: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionStart:
+    """The coordinator to the agents of a group: the plan, and how to reach its nodes."""
+
+    plan: SessionPlan
+    spec: RunSpec
+    endpoints: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What a rank needs to know to link up with its agent."""
+
+    run_uid: str
+    spec: RunSpec
+    world_size: int
+    nodes: Mapping[int, str]  # rank -> node id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """For people and tests: what the coordinator knows of a run."""
+
+    run_uid: str
+    records: tuple[LogRecord, ...]
+    newest: CheckpointInfo | None
+    holders: Mapping[str, Mapping[int, tuple[str, ...]]]
+    agents: tuple[AgentCard, ...] = field(default_factory=tuple)

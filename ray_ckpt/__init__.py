@@ -1,0 +1,32 @@
+"""ray_ckpt: checkpoints for distributed PyTorch training on Ray.
+
+Importing this package imports neither ray nor torch; its names load what they need when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ray_ckpt.actors.service import connect
+    from ray_ckpt.catalog import Catalog
+    from ray_ckpt.client import Checkpointer, RestoreInfo
+
+_HOMES = {
+    "Catalog": "ray_ckpt.catalog",
+    "Checkpointer": "ray_ckpt.client",
+    "RestoreInfo": "ray_ckpt.client",
+    "connect": "ray_ckpt.actors.service",
+}
+
+__all__ = ["Catalog", "Checkpointer", "RestoreInfo", "__version__", "connect"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'ray_ckpt' has no attribute {name!r}")

@@ -1,0 +1,495 @@
+"""The Checkpointer: what a training loop holds.
+
+It decides when to save from the step number alone, captures state into the arena of its node's agent and
+goes on; everything after that happens in other processes. It restores before the first step. A save that
+fails is counted and logged and never stops training; only misuse is raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ray_ckpt.capture.arena import Arena
+from ray_ckpt.capture.items import Item, adapt, predicted_state_bytes
+from ray_ckpt.capture.load import load_items
+from ray_ckpt.capture.rng import RngItem
+from ray_ckpt.capture.walk import LiveSlice, walk
+from ray_ckpt.core.messages import RankProgress
+from ray_ckpt.core.node import Outcome
+from ray_ckpt.errors import (
+    CollectiveError,
+    ConfigError,
+    NotConnected,
+    RunConflict,
+    StateError,
+    Unavailable,
+)
+from ray_ckpt.format.names import make_attempt, state_file
+from ray_ckpt.format.shard import build_layout
+from ray_ckpt.format.tree import decode_tree, encode_tree
+from ray_ckpt.link import MAX_STATE_BYTES, Link, Reporter, SealedShard
+from ray_ckpt.restore import RestoredPart, RestoreTicket, SourceReader
+from ray_ckpt.types import AttemptId, Level
+
+log = logging.getLogger("ray_ckpt")
+
+PROGRESS_S = 1.0  # how often a rank says where it is, from a thread of its own
+FLUSH_S = 120.0  # how long leaving the loop waits for the last capture to be safe on this node
+RESERVED_ITEMS = frozenset({"rng"})  # registered by the Checkpointer itself
+MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
+
+LevelName = Literal["local", "replicated", "durable"]
+LEVELS: Mapping[str, Level] = {level.label: level for level in Level}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreInfo:
+    """What was restored: the step, its metrics, and where each part came from."""
+
+    step: int
+    metrics: Mapping[str, float]
+    parts: tuple[RestoredPart, ...]
+    seconds: float
+
+    def bytes_by_tier(self) -> Mapping[str, int]:
+        totals: dict[str, int] = {}
+        for part in self.parts:
+            totals[part.tier] = totals.get(part.tier, 0) + part.size_bytes
+        return totals
+
+
+@dataclass(slots=True)
+class _Pending:
+    attempt: AttemptId
+    metrics: Mapping[str, float]
+    outcome: Future[Outcome]
+
+
+@dataclass(slots=True)
+class SaveStats:
+    """Counts and seconds of this rank's saves since the start of the process."""
+
+    saved: int = 0
+    skipped: int = 0
+    dropped: int = 0
+    blocked_s: list[float] = field(default_factory=list)  # per save, the newest 1,000
+
+
+_connection: tuple[Link, Reporter | None] | None = None
+
+
+def set_connection(link: Link | None, reporter: Reporter | None = None) -> None:
+    """Make `link` the connection of Checkpointers that this process builds from now on."""
+    global _connection
+    _connection = (link, reporter) if link is not None else None
+
+
+class Checkpointer:
+    """Saves and restores the training state of this rank, together with all other ranks.
+
+    Every keyword is an item: modules, optimizers, tensors, anything with `state_dict` and
+    `load_state_dict`, dicts and lists of plain values. RNG state is added by itself.
+
+    Raises NotConnected outside a run, UnsupportedItem for an object that cannot be saved.
+    """
+
+    def __init__(self, *, link: Link | None = None, **items: Any) -> None:
+        link, reporter = (link, None) if link is not None else (_connection or (None, None))
+        if link is None:
+            raise NotConnected(
+                "This process belongs to no run.",
+                hint="Pass CheckpointCallback(...) in ray.train.RunConfig(callbacks=[...]), "
+                "or use ray_ckpt.connect(run=..., storage_path=..., rank=..., world_size=...).",
+            )
+        self._link, self._reporter = link, reporter if link.options.ray_report else None
+        self._objects: dict[str, Any] = {}
+        self._items: dict[str, Item] = {}
+        self._session: int | None = None
+        self._arena: Arena | None = None
+        self._arena_key: tuple[Any, ...] = ()
+        self._released: Future[None] | None = None
+        self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
+        self._newest: tuple[AttemptId, Mapping[str, float]] | None = None
+        self._tries: dict[int, int] = {}
+        self._save_calls = 0
+        self._next_report = 2  # the first save has no committed one before it
+        self._step = 0  # the last completed step
+        self._saved_step = 0  # the last step that `save` was called for
+        self._restored_step = 0
+        self._last_metrics: Mapping[str, Any] | None = None
+        self._watch: _ProgressThread | None = None
+        self.stats = SaveStats()
+        for name, obj in items.items():
+            self.add(name, obj)
+
+    def add(self, name: str, obj: Any) -> None:
+        """Register one more item. Only before the restore, which is when the set of items is fixed."""
+        if self._session is not None:
+            raise ConfigError(f"The item {name!r} comes too late.", hint="Add all items before the restore.")
+        if name in RESERVED_ITEMS or name in self._objects or not name.isidentifier():
+            raise ConfigError(f"{name!r} cannot be the name of an item.", hint="Use another identifier.")
+        self._objects[name] = obj
+        modules = {n: o for n, o in self._objects.items() if isinstance(o, nn.Module)}
+        if not isinstance(obj, torch.optim.Optimizer):  # its parameters may belong to a later item
+            adapt(name, obj, modules)
+
+    # -- restore -------------------------------------------------------------------------------------
+
+    def restore(self) -> RestoreInfo | None:
+        """Bring every item to the newest intact checkpoint of the run, on all ranks alike; None if there is none.
+
+        Raises MismatchError (each difference listed) if the checkpoint does not fit, RestoreError if
+        there are checkpoints but none intact, InsufficientSpace if saves could not fit this node.
+        """
+        self._build_items()
+        self._preflight()
+        ticket = self._link.ticket()
+        while True:
+            self._session = ticket.session
+            info = None if ticket.checkpoint is None else self._try_restore(ticket)
+            damage = info.damage if isinstance(info, _Damaged) else ()
+            again = self._link.restored(ticket.session, damage)
+            if again is None:
+                break
+            log.warning("step %s has no intact copy of a part; falling back", _step_of(ticket))
+            ticket = again
+        assert not isinstance(info, _Damaged)
+        self._step = self._saved_step = self._restored_step = info.step if info else 0
+        self._watch = _ProgressThread(self)
+        if info is not None:
+            log.info(
+                "restored step %d in %.2f s from %s", info.step, info.seconds, dict(info.bytes_by_tier())
+            )
+        return info
+
+    def _build_items(self) -> None:
+        if self._session is not None:
+            raise ConfigError("restore() was called twice.", hint="Call it once, before the first step.")
+        modules = {n: o for n, o in self._objects.items() if isinstance(o, nn.Module)}
+        self._items = {name: adapt(name, obj, modules) for name, obj in self._objects.items()}
+        self._items["rng"] = RngItem()
+        self._warn_incomplete()
+
+    def _warn_incomplete(self) -> None:
+        optimizers = [n for n, o in self._objects.items() if isinstance(o, torch.optim.Optimizer)]
+        schedulers = [
+            n for n, o in self._objects.items() if isinstance(o, torch.optim.lr_scheduler.LRScheduler)
+        ]
+        if self._link.identity.rank == 0 and optimizers and not schedulers:
+            log.warning(
+                "no learning-rate scheduler is registered: if there is one, pass it to the Checkpointer, "
+                "or a resumed run has another schedule"
+            )
+
+    def _preflight(self) -> None:
+        """Find what would make a save fail before training time is lost."""
+        walked = self._walk()
+        encode_tree(dict(walked.trees))
+        size = sum(live.nbytes for live in walked.owned(self._link.identity.rank))
+        for obj in self._objects.values():
+            if isinstance(obj, torch.optim.Optimizer):
+                size += predicted_state_bytes(obj)
+        self._link.reserve(size)
+
+    def _try_restore(self, ticket: RestoreTicket) -> RestoreInfo | _Damaged:
+        start_s = time.monotonic()
+        checkpoint, identity = ticket.checkpoint, self._link.identity
+        assert checkpoint is not None
+        reader = SourceReader(checkpoint.id, ticket.sources, token=ticket.token)
+        rows = [row for fragment in ticket.fragments for row in fragment.rows]
+        mine = identity.rank if identity.rank < checkpoint.world_size else 0
+        states: list[bytes] = []
+        wanted = state_file(mine, checkpoint.world_size)
+        reader.read([r for r in rows if r.file == wanted], lambda _, data: states.append(bytes(data)))
+        if states:
+            state = decode_tree(states[0])
+            same_world = checkpoint.world_size == identity.world_size
+            if not same_world:
+                log.warning(
+                    "step %d was saved by %d ranks and is restored by %d: random state is not restored",
+                    checkpoint.step,
+                    checkpoint.world_size,
+                    identity.world_size,
+                )
+            items = {n: i for n, i in self._items.items() if n != "rng" or same_world}
+            load_items(items, state, rows, reader, identity.rank, identity.world_size)
+        for note in reader.rejected:
+            log.warning("restore: %s", note)
+        if reader.damage:
+            return _Damaged(tuple(reader.damage))
+        return RestoreInfo(
+            step=checkpoint.step,
+            metrics=checkpoint.metrics,
+            parts=tuple(reader.parts),
+            seconds=time.monotonic() - start_s,
+        )
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def steps(self, *, total: int) -> Iterator[int]:
+        """Restore now, then yield the steps that are left: the last saved step + 1 up to `total`.
+
+        The state after the body is that of the yielded step; `ckpt.step(step)` must be its last statement.
+        At the end the last step is saved, and all ranks wait until it is committed.
+        """
+        self.restore()
+        return self._steps(self._step + 1, total)
+
+    def _steps(self, first: int, total: int) -> Iterator[int]:
+        step = first - 1
+        try:
+            for step in range(first, total + 1):
+                yield step
+        except GeneratorExit:  # break, or an exception in the body: other ranks may not be with us
+            if self._step == step:  # else the body is half done and its state belongs to no step
+                self._save_last()
+            self.flush()
+            raise
+        self._save_last()
+        self.flush(commit=True)
+        self._report()
+
+    def due(self, step: int) -> bool:
+        """Whether the cadence asks for a save after `step`: a function of the step number alone."""
+        return step % self._link.options.every_steps == 0
+
+    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Say that optimizer step number `step` is complete; saves if that is due."""
+        self._step, self._last_metrics = step, metrics
+        if self.due(step):
+            self.save(step, metrics)
+        else:
+            self._check_outcomes()
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
+        """Save the state after `step`, on every rank. False if it was skipped because the last save still runs.
+
+        Returns when the state has been copied; use `wait` to know that it is safe. Metrics are numbers or
+        one-element tensors; rank 0's count.
+        """
+        saved = self._save(step, metrics, max_block_s=self._link.options.max_block_s)
+        if self._reporter is not None and self._save_calls >= self._next_report:
+            self._report()
+        return saved
+
+    def wait(self, level: LevelName = "local", *, timeout_s: float = 600.0) -> None:
+        """Return when the last saved step has reached `level`. Unavailable if it was dropped or time is up."""
+        if level not in LEVELS:
+            raise ConfigError(f"{level!r} is not a level.", hint=f"Use one of {', '.join(LEVELS)}.")
+        if not self._pending:
+            return
+        last = self._pending[-1]
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            outcome = self._link.outcome(last.attempt, Level.LOCAL).result(timeout_s)
+            _raise_outcome(outcome, last.attempt)
+            if level == "durable":
+                self._link.make_durable().result(deadline_s - time.monotonic())
+            elif LEVELS[level] > Level.LOCAL:
+                left_s = deadline_s - time.monotonic()
+                outcome = self._link.outcome(last.attempt, LEVELS[level]).result(left_s)
+                _raise_outcome(outcome, last.attempt)
+        except FutureTimeout as error:
+            raise Unavailable(
+                f"Step {last.attempt.step} did not become {level} within {timeout_s:.0f} s.",
+                hint="See the log of the coordinator for the reason; raise timeout_s if it is just slow.",
+            ) from error
+
+    def flush(self, *, commit: bool = False) -> None:
+        """Wait, bounded, until the last capture is out of this process's hands, or (`commit`) committed."""
+        if self._watch is not None:
+            self._watch.send()
+        if not self._wait_released(FLUSH_S):
+            log.warning("the last capture was not written within %.0f s", FLUSH_S)
+        if commit and self._pending:
+            self._await_outcome(self._pending[-1])
+        self._check_outcomes()
+
+    def close(self) -> None:
+        """Flush and end the progress thread."""
+        self.flush()
+        if self._watch is not None:
+            self._watch.stop()
+
+    # -- saving, inside ------------------------------------------------------------------------------
+
+    def _save(self, step: int, metrics: Mapping[str, Any] | None, *, max_block_s: float) -> bool:
+        start_s = time.monotonic()
+        if self._session is None:
+            raise ConfigError(
+                "save was called before restore.",
+                hint="Call ckpt.restore() or ckpt.steps() first, also in a new run.",
+            )
+        self._step = step
+        self._save_calls += 1
+        if self._save_calls == 2 and self._pending:  # a rank that saves alone is told at its second save
+            self._await_outcome(self._pending[0])
+        self._check_outcomes()
+        attempt = self._attempt(step)
+        saved = self._wait_released(max_block_s)
+        if saved:
+            self._capture(attempt, metrics)
+        else:
+            self.stats.skipped += 1
+            log.warning("step %d is not saved: the save before it is still being written", step)
+            self._link.skip(attempt, "the save before it is still being written")
+        self._saved_step = step
+        self.stats.blocked_s = [*self.stats.blocked_s[-999:], time.monotonic() - start_s]
+        return saved
+
+    def _save_last(self) -> None:
+        """Save the last step unless that has been done; once more if its save was skipped or dropped."""
+        if self._step == self._restored_step:
+            return
+        if self._saved_step == self._step:
+            last = self._pending[-1] if self._pending else None
+            if last is not None and last.attempt.step == self._step and self._await_outcome(last):
+                return
+        self._save(self._step, self._last_metrics, max_block_s=FLUSH_S)
+
+    def _await_outcome(self, pending: _Pending) -> bool:
+        """Whether that attempt was committed; waits at most as long as the coordinator does for stragglers."""
+        limit_s = self._link.options.attempt_timeout_s + self._link.options.goal_timeout_s + PROGRESS_S
+        try:
+            return pending.outcome.result(limit_s).error is None
+        except Exception as error:  # time-out, or the agent died
+            log.warning("step %d: cannot tell how its save ended: %s", pending.attempt.step, error)
+            return False
+
+    def _walk(self) -> Any:
+        identity = self._link.identity
+        return walk(self._items, rank=identity.rank, world_size=identity.world_size)
+
+    def _attempt(self, step: int) -> AttemptId:
+        assert self._session is not None
+        count = self._tries.get(step, 0)
+        self._tries = {step: count + 1}
+        return make_attempt(
+            run_uid=self._link.identity.run_uid, session=self._session, step=step, attempt=count
+        )
+
+    def _capture(self, attempt: AttemptId, metrics: Mapping[str, Any] | None) -> None:
+        identity = self._link.identity
+        walked = self._walk()
+        owned = walked.owned(identity.rank)
+        state = encode_tree(
+            {"step": attempt.step, "world_size": identity.world_size, "items": dict(walked.trees)}
+        )
+        if len(state) > MAX_STATE_BYTES:
+            raise StateError(
+                f"The non-tensor state has {len(state):,} bytes, more than {MAX_STATE_BYTES:,}.",
+                hint="Keep large data in tensors or numpy-backed tensors, not in lists.",
+            )
+        arena = self._arena_for(owned)
+        by_key = {live.slice.key: live.tensor for live in owned}
+        arena.capture([by_key[placed.slice.key] for placed in arena.layout.slices], attempt.attempt)
+        values = {k: float(v) for k, v in (metrics or {}).items()}
+        shard = SealedShard(
+            attempt=attempt,
+            rank=identity.rank,
+            state=state,
+            replicated=walked.replicated_digest(identity.world_size),
+            metrics=values if identity.rank == 0 else None,
+        )
+        self._released = self._link.seal(shard)
+        outcome = self._link.outcome(attempt, Level.LOCAL)
+        self._pending.append(_Pending(attempt=attempt, metrics=values, outcome=outcome))
+        self.stats.saved += 1
+
+    def _arena_for(self, owned: tuple[LiveSlice, ...]) -> Arena:
+        """The arena with this layout; a new one if the shapes or placements have changed."""
+        key = tuple(sorted((live.slice.key, live.slice) for live in owned))
+        if self._arena is None or key != self._arena_key:
+            layout = build_layout([live.slice for live in owned])
+            self._arena = Arena(self._link.open_arena(layout), layout)
+            self._arena_key = key
+        return self._arena
+
+    def _wait_released(self, timeout_s: float) -> bool:
+        if self._released is None:
+            return True
+        try:
+            self._released.result(timeout_s)
+        except FutureTimeout:
+            return False
+        except Exception as error:  # the agent died: its arena is gone with the save
+            log.warning("the last save was lost: %s", error)
+            self._arena = None
+        self._released = None
+        return True
+
+    def _check_outcomes(self) -> None:
+        """Look at ended saves without waiting. Misuse and lost tenure are raised, other failures counted."""
+        while len(self._pending) > 1 and self._pending[0].outcome.done():
+            self._settle(self._pending.popleft())
+        if self._pending and self._pending[0].outcome.done():
+            self._settle(self._pending[0])
+
+    def _settle(self, pending: _Pending) -> None:
+        try:
+            outcome = pending.outcome.result(0)
+        except Exception as error:
+            log.warning("step %d: the agent did not tell how its save ended: %s", pending.attempt.step, error)
+            return
+        if isinstance(outcome.error, CollectiveError | RunConflict):
+            raise outcome.error
+        if outcome.error is not None:
+            self.stats.dropped += 1
+            log.warning("step %d was not saved: %s", pending.attempt.step, outcome.error)
+        else:
+            self._newest = (pending.attempt, pending.metrics)
+
+    def _report(self) -> None:
+        if self._reporter is not None:
+            self._next_report = self._reporter.report(self._newest, self._save_calls)
+
+
+@dataclass(frozen=True, slots=True)
+class _Damaged:
+    damage: tuple[str, ...]
+
+
+class _ProgressThread:
+    """Tells the agent once a second where this rank is, off the training thread."""
+
+    def __init__(self, owner: Checkpointer) -> None:
+        self._owner = owner
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ray_ckpt-progress", daemon=True)
+        self._thread.start()
+
+    def send(self) -> None:
+        owner = self._owner
+        if owner._session is not None:
+            progress = RankProgress(step=owner._step, saved_step=owner._saved_step)
+            owner._link.progress(owner._session, progress)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(PROGRESS_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(PROGRESS_S):
+            self.send()
+
+
+def _raise_outcome(outcome: Outcome, attempt: AttemptId) -> None:
+    if isinstance(outcome.error, CollectiveError | RunConflict):
+        raise outcome.error
+    if outcome.error is not None:
+        raise Unavailable(f"Step {attempt.step} was not saved: {outcome.error}")
+
+
+def _step_of(ticket: RestoreTicket) -> int:
+    return ticket.checkpoint.step if ticket.checkpoint else 0

@@ -1,0 +1,97 @@
+"""The seam between a Checkpointer and its node's agent.
+
+Whoever launches the ranks provides a `Link`: the Ray Train callback, or `ray_ckpt.connect`. The
+Checkpointer itself knows no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.messages import RankProgress
+from ray_ckpt.core.node import Outcome
+from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.types import AttemptId, Level
+
+MAX_STATE_BYTES = 64 << 20  # non-tensor state travels in a control message; tensors do not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who this rank is. `session` changes when the group falls back to an older checkpoint."""
+
+    run_uid: str
+    run_name: str
+    rank: int
+    world_size: int
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedShard:
+    """A rank's capture, ready in its arena, and the state file's bytes."""
+
+    attempt: AttemptId
+    rank: int
+    state: bytes
+    replicated: str
+    metrics: Mapping[str, float] | None  # rank 0 only
+
+
+class Link(Protocol):
+    """A rank's view of its agent. Methods that return a Future do not wait; the others answer or raise."""
+
+    identity: Identity
+    options: RunOptions
+
+    def ticket(self) -> RestoreTicket:
+        """What to restore, decided for the whole group."""
+        ...
+
+    def restored(self, session: int, damage: tuple[str, ...]) -> RestoreTicket | None:
+        """This rank has read and verified everything, or lacks `damage`. None: all ranks have, go.
+
+        A ticket: all ranks start over with this older checkpoint. RestoreError: none is left.
+        """
+        ...
+
+    def reserve(self, size_bytes: int) -> None:
+        """InsufficientSpace unless this rank's checkpoints of that size fit its node."""
+        ...
+
+    def open_arena(self, layout: ShardLayout) -> str:
+        """The path of shared memory for this layout. InsufficientSpace if there is too little memory."""
+        ...
+
+    def seal(self, shard: SealedShard) -> Future[None]:
+        """Hand a capture over. Done when the arena may be captured into again."""
+        ...
+
+    def outcome(self, attempt: AttemptId, level: Level) -> Future[Outcome]:
+        """Done when the attempt has reached `level` or was dropped."""
+        ...
+
+    def skip(self, attempt: AttemptId, reason: str) -> None:
+        """This rank does not take part in the attempt."""
+        ...
+
+    def progress(self, session: int, progress: RankProgress) -> None:
+        """Where this rank is; says nothing if the agent does not answer."""
+        ...
+
+    def make_durable(self) -> Future[None]:
+        """Bring the newest checkpoint of the run to the storage path."""
+        ...
+
+
+class Reporter(Protocol):
+    """Tells the launcher of committed checkpoints. Called by all ranks at the same save, a barrier."""
+
+    def report(self, newest: tuple[AttemptId, Mapping[str, float]] | None, save_calls: int) -> int:
+        """Report `newest` (rank 0's counts) and return the number of save calls at which to report next."""
+        ...

@@ -1,0 +1,103 @@
+"""From what is wanted and what was saved to the reads that join them, in any layout.
+
+Each wanted slice is a box in a global tensor, each saved slice too; a read copies one intersection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ray_ckpt.types import ManifestRow, Slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """`shape` elements from `source_start` of the saved slice to `target_start` of target `target`."""
+
+    target: int
+    source_start: tuple[int, ...]
+    target_start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """One saved slice to read, and everywhere its elements go."""
+
+    row: ManifestRow
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePlan:
+    """The reads, and every way in which the checkpoint does not fit (empty: it fits)."""
+
+    reads: tuple[Read, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(read.row.nbytes for read in self.reads)
+
+
+def plan_restore(targets: Sequence[Slice], rows: Iterable[ManifestRow]) -> RestorePlan:
+    """Reads that fill `targets` from the saved `rows`. Regions saved twice are read once."""
+    saved = _by_key(rows)
+    copies: dict[tuple[str, int], list[Copy]] = {}
+    chosen: dict[tuple[str, int], ManifestRow] = {}
+    problems: list[str] = []
+    for index, target in enumerate(targets):
+        found = saved.get(target.key, {})
+        if problem := _misfit(target, found):
+            problems.append(problem)
+            continue
+        filled = 0
+        for row in found.values():
+            assert row.slice is not None
+            if (copy := _intersect(index, target, row.slice)) is not None:
+                place = (row.file, row.byte_offset)
+                copies.setdefault(place, []).append(copy)
+                chosen[place] = row
+                filled += prod(copy.shape)
+        if filled != target.num_elements:
+            problems.append(f"{target.key}: {filled} of {target.num_elements} elements were saved")
+    reads = tuple(Read(row=chosen[place], copies=tuple(copies[place])) for place in sorted(chosen))
+    return RestorePlan(reads=reads, problems=tuple(problems))
+
+
+def _by_key(rows: Iterable[ManifestRow]) -> Mapping[str, dict[tuple[object, ...], ManifestRow]]:
+    saved: dict[str, dict[tuple[object, ...], ManifestRow]] = {}
+    for row in rows:
+        if row.slice is not None:
+            region = (row.slice.offset, row.slice.shape)
+            saved.setdefault(row.slice.key, {}).setdefault(region, row)
+    return saved
+
+
+def _misfit(target: Slice, found: Mapping[tuple[object, ...], ManifestRow]) -> str | None:
+    if not found:
+        return f"{target.key}: not in the checkpoint"
+    saved = next(iter(found.values())).slice
+    assert saved is not None
+    if saved.global_shape != target.global_shape:
+        return f"{target.key}: shape {saved.global_shape} in the checkpoint, {target.global_shape} here"
+    if saved.dtype != target.dtype:
+        return f"{target.key}: dtype {saved.dtype} in the checkpoint, {target.dtype} here"
+    return None
+
+
+def _intersect(index: int, target: Slice, saved: Slice) -> Copy | None:
+    start = tuple(map(max, target.offset, saved.offset))
+    ends_target = map(sum, zip(target.offset, target.shape, strict=True))
+    ends_saved = map(sum, zip(saved.offset, saved.shape, strict=True))
+    shape = tuple(end - begin for begin, end in zip(start, map(min, ends_target, ends_saved), strict=True))
+    if any(n <= 0 for n in shape):
+        return None
+    return Copy(
+        target=index,
+        source_start=tuple(a - b for a, b in zip(start, saved.offset, strict=True)),
+        target_start=tuple(a - b for a, b in zip(start, target.offset, strict=True)),
+        shape=shape,
+    )

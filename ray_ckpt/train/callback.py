@@ -1,0 +1,72 @@
+"""CheckpointCallback: one object for the driver, the controller and the workers of Ray Train.
+
+Hooks of the controller run on its event loop, and an exception in one ends the run. So errors that must
+stop a run before time is lost (a wrong path, a full disk, nothing intact to restore) are raised, and all
+others are logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import ray.train
+
+from ray_ckpt.actors.service import RayLink, finish_run, open_group, open_run
+from ray_ckpt.actors.wire import Joined, RunSpec
+from ray_ckpt.client import set_connection
+from ray_ckpt.config import RunOptions
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.train.ray_compat import ControllerCallback, WorkerCallback, WorkerGroupCallback
+from ray_ckpt.train.report import PointerReporter
+
+log = logging.getLogger("ray_ckpt")
+
+
+class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback):  # type: ignore[misc]
+    """Protects a Ray Train run: `RunConfig(callbacks=[CheckpointCallback(replicas=1, keep_last=3)])`.
+
+    Options are those of `ray_ckpt.config.RunOptions`. ConfigError on an unknown or impossible one.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = RunOptions.parse(**options)
+        self._spec: RunSpec | None = None
+        self._joined: Joined | None = None
+
+    # -- in the controller -----------------------------------------------------------------------------
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Open the run: log, agents, paths. Raised errors end the run before any worker starts."""
+        config = train_run_context.run_config
+        self._spec = open_run(config.name, config.storage_path, self._options)
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """The group exists: choose its checkpoint, log its session; workers get the answer with this object."""
+        assert self._spec is not None
+        ranks = sorted(workers, key=lambda w: w.distributed_context.world_rank)
+        self._joined = open_group(self._spec, [w.metadata.node_id for w in ranks], service="ray-train")
+        return {}
+
+    async def before_controller_shutdown(self) -> None:
+        """The run is over: its last checkpoint goes to the storage path."""
+        if self._spec is None or self._joined is None:
+            return
+        try:
+            newest = await asyncio.to_thread(finish_run, self._spec)
+        except CheckpointError as error:
+            log.warning("the last checkpoint is not on the storage path: %s", error)
+        else:
+            if newest is not None:
+                log.info("step %d is on the storage path", newest.step)
+
+    # -- in the workers --------------------------------------------------------------------------------
+
+    def after_init_train_context(self) -> None:
+        if self._joined is not None:
+            rank = ray.train.get_context().get_world_rank()
+            set_connection(RayLink(self._joined, rank), PointerReporter())
+
+    def before_worker_shutdown(self) -> None:
+        set_connection(None)

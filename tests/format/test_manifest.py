@@ -1,0 +1,442 @@
+"""Fragments and checkpoint.json: exact round trips, nothing false accepted, damage found, coverage proven."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ckpt.errors import FormatError
+from ray_ckpt.format import manifest
+from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.format.jsontext import dumps_sealed
+from ray_ckpt.format.manifest import (
+    CheckpointDescription,
+    check_coverage,
+    decode_checkpoint,
+    decode_fragment,
+    encode_checkpoint,
+    encode_fragment,
+    rows_table,
+)
+from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, make_attempt, shard_file, state_file
+from ray_ckpt.format.shard import build_layout
+from ray_ckpt.types import FileEntry, Fragment, ManifestRow, Slice
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+UID = "0123456789abcdef" * 2
+ATTEMPT = make_attempt(run_uid=UID, session=1, step=1000, attempt=0)
+
+
+def part(name: str, *spans: tuple[int, int, int], dtype: str = "F32") -> Slice:
+    """A slice from one (offset, size, global size) per dimension."""
+    offset, shape, total = zip(*spans, strict=True) if spans else ((), (), ())
+    return Slice(item="model", name=name, dtype=dtype, global_shape=total, offset=offset, shape=shape)
+
+
+def rows_of(file: str, parts: list[Slice]) -> list[ManifestRow]:
+    layout = build_layout(parts)
+    header = ManifestRow(
+        kind="header", file=file, byte_offset=0, nbytes=len(layout.header), digest=digest(layout.header)
+    )
+    return [
+        header,
+        *(
+            ManifestRow(
+                kind="slice",
+                file=file,
+                byte_offset=placed.byte_offset,
+                nbytes=placed.nbytes,
+                digest=digest(bytes(placed.nbytes)),
+                slice=placed.slice,
+            )
+            for placed in layout.slices
+        ),
+    ]
+
+
+def fragment_of(parts: list[list[Slice]], *, node_index: int = 0, num_nodes: int = 1) -> Fragment:
+    """A fragment with one shard per list of slices, and a state file of 17 bytes for each."""
+    rows, files = [], []
+    for rank, shard_parts in enumerate(parts):
+        shard, state = shard_file(rank, len(parts)), state_file(rank, len(parts))
+        shard_rows = rows_of(shard, shard_parts)
+        rows += shard_rows
+        rows.append(ManifestRow(kind="state", file=state, byte_offset=0, nbytes=17, digest=digest(b"state")))
+        files.append(
+            FileEntry(name=shard, size_bytes=sum(r.nbytes for r in shard_rows), digest=digest(b"shard"))
+        )
+        files.append(FileEntry(name=state, size_bytes=17, digest=digest(b"state")))
+    return Fragment(
+        attempt=ATTEMPT,
+        node_index=node_index,
+        num_nodes=num_nodes,
+        world_size=len(parts),
+        ranks=tuple(range(len(parts))),
+        files=tuple(files),
+        rows=tuple(rows),
+    )
+
+
+FRAGMENT = fragment_of(
+    [
+        [part("w", (0, 2, 6), (0, 4, 4)), part("step", dtype="I64"), part("empty", (0, 0, 0))],
+        [part("w", (2, 4, 6), (0, 4, 4))],
+    ]
+)
+
+
+def description_of(fragment: Fragment) -> CheckpointDescription:
+    data = encode_fragment(fragment)
+    entry = FileEntry(name=fragment_file(0, 1), size_bytes=len(data), digest=digest(data))
+    files = tuple(sorted((*fragment.files, entry), key=lambda file: file.name))
+    return CheckpointDescription(
+        attempt=fragment.attempt,
+        world_size=fragment.world_size,
+        num_nodes=1,
+        metrics={"loss": 0.25, "worst": math.inf},
+        files=files,
+        root_digest=root_digest(files),
+    )
+
+
+DESCRIPTION = description_of(FRAGMENT)
+
+
+@st.composite
+def fragments(draw: st.DrawFn) -> Fragment:
+    shards = []
+    for _ in range(draw(st.integers(1, 3))):
+        names = draw(
+            st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=4, unique=True)
+        )
+        spans = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(6, 9))
+        dtypes = st.sampled_from(["F32", "BF16", "U8"])
+        shards.append([part(n, *draw(st.lists(spans, max_size=3)), dtype=draw(dtypes)) for n in names])
+    return fragment_of(shards)
+
+
+# Fragments
+
+
+@given(fragments())
+@settings(max_examples=60, deadline=None)
+def test_fragments_round_trip(fragment: Fragment) -> None:
+    data = encode_fragment(fragment)
+    assert decode_fragment(data) == fragment
+    assert encode_fragment(fragment) == data
+
+
+def test_any_parquet_reader_can_query_a_fragment() -> None:
+    table = pq.read_table(io.BytesIO(encode_fragment(FRAGMENT)))
+    assert table.column_names == manifest.COLUMNS.names
+    assert table.num_rows == len(FRAGMENT.rows)
+    first = next(row for row in table.to_pylist() if row["name"] == "w")
+    assert (first["item"], first["dtype"], first["shape"], first["nbytes"]) == ("model", "F32", [2, 4], 32)
+    both = rows_table([FRAGMENT, FRAGMENT])
+    assert both.schema == manifest.COLUMNS and both.num_rows == 2 * len(FRAGMENT.rows)
+    assert rows_table([]).num_rows == 0
+
+
+def first_row(**changes: Any) -> Callable[[Fragment], Fragment]:
+    return lambda f: replace(f, rows=(replace(f.rows[0], **changes), *f.rows[1:]))
+
+
+def slice_row(**changes: Any) -> Callable[[Fragment], Fragment]:
+    return lambda f: replace(f, rows=(f.rows[0], replace(f.rows[1], **changes), *f.rows[2:]))
+
+
+def first_file(**changes: Any) -> Callable[[Fragment], Fragment]:
+    return lambda f: replace(f, files=(replace(f.files[0], **changes), *f.files[1:]))
+
+
+def with_attempt(**changes: Any) -> Callable[[Fragment], Fragment]:
+    return lambda f: replace(f, attempt=replace(f.attempt, **changes))
+
+
+FALSE: list[Callable[[Fragment], Fragment]] = [
+    with_attempt(run_uid="x"),
+    with_attempt(step=10**12),
+    with_attempt(step=-1),
+    with_attempt(session=-1),
+    with_attempt(attempt="../../../etc/x.."),
+    lambda f: replace(f, node_index=1),
+    lambda f: replace(f, num_nodes=0),
+    lambda f: replace(f, world_size=1),
+    lambda f: replace(f, ranks=(1, 0)),
+    lambda f: replace(f, ranks=(0, 0)),
+    lambda f: replace(f, ranks=(-1,)),
+    lambda f: replace(f, files=f.files[1:]),
+    lambda f: replace(f, files=(*f.files, f.files[0])),
+    lambda f: replace(f, files=(*f.files, FileEntry(name="checkpoint.json", size_bytes=0, digest=UID))),
+    lambda f: replace(f, files=(*f.files, FileEntry(name=shard_file(9, 9), size_bytes=1, digest=UID))),
+    first_file(name="../x"),
+    first_file(size_bytes=-1),
+    first_file(size_bytes=5000),
+    first_file(digest="x"),
+    first_row(kind="slice"),
+    first_row(kind="state"),
+    first_row(kind="other"),
+    first_row(file="shard-00007-of-00008.safetensors"),
+    first_row(byte_offset=8),
+    first_row(byte_offset=-4096),
+    first_row(nbytes=4095),
+    first_row(nbytes=-1),
+    first_row(nbytes=2**70),
+    first_row(digest="0" * 31),
+    slice_row(slice=None),
+    slice_row(kind="header"),
+    slice_row(slice=part("w", (0, 3, 6), (0, 4, 4))),
+    slice_row(slice=part("w", (5, 2, 6), (0, 4, 4))),
+    slice_row(slice=part("w", (0, 2, 6), (0, 4, 4), dtype="X32")),
+    slice_row(slice=part("\ud800", (0, 1, 1), dtype="I64")),
+    lambda f: replace(f, rows=f.rows[1:]),
+    lambda f: replace(f, rows=(*f.rows, f.rows[0])),
+]
+
+
+@pytest.mark.parametrize("change", FALSE)
+def test_a_false_fragment_is_neither_written_nor_read(
+    change: Callable[[Fragment], Fragment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    false = change(FRAGMENT)
+    with pytest.raises(FormatError):
+        encode_fragment(false)
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(manifest, "_check_fragment", lambda fragment: None)
+        try:
+            data = encode_fragment(false)
+        except FormatError:
+            return
+    with pytest.raises(FormatError):
+        decode_fragment(data)
+
+
+def with_metadata(metadata: bytes | None) -> bytes:
+    table = rows_table([FRAGMENT]).replace_schema_metadata(
+        None if metadata is None else {manifest.METADATA_KEY: metadata}
+    )
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+def metadata_of(data: bytes) -> dict[str, Any]:
+    document = json.loads(pq.read_schema(io.BytesIO(data)).metadata[manifest.METADATA_KEY])
+    assert isinstance(document, dict)
+    return document
+
+
+def test_a_newer_format_is_named() -> None:
+    document = metadata_of(encode_fragment(FRAGMENT))
+    newer = dumps_sealed({**document, "format": 2, "extra": 1}, what="", max_bytes=10**6)
+    with pytest.raises(FormatError, match=r"format 2.*up to format 1.*knows format 2"):
+        decode_fragment(with_metadata(newer))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_rows": 3}, {"format": None}, {"format": 0}, {"ranks": 1}, {"files": [[1]]}, {"files": [[1, 2, 3]]}]
+    + [{key: None} for key in ("run_uid", "session", "step", "attempt", "node_index", "num_nodes", "files")],
+)
+def test_false_metadata_is_refused(changes: dict[str, Any]) -> None:
+    document = metadata_of(encode_fragment(FRAGMENT))
+    del document["digest"]
+    assert decode_fragment(with_metadata(dumps_sealed(document, what="", max_bytes=10**6))) == FRAGMENT
+    with pytest.raises(FormatError):
+        decode_fragment(with_metadata(dumps_sealed({**document, **changes}, what="", max_bytes=10**6)))
+
+
+def test_other_parquet_files_are_refused() -> None:
+    metadata = {
+        manifest.METADATA_KEY: pq.read_schema(io.BytesIO(encode_fragment(FRAGMENT))).metadata[b"ray_ckpt"]
+    }
+    table = rows_table([FRAGMENT]).replace_schema_metadata(metadata)
+    for other in (
+        table.drop_columns(["digest"]),
+        table.set_column(8, "byte_offset", pa.array(["x"] * table.num_rows)),
+        table.slice(1),
+        table.slice(0, 0),
+        table.set_column(4, "global_shape", pa.array([[None]] * table.num_rows, pa.list_(pa.int64()))),
+        table.set_column(10, "digest", pa.nulls(table.num_rows, pa.string())),
+    ):
+        sink = io.BytesIO()
+        pq.write_table(other, sink)
+        with pytest.raises(FormatError):
+            decode_fragment(sink.getvalue())
+    for data in (
+        b"",
+        b"PAR1",
+        b"PAR1PAR1",
+        with_metadata(None),
+        with_metadata(b"\xff"),
+        with_metadata(b"{}\n"),
+    ):
+        with pytest.raises(FormatError):
+            decode_fragment(data)
+
+
+def test_size_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode_fragment(FRAGMENT)
+    for name, limit in (("MAX_FRAGMENT_BYTES", 1000), ("MAX_ROWS", 4), ("MAX_UNPACKED_BYTES", 100)):
+        with monkeypatch.context() as context:
+            context.setattr(manifest, name, limit)
+            with pytest.raises(FormatError):
+                decode_fragment(data)
+
+
+def test_truncated_and_flipped_fragments_are_found() -> None:
+    data = bytearray(encode_fragment(FRAGMENT))
+    for size in range(0, len(data), 5):
+        with pytest.raises(FormatError):
+            decode_fragment(bytes(data[:size]))
+    for index in range(len(data)):
+        bit = index % 8
+        data[index] ^= 1 << bit
+        with suppress(FormatError):  # a flip that changes nothing we read (a writer's name) may pass
+            assert decode_fragment(bytes(data)) == FRAGMENT
+        data[index] ^= 1 << bit
+
+
+def test_the_golden_fragment_and_description_are_read_forever() -> None:
+    assert decode_fragment((GOLDEN / "manifest-1.parquet").read_bytes()) == FRAGMENT
+    golden = (GOLDEN / "checkpoint-1.json").read_bytes()
+    description = decode_checkpoint(golden)
+    assert description.attempt == ATTEMPT
+    assert description.metrics == DESCRIPTION.metrics
+    assert encode_checkpoint(description) == golden
+
+
+# checkpoint.json
+
+
+def test_descriptions_round_trip() -> None:
+    data = encode_checkpoint(DESCRIPTION)
+    assert decode_checkpoint(data) == DESCRIPTION
+    assert data.endswith(b"}\n") and json.loads(data)["format"] == 1
+    shuffled = replace(DESCRIPTION, metrics=dict(sorted(DESCRIPTION.metrics.items(), reverse=True)))
+    assert encode_checkpoint(shuffled) == data
+    nan = decode_checkpoint(encode_checkpoint(replace(DESCRIPTION, metrics={"loss": math.nan})))
+    assert math.isnan(nan.metrics["loss"])
+
+
+def test_every_flip_and_truncation_of_a_description_is_found() -> None:
+    data = bytearray(encode_checkpoint(DESCRIPTION))
+    for size in range(len(data)):
+        with pytest.raises(FormatError, match=CHECKPOINT_JSON):
+            decode_checkpoint(bytes(data[:size]))
+    for index in range(len(data)):
+        for bit in range(8):
+            data[index] ^= 1 << bit
+            with pytest.raises(FormatError, match=CHECKPOINT_JSON):
+                decode_checkpoint(bytes(data))
+            data[index] ^= 1 << bit
+
+
+def with_files(*files: FileEntry) -> CheckpointDescription:
+    return replace(DESCRIPTION, files=files, root_digest=root_digest(files))
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        replace(DESCRIPTION, root_digest=UID),
+        replace(DESCRIPTION, world_size=0),
+        replace(DESCRIPTION, num_nodes=2),
+        replace(DESCRIPTION, metrics={"a": "b"}),  # type: ignore[dict-item]
+        replace(DESCRIPTION, attempt=replace(ATTEMPT, attempt="..")),
+        with_files(*reversed(DESCRIPTION.files)),
+        with_files(*DESCRIPTION.files[1:]),
+        with_files(*DESCRIPTION.files, DESCRIPTION.files[-1]),
+        with_files(FileEntry(name=CHECKPOINT_JSON, size_bytes=1, digest=UID), *DESCRIPTION.files),
+        with_files(*DESCRIPTION.files, FileEntry(name="../z", size_bytes=1, digest=UID)),
+        with_files(*DESCRIPTION.files, FileEntry(name="state-7-of-8.json", size_bytes=-1, digest=UID)),
+    ],
+)
+def test_a_false_description_is_neither_written_nor_read(
+    description: CheckpointDescription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FormatError):
+        encode_checkpoint(description)
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(manifest, "_check_description", lambda description: None)
+        try:
+            data = encode_checkpoint(description)
+        except FormatError:
+            return
+    with pytest.raises(FormatError):
+        decode_checkpoint(data)
+
+
+# Coverage
+
+
+def covers(*parts: Slice) -> None:
+    check_coverage(
+        ManifestRow(kind="slice", file=shard_file(0, 1), byte_offset=0, nbytes=0, digest=UID, slice=p)
+        for p in parts
+    )
+
+
+def test_exact_tilings_pass() -> None:
+    covers()
+    covers(part("scalar"))
+    covers(part("scalar"), part("scalar"))
+    covers(part("empty", (0, 0, 0)))
+    covers(part("empty", (0, 0, 0), (0, 3, 3)), part("empty", (0, 0, 0), (1, 2, 3)))
+    covers(part("w", (0, 2, 5)), part("w", (2, 3, 5)), part("w", (0, 2, 5)), part("w", (2, 0, 5)))
+    covers(*FRAGMENT_SLICES)
+    pinwheel = [((0, 2), (0, 1)), ((2, 1), (0, 2)), ((1, 2), (2, 1)), ((0, 1), (1, 2)), ((1, 1), (1, 1))]
+    covers(*(part("w", (*a, 3), (*b, 3)) for a, b in pinwheel))
+
+
+FRAGMENT_SLICES = [row.slice for row in FRAGMENT.rows if row.slice is not None]
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([part("w", (0, 2, 5))], "3 elements of model.w"),
+        ([part("w", (0, 0, 5))], "5 elements of model.w"),
+        ([part("w", (0, 3, 5)), part("w", (2, 3, 5))], "model.w overlap"),
+        ([part("w", (0, 5, 5)), part("w", (1, 1, 5))], "model.w overlap"),
+        ([part("w", (0, 3, 5)), part("w", (2, 2, 5))], "model.w overlap"),
+        ([part("w", (0, 2, 5)), part("w", (2, 4, 6))], "model.w differ"),
+        ([part("w", (0, 2, 5)), part("w", (2, 3, 5), dtype="F16")], "model.w differ"),
+        ([part("w", (4, 2, 5)), part("w", (0, 3, 5))], "not inside"),
+        ([part("w", (0, 2, 2), (0, 1, 2)), part("w", (0, 1, 2), (0, 2, 2))], "model.w overlap"),
+    ],
+)
+def test_gaps_overlaps_and_disagreements_name_the_tensor(parts: list[Slice], reason: str) -> None:
+    with pytest.raises(FormatError, match=reason):
+        covers(*parts)
+
+
+boxes = st.tuples(st.integers(0, 2), st.integers(1, 3)).map(lambda p: (p[0], min(p[1], 3 - p[0]), 3))
+
+
+@given(st.lists(st.tuples(boxes, boxes), min_size=1, max_size=5, unique=True))
+@settings(max_examples=300, deadline=None)
+def test_coverage_agrees_with_counting_cells(regions: list[tuple[Any, Any]]) -> None:
+    cells = [(x, y) for (a, m, _), (b, n, _) in regions for x in range(a, a + m) for y in range(b, b + n)]
+    parts = [part("w", *region) for region in regions]
+    if sorted(cells) == [(x, y) for x in range(3) for y in range(3)]:
+        covers(*parts)
+    else:
+        with pytest.raises(FormatError):
+            covers(*parts)
+
+
+def test_many_chunks_are_cheap() -> None:
+    covers(*(part("w", (0, 7, 7), (i, 1, 20_000)) for i in range(20_000)))

@@ -1,0 +1,225 @@
+"""Log records: every op round-trips, odd ones are refused, and the first ones ever written stay readable."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ckpt.errors import FormatError
+from ray_ckpt.format import records
+from ray_ckpt.format.records import (
+    Collected,
+    Commit,
+    Create,
+    Epoch,
+    LogRecord,
+    Lost,
+    Note,
+    Op,
+    Promote,
+    Retired,
+    Session,
+    decode_record,
+    encode_record,
+)
+from ray_ckpt.types import Level
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "record-1.json"
+DIGEST = "0123456789abcdef" * 2
+COMMIT = Commit(
+    session=2,
+    step=1000,
+    attempt="00112233aabbccdd",
+    level=Level.REPLICATED,
+    replicas=1,
+    world_size=8,
+    num_nodes=2,
+    size_bytes=123456789,
+    root_digest=DIGEST,
+    metrics={"loss": 0.25, "best": -math.inf},
+)
+RECORD = LogRecord(seq=7, epoch=3, writer="node-a/1", prev=DIGEST, time_s=1700000000.5, op=COMMIT)
+
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+counts = st.integers(1, 2**63 - 1)
+sizes = st.integers(0, 2**63 - 1)
+attempts = st.text("0123456789abcdef", min_size=16, max_size=16)
+digests = st.text("0123456789abcdef", min_size=32, max_size=32)
+levels = st.sampled_from(Level)
+ops: st.SearchStrategy[Op] = st.one_of(
+    st.builds(Create, run_uid=digests, run_name=st.just("gpt-1"), format=st.just(1)),
+    st.builds(Epoch),
+    st.builds(
+        Session,
+        session=sizes,
+        service=words,
+        after=st.none() | sizes,
+        resumed_from=st.none() | attempts,
+        world_size=counts,
+        num_nodes=counts,
+    ),
+    st.builds(
+        Commit,
+        session=sizes,
+        step=st.integers(0, 10**12 - 1),
+        attempt=attempts,
+        level=levels,
+        replicas=sizes,
+        world_size=counts,
+        num_nodes=counts,
+        size_bytes=sizes,
+        root_digest=digests,
+        metrics=st.dictionaries(words, st.floats(allow_nan=False), max_size=3),
+    ),
+    st.builds(Promote, attempt=attempts, level=levels, replicas=sizes),
+    st.builds(Lost, attempt=attempts, reason=words),
+    st.builds(Retired, attempt=attempts, reason=words),
+    st.builds(Collected, attempt=attempts),
+    st.builds(Note, text=words),
+)
+
+
+@given(
+    st.builds(
+        LogRecord,
+        seq=counts,
+        epoch=sizes,
+        writer=words.filter(bool),
+        prev=digests,
+        time_s=st.floats(0, 1e10),
+        op=ops,
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_round_trip(record: LogRecord) -> None:
+    data = encode_record(record)
+    assert decode_record(data) == record
+    assert data.endswith(b"}\n") and data.count(b"\n") == 1
+
+
+def test_nan_metrics_come_back() -> None:
+    record = decode_record(
+        encode_record(replace(RECORD, op=replace(COMMIT, metrics={"loss": math.nan, "n": 3})))
+    )
+    assert isinstance(record.op, Commit)
+    assert math.isnan(record.op.metrics["loss"]) and record.op.metrics["n"] == 3.0
+
+
+def test_the_golden_record_is_read_forever() -> None:
+    data = GOLDEN.read_bytes()
+    assert decode_record(data) == RECORD
+    assert encode_record(RECORD) == data
+
+
+def test_unknown_fields_are_tolerated_and_unknown_ops_are_not() -> None:
+    document = json.loads(encode_record(RECORD))
+    assert decode_record(json.dumps({**document, "later": [1]}).encode() + b"\n") == RECORD
+    with pytest.raises(FormatError, match=r"'teleport'.*newer ray_ckpt") as caught:
+        decode_record(json.dumps({**document, "op": "teleport"}).encode() + b"\n")
+    assert caught.value.fields["op"] == "teleport"
+
+
+def test_a_run_of_a_newer_format_is_refused() -> None:
+    create = Create(run_uid=DIGEST, run_name="gpt", format=2)
+    with pytest.raises(FormatError, match=r"format 2.*up to format 1"):
+        encode_record(LogRecord(seq=0, epoch=1, writer="a", prev="", time_s=0.0, op=create))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seq", -1),
+        ("seq", True),
+        ("seq", 1.0),
+        ("seq", 10**20),
+        ("epoch", None),
+        ("writer", ""),
+        ("writer", "\ud800"),
+        ("prev", ""),
+        ("prev", DIGEST.upper()),
+        ("time_s", "nan"),
+        ("time_s", 10**400),
+        ("op", None),
+        ("step", 10**12),
+        ("attempt", "../../../etc/x.."),
+        ("level", "cosmic"),
+        ("level", 1),
+        ("level", []),
+        ("replicas", -1),
+        ("world_size", 0),
+        ("root_digest", DIGEST + "\n"),
+        ("metrics", []),
+        ("metrics", {"a": None}),
+        ("metrics", {"a": "NaN"}),
+        ("metrics", {"a": []}),
+        ("metrics", {"a": True}),
+    ],
+)
+def test_odd_fields_are_refused(field: str, value: object) -> None:
+    document = json.loads(encode_record(RECORD))
+    with pytest.raises(FormatError):
+        decode_record(json.dumps({**document, field: value}).encode() + b"\n")
+
+
+@pytest.mark.parametrize("field", sorted(json.loads(encode_record(RECORD))))
+def test_missing_fields_are_refused(field: str) -> None:
+    document = json.loads(encode_record(RECORD))
+    del document[field]
+    with pytest.raises(FormatError):
+        decode_record(json.dumps(document).encode() + b"\n")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        replace(RECORD, seq=-1),
+        replace(RECORD, prev=""),
+        replace(RECORD, seq=0),
+        replace(RECORD, time_s=math.inf),
+        replace(RECORD, op=Note(text="x" * 2**20)),
+        replace(RECORD, op=Note(text="\ud800")),
+        replace(RECORD, op=replace(COMMIT, attempt="short")),
+        replace(RECORD, op=replace(COMMIT, metrics={"a": "b"})),  # type: ignore[dict-item]
+        replace(RECORD, op="commit"),  # type: ignore[arg-type]
+        replace(RECORD, op=Create(run_uid=DIGEST, run_name="../up", format=1)),
+    ],
+)
+def test_what_no_reader_would_take_is_not_written(record: LogRecord) -> None:
+    with pytest.raises(FormatError):
+        encode_record(record)
+
+
+def test_every_truncation_is_found_and_flips_stay_format_errors() -> None:
+    data = bytearray(encode_record(RECORD))
+    for size in range(len(data)):
+        with pytest.raises(FormatError):
+            decode_record(bytes(data[:size]))
+    for index in range(len(data)):
+        for bit in range(8):
+            data[index] ^= 1 << bit
+            with suppress(FormatError):
+                assert decode_record(bytes(data)) != RECORD or data[index] in b" "
+            data[index] ^= 1 << bit
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_give_a_record_or_a_format_error(data: bytes) -> None:
+    with suppress(FormatError):
+        decode_record(data + b"\n")
+
+
+@pytest.mark.parametrize("text", ["[]", "1", "{}", "null", "[" * 100_000])
+def test_other_json_is_refused(text: str) -> None:
+    with pytest.raises(FormatError):
+        decode_record(text.encode() + b"\n")
+
+
+def test_every_op_of_the_union_has_a_name() -> None:
+    assert set(records.OPS.values()) == set(Op.__args__)
