@@ -30,7 +30,7 @@ from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, record_file
 from ray_ckpt.format.records import encode_record
 from ray_ckpt.storage.log_store import LogStore, read_log
 from ray_ckpt.storage.remote import RemoteTier
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, RankRestore
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
@@ -89,9 +89,7 @@ class Coordinator:
             await self._open_on_nodes(run, await _live_nodes())
             return run.run_uid
 
-    async def open_group(
-        self, key: str, nodes: tuple[m.GroupNode, ...], resume: Any, service: str
-    ) -> Joined:
+    async def open_group(self, key: str, nodes: tuple[m.GroupNode, ...], resume: Any, service: str) -> Joined:
         """A training group begins: choose its checkpoint, log its session, tell its nodes."""
         run = self._run(key)
         inventories = await self._open_on_nodes(run, await _live_nodes())
@@ -130,6 +128,8 @@ class Coordinator:
             records=tuple(record for record, _ in await self._in_log_thread(run, read_log, run.store)),
             newest=lineage[-1] if lineage else None,
             holders=run.machine.holders,
+            nodes=run.machine.plan.nodes if run.machine.plan else (),
+            restores=run.machine.restores,
             agents=tuple(self._cards.values()),
         )
 
@@ -154,21 +154,27 @@ class Coordinator:
         )
         self._handle(self._by_uid(attempt.run_uid), event)
 
-    async def replica_ended(self, attempt: AttemptId, node_index: int, holder: str, error: str | None) -> None:
+    async def replica_ended(
+        self, attempt: AttemptId, node_index: int, holder: str, error: str | None
+    ) -> None:
         event = m.ReplicaEnded(attempt=attempt, node_index=node_index, holder=holder, error=error)
         self._handle(self._by_uid(attempt.run_uid), event)
 
     async def save_refused(self, attempt: AttemptId, ranks: tuple[int, ...], reason: str) -> None:
-        self._handle(self._by_uid(attempt.run_uid), m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason))
+        self._handle(
+            self._by_uid(attempt.run_uid), m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
+        )
 
     async def progress(self, run_uid: str, session: int, ranks: Mapping[int, m.RankProgress]) -> None:
         self._handle(self._by_uid(run_uid), m.RanksProgressed(session=session, ranks=ranks))
 
-    async def node_restored(self, run_uid: str, session: int, node_id: str, damage: tuple[str, ...]) -> bool:
+    async def node_restored(
+        self, run_uid: str, session: int, node_id: str, ranks: tuple[RankRestore, ...]
+    ) -> bool:
         """True: all ranks have their state, go. False: a new session with an older checkpoint has begun."""
         answer = await self._ask(
             self._by_uid(run_uid),
-            lambda token: m.NodeRestored(token=token, session=session, node_id=node_id, damage=damage),
+            lambda token: m.NodeRestored(token=token, session=session, node_id=node_id, ranks=ranks),
         )
         return answer is None
 
@@ -210,7 +216,9 @@ class Coordinator:
                     self._send(node, "publish", run.run_uid, attempt, level, problem)
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
                 if holder in self._cards:
-                    self._send(source, "replicate", run.run_uid, attempt, index, holder, self._cards[holder].endpoint)
+                    self._send(
+                        source, "replicate", run.run_uid, attempt, index, holder, self._cards[holder].endpoint
+                    )
             case m.Drain():
                 self._spawn(self._drain(run, effect))
             case m.WriteDescription(checkpoint=checkpoint):
@@ -304,9 +312,7 @@ class Coordinator:
         await self._in_log_thread(run, run.remote.probe, run.nonce)
         records = await self._in_log_thread(run, read_log, run.store)
         self._runs[spec.key] = run
-        self._handle(
-            run, m.LogOpened(records=records, run_name=spec.name, fresh_uid=uuid.uuid4().hex)
-        )
+        self._handle(run, m.LogOpened(records=records, run_name=spec.name, fresh_uid=uuid.uuid4().hex))
         async with run.changed:
             opened = run.changed.wait_for(lambda: run.machine.is_open or self._runs.get(spec.key) is not run)
             try:
@@ -370,7 +376,7 @@ class Coordinator:
                 live = frozenset(await _live_nodes())
                 for node in set(self._agents) - live:
                     self._forget(node)
-                for run in list(self._runs.values()):
+                for run in [run for run in self._runs.values() if run.opened]:
                     self._handle(run, m.NodesSeen(live=live & run.opened))
                     if fresh := live - run.opened:
                         run.opened |= fresh
@@ -430,7 +436,10 @@ def _write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
     for index in range(checkpoint.num_nodes):
         name = fragment_file(index, checkpoint.num_nodes)
         data = remote.path(checkpoint.directory, name).read_bytes()
-        files += [*decode_fragment(data).files, FileEntry(name=name, size_bytes=len(data), digest=digest(data))]
+        files += [
+            *decode_fragment(data).files,
+            FileEntry(name=name, size_bytes=len(data), digest=digest(data)),
+        ]
     if root_digest(files) != checkpoint.root_digest:
         raise CorruptionError(f"{checkpoint.directory} on the storage path is not what was committed.")
     description = CheckpointDescription(

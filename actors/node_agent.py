@@ -10,6 +10,7 @@ import contextlib
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -44,7 +45,7 @@ from ray_ckpt.storage.staging import Holding, Staging
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.transport.wire import FileName, PutRequest
-from ray_ckpt.types import ARENA_PAGE_BYTES, AttemptId, FileEntry, Fragment, Level, ManifestRow
+from ray_ckpt.types import ARENA_PAGE_BYTES, AttemptId, FileEntry, Fragment, Level, ManifestRow, RankRestore
 
 log = logging.getLogger("ray_ckpt.agent")
 
@@ -99,7 +100,7 @@ class NodeRun:
         self.released: dict[tuple[str, int], asyncio.Event] = {}
         self.settled = asyncio.Condition()
         self.ticket: asyncio.Task[RestoreTicket] | None = None
-        self.restored: dict[int, tuple[str, ...]] = {}
+        self.restored: dict[int, RankRestore] = {}
         self.decision: asyncio.Future[bool] | None = None  # True: go; False: a new session has started
         self.started = asyncio.Event()
         self.progress: dict[int, RankProgress] = {}
@@ -116,6 +117,7 @@ class NodeAgent:
         self._token = token
         self._runs: dict[str, NodeRun] = {}
         self._stagings: dict[Path, Staging] = {}
+        self._staging_lock = threading.Lock()  # a folder is locked once, whoever asks
         self._io = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="ray_ckpt-io")
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = PeerServer(ray.util.get_node_ip_address(), token=token, files=_Served(self._runs))
@@ -159,7 +161,9 @@ class NodeAgent:
     ) -> None:
         await self._handle(self._runs[run_uid], n.Published(attempt=attempt, level=level, error=error))
 
-    async def replicate(self, run_uid: str, attempt: AttemptId, node_index: int, holder: str, endpoint: str) -> None:
+    async def replicate(
+        self, run_uid: str, attempt: AttemptId, node_index: int, holder: str, endpoint: str
+    ) -> None:
         run = self._runs[run_uid]
         run.endpoints[holder] = endpoint
         await self._send_copy(run, n.SendCopy(attempt=attempt, node_index=node_index, holder=holder))
@@ -183,16 +187,15 @@ class NodeAgent:
             run.ticket = asyncio.ensure_future(self._make_ticket(run))
         return await asyncio.shield(run.ticket)
 
-    async def restored(self, run_uid: str, rank: int, session: int, damage: tuple[str, ...]) -> RestoreTicket | None:
+    async def restored(self, run_uid: str, session: int, report: RankRestore) -> RestoreTicket | None:
         """Wait for all ranks of the group; None is `go`, a ticket starts over with an older checkpoint."""
         run = self._runs[run_uid]
         plan, here, decision = _require(run.machine.plan), run.machine.here, run.decision
         if here is None or decision is None or plan.session != session:
             raise RunSuperseded("A newer session owns this run.")
-        run.restored[rank] = damage
+        run.restored[report.rank] = report
         if len(run.restored) == len(here.ranks):
-            everything = tuple(sorted({d for found in run.restored.values() for d in found}))
-            self._spawn(self._report_restored(run, plan, decision, everything))
+            self._spawn(self._report_restored(run, plan, decision, tuple(run.restored.values())))
         if await asyncio.shield(decision):
             return None
         return await self.get_ticket(run_uid)
@@ -287,7 +290,9 @@ class NodeAgent:
                     run.settled.notify_all()
             case n.DeleteFolder(attempt=attempt):
                 await self._in_thread(run.staging.delete, run.run_uid, attempt.directory)
-            case n.TellStored(attempt=attempt, node_index=index, files=files, replicated=common, metrics=metrics):
+            case n.TellStored(
+                attempt=attempt, node_index=index, files=files, replicated=common, metrics=metrics
+            ):
                 await self._tell("node_stored", attempt, index, self._node_id, files, common, metrics)
             case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
                 await self._tell("save_refused", attempt, ranks, reason)
@@ -316,7 +321,13 @@ class NodeAgent:
         run.staging.check_space(len(data) + len(shard.state), what=f"The shard of rank {shard.rank}")
         file, state = shard_file(shard.rank, world_size), state_file(shard.rank, world_size)
         rows = [
-            ManifestRow(kind="header", file=file, byte_offset=0, nbytes=len(layout.header), digest=digest(layout.header)),
+            ManifestRow(
+                kind="header",
+                file=file,
+                byte_offset=0,
+                nbytes=len(layout.header),
+                digest=digest(layout.header),
+            ),
             *(
                 ManifestRow(
                     kind="slice",
@@ -328,7 +339,9 @@ class NodeAgent:
                 )
                 for p in layout.slices
             ),
-            ManifestRow(kind="state", file=state, byte_offset=0, nbytes=len(shard.state), digest=digest(shard.state)),
+            ManifestRow(
+                kind="state", file=state, byte_offset=0, nbytes=len(shard.state), digest=digest(shard.state)
+            ),
         ]
         entries = (
             FileEntry(name=file, size_bytes=len(data), digest=digest(data)),
@@ -380,7 +393,9 @@ class NodeAgent:
         for holding in run.staging.holdings(run.run_uid):
             if holding.fragment.attempt == attempt and holding.fragment.node_index == node_index:
                 return holding
-        raise Unavailable(f"node {self._node_id[:12]} does not hold fragment {node_index} of step {attempt.step}")
+        raise Unavailable(
+            f"node {self._node_id[:12]} does not hold fragment {node_index} of step {attempt.step}"
+        )
 
     # -- restore ---------------------------------------------------------------------------------------
 
@@ -400,14 +415,18 @@ class NodeAgent:
         sources: dict[str, tuple[Source, ...]] = {}
         for index, holders in enumerate(resume.holders):
             name = fragment_file(index, checkpoint.num_nodes)
-            data = self._first_fragment(run, checkpoint.id, name, self._sources(run, checkpoint, name, holders))
+            data = self._first_fragment(
+                run, checkpoint.id, name, self._sources(run, checkpoint, name, holders)
+            )
             fragment = decode_fragment(data)
             fragments.append(fragment)
             entries += [*fragment.files, FileEntry(name=name, size_bytes=len(data), digest=digest(data))]
             for file in fragment.files:
                 sources[file.name] = self._sources(run, checkpoint, file.name, holders)
         if root_digest(entries) != checkpoint.root_digest:
-            raise CorruptionError(f"The manifest of step {checkpoint.step} is not the one that was committed.")
+            raise CorruptionError(
+                f"The manifest of step {checkpoint.step} is not the one that was committed."
+            )
         return RestoreTicket(
             session=plan.session,
             checkpoint=checkpoint,
@@ -416,7 +435,9 @@ class NodeAgent:
             token=self._token,
         )
 
-    def _sources(self, run: NodeRun, checkpoint: Any, file: str, holders: tuple[str, ...]) -> tuple[Source, ...]:
+    def _sources(
+        self, run: NodeRun, checkpoint: Any, file: str, holders: tuple[str, ...]
+    ) -> tuple[Source, ...]:
         attempt: AttemptId = checkpoint.id
         found: list[Source] = []
         for rank, arena in run.arenas.items():
@@ -433,7 +454,9 @@ class NodeAgent:
             found.append(Source(tier="remote", where=path, path=path))
         return tuple(found)
 
-    def _first_fragment(self, run: NodeRun, attempt: AttemptId, name: str, sources: Iterable[Source]) -> bytes:
+    def _first_fragment(
+        self, run: NodeRun, attempt: AttemptId, name: str, sources: Iterable[Source]
+    ) -> bytes:
         """The fragment's bytes from the first source whose bytes decode."""
         for source in sources:
             with contextlib.suppress(OSError, CheckpointError):
@@ -450,10 +473,10 @@ class NodeAgent:
             return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)
 
     async def _report_restored(
-        self, run: NodeRun, plan: SessionPlan, decision: asyncio.Future[bool], damage: tuple[str, ...]
+        self, run: NodeRun, plan: SessionPlan, decision: asyncio.Future[bool], ranks: tuple[RankRestore, ...]
     ) -> None:
         try:
-            go = await self._ask("node_restored", plan.run_uid, plan.session, self._node_id, damage)
+            go = await self._ask("node_restored", plan.run_uid, plan.session, self._node_id, ranks)
         except CheckpointError as error:
             if not decision.done():
                 decision.set_exception(error)
@@ -466,9 +489,10 @@ class NodeAgent:
     def _open_staging(self, spec: RunSpec) -> Staging:
         text = os.environ.get(STAGING_ENV) or spec.options.staging or default_staging()
         root = Path(text.replace("{node_id}", self._node_id)).expanduser().absolute()
-        if root not in self._stagings:
-            self._stagings[root] = Staging(root, reserve_bytes=spec.options.reserve_bytes)
-        return self._stagings[root]
+        with self._staging_lock:
+            if root not in self._stagings:
+                self._stagings[root] = Staging(root, reserve_bytes=spec.options.reserve_bytes)
+            return self._stagings[root]
 
     async def _in_thread(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._io, partial(work, *args, **kwargs))
@@ -495,7 +519,9 @@ class NodeAgent:
             try:
                 return await getattr(self._coordinator, method).remote(*args)
             except ray.exceptions.RayTaskError as error:
-                raise error.cause if isinstance(error.cause, CheckpointError) else Unavailable(str(error)) from None
+                raise (
+                    error.cause if isinstance(error.cause, CheckpointError) else Unavailable(str(error))
+                ) from None
             except ray.exceptions.RayError:
                 self._coordinator = None
         raise Unavailable(f"The coordinator did not answer {method}.")
@@ -519,7 +545,9 @@ class _Served:
         run.staging.put(name.run_uid, name.directory, name.file, whole)
 
     def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[bytes]:
-        return read_blocks(self._run(name).staging.path(name.run_uid, name.directory, name.file), offset, nbytes)
+        return read_blocks(
+            self._run(name).staging.path(name.run_uid, name.directory, name.file), offset, nbytes
+        )
 
 
 def _held(holding: Holding) -> HeldFragment:

@@ -22,7 +22,7 @@ from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.link import Identity, SealedShard
 from ray_ckpt.restore import RestoreTicket
 from ray_ckpt.storage.remote import RemoteTier
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore
 
 log = logging.getLogger("ray_ckpt")
 
@@ -111,9 +111,9 @@ class RayLink:
         ticket: RestoreTicket = ask(self._agent.get_ticket.remote(self._uid), OPEN_S)
         return ticket
 
-    def restored(self, session: int, damage: tuple[str, ...]) -> RestoreTicket | None:
+    def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
         # Waits for the slowest rank's restore, which has no bound of its own; a dead rank ends the group.
-        call = self._agent.restored.remote(self._uid, self._rank, session, damage)
+        call = self._agent.restored.remote(self._uid, session, report)
         again: RestoreTicket | None = ask(call, None)  # type: ignore[arg-type]
         return again
 
@@ -140,9 +140,7 @@ class RayLink:
         return self._agent.make_durable.remote(self._uid).future()  # type: ignore[no-any-return]
 
 
-def connect(
-    *, run: str, storage_path: str, rank: int = 0, world_size: int = 1, **options: Any
-) -> None:
+def connect(*, run: str, storage_path: str, rank: int = 0, world_size: int = 1, **options: Any) -> None:
     """Connect this process to a run without Ray Train; every rank of the group calls it, from a Ray worker.
 
     Rank 0 opens the run and the group, so it needs to know where the others are: with `world_size > 1`

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ray_ckpt.config import RunOptions
-from ray_ckpt.core.messages import SessionPlan
+from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.format.records import LogRecord
-from ray_ckpt.types import CheckpointInfo
+from ray_ckpt.types import CheckpointInfo, RankRestore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,4 +69,6 @@ class RunStatus:
     records: tuple[LogRecord, ...]
     newest: CheckpointInfo | None
     holders: Mapping[str, Mapping[int, tuple[str, ...]]]
+    nodes: tuple[SessionNode, ...]  # of the current group
+    restores: tuple[RankRestore, ...]  # how the current group got its state
     agents: tuple[AgentCard, ...] = field(default_factory=tuple)

@@ -4,8 +4,9 @@
     ray job submit --working-dir . -- python -m jobs.train_gpt --steps 200
 
 What concerns checkpoints is the `Checkpointer`, `ckpt.steps` and `ckpt.step` in `train_loop`, and the
-`CheckpointCallback` in `build_trainer`. Kill a worker, or run the same command again with more steps: the
-run goes on from its newest checkpoint, on the trajectory it would have had.
+`CheckpointCallback` in `build_trainer`. Kill a worker, or stop it all and run the same command again: the run
+goes on from its newest checkpoint, on the trajectory it would have had. More --steps prolong a run at the
+lowest learning rate, since the schedule is part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import logging
 import os
+import random
 import shlex
 import sys
 import time
@@ -21,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import ray.train
 import torch
@@ -88,6 +91,8 @@ def make_deterministic(seed: int) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
     else:
         torch.set_num_threads(1)  # workers share the machine, and sums depend on the number of threads
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - libraries draw from the global state
     torch.manual_seed(seed)  # all ranks build the same weights
 
 
@@ -211,7 +216,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     run = parser.add_argument_group("run")
     run.add_argument("--name", default="gpt", help="run name; with the same storage path it resumes")
-    run.add_argument("--storage-path", type=absolute, default="~/ray_ckpt_runs", help="folder or URI of runs")
+    run.add_argument("--storage-path", type=absolute, default="~/ray_ckpt_runs", help="folder of runs, shared by all nodes")
     run.add_argument("--steps", type=positive, default=200, help="optimizer steps in all")
     run.add_argument("--workers", type=positive, help="ranks; else one per GPU, or up to two on CPUs")
     run.add_argument("--data", type=absolute, help="text file or folder; else the standard library's sources")

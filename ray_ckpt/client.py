@@ -39,8 +39,8 @@ from ray_ckpt.format.names import make_attempt, state_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
 from ray_ckpt.link import MAX_STATE_BYTES, Link, Reporter, SealedShard
-from ray_ckpt.restore import RestoredPart, RestoreTicket, SourceReader
-from ray_ckpt.types import AttemptId, Level
+from ray_ckpt.restore import RestoreTicket, SourceReader
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore, RestoredPart
 
 log = logging.getLogger("ray_ckpt")
 
@@ -157,14 +157,13 @@ class Checkpointer:
         ticket = self._link.ticket()
         while True:
             self._session = ticket.session
-            info = None if ticket.checkpoint is None else self._try_restore(ticket)
-            damage = info.damage if isinstance(info, _Damaged) else ()
-            again = self._link.restored(ticket.session, damage)
+            report = self._try_restore(ticket)
+            again = self._link.restored(ticket.session, report)
             if again is None:
                 break
             log.warning("step %s has no intact copy of a part; falling back", _step_of(ticket))
             ticket = again
-        assert not isinstance(info, _Damaged)
+        info = None if ticket.checkpoint is None else _restore_info(ticket.checkpoint, report)
         self._step = self._saved_step = self._restored_step = info.step if info else 0
         self._watch = _ProgressThread(self)
         if info is not None:
@@ -202,10 +201,11 @@ class Checkpointer:
                 size += predicted_state_bytes(obj)
         self._link.reserve(size)
 
-    def _try_restore(self, ticket: RestoreTicket) -> RestoreInfo | _Damaged:
+    def _try_restore(self, ticket: RestoreTicket) -> RankRestore:
         start_s = time.monotonic()
         checkpoint, identity = ticket.checkpoint, self._link.identity
-        assert checkpoint is not None
+        if checkpoint is None:
+            return RankRestore(rank=identity.rank)
         reader = SourceReader(checkpoint.id, ticket.sources, token=ticket.token)
         rows = [row for fragment in ticket.fragments for row in fragment.rows]
         mine = identity.rank if identity.rank < checkpoint.world_size else 0
@@ -226,13 +226,11 @@ class Checkpointer:
             load_items(items, state, rows, reader, identity.rank, identity.world_size)
         for note in reader.rejected:
             log.warning("restore: %s", note)
-        if reader.damage:
-            return _Damaged(tuple(reader.damage))
-        return RestoreInfo(
-            step=checkpoint.step,
-            metrics=checkpoint.metrics,
+        return RankRestore(
+            rank=identity.rank,
             parts=tuple(reader.parts),
             seconds=time.monotonic() - start_s,
+            damage=tuple(reader.damage),
         )
 
     # -- the loop ------------------------------------------------------------------------------------
@@ -455,11 +453,6 @@ class Checkpointer:
             self._next_report = self._reporter.report(self._newest, self._save_calls)
 
 
-@dataclass(frozen=True, slots=True)
-class _Damaged:
-    damage: tuple[str, ...]
-
-
 class _ProgressThread:
     """Tells the agent once a second where this rank is, off the training thread."""
 
@@ -489,6 +482,12 @@ def _raise_outcome(outcome: Outcome, attempt: AttemptId) -> None:
         raise outcome.error
     if outcome.error is not None:
         raise Unavailable(f"Step {attempt.step} was not saved: {outcome.error}")
+
+
+def _restore_info(checkpoint: CheckpointInfo, report: RankRestore) -> RestoreInfo:
+    return RestoreInfo(
+        step=checkpoint.step, metrics=checkpoint.metrics, parts=report.parts, seconds=report.seconds
+    )
 
 
 def _step_of(ticket: RestoreTicket) -> int:

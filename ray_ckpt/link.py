@@ -16,7 +16,7 @@ from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.restore import RestoreTicket
-from ray_ckpt.types import AttemptId, Level
+from ray_ckpt.types import AttemptId, Level, RankRestore
 
 MAX_STATE_BYTES = 64 << 20  # non-tensor state travels in a control message; tensors do not
 
@@ -53,8 +53,8 @@ class Link(Protocol):
         """What to restore, decided for the whole group."""
         ...
 
-    def restored(self, session: int, damage: tuple[str, ...]) -> RestoreTicket | None:
-        """This rank has read and verified everything, or lacks `damage`. None: all ranks have, go.
+    def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
+        """This rank has read and verified everything, or reports damage. None: all ranks have, go.
 
         A ticket: all ranks start over with this older checkpoint. RestoreError: none is left.
         """

@@ -6,16 +6,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.storage.files import read_range
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.wire import FileName
-from ray_ckpt.types import ARENA_PAGE_BYTES, AttemptId, CheckpointInfo, Fragment, ManifestRow
-
-Tier: TypeAlias = Literal["memory", "local", "peer", "remote"]
+from ray_ckpt.types import (
+    ARENA_PAGE_BYTES,
+    AttemptId,
+    CheckpointInfo,
+    Fragment,
+    ManifestRow,
+    RestoredPart,
+    Tier,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +42,6 @@ class RestoreTicket:
     fragments: tuple[Fragment, ...] = ()
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
     token: str = field(default="", repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoredPart:
-    """How much of a file came from where."""
-
-    file: str
-    tier: Tier
-    where: str
-    size_bytes: int
-    seconds: float
 
 
 class SourceReader:

@@ -136,4 +136,28 @@ class CheckpointInfo:
         return self.id.directory
 
 
+Tier: TypeAlias = Literal["memory", "local", "peer", "remote"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredPart:
+    """How much of a file a rank read from where."""
+
+    file: str
+    tier: Tier
+    where: str  # a node id, or a path
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRestore:
+    """A rank's report after a restore: what it read, how long that took, and what no source could give."""
+
+    rank: int
+    parts: tuple[RestoredPart, ...] = ()
+    seconds: float = 0.0
+    damage: tuple[str, ...] = ()
+
+
 ARENA_PAGE_BYTES = 4096  # an arena's state page; the shard file follows it

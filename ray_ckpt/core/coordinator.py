@@ -30,7 +30,7 @@ from ray_ckpt.errors import (
 )
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore
 
 FORMAT_VERSION = 1
 MAX_OPEN_ATTEMPTS = 8  # one save is in flight per rank; more means ranks that disagree on steps
@@ -57,12 +57,13 @@ class RunMachine:
         self._holders: dict[str, dict[int, set[str]]] = {}  # attempt -> node_index -> nodes that hold it
         self._attempts: dict[str, Attempt] = {}
         self._dropped: deque[str] = deque(maxlen=256)  # attempts whose late messages are ignored
-        self._plan: m.SessionPlan | None = None
+        self.plan: m.SessionPlan | None = None
         self._group: m.GroupOpened | None = None
         self._group_since_s = 0.0
         self._excluded: set[str] = set()  # found damaged by this group
         self._opening: tuple[m.Token, ...] = ()
         self._restored: dict[str, m.NodeRestored] = {}
+        self.restores: tuple[RankRestore, ...] = ()  # how the current group got its state
         self._is_training = False  # the group has its `go`
         self._saved_before: set[int] = set()  # ranks that saved in this session
         self._strays: dict[str, tuple[str, ...]] = {}
@@ -197,7 +198,7 @@ class RunMachine:
         self._restored = {}
         for attempt in [a for a in self._attempts.values() if not a.committing]:
             yield from self._drop(attempt, error)
-        self._plan = None
+        self.plan = None
 
     def _learn(self, group: m.GroupOpened) -> None:
         for attempt in self._holders.values():
@@ -269,7 +270,7 @@ class RunMachine:
             live_nodes=self._live,
             replicas=self.options.replicas,
         )
-        self._plan = m.SessionPlan(
+        self.plan = m.SessionPlan(
             run_uid=self.history.run_uid,
             session=session.session,
             world_size=session.world_size,
@@ -280,7 +281,7 @@ class RunMachine:
             resume=self._resume_point(session.resumed_from),
         )
         self._restored, self._is_training, self._saved_before = {}, False, set()
-        copies = min(len(n.holders) for n in self._plan.nodes)
+        copies = min(len(n.holders) for n in self.plan.nodes)
         if copies < self.options.replicas:
             level = f"replicated on {copies} other node(s)" if copies else "local"
             yield from self._warn(
@@ -288,7 +289,7 @@ class RunMachine:
                 f"{len(self._live)} live node(s) cannot hold {self.options.replicas} replica(s)."
             )
         tokens, self._opening = self._opening, ()
-        yield m.StartSession(tokens=tokens, plan=self._plan)
+        yield m.StartSession(tokens=tokens, plan=self.plan)
 
     def _resume_point(self, attempt: str | None) -> m.ResumePoint | None:
         if attempt is None:
@@ -302,7 +303,7 @@ class RunMachine:
 
     @_on.register
     def _(self, event: m.NodeRestored) -> Iterator[m.Effect]:
-        plan = self._plan
+        plan = self.plan
         if plan is None or event.session != plan.session:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
             return
@@ -310,9 +311,12 @@ class RunMachine:
         if len(self._restored) < len(plan.nodes):
             return
         reports, self._restored = list(self._restored.values()), {}
-        damage = sorted({d for e in reports for d in e.damage})
+        ranks = sorted((rank for e in reports for rank in e.ranks), key=lambda k: k.rank)
+        damage = sorted({d for rank in ranks for d in rank.damage})
         if not damage:
-            self._is_training = True
+            self._is_training, self.restores = True, tuple(ranks)
+            if plan.resume is not None:
+                self._queue.append(_restore_note(plan.resume.checkpoint, ranks))
             for report in reports:
                 yield m.Reply(token=report.token, value=None)
             return
@@ -327,7 +331,7 @@ class RunMachine:
 
     def _attempt(self, attempt: AttemptId) -> Attempt | None:
         """The open attempt of that id, opened now if it is new; None if it is settled or not of this session."""
-        plan = self._plan
+        plan = self.plan
         if plan is None or attempt.session != plan.session or attempt.run_uid != plan.run_uid:
             return None
         if attempt.attempt in self.history.checkpoints or attempt.attempt in self._dropped:
@@ -442,7 +446,7 @@ class RunMachine:
         yield from ()
 
     def _promoted(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
-        nodes = tuple(n.node_id for n in self._plan.nodes) if self._plan else ()
+        nodes = tuple(n.node_id for n in self.plan.nodes) if self.plan else ()
         yield m.Publish(attempt=checkpoint.id, level=checkpoint.level, error=None, nodes=nodes)
         yield from self._retire()
 
@@ -465,7 +469,7 @@ class RunMachine:
 
     @_on.register
     def _(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
-        if self._plan is None or event.session != self._plan.session:
+        if self.plan is None or event.session != self.plan.session:
             return
         for attempt in list(self._attempts.values()):
             step = attempt.id.step
@@ -489,8 +493,8 @@ class RunMachine:
         if isinstance(op := self._inflight.op if self._inflight else None, r.Retired):
             waiting.add(op.attempt)
         busy = self._drains.attempts | waiting
-        if self._plan and self._plan.resume and not self._is_training:
-            busy.add(self._plan.resume.checkpoint.id.attempt)
+        if self.plan and self.plan.resume and not self._is_training:
+            busy.add(self.plan.resume.checkpoint.id.attempt)
         for choice in choose_retirements(
             live=self.history.live(),
             lineage=self.history.lineage(),
@@ -650,3 +654,13 @@ class RunMachine:
         if text not in self._warned:
             self._warned.add(text)
             yield m.Warn(text=text)
+
+
+def _restore_note(checkpoint: CheckpointInfo, ranks: Iterable[RankRestore]) -> r.Note:
+    """For people: how many bytes of the restore came from which tier, and the slowest rank's time."""
+    tiers: dict[str, int] = {}
+    for part in (part for rank in ranks for part in rank.parts):
+        tiers[part.tier] = tiers.get(part.tier, 0) + part.size_bytes
+    sources = ", ".join(f"{size:,} bytes from {tier}" for tier, size in sorted(tiers.items()))
+    seconds = max(rank.seconds for rank in ranks)
+    return r.Note(text=f"restored step {checkpoint.step} in {seconds:.2f} s: {sources}")

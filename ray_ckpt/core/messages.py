@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from ray_ckpt.config import Resume
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.records import LogRecord
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRestore
 
 Token: TypeAlias = str  # names a caller that waits for a reply
 
@@ -156,7 +156,7 @@ class NodeRestored:
     token: Token
     session: int
     node_id: str
-    damage: tuple[str, ...]
+    ranks: tuple[RankRestore, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

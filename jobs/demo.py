@@ -1,0 +1,280 @@
+"""The demo: train, lose a node in mid-run, go on, and compare with a run that lost nothing, bit for bit.
+
+    python -m jobs.demo
+
+It starts a Ray cluster of a head and three nodes on this machine, trains the GPT of `jobs.train_gpt` on two
+of them twice, kills one node in the second run and wipes its disk. Exit code 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from jobs.local_cluster import LocalCluster
+from jobs.train_gpt import build_trainer, parse_args
+from ray_ckpt.actors.service import coordinator
+from ray_ckpt.actors.wire import RunSpec, RunStatus
+from ray_ckpt.catalog import Catalog
+from ray_ckpt.config import RunOptions
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format.records import Commit, LogRecord, Promote, Retired, Session
+from ray_ckpt.types import Level
+
+STEPS = 70
+EVERY_STEPS = 10
+KILL_AFTER_STEP = 43  # some steps after a checkpoint, so that the run has steps to repeat
+STEP_TIME_S = 0.25
+MARKER = ".ray_ckpt-demo"  # only a folder with this file in it is wiped
+CALM, STORMY = "gpt-calm", "gpt-with-failure"
+POLL_S = 0.3
+TIER_NAMES = {
+    "memory": "its own memory",
+    "local": "its own disk",
+    "peer": "a peer's disk",
+    "remote": "the storage path",
+}
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class Watch:
+    """Follows a run from outside: its steps through the history file, its checkpoints through the log."""
+
+    def __init__(self, cluster: LocalCluster, out: Path, name: str) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.history = out / f"{name}.jsonl"
+        self.spec = RunSpec(name=name, storage_path=str(out / "storage"), options=RunOptions())
+        self.step = 0
+        self.status: RunStatus | None = None
+        self.steps_of: dict[str, int] = {}
+        self._seen = 0
+
+    def poll(self) -> list[str]:
+        """New log records as lines for a person."""
+        self.step = max((line["step"] for line in read_history(self.history)), default=0)
+        try:
+            self.status = ray.get(coordinator().status.remote(self.spec.key), timeout=10)
+        except (CheckpointError, ray.exceptions.RayError):
+            return []  # not open yet
+        records = [r for r in self.status.records if r.seq >= self._seen]
+        self._seen += len(records)
+        return [line for r in records if (line := self.describe(r))]
+
+    def describe(self, record: LogRecord) -> str:
+        match record.op:
+            case Commit(step=step, attempt=attempt, size_bytes=size, level=level):
+                self.steps_of[attempt] = step
+                label = Level(level).label
+                return f"[green]●[/] step {step:3d}  {size / 1e6:.1f} MB {label}: {self.places(attempt)}"
+            case Promote(attempt=attempt) if record.op.level >= Level.DURABLE:
+                return f"[blue]◆[/] step {self.steps_of.get(attempt, 0):3d}  is on the storage path too"
+            case Retired(attempt=attempt):
+                return f"[dim]○ step {self.steps_of.get(attempt, 0):3d}  no longer needed, deleted[/]"
+            case Session(session=number, resumed_from=attempt) if attempt:
+                step = self.steps_of.get(attempt, 0)
+                return f"[yellow]▶[/] session {number}: the group starts again from step {step}"
+        return ""
+
+    def places(self, attempt: str) -> str:
+        status = self.status
+        if status is None:
+            return ""
+        holders = status.holders.get(attempt, {})
+        parts = []
+        for node in status.nodes:
+            copies = [n for n in holders.get(node.node_index, ()) if n != node.node_id]
+            names = ", ".join(self.cluster.name_of(n) for n in copies) or "-"
+            ranks = ", ".join(map(str, node.ranks))
+            parts.append(f"shard {ranks} on {self.cluster.name_of(node.node_id)} (copy: {names})")
+        return "; ".join(parts)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jobs.demo", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out"), help="folder for runs and staging, wiped"
+    )
+    out = parser.parse_args(argv).out.absolute()
+    prepare(out)
+    os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "1")
+    started = time.monotonic()
+    console.rule("[bold]ray_ckpt: lose a node, lose nothing")
+    console.print(
+        "Starting a Ray cluster on this machine: a head and three nodes, each with its own disk folder ..."
+    )
+    with LocalCluster(out / "staging", ["node-a", "node-b", "node-c"]) as cluster:
+        console.print(f"Four nodes are up after {time.monotonic() - started:.0f} s.\n")
+        console.rule("1. A calm run", align="left")
+        with training(cluster, out, CALM) as watch:
+            follow(watch)
+        console.print()
+        console.rule("2. The same run, and a node dies", align="left")
+        with training(cluster, out, STORMY) as watch:
+            times = kill_in_the_middle(watch, cluster)
+            follow(watch)
+            times |= note_recovery(watch, times)
+        status = watch.status
+    assert status is not None
+    console.print()
+    console.rule("3. Was anything lost?", align="left")
+    failures = compare(out, status, times)
+    console.print(f"\nThe demo took {time.monotonic() - started:.0f} s.")
+    if failures:
+        for failure in failures:
+            console.print(f"[red]✗ {failure}[/]")
+        return 1
+    console.print("[bold green]✓ Every loss and every bit of the final state are those of the calm run.[/]\n")
+    run = os.path.relpath(out / "storage" / STORMY)
+    console.print(f"Look at it yourself:  [bold].venv/bin/ray-ckpt ls {run}[/]")
+    console.print(f"Check its bytes:      [bold].venv/bin/ray-ckpt verify {run}[/]")
+    return 0
+
+
+def prepare(out: Path) -> None:
+    if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
+        sys.exit(f"{out} is not a folder of this demo and not empty; choose another one with --out")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    (out / MARKER).touch()
+
+
+@contextmanager
+def training(cluster: LocalCluster, out: Path, name: str) -> Iterator[Watch]:
+    """Train in a thread while the caller watches."""
+    options = f"--name {name} --steps {STEPS} --workers 2 --every-steps {EVERY_STEPS} --remote-every 3"
+    args = parse_args([*options.split(), "--step-time-s", str(STEP_TIME_S), "--eval-every", str(STEPS)])
+    args.storage_path, args.history = str(out / "storage"), str(out / f"{name}.jsonl")
+    watch, errors = Watch(cluster, out, name), []
+
+    def fit() -> None:
+        try:
+            build_trainer(args).fit()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=fit, name="trainer", daemon=True)
+    thread.start()
+    watch.is_running = thread.is_alive  # type: ignore[attr-defined]
+    yield watch
+    thread.join()
+    for line in watch.poll():
+        console.print("  " + line)
+    if errors:
+        raise errors[0]
+
+
+def follow(watch: Watch, until: int = STEPS) -> None:
+    """Show progress until that step is done, or until the training has ended."""
+    columns = (
+        TextColumn("  training"),
+        BarColumn(30),
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+    )
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("steps", total=STEPS)
+        while watch.is_running() and (watch.step < until or until >= STEPS):  # type: ignore[attr-defined]
+            for line in watch.poll():
+                progress.console.print("  " + line)
+            progress.update(task, completed=watch.step)
+            time.sleep(POLL_S)
+
+
+def kill_in_the_middle(watch: Watch, cluster: LocalCluster) -> dict[str, float]:
+    follow(watch, until=KILL_AFTER_STEP)
+    assert watch.status is not None
+    victim = cluster.name_of(watch.status.nodes[-1].node_id)
+    killed_at = time.time()
+    cluster.kill(victim, wipe=True)
+    console.print(
+        f"  [bold red]✗ step {watch.step}: kill -9 of {victim}: raylet, worker and agent are gone, "
+        "and its disk folder is wiped.[/]"
+    )
+    return {"killed": killed_at, "step": float(watch.step)}
+
+
+def note_recovery(watch: Watch, times: Mapping[str, float]) -> dict[str, float]:
+    status = watch.status
+    assert status is not None
+    sessions = [r for r in status.records if isinstance(r.op, Session)]
+    again = [line for line in read_history(watch.history) if line["time"] > sessions[-1].time_s]
+    for rank in status.restores:
+        for part in rank.parts:
+            where = watch.cluster.name_of(part.where) if part.tier in ("peer", "local", "memory") else ""
+            console.print(
+                f"  rank {rank.rank} read {part.file:36} {part.size_bytes / 1e6:6.2f} MB "
+                f"from {TIER_NAMES[part.tier]} {where} in {part.seconds * 1e3:.0f} ms"
+            )
+    return {
+        "session": sessions[-1].time_s - times["killed"],
+        "restore": max((rank.seconds for rank in status.restores), default=0.0),
+        "first step": (again[0]["time"] - times["killed"]) if again else float("nan"),
+        "repeated": times["step"] - (again[0]["step"] - 1) if again else float("nan"),
+    }
+
+
+def compare(out: Path, status: RunStatus, times: Mapping[str, float]) -> list[str]:
+    """Everything that should hold after the failure; the returned lines say what does not."""
+    calm = {line["step"]: line["loss"] for line in read_history(out / f"{CALM}.jsonl")}
+    stormy = read_history(out / f"{STORMY}.jsonl")
+    differing = [line["step"] for line in stormy if line["loss"] != calm[line["step"]]]
+    bytes_by_tier: dict[str, int] = {}
+    for part in (part for rank in status.restores for part in rank.parts):
+        bytes_by_tier[part.tier] = bytes_by_tier.get(part.tier, 0) + part.size_bytes
+    before, after = final_digests(out, CALM), final_digests(out, STORMY)
+    different = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_row("the group was started again", f"{times['session']:.1f} s after the kill")
+    table.add_row("reading and verifying its state took", f"{times['restore'] * 1e3:.0f} ms")
+    table.add_row("the first new step was done", f"{times['first step']:.1f} s after the kill")
+    table.add_row("steps done twice", f"{times['repeated']:.0f} (a checkpoint every {EVERY_STEPS} steps)")
+    for tier, size in sorted(bytes_by_tier.items()):
+        table.add_row(f"restored from {TIER_NAMES[tier]}", f"{size / 1e6:.2f} MB")
+    table.add_row("losses compared, bit for bit", f"{len(stormy)}, of which {len(differing)} differ")
+    table.add_row(
+        "slices and states of the last step compared", f"{len(after)}, of which {len(different)} differ"
+    )
+    console.print(table)
+    failures = []
+    if differing or {line["step"] for line in stormy} != set(calm):
+        failures.append(f"losses differ at steps {differing[:10]}, or steps are missing")
+    if different or not after:
+        failures.append(f"the final state differs in {different[:5]}")
+    if "remote" in bytes_by_tier or not bytes_by_tier.get("peer"):
+        failures.append(f"the lost shard should have come from a peer, but bytes came from {bytes_by_tier}")
+    return failures
+
+
+def final_digests(out: Path, name: str) -> dict[tuple[str, str], str]:
+    """Digest of every slice and state file of the last checkpoint: model, optimizer, schedule, RNG, data."""
+    catalog = Catalog(out / "storage" / name)
+    rows = (row for fragment in catalog[STEPS].fragments() for row in fragment.rows)
+    return {(row.file, row.label): row.digest for row in rows if row.kind != "header"}
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The lines written so far; the last one may be half there."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""A Ray cluster of several nodes on this machine, each with a staging folder of its own.
+
+For the demo and the tests: nodes share one IP and one disk, but each has its raylet, its workers and its
+agent, and can be killed as a machine would die. Not for training.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+from ray_ckpt.config import STAGING_ENV
+
+# A killed raylet is noticed after about 1 s, where the defaults take 14 s; set before the cluster starts.
+FAST_FAILURE_DETECTION: Mapping[str, str] = {
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+}
+OBJECT_STORE_BYTES = 100 << 20  # control messages only
+REAP_S = 10.0
+
+
+@dataclass(slots=True)
+class LocalNode:
+    name: str
+    node_id: str
+    staging: Path
+    handle: Any = field(repr=False)
+
+
+class LocalCluster:
+    """A head without CPUs and the named nodes with `cpus` each; use it as a context manager.
+
+    `root` gets one staging folder per node. The calling process is connected to the cluster.
+    """
+
+    def __init__(
+        self, root: Path, names: Sequence[str], *, cpus: int = 1, log_to_driver: bool = False
+    ) -> None:
+        for name, value in FAST_FAILURE_DETECTION.items():
+            os.environ.setdefault(name, value)
+        self._root = root
+        self._cpus = cpus
+        self.nodes: dict[str, LocalNode] = {}
+        self._cluster = Cluster()
+        try:
+            self._add("head", cpus=0, dashboard=True)
+            for name in names:
+                self.add(name)
+            ray.init(address=self.address, log_to_driver=log_to_driver, logging_level="warning")
+            self._cluster.wait_for_nodes()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    @property
+    def dashboard(self) -> str:
+        """The address that `ray job submit` takes."""
+        return f"http://{self._cluster.head_node.webui_url}"
+
+    def add(self, name: str) -> LocalNode:
+        """Start one more node; it may have the name, and so the staging folder, of a dead one."""
+        return self._add(name, cpus=self._cpus, dashboard=False)
+
+    def name_of(self, node_id: str) -> str:
+        return next((n.name for n in self.nodes.values() if n.node_id == node_id), node_id[:8])
+
+    def kill(self, name: str, *, wipe: bool) -> None:
+        """kill -9 the node's raylet and everything it started; with `wipe` its staging folder is lost too."""
+        node = self.nodes.pop(name)
+        raylet = psutil.Process(node.handle.all_processes["raylet"][0].process.pid)
+        family = [raylet, *raylet.children(recursive=True)]
+        for process in family:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+        if wipe:
+            shutil.rmtree(node.staging, ignore_errors=True)
+        self._cluster.remove_node(node.handle, allow_graceful=False)  # reaps, or its actors would live on
+        psutil.wait_procs(family, timeout=REAP_S)
+
+    def shutdown(self) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _add(self, name: str, *, cpus: int, dashboard: bool) -> LocalNode:
+        staging = self._root / name
+        handle = self._cluster.add_node(
+            num_cpus=cpus,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=dashboard,
+            **({"dashboard_port": _free_port()} if dashboard else {}),
+            env_vars={STAGING_ENV: str(staging), "OMP_NUM_THREADS": "1"},
+        )
+        self.nodes[name] = LocalNode(name, handle.node_id, staging, handle)
+        return self.nodes[name]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

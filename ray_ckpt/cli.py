@@ -1,0 +1,469 @@
+"""`ray-ckpt`: look at the checkpoints of a run, and verify them, on any machine that sees the storage path.
+
+Reads only, through the catalog; needs no cluster. Everything is there as JSON too, for scripts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+import ray_ckpt
+from ray_ckpt.catalog import (
+    Catalog,
+    CheckpointView,
+    Damage,
+    VerifyReport,
+    find_runs,
+    is_run,
+    to_datetime,
+    verify_directory,
+)
+from ray_ckpt.errors import CheckpointError, ConfigError
+from ray_ckpt.format import jsontext, names
+from ray_ckpt.types import CheckpointInfo, Level
+
+EXIT_DAMAGED = 1
+EXIT_USAGE = 2
+PIPE_WIDTH = 250  # columns of a table that no terminal bounds; wide enough for the longest rows
+
+_AGO = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Look at the checkpoints of a run, and verify them. Needs no cluster.",
+    epilog="Exit codes: 0 fine, 1 damage found, 2 wrong usage or nothing there to read.",
+)
+
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="PATH", help="The run: `<storage_path>/<run name>`.", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script. Exits with 0, 1 (damage) or 2 (usage, or an error that its message explains)."""
+    try:
+        app(args=argv)
+    except (CheckpointError, OSError) as error:
+        print(f"ray-ckpt: {_plain(str(error))}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ray-ckpt {ray_ckpt.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+# ls
+
+
+@app.command()
+def ls(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="The run, `<storage_path>/<run name>`, or a storage path with several runs.",
+            show_default=False,
+        ),
+    ],
+    all: Annotated[bool, typer.Option("--all", help="Also what is lost, retired or deleted.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the checkpoints of a run, oldest first, or the runs of a storage path.
+
+    `*` marks the newest checkpoint, which a restart resumes from; `+` the others on its lineage.
+
+    Example: `ray-ckpt ls /shared/runs/gpt --all`
+    """
+    if not is_run(path) and (runs := find_runs(path)):
+        _list_runs([_run_summary(run) for run in runs], as_json)
+    else:
+        _list_checkpoints(Catalog(path), all, as_json)
+
+
+def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
+    newest = catalog.newest()
+    last = newest.info.id.attempt if newest else ""
+    lineage = {c.id.attempt for c in catalog.lineage}
+    rows = [
+        {
+            **_info_json(catalog.view(c)),
+            "newest": c.id.attempt == last,
+            "on_lineage": c.id.attempt in lineage,
+        }
+        for c in catalog.list(all=all)
+    ]
+    if as_json:
+        _print_json({"run_name": catalog.run_name, "run_uid": catalog.run_uid, "checkpoints": rows})
+        return
+    table = _table(
+        "", "step", "level", "state", "session", "world", "size", "when", "metrics", right=(1, 4, 5, 6)
+    )
+    for info, row in zip(catalog.list(all=all), rows, strict=True):
+        mark = "*" if row["newest"] else "+" if row["on_lineage"] else ""
+        cells = (info.step, _level(info), info.state, info.id.session, info.world_size)
+        _add(
+            table,
+            mark,
+            *cells,
+            decimal(info.size_bytes),
+            _when(info.committed_at_s),
+            _metrics(info.metrics),
+            style="bold" if row["newest"] else None if row["on_lineage"] else "dim",
+        )
+    console = _console()
+    console.print(f"run {catalog.run_name}  uid {catalog.run_uid}  sessions {len(catalog.sessions)}")
+    console.print(table if rows else "No live checkpoints." if not all else "No checkpoints.")
+
+
+def _run_summary(run: Path) -> dict[str, Any]:
+    """A run as a row; one that cannot be read does not hide the others."""
+    try:
+        catalog = Catalog(run)
+    except CheckpointError as error:
+        return {"run_name": run.name, "error": str(error)}
+    newest = catalog.newest()
+    return {
+        "run_name": run.name,
+        "live_checkpoints": len(catalog),
+        "newest_step": newest.info.step if newest else None,
+        "newest_level": newest.info.level.label if newest else None,
+        "in_cluster": newest.path is None if newest else None,
+        "committed_at_s": newest.info.committed_at_s if newest else None,
+    }
+
+
+def _list_runs(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    if as_json:
+        _print_json({"runs": rows})
+        return
+    table = _table("run", "live checkpoints", "newest step", "level", "when", right=(1, 2))
+    for row in rows:
+        if "error" in row:
+            _add(table, row["run_name"], "", "", row["error"], "", style="red")
+        elif row["newest_step"] is None:
+            _add(table, row["run_name"], row["live_checkpoints"], "", "", "")
+        else:
+            level = row["newest_level"] + (", in cluster" if row["in_cluster"] else "")
+            when = _when(row["committed_at_s"])
+            _add(table, row["run_name"], row["live_checkpoints"], row["newest_step"], level, when)
+    _console().print(table)
+
+
+# show
+
+
+@app.command()
+def show(
+    path: PathArgument,
+    step: Annotated[int, typer.Argument(metavar="STEP", help="The step.", show_default=False)],
+    slices: Annotated[bool, typer.Option("--slices", help="Also every slice: where its bytes are.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one checkpoint: what the log says, its files, and its tensors by item.
+
+    Of several attempts at a step it takes the newest live one, on the lineage if there is one.
+
+    Example: `ray-ckpt show /shared/runs/gpt 3000 --slices`
+    """
+    catalog = Catalog(path)
+    view = catalog.find(step, all=True) or catalog[step]
+    document = {"run_name": catalog.run_name, "run_uid": catalog.run_uid, **_info_json(view)}
+    if view.path is not None:
+        document |= _content_json(view, slices)
+    if as_json:
+        _print_json(document)
+        return
+    console = _console()
+    facts = _table("", "", header=False)
+    for key in ("run_name", "run_uid", "step", "attempt", "session", "state"):
+        _add(facts, key.replace("_", " "), document[key])
+    _add(facts, "level", _level(view.info))
+    _add(facts, "world", f"{view.info.world_size} ranks on {view.info.num_nodes} nodes")
+    _add(facts, "size", f"{decimal(view.info.size_bytes)} ({view.info.size_bytes} bytes)")
+    _add(facts, "when", _when(view.info.committed_at_s))
+    _add(facts, "root digest", view.info.root_digest)
+    _add(facts, "metrics", _metrics(view.info.metrics))
+    _add(facts, "path", view.path or "none: it has no files on the storage path")
+    console.print(facts)
+    if view.path is not None:
+        _print_content(console, document)
+
+
+def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:
+    """What only the files can tell."""
+    description, table = view.description(), view.slices()
+    rows = table.filter(_is_slice(table))
+    grouped = rows.group_by("item", use_threads=False).aggregate(
+        [("name", "count_distinct"), ("name", "count"), ("nbytes", "sum"), ("dtype", "distinct")]
+    )
+    items = [
+        {
+            "item": row["item"],
+            "tensors": row["name_count_distinct"],
+            "slices": row["name_count"],
+            "size_bytes": row["nbytes_sum"],
+            "dtypes": sorted(row["dtype_distinct"]),
+        }
+        for row in grouped.to_pylist()
+    ]
+    content: dict[str, Any] = {
+        "files": [
+            {"name": f.name, "size_bytes": f.size_bytes, "digest": f.digest} for f in description.files
+        ],
+        "items": sorted(items, key=lambda item: str(item["item"])),
+    }
+    if slices:
+        content["slices"] = rows.drop_columns(["kind"]).to_pylist()
+    return content
+
+
+def _is_slice(table: Any) -> Any:
+    import pyarrow.compute as pc
+
+    return pc.equal(table["kind"], "slice")
+
+
+def _print_content(console: Console, document: Mapping[str, Any]) -> None:
+    table = _table("file", "size", right=(1,))
+    for file in document["files"]:
+        _add(table, file["name"], decimal(file["size_bytes"]))
+    console.print(table)
+    table = _table("item", "tensors", "slices", "size", "dtypes", right=(1, 2, 3))
+    for item in document["items"]:
+        size = decimal(item["size_bytes"])
+        _add(table, item["item"], item["tensors"], item["slices"], size, " ".join(item["dtypes"]))
+    console.print(table)
+    if "slices" in document:
+        table = _table(
+            "tensor", "dtype", "global shape", "offset", "shape", "file", "at byte", "bytes", right=(6, 7)
+        )
+        for part in document["slices"]:
+            key = f"{part['item']}.{part['name']}" if part["name"] else part["item"]
+            shapes = (part["global_shape"], part["offset"], part["shape"])
+            _add(table, key, part["dtype"], *shapes, part["file"], part["byte_offset"], part["nbytes"])
+        console.print(table)
+
+
+# verify
+
+
+@app.command()
+def verify(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="The run, or the directory of one checkpoint, wherever it was copied to.",
+            show_default=False,
+        ),
+    ],
+    step: Annotated[
+        int | None, typer.Option(help="This step instead of the newest durable one.", show_default=False)
+    ] = None,
+    all: Annotated[bool, typer.Option("--all", help="All durable checkpoints of the run.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Read every byte of a checkpoint and compare it with its digest.
+
+    Prints a line per damage: file, tensor slice, what is wrong. Exits with 0 if all is as it was saved,
+    1 if anything is damaged, 2 if there is nothing to verify.
+
+    Example: `ray-ckpt verify /shared/runs/gpt --all && echo "safe to delete the old run"`
+    """
+    targets = list(_targets(path, step, all))
+    reports: list[VerifyReport] = []
+    with _progress(targets) as advance:
+        for folder, root_digest in targets:
+            reports.append(verify_directory(folder, root_digest=root_digest, progress=advance))
+    if as_json:
+        _print_json({"ok": _all_ok(reports), "checkpoints": [_report_json(r) for r in reports]})
+    else:
+        for report in reports:
+            _print_report(report)
+    if not _all_ok(reports):
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+def _all_ok(reports: Iterable[VerifyReport]) -> bool:
+    return not any(report.damages for report in reports)
+
+
+def _targets(path: Path, step: int | None, all: bool) -> Iterator[tuple[Path, str | None]]:
+    """The directories to verify, each with the root digest in the log if there is one."""
+    if step is not None and all:
+        raise ConfigError("--step and --all exclude each other.", hint="Give one of them.")
+    if _is_checkpoint(path):
+        if step is not None or all:
+            raise ConfigError(
+                f"{path} is one checkpoint.", hint="Leave out --step and --all, or name its run."
+            )
+        yield path.absolute(), None
+        return
+    catalog = Catalog(path)
+    durable = [view for view in catalog if view.path is not None]
+    if step is not None:
+        durable = [view for view in (catalog[step],) if view.path is not None]
+    elif not all:
+        durable = [view for view in (catalog.newest(Level.DURABLE),) if view is not None] or durable[-1:]
+    if not durable:
+        what = "it has no durable checkpoint" if step is None else f"step {step} is in the cluster only"
+        raise ConfigError(
+            f"Nothing to verify in run {catalog.run_name}: {what}.",
+            hint="Only durable checkpoints can be read here; see `ray-ckpt ls`.",
+        )
+    for view in durable:
+        if view.path is not None:
+            yield view.path, view.info.root_digest
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether `path` is the directory of one checkpoint, damaged or renamed perhaps."""
+    if not path.is_dir():
+        return False
+    return names.is_directory_name(path.absolute().name) or any(
+        names.is_file_name(p.name) for p in path.iterdir()
+    )
+
+
+@contextmanager
+def _progress(targets: Sequence[tuple[Path, str | None]]) -> Iterator[Any]:
+    """A bar on stderr, if that is a terminal; gives the function that moves it by bytes."""
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=sum(_size_bytes(folder) for folder, _ in targets))
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _size_bytes(folder: Path) -> int:
+    try:
+        return sum(p.stat().st_size for p in folder.iterdir() if names.is_file_name(p.name))
+    except OSError:
+        return 0
+
+
+def _print_report(report: VerifyReport) -> None:
+    console = _console()
+    for damage in report.damages:
+        line = f"{damage.file}: {damage.where}: {damage.detail}"
+        console.print(_plain(line), style="red", soft_wrap=True)
+    verdict = "ok" if report.ok else f"DAMAGED in {len(report.damages)} places"
+    read = f"{report.num_files} files, {report.num_slices} slices, {decimal(report.size_bytes)}"
+    console.print(_plain(f"{report.folder}: {verdict} ({read})"), soft_wrap=True)
+
+
+# Output
+
+
+def _info_json(view: CheckpointView) -> dict[str, Any]:
+    info = view.info
+    return {
+        "step": info.step,
+        "attempt": info.id.attempt,
+        "session": info.id.session,
+        "state": info.state,
+        "level": info.level.label,
+        "replicas": info.replicas,
+        "world_size": info.world_size,
+        "num_nodes": info.num_nodes,
+        "size_bytes": info.size_bytes,
+        "committed_at_s": info.committed_at_s,
+        "root_digest": info.root_digest,
+        "metrics": jsontext.metrics_json(info.metrics),
+        "path": str(view.path) if view.path else None,
+    }
+
+
+def _report_json(report: VerifyReport) -> dict[str, Any]:
+    return {
+        "folder": str(report.folder),
+        "ok": report.ok,
+        "num_files": report.num_files,
+        "num_slices": report.num_slices,
+        "size_bytes": report.size_bytes,
+        "damages": [_damage_json(damage) for damage in report.damages],
+    }
+
+
+def _damage_json(damage: Damage) -> dict[str, str]:
+    return {"file": damage.file, "where": damage.where, "detail": damage.detail}
+
+
+def _print_json(document: object) -> None:
+    typer.echo(json.dumps(document, indent=1, allow_nan=False))
+
+
+def _console() -> Console:
+    """Stdout as it is now. Text is printed as it stands: no markup, and wide when nothing bounds it."""
+    bounded = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(markup=False, highlight=False, emoji=False, width=None if bounded else PIPE_WIDTH)
+
+
+def _table(*headers: str, right: Sequence[int] = (), header: bool = True) -> Table:
+    table = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False)
+    for index, name in enumerate(headers):
+        table.add_column(name, justify="right" if index in right else "left", overflow="fold")
+    return table
+
+
+def _add(table: Table, *cells: object, style: str | None = None) -> None:
+    table.add_row(*(_plain(str(cell)) for cell in cells), style=style)
+
+
+def _plain(text: str) -> str:
+    """`text` without control characters: names in a log or manifest must not drive a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _level(info: CheckpointInfo) -> str:
+    if info.level is Level.DURABLE:
+        return info.level.label
+    copies = f"({info.replicas})" if info.level is Level.REPLICATED else ""
+    return f"{info.level.label}{copies}" + (", in cluster" if info.state == "live" else "")
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.5g}" for name, value in sorted(metrics.items()))
+
+
+def _when(time_s: float) -> str:
+    """`3 min ago, 2026-09-21 14:13:20` in the local time zone."""
+    moment = to_datetime(time_s)
+    if moment is None:
+        return "?"
+    past_s = time.time() - time_s
+    count, unit = next(((int(past_s // n), unit) for unit, n in _AGO if past_s >= n), (0, "s"))
+    return f"{count} {unit} ago, {moment.astimezone():%Y-%m-%d %H:%M:%S}"
+
+
+if __name__ == "__main__":
+    main()
