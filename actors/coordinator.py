@@ -114,7 +114,7 @@ class Coordinator:
             newest: CheckpointInfo | None = await asyncio.wait_for(asked, timeout_s)
         except TimeoutError:
             raise Unavailable(
-                f"The last checkpoint of run {run.spec.name} did not reach the storage path in {timeout_s:.0f} s.",
+                f"Run {run.spec.name}: its last checkpoint is not on the storage path in {timeout_s:.0f} s.",
                 hint="It stays on its nodes and is drained later; raise finish_timeout_s.",
             ) from None
         return newest
@@ -177,6 +177,17 @@ class Coordinator:
             lambda token: m.NodeRestored(token=token, session=session, node_id=node_id, ranks=ranks),
         )
         return answer is None
+
+    async def revive(self, node: str) -> None:
+        """A rank says that the agent of its node is gone: start a new one if that is so."""
+        async with self._opening.setdefault(node, asyncio.Lock()):
+            try:
+                await asyncio.wait_for(self._agents[node].card.remote(), AGENT_CALL_S)
+            except (ray.exceptions.RayError, TimeoutError, KeyError):
+                self._forget(node)
+                if node in await _live_nodes():
+                    for run in list(self._runs.values()):
+                        await self._open_on_fresh(run, (node,))
 
     async def make_durable(self, run_uid: str) -> None:
         await self._ask(self._by_uid(run_uid), lambda token: m.FinishAsked(token=token))
@@ -259,8 +270,7 @@ class Coordinator:
         )
 
     async def _start_session(self, run: Run, effect: m.StartSession) -> None:
-        endpoints = {node: card.endpoint for node, card in self._cards.items()}
-        start = SessionStart(plan=effect.plan, spec=run.spec, endpoints=endpoints)
+        start = self._session_start(run, effect.plan)
         calls = [self._agents[n.node_id].start_session.remote(start) for n in effect.plan.nodes]
         try:
             await asyncio.wait_for(asyncio.gather(*calls), AGENT_CALL_S)
@@ -385,12 +395,23 @@ class Coordinator:
                 log.exception("the coordinator's tick failed")
 
     async def _open_on_fresh(self, run: Run, nodes: tuple[str, ...]) -> None:
+        """Nodes that joined, or that got a new agent in the middle of a session."""
         order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce)
         for node in nodes:
             try:
-                await self._open_on(node, order)
-            except CheckpointError as error:
+                if await self._open_on(node, order) is not None:
+                    await self._rejoin(run, node)
+            except (CheckpointError, ray.exceptions.RayError) as error:
                 log.warning("node %s cannot hold checkpoints of %s: %s", node[:12], run.spec.name, error)
+
+    async def _rejoin(self, run: Run, node: str) -> None:
+        plan = run.machine.plan
+        if plan is not None and any(n.node_id == node for n in plan.nodes):
+            await self._agents[node].start_session.remote(self._session_start(run, plan))
+
+    def _session_start(self, run: Run, plan: m.SessionPlan) -> SessionStart:
+        endpoints = {node: card.endpoint for node, card in self._cards.items()}
+        return SessionStart(plan=plan, spec=run.spec, endpoints=endpoints)
 
     # -- small helpers ---------------------------------------------------------------------------------
 

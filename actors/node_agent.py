@@ -201,7 +201,7 @@ class NodeAgent:
         return await self.get_ticket(run_uid)
 
     async def reserve(self, run_uid: str, rank: int, size_bytes: int) -> None:
-        """InsufficientSpace unless the node's memory takes the arena and its disk two checkpoints with copies."""
+        """InsufficientSpace unless memory takes the arena and the disk two checkpoints with copies."""
         run = self._runs[run_uid]
         ranks = len(run.machine.here.ranks) if run.machine.here else 1
         arena = run.arenas.get(rank)
@@ -446,9 +446,8 @@ class NodeAgent:
         local = run.staging.path(run.run_uid, attempt.directory, file)
         if local.exists():
             found.append(Source(tier="local", where=self._node_id, path=str(local)))
-        for node in holders:
-            if node != self._node_id and node in run.endpoints:
-                found.append(Source(tier="peer", where=node, endpoint=run.endpoints[node]))
+        peers = [node for node in holders if node != self._node_id and node in run.endpoints]
+        found += [Source(tier="peer", where=node, endpoint=run.endpoints[node]) for node in peers]
         if checkpoint.level >= Level.DURABLE:
             path = str(run.remote.path(attempt.directory, file))
             found.append(Source(tier="remote", where=path, path=path))

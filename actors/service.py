@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -55,7 +56,7 @@ def coordinator() -> Any:
     return handle
 
 
-def ask(call: Any, timeout_s: float) -> Any:
+def ask(call: Any, timeout_s: float | None) -> Any:
     """The answer of an actor; its own CheckpointError as it was, anything else as Unavailable."""
     try:
         return ray.get(call, timeout=timeout_s)
@@ -74,7 +75,7 @@ def open_run(name: str, storage_path: str, options: RunOptions) -> RunSpec:
 
 
 def open_group(spec: RunSpec, nodes: Sequence[str], *, service: str) -> Joined:
-    """Begin a training group whose rank k runs on `nodes[k]`: the checkpoint is chosen, the session logged."""
+    """Begin a group whose rank k runs on `nodes[k]`: its checkpoint is chosen, its session logged."""
     by_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
@@ -104,8 +105,18 @@ class RayLink:
             world_size=joined.world_size,
             node_id=node,
         )
-        self._uid, self._rank = joined.run_uid, rank
-        self._agent = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
+        self._uid, self._rank, self._node = joined.run_uid, rank, node
+        self._handle: Any = None
+
+    @property
+    def _agent(self) -> Any:
+        """The agent's handle, by its name; Unavailable while there is none."""
+        if self._handle is None:
+            try:
+                self._handle = ray.get_actor(names.agent_name(self._node), namespace=names.NAMESPACE)
+            except ValueError:
+                raise Unavailable(f"Node {self._node[:12]} has no agent at the moment.") from None
+        return self._handle
 
     def ticket(self) -> RestoreTicket:
         ticket: RestoreTicket = ask(self._agent.get_ticket.remote(self._uid), OPEN_S)
@@ -114,7 +125,7 @@ class RayLink:
     def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
         # Waits for the slowest rank's restore, which has no bound of its own; a dead rank ends the group.
         call = self._agent.restored.remote(self._uid, session, report)
-        again: RestoreTicket | None = ask(call, None)  # type: ignore[arg-type]
+        again: RestoreTicket | None = ask(call, None)
         return again
 
     def reserve(self, size_bytes: int) -> None:
@@ -131,10 +142,18 @@ class RayLink:
         return self._agent.outcome.remote(self._uid, attempt, level).future()  # type: ignore[no-any-return]
 
     def skip(self, attempt: AttemptId, reason: str) -> None:
-        self._agent.skip.remote(self._uid, attempt, self._rank, reason)
+        with contextlib.suppress(Unavailable):
+            self._agent.skip.remote(self._uid, attempt, self._rank, reason)
 
     def progress(self, session: int, progress: RankProgress) -> None:
-        self._agent.progress.remote(self._uid, session, self._rank, progress)
+        with contextlib.suppress(Unavailable):
+            self._agent.progress.remote(self._uid, session, self._rank, progress)
+
+    def recover(self) -> None:
+        self._handle = None
+        with contextlib.suppress(ValueError):
+            handle = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
+            handle.revive.remote(self._node)
 
     def make_durable(self) -> Future[None]:
         return self._agent.make_durable.remote(self._uid).future()  # type: ignore[no-any-return]

@@ -92,7 +92,7 @@ def make_deterministic(seed: int) -> None:
     else:
         torch.set_num_threads(1)  # workers share the machine, and sums depend on the number of threads
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - libraries draw from the global state
+    np.random.seed(seed)
     torch.manual_seed(seed)  # all ranks build the same weights
 
 
@@ -216,7 +216,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     run = parser.add_argument_group("run")
     run.add_argument("--name", default="gpt", help="run name; with the same storage path it resumes")
-    run.add_argument("--storage-path", type=absolute, default="~/ray_ckpt_runs", help="folder of runs, shared by all nodes")
+    run.add_argument(
+        "--storage-path", type=absolute, default="~/ray_ckpt_runs", help="folder of runs, shared by all nodes"
+    )
     run.add_argument("--steps", type=positive, default=200, help="optimizer steps in all")
     run.add_argument("--workers", type=positive, help="ranks; else one per GPU, or up to two on CPUs")
     run.add_argument("--data", type=absolute, help="text file or folder; else the standard library's sources")

@@ -43,6 +43,8 @@ __all__ = [
     "SessionInfo",
     "VerifyReport",
     "find_runs",
+    "is_run",
+    "to_datetime",
     "verify_directory",
 ]
 

@@ -149,7 +149,7 @@ def _run_summary(run: Path) -> dict[str, Any]:
     try:
         catalog = Catalog(run)
     except CheckpointError as error:
-        return {"run_name": run.name, "error": str(error)}
+        return {"run_name": run.name, "error": error.message}
     newest = catalog.newest()
     return {
         "run_name": run.name,
@@ -373,12 +373,12 @@ def _size_bytes(folder: Path) -> int:
 
 def _print_report(report: VerifyReport) -> None:
     console = _console()
+    verdict = "ok" if report.ok else f"DAMAGED ({len(report.damages)} findings)"
+    read = f"{report.num_files} files, {report.num_slices} slices, {decimal(report.size_bytes)}"
+    console.print(_plain(f"{report.folder}: {verdict}; read {read}"), soft_wrap=True)
     for damage in report.damages:
         line = f"{damage.file}: {damage.where}: {damage.detail}"
         console.print(_plain(line), style="red", soft_wrap=True)
-    verdict = "ok" if report.ok else f"DAMAGED in {len(report.damages)} places"
-    read = f"{report.num_files} files, {report.num_slices} slices, {decimal(report.size_bytes)}"
-    console.print(_plain(f"{report.folder}: {verdict} ({read})"), soft_wrap=True)
 
 
 # Output

@@ -24,14 +24,16 @@ from ray_ckpt.capture.arena import Arena
 from ray_ckpt.capture.items import Item, adapt, predicted_state_bytes
 from ray_ckpt.capture.load import load_items
 from ray_ckpt.capture.rng import RngItem
-from ray_ckpt.capture.walk import LiveSlice, walk
+from ray_ckpt.capture.walk import LiveSlice, Walked, walk
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import (
     CollectiveError,
     ConfigError,
+    InsufficientSpace,
     NotConnected,
     RunConflict,
+    ServiceError,
     StateError,
     Unavailable,
 )
@@ -74,6 +76,7 @@ class _Pending:
     attempt: AttemptId
     metrics: Mapping[str, float]
     outcome: Future[Outcome]
+    seen: bool = False  # its end has been logged or raised
 
 
 @dataclass(slots=True)
@@ -147,7 +150,7 @@ class Checkpointer:
     # -- restore -------------------------------------------------------------------------------------
 
     def restore(self) -> RestoreInfo | None:
-        """Bring every item to the newest intact checkpoint of the run, on all ranks alike; None if there is none.
+        """Bring every item to the newest intact checkpoint of the run, on all ranks alike; None without one.
 
         Raises MismatchError (each difference listed) if the checkpoint does not fit, RestoreError if
         there are checkpoints but none intact, InsufficientSpace if saves could not fit this node.
@@ -223,7 +226,7 @@ class Checkpointer:
                     identity.world_size,
                 )
             items = {n: i for n, i in self._items.items() if n != "rng" or same_world}
-            load_items(items, state, rows, reader, identity.rank, identity.world_size)
+            load_items(items, state, rows, reader, rank=identity.rank, world_size=identity.world_size)
         for note in reader.rejected:
             log.warning("restore: %s", note)
         return RankRestore(
@@ -271,7 +274,7 @@ class Checkpointer:
             self._check_outcomes()
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
-        """Save the state after `step`, on every rank. False if it was skipped because the last save still runs.
+        """Save the state after `step`, on every rank. False if it was skipped or could not be captured.
 
         Returns when the state has been copied; use `wait` to know that it is safe. Metrics are numbers or
         one-element tensors; rank 0's count.
@@ -282,7 +285,7 @@ class Checkpointer:
         return saved
 
     def wait(self, level: LevelName = "local", *, timeout_s: float = 600.0) -> None:
-        """Return when the last saved step has reached `level`. Unavailable if it was dropped or time is up."""
+        """Return when the last saved step is at `level`; Unavailable if it was dropped or time is up."""
         if level not in LEVELS:
             raise ConfigError(f"{level!r} is not a level.", hint=f"Use one of {', '.join(LEVELS)}.")
         if not self._pending:
@@ -335,16 +338,31 @@ class Checkpointer:
             self._await_outcome(self._pending[0])
         self._check_outcomes()
         attempt = self._attempt(step)
-        saved = self._wait_released(max_block_s)
-        if saved:
-            self._capture(attempt, metrics)
-        else:
+        saved = False
+        if not self._wait_released(max_block_s):
             self.stats.skipped += 1
-            log.warning("step %d is not saved: the save before it is still being written", step)
-            self._link.skip(attempt, "the save before it is still being written")
+            self._stay_out(attempt, "the save before it is still being written")
+        else:
+            try:
+                self._capture(attempt, metrics)
+                saved = True
+            except (ServiceError, StateError, InsufficientSpace) as error:
+                self.stats.dropped += 1
+                if isinstance(error, ServiceError):
+                    self._lose_agent()
+                self._stay_out(attempt, str(error))
         self._saved_step = step
         self.stats.blocked_s = [*self.stats.blocked_s[-999:], time.monotonic() - start_s]
         return saved
+
+    def _stay_out(self, attempt: AttemptId, reason: str) -> None:
+        log.warning("step %d is not saved: %s", attempt.step, reason)
+        self._link.skip(attempt, reason)
+
+    def _lose_agent(self) -> None:
+        """The agent does not answer: its arena is gone; ask for a new one and save again next time."""
+        self._arena = None
+        self._link.recover()
 
     def _save_last(self) -> None:
         """Save the last step unless that has been done; once more if its save was skipped or dropped."""
@@ -357,7 +375,7 @@ class Checkpointer:
         self._save(self._step, self._last_metrics, max_block_s=FLUSH_S)
 
     def _await_outcome(self, pending: _Pending) -> bool:
-        """Whether that attempt was committed; waits at most as long as the coordinator does for stragglers."""
+        """Whether that attempt was committed; waits as long as the coordinator does for stragglers."""
         limit_s = self._link.options.attempt_timeout_s + self._link.options.goal_timeout_s + PROGRESS_S
         try:
             return pending.outcome.result(limit_s).error is None
@@ -365,7 +383,7 @@ class Checkpointer:
             log.warning("step %d: cannot tell how its save ended: %s", pending.attempt.step, error)
             return False
 
-    def _walk(self) -> Any:
+    def _walk(self) -> Walked:
         identity = self._link.identity
         return walk(self._items, rank=identity.rank, world_size=identity.world_size)
 
@@ -397,13 +415,17 @@ class Checkpointer:
             attempt=attempt,
             rank=identity.rank,
             state=state,
-            replicated=walked.replicated_digest(identity.world_size),
+            replicated=self._shared_digest(walked),
             metrics=values if identity.rank == 0 else None,
         )
         self._released = self._link.seal(shard)
         outcome = self._link.outcome(attempt, Level.LOCAL)
         self._pending.append(_Pending(attempt=attempt, metrics=values, outcome=outcome))
         self.stats.saved += 1
+
+    def _shared_digest(self, walked: Walked) -> str:
+        """With the bytes at the first save of a process, so that ranks that differ are found early."""
+        return walked.shared_digest(self._link.identity.world_size, content=self.stats.saved == 0)
 
     def _arena_for(self, owned: tuple[LiveSlice, ...]) -> Arena:
         """The arena with this layout; a new one if the shapes or placements have changed."""
@@ -421,18 +443,18 @@ class Checkpointer:
             self._released.result(timeout_s)
         except FutureTimeout:
             return False
-        except Exception as error:  # the agent died: its arena is gone with the save
+        except Exception as error:  # the agent died, and the save with it
             log.warning("the last save was lost: %s", error)
-            self._arena = None
+            self._lose_agent()
         self._released = None
         return True
 
     def _check_outcomes(self) -> None:
         """Look at ended saves without waiting. Misuse and lost tenure are raised, other failures counted."""
-        while len(self._pending) > 1 and self._pending[0].outcome.done():
-            self._settle(self._pending.popleft())
-        if self._pending and self._pending[0].outcome.done():
-            self._settle(self._pending[0])
+        ended = [pending for pending in self._pending if not pending.seen and pending.outcome.done()]
+        for pending in ended:
+            pending.seen = True
+            self._settle(pending)
 
     def _settle(self, pending: _Pending) -> None:
         try:

@@ -104,7 +104,7 @@ def local_path(storage_path: str) -> Path:
     if "://" in text:
         raise ConfigError(
             f"The storage path {storage_path!r} is not a file system path.",
-            hint="Use an absolute path of a file system that all nodes share (NFS, Lustre, a local disk for one node).",
+            hint="Use an absolute path that all nodes share (NFS, Lustre; a local disk for one node).",
             storage_path=storage_path,
         )
     path = Path(text).expanduser()

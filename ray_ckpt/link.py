@@ -84,6 +84,10 @@ class Link(Protocol):
         """Where this rank is; says nothing if the agent does not answer."""
         ...
 
+    def recover(self) -> None:
+        """The agent does not answer: have a new one started if it is dead. Does not wait."""
+        ...
+
     def make_durable(self) -> Future[None]:
         """Bring the newest checkpoint of the run to the storage path."""
         ...

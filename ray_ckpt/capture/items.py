@@ -23,14 +23,22 @@ class Item(Protocol):
     """An adapter around a registered object."""
 
     per_rank: bool
-    """Its tensors belong to the rank alone and are never shared between ranks."""
+    """Its state belongs to the rank: the tensors get names of their own, `rank<k>. ...`."""
 
     def tree(self) -> Any: ...
 
     def load(self, tree: Any) -> None: ...
 
+    def is_shared(self, path: tuple[str, ...]) -> bool:
+        """Whether all ranks hold the same bytes at `path` by construction, so that one copy is enough.
+
+        True of parameters and optimizer state. Buffers (BatchNorm) and a user's own tensors may differ
+        between ranks, so each rank saves its own.
+        """
+        ...
+
     def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
-        """A live tensor whose placement a missing leaf at `path` of global `shape` takes; None: replicated."""
+        """A live tensor placed as a missing leaf at `path` of global `shape` must be; None: replicated."""
         ...
 
 
@@ -74,6 +82,7 @@ class ModuleItem:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._parameters = {clean_name(n) for n, _ in module.named_parameters(remove_duplicate=False)}
 
     def tree(self) -> Any:
         state: dict[str, Any] = {}
@@ -86,6 +95,9 @@ class ModuleItem:
         if extra:
             names = {clean_name(k): k for k in self._module.state_dict()}
             self._module.load_state_dict({names[k]: v for k, v in extra.items()}, strict=False)
+
+    def is_shared(self, path: tuple[str, ...]) -> bool:
+        return ".".join(path) in self._parameters
 
     def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
         return None
@@ -102,6 +114,9 @@ class TensorItem:
 
     def load(self, tree: Any) -> None:
         pass  # restored in place
+
+    def is_shared(self, path: tuple[str, ...]) -> bool:
+        return isinstance(self._tensor, nn.Parameter)
 
     def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
         return None
@@ -124,6 +139,9 @@ class StatefulItem:
     def load(self, tree: Any) -> None:
         self._obj.load_state_dict(tree)
 
+    def is_shared(self, path: tuple[str, ...]) -> bool:
+        return False
+
     def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
         return None
 
@@ -142,6 +160,9 @@ class TreeItem:
 
     def load(self, tree: Any) -> None:
         _assign(self._tree, tree, self._name)
+
+    def is_shared(self, path: tuple[str, ...]) -> bool:
+        return False
 
     def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
         return None
@@ -162,9 +183,9 @@ class OptimizerItem:
             for param in group["params"]:
                 if id(param) not in names:
                     raise UnsupportedItem(
-                        f"{self._name!r} optimizes a parameter of shape {tuple(param.shape)} that belongs to no "
-                        "registered item.",
-                        hint="Register the module or the parameter too: Checkpointer(model=model, optimizer=...). "
+                        f"{self._name!r} optimizes a parameter of shape {tuple(param.shape)} "
+                        "that belongs to no registered item.",
+                        hint="Register its module too: Checkpointer(model=model, optimizer=optimizer). "
                         "Build the optimizer after fully_shard(), which replaces parameters.",
                         item=self._name,
                     )
@@ -183,7 +204,7 @@ class OptimizerItem:
 
     def load(self, tree: Any) -> None:
         groups, saved = self._optimizer.param_groups, tree["param_groups"]
-        here = [[n for n in g["params"]] for g in self.tree()["param_groups"]]
+        here = [list(g["params"]) for g in self.tree()["param_groups"]]
         if here != [list(g["params"]) for g in saved]:
             raise MismatchError(
                 f"{self._name!r} groups its parameters otherwise than the checkpoint does.",
@@ -194,6 +215,9 @@ class OptimizerItem:
             self._optimizer.state[self._params[param_name]] = state
         for group, values in zip(groups, saved, strict=True):
             group.update({k: v for k, v in values.items() if k != "params"})
+
+    def is_shared(self, path: tuple[str, ...]) -> bool:
+        return True
 
     def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
         """State of a parameter's own shape is placed as the parameter is."""

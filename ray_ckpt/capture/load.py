@@ -10,6 +10,7 @@ import torch
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.walk import DTYPES, LiveSlice, map_leaves, resolve_leaves, slices_of, walk
 from ray_ckpt.errors import MismatchError
+from ray_ckpt.format.names import shard_file
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.plan.restore import Read, plan_restore
 from ray_ckpt.restore import SourceReader
@@ -23,6 +24,7 @@ def load_items(
     state: Mapping[str, Any],
     rows: Iterable[ManifestRow],
     reader: SourceReader,
+    *,
     rank: int,
     world_size: int,
 ) -> None:
@@ -55,12 +57,13 @@ def load_items(
             found = slices_of(tensor, item=item_name, path=_path_in(key, item_name), ranks=(rank,))
             targets.extend(found)
         problems += _structure(name, item, set(wanted), {k for k in here if _belongs(k, name)})
-    plan = plan_restore([target.slice for target in targets], rows)
+    own_file = shard_file(rank, world_size)
+    plan = plan_restore([target.slice for target in targets], rows, prefer_file=own_file)
     problems += plan.problems
     if problems:
         listed = "; ".join(problems[:MAX_LISTED]) + ("; ..." if len(problems) > MAX_LISTED else "")
         raise MismatchError(
-            f"The checkpoint of step {state['step']} does not fit this model ({len(problems)} differences): {listed}.",
+            f"The checkpoint of step {state['step']} does not fit, {len(problems)} differences: {listed}.",
             hint="Build the same model as the run that saved it, or start another run name.",
             problems=tuple(problems),
         )

@@ -29,5 +29,8 @@ class RngItem:
         if tree["cuda"] and torch.cuda.device_count() == len(tree["cuda"]):
             torch.cuda.set_rng_state_all(tree["cuda"])
 
+    def is_shared(self, path: tuple[str, ...]) -> bool:
+        return False
+
     def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
         return None

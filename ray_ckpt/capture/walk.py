@@ -69,13 +69,19 @@ class Walked:
                 mine.append(live)
         return tuple(mine)
 
-    def replicated_digest(self, world_size: int) -> str:
-        """Digest of what this rank takes for common to all ranks; the same on every rank, or shares get lost."""
+    def shared_digest(self, world_size: int, *, content: bool) -> str:
+        """Digest of what this rank takes for common to all; the same on every rank, or shares get lost.
+
+        Over names, dtypes and shapes, and with `content` over the bytes too: parameters that differ
+        between ranks without being a DTensor would lose all copies but one.
+        """
         everyone = tuple(range(world_size))
-        common = sorted(
-            [s.slice.key, s.slice.dtype, list(s.slice.shape)] for s in self.slices if s.ranks == everyone
+        shared = [s for s in self.slices if s.ranks == everyone and world_size > 1]
+        lines = sorted(
+            [s.slice.key, s.slice.dtype, list(s.slice.shape), _bytes_digest(s.tensor) if content else ""]
+            for s in shared
         )
-        return digest(json.dumps(common).encode())
+        return digest(json.dumps(lines).encode())
 
 
 def walk(items: Mapping[str, Item], *, rank: int, world_size: int) -> Walked:
@@ -83,19 +89,17 @@ def walk(items: Mapping[str, Item], *, rank: int, world_size: int) -> Walked:
     slices: list[LiveSlice] = []
     everyone = tuple(range(world_size))
 
-    def visit(value: Any, item: str, path: tuple[str, ...], ranks: tuple[int, ...]) -> Any:
+    def visit(value: Any, item: Item, prefix: str, path: tuple[str, ...]) -> Any:
         if isinstance(value, torch.Tensor):
-            found = slices_of(value, item=item, path=path, ranks=ranks)
-            slices.extend(found)
-            return TensorRef(".".join((item, *path)))
-        return map_leaves(value, lambda v, p: visit(v, item, p, ranks), path)
+            ranks = everyone if item.is_shared(path) else (rank,)
+            slices.extend(slices_of(value, item=prefix, path=path, ranks=ranks))
+            return TensorRef(".".join((prefix, *path)))
+        return map_leaves(value, lambda v, p: visit(v, item, prefix, p), path)
 
     trees = {}
     for name, item in items.items():
-        if item.per_rank:
-            trees[name] = visit(item.tree(), f"rank{rank}", (name,), (rank,))
-        else:
-            trees[name] = visit(item.tree(), name, (), everyone)
+        prefix, path = (f"rank{rank}", (name,)) if item.per_rank else (name, ())
+        trees[name] = visit(item.tree(), item, prefix, path)
     return Walked(slices=tuple(slices), trees=trees)
 
 
@@ -178,6 +182,11 @@ def slices_of(
             ranks=ranks,
         ),
     )
+
+
+def _bytes_digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    return digest(flat.view(torch.uint8).numpy().data) if flat.numel() else ""
 
 
 def _dtensor_holders(tensor: Any) -> tuple[int, ...]:

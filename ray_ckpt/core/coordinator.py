@@ -15,8 +15,10 @@ from typing import Any
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.attempts import Attempt
+from ray_ckpt.core.deletions import Deletions
 from ray_ckpt.core.drain import Drains
 from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.placement import place_replicas
 from ray_ckpt.core.retention import choose_retirements
 from ray_ckpt.errors import (
@@ -29,14 +31,10 @@ from ray_ckpt.errors import (
     Unavailable,
 )
 from ray_ckpt.format import records as r
-from ray_ckpt.format.digest import digest
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore
 
-FORMAT_VERSION = 1
 MAX_OPEN_ATTEMPTS = 8  # one save is in flight per rank; more means ranks that disagree on steps
 MAX_WAITING_COMMITS = 2  # while the store is silent: the newest two stay held, older ones are dropped
-RETRY_S = 2.0  # between tries of a create that the store did not answer
-DELETE_RETRY_S = 30.0
 
 
 class RunMachine:
@@ -44,15 +42,10 @@ class RunMachine:
 
     def __init__(self, *, options: RunOptions, writer: str) -> None:
         self.options = options
-        self.history = RunHistory()
-        self._writer = writer
+        self._ledger = Ledger(writer)
         self._now_s = 0.0
         self._wall_s = 0.0
-        self._epoch = 0
         self._fenced = False
-        self._queue: deque[r.Op] = deque()
-        self._inflight: r.LogRecord | None = None
-        self._retry_at_s: float | None = None
         self._live: frozenset[str] = frozenset()
         self._holders: dict[str, dict[int, set[str]]] = {}  # attempt -> node_index -> nodes that hold it
         self._attempts: dict[str, Attempt] = {}
@@ -68,8 +61,7 @@ class RunMachine:
         self._saved_before: set[int] = set()  # ranks that saved in this session
         self._strays: dict[str, tuple[str, ...]] = {}
         self._drains = Drains()
-        self._deletes: dict[str, set[str]] = {}  # retired attempt -> places still to delete
-        self._delete_retry_s = 0.0
+        self._deletions = Deletions()
         self._finishing: list[m.Token] = []
         self._warned: set[str] = set()
 
@@ -79,13 +71,19 @@ class RunMachine:
             return tuple(self._refuse(event))
         effects = [*self._on(event)]
         effects += self._check_finish()
-        effects += self._append_next()
+        if (append := self._ledger.next(self._wall_s)) is not None:
+            effects.append(append)
         return tuple(effects)
+
+    @property
+    def history(self) -> RunHistory:
+        """What the log is known to say."""
+        return self._ledger.history
 
     @property
     def is_open(self) -> bool:
         """This coordinator's epoch is in the log and nobody has taken over."""
-        return self._epoch > 0 and self.history.epoch == self._epoch and not self._fenced
+        return self._ledger.is_open and not self._fenced
 
     @property
     def holders(self) -> dict[str, dict[int, tuple[str, ...]]]:
@@ -100,46 +98,19 @@ class RunMachine:
 
     @_on.register
     def _(self, event: m.LogOpened) -> Iterable[m.Effect]:
-        for record, record_digest in event.records:
-            self.history.apply(record, record_digest)
-        if not event.records:
-            self._queue.append(
-                r.Create(run_uid=event.fresh_uid, run_name=event.run_name, format=FORMAT_VERSION)
-            )
-        self._epoch = self.history.epoch + 1
-        self._queue.append(r.Epoch())
+        self._ledger.open(event)
         return ()
-
-    def _append_next(self) -> Iterator[m.Effect]:
-        if self._inflight is not None or not self._queue or self._retry_at_s is not None:
-            return
-        op = self._queue.popleft()
-        self._inflight = r.LogRecord(
-            seq=self.history.next_seq,
-            epoch=0 if isinstance(op, r.Create) else self._epoch,
-            writer=self._writer,
-            prev=self.history.last_digest,
-            time_s=self._wall_s,
-            op=op,
-        )
-        yield m.Append(record=self._inflight)
 
     @_on.register
     def _(self, event: m.Appended) -> Iterator[m.Effect]:
-        record = self._inflight
-        if record is None or record.seq != event.seq:
-            return
-        if event.outcome == "unknown":
-            self._retry_at_s = self._now_s + RETRY_S
+        op = self._ledger.settle(event, self._now_s)
+        if op == "unknown":
             yield from self._shed_commits()
             yield from self._warn(f"The log did not answer for record {event.seq}; trying again.")
-            return
-        if event.outcome == "exists":
+        elif op == "lost":
             yield from self._step_down(event.seq)
-            return
-        self._inflight = None
-        self.history.apply(record, digest(r.encode_record(record)))
-        yield from self._applied(record.op)
+        elif not isinstance(op, str):
+            yield from self._applied(op)
 
     def _step_down(self, seq: int) -> Iterator[m.Effect]:
         self._fenced = True
@@ -154,9 +125,9 @@ class RunMachine:
             yield m.Fail(token=event.token, error=Fenced(f"Another coordinator owns run {name}."))
 
     def _shed_commits(self) -> Iterator[m.Effect]:
-        waiting = [op for op in self._queue if isinstance(op, r.Commit)]
+        waiting = [op for op in self._ledger.waiting() if isinstance(op, r.Commit)]
         for op in waiting[:-MAX_WAITING_COMMITS]:
-            self._queue.remove(op)
+            self._ledger.withdraw(op)
             error = Unavailable(f"Step {op.step}: the storage path did not take its commit record.")
             yield from self._drop(self._attempts[op.attempt], error)
 
@@ -232,7 +203,7 @@ class RunMachine:
                 text=f"Step {skipped} has lost all copies of a part; step {chosen.step} is restored instead."
             )
         previous = self.history.session
-        self._queue.append(
+        self._ledger.append(
             r.Session(
                 session=previous.session + 1 if previous else 1,
                 service=group.service,
@@ -246,9 +217,9 @@ class RunMachine:
     def _nothing_intact(self, candidates: list[CheckpointInfo]) -> Iterator[m.Effect]:
         steps = ", ".join(str(c.step) for c in candidates) or "none"
         error = RestoreError(
-            f"No checkpoint of run {self.history.run_name} can be restored (recorded steps without a full set "
-            f"of copies: {steps}).",
-            hint="Bring back the nodes that held them, or start over with resume='never' or another run name.",
+            f"No checkpoint of run {self.history.run_name} can be restored "
+            f"(recorded steps without a full set of copies: {steps}).",
+            hint="Bring back the nodes that held them, or start over with resume='never' or another name.",
         )
         tokens, self._opening = self._opening, ()
         for token in tokens:
@@ -316,7 +287,7 @@ class RunMachine:
         if not damage:
             self._is_training, self.restores = True, tuple(ranks)
             if plan.resume is not None:
-                self._queue.append(_restore_note(plan.resume.checkpoint, ranks))
+                self._ledger.append(_restore_note(plan.resume.checkpoint, ranks))
             for report in reports:
                 yield m.Reply(token=report.token, value=None)
             return
@@ -330,7 +301,7 @@ class RunMachine:
     # -- saves ---------------------------------------------------------------------------------------
 
     def _attempt(self, attempt: AttemptId) -> Attempt | None:
-        """The open attempt of that id, opened now if it is new; None if it is settled or not of this session."""
+        """The open attempt of that id, opened now if new; None if it is settled or of another session."""
         plan = self.plan
         if plan is None or attempt.session != plan.session or attempt.run_uid != plan.run_uid:
             return None
@@ -396,16 +367,16 @@ class RunMachine:
             return
         if attempt.disagrees:
             error = CollectiveError(
-                f"Step {attempt.id.step}: the ranks do not hold the same tensors outside their shards.",
-                hint="Register the same items with the same shapes on every rank; "
-                "put what differs per rank into an object with state_dict().",
+                f"Step {attempt.id.step}: the ranks do not hold the same parameters outside their shards.",
+                hint="Register the same items on every rank. Parameters that differ between ranks must be "
+                "DTensors with a placement (fully_shard, parallelize_module), or one copy would be kept.",
                 step=attempt.id.step,
             )
             yield from self._drop(attempt, error)
             return
         attempt.committing = True
         copies = attempt.num_copies
-        self._queue.append(
+        self._ledger.append(
             r.Commit(
                 session=attempt.id.session,
                 step=attempt.id.step,
@@ -441,8 +412,8 @@ class RunMachine:
         copies = min(len(holders.get(i, ())) for i in range(checkpoint.num_nodes)) - 1
         if min(copies, self.options.replicas) > checkpoint.replicas and checkpoint.level < Level.DURABLE:
             op = r.Promote(attempt=checkpoint.id.attempt, level=Level.REPLICATED, replicas=copies)
-            if op not in self._queue:
-                self._queue.append(op)
+            if op not in self._ledger.pending:
+                self._ledger.append(op)
         yield from ()
 
     def _promoted(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
@@ -480,7 +451,7 @@ class RunMachine:
     def _not_collective(self, attempt: Attempt, missed: Iterable[int]) -> CheckpointError:
         ranks = ", ".join(map(str, missed))
         return SaveNotCollective(
-            f"Step {attempt.id.step} was saved by some ranks only: rank(s) {ranks} went on without saving it.",
+            f"Step {attempt.id.step} was saved by some ranks only: rank(s) {ranks} did not save it.",
             hint="Call save (or step) on every rank; do not put it under `if rank == 0`.",
             step=attempt.id.step,
             missing_ranks=tuple(missed),
@@ -489,9 +460,7 @@ class RunMachine:
     # -- retention and deletion ------------------------------------------------------------------------
 
     def _retire(self) -> Iterator[m.Effect]:
-        waiting = {op.attempt for op in self._queue if isinstance(op, r.Retired)}
-        if isinstance(op := self._inflight.op if self._inflight else None, r.Retired):
-            waiting.add(op.attempt)
+        waiting = {op.attempt for op in self._ledger.pending if isinstance(op, r.Retired)}
         busy = self._drains.attempts | waiting
         if self.plan and self.plan.resume and not self._is_training:
             busy.add(self.plan.resume.checkpoint.id.attempt)
@@ -501,44 +470,28 @@ class RunMachine:
             keep_last=self.options.keep_last,
             busy=busy,
         ):
-            self._queue.append(r.Retired(attempt=choice.attempt, reason=choice.reason))
+            self._ledger.append(r.Retired(attempt=choice.attempt, reason=choice.reason))
         yield from ()
 
     def _retired(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
-        attempt = checkpoint.id.attempt
-        holders = self._holders.get(attempt, {}).values()
-        self._deletes[attempt] = {m.REMOTE}.union(*holders)
-        for place in sorted(self._deletes[attempt]):
-            yield m.Delete(attempt=attempt, directory=checkpoint.directory, place=place)
+        holders = self._holders.get(checkpoint.id.attempt, {}).values()
+        yield from self._deletions.start(checkpoint, set[str]().union(*holders))
 
     @_on.register
     def _(self, event: m.DeleteEnded) -> Iterator[m.Effect]:
-        places = self._deletes.get(event.attempt)
-        if places is None or event.error is not None:
-            return
-        places.discard(event.place)
-        yield from self._collect(event.attempt)
-
-    def _collect(self, attempt: str) -> Iterator[m.Effect]:
-        if attempt in self._deletes and not self._deletes[attempt]:
-            del self._deletes[attempt]
-            self._queue.append(r.Collected(attempt=attempt))
+        self._collected(self._deletions.ended(event))
         yield from ()
 
-    def _redo_deletes(self) -> Iterator[m.Effect]:
-        """Ask again for deletes that failed, and for those that an earlier coordinator left undone."""
-        if self._now_s < self._delete_retry_s or not self.is_open:
-            return
-        self._delete_retry_s = self._now_s + DELETE_RETRY_S
-        collecting = {op.attempt for op in self._queue if isinstance(op, r.Collected)}
-        for checkpoint in self.history.checkpoints.values():
-            attempt = checkpoint.id.attempt
-            if checkpoint.state == "retired" and attempt not in collecting and not self._is_inflight(attempt):
-                for place in sorted(self._deletes.setdefault(attempt, {*self._live, m.REMOTE})):
-                    yield m.Delete(attempt=attempt, directory=checkpoint.directory, place=place)
+    def _collected(self, attempts: Iterable[str]) -> None:
+        for attempt in attempts:
+            self._ledger.append(r.Collected(attempt=attempt))
 
-    def _is_inflight(self, attempt: str) -> bool:
-        return getattr(self._inflight.op if self._inflight else None, "attempt", None) == attempt
+    def _redo_deletes(self) -> Iterator[m.Effect]:
+        if self.is_open:
+            collecting = {op.attempt for op in self._ledger.pending if isinstance(op, r.Collected)}
+            checkpoints = self.history.checkpoints.values()
+            retired = [c for c in checkpoints if c.state == "retired" and c.id.attempt not in collecting]
+            yield from self._deletions.redo(retired, self._live, self._now_s)
 
     # -- draining to the storage path ------------------------------------------------------------------
 
@@ -576,7 +529,7 @@ class RunMachine:
         if event.error is not None:
             yield from self._drain_failed(event.attempt, event.error)
         elif checkpoint.state == "live":
-            self._queue.append(
+            self._ledger.append(
                 r.Promote(attempt=event.attempt.attempt, level=Level.DURABLE, replicas=checkpoint.replicas)
             )
 
@@ -586,7 +539,7 @@ class RunMachine:
         yield from ()
 
     def _check_finish(self) -> Iterator[m.Effect]:
-        if not self._finishing or self._attempts or self._queue or self._inflight:
+        if not self._finishing or self._attempts or self._ledger.pending:
             return
         lineage = self.history.lineage()
         newest = lineage[-1] if lineage else None
@@ -602,9 +555,8 @@ class RunMachine:
     @_on.register
     def _(self, event: m.Ticked) -> Iterator[m.Effect]:
         self._now_s, self._wall_s = event.now_s, event.wall_s
-        if self._retry_at_s is not None and self._now_s >= self._retry_at_s and self._inflight is not None:
-            self._retry_at_s = None
-            yield m.Append(record=self._inflight)
+        if (again := self._ledger.retry(self._now_s)) is not None:
+            yield again
         for attempt in list(self._attempts.values()):
             age_s = self._now_s - attempt.started_s
             if age_s > self.options.attempt_timeout_s and attempt.missing_ranks:
@@ -638,9 +590,7 @@ class RunMachine:
             if gone:
                 names = ", ".join(sorted(n[:12] for n in gone))
                 yield from self._drop(attempt, Unavailable(f"Node(s) {names} died during the save."))
-        for attempt_name, places in list(self._deletes.items()):
-            places -= lost
-            yield from self._collect(attempt_name)
+        self._collected(self._deletions.lost(lost))
         self._drains.lost(lost)
         yield from self._assign_drains()
 

@@ -52,7 +52,7 @@ class RunHistory:
         return self.sessions[max(self.sessions)] if self.sessions else None
 
     def apply(self, record: LogRecord, record_digest: str) -> None:
-        """Add the next record. FormatError if it does not continue this history (P3); then nothing changed."""
+        """Add the next record. FormatError, and no change, if it does not continue this history (P3)."""
         self._check(record)
         match record.op:
             case Create(run_uid=uid, run_name=name):
@@ -90,7 +90,7 @@ class RunHistory:
         return tuple(c for c in self.checkpoints.values() if c.state == "live")
 
     def lineage(self) -> tuple[CheckpointInfo, ...]:
-        """Live checkpoints of the current session and its ancestors, each up to its branch point, in log order."""
+        """Live checkpoints of the session and its ancestors up to their branch points, in log order."""
         chosen: list[CheckpointInfo] = []
         session, last_seq = self.session, self.next_seq
         while session is not None:

@@ -42,9 +42,15 @@ class RestorePlan:
         return sum(read.row.nbytes for read in self.reads)
 
 
-def plan_restore(targets: Sequence[Slice], rows: Iterable[ManifestRow]) -> RestorePlan:
-    """Reads that fill `targets` from the saved `rows`. Regions saved twice are read once."""
-    saved = _by_key(rows)
+def plan_restore(
+    targets: Sequence[Slice], rows: Iterable[ManifestRow], *, prefer_file: str = ""
+) -> RestorePlan:
+    """Reads that fill `targets` from the saved `rows`.
+
+    A region that several ranks saved is read once, from `prefer_file` if it is there: a rank gets back its
+    own copy of what may differ between ranks.
+    """
+    saved = _by_key(rows, prefer_file)
     copies: dict[tuple[str, int], list[Copy]] = {}
     chosen: dict[tuple[str, int], ManifestRow] = {}
     problems: list[str] = []
@@ -67,12 +73,16 @@ def plan_restore(targets: Sequence[Slice], rows: Iterable[ManifestRow]) -> Resto
     return RestorePlan(reads=reads, problems=tuple(problems))
 
 
-def _by_key(rows: Iterable[ManifestRow]) -> Mapping[str, dict[tuple[object, ...], ManifestRow]]:
+def _by_key(
+    rows: Iterable[ManifestRow], prefer_file: str
+) -> Mapping[str, dict[tuple[object, ...], ManifestRow]]:
     saved: dict[str, dict[tuple[object, ...], ManifestRow]] = {}
     for row in rows:
         if row.slice is not None:
             region = (row.slice.offset, row.slice.shape)
-            saved.setdefault(row.slice.key, {}).setdefault(region, row)
+            regions = saved.setdefault(row.slice.key, {})
+            if region not in regions or row.file == prefer_file:
+                regions[region] = row
     return saved
 
 

@@ -43,7 +43,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         self._spec = open_run(config.name, config.storage_path, self._options)
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """The group exists: choose its checkpoint, log its session; workers get the answer with this object."""
+        """The group exists: choose its checkpoint, log its session; this object carries it to workers."""
         assert self._spec is not None
         ranks = sorted(workers, key=lambda w: w.distributed_context.world_rank)
         self._joined = open_group(self._spec, [w.metadata.node_id for w in ranks], service="ray-train")

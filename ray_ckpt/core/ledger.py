@@ -1,0 +1,98 @@
+"""Writing the log: one record in flight, the next ones in a queue, and the history that is confirmed."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.messages import Append, Appended, LogOpened
+from ray_ckpt.format import records as r
+from ray_ckpt.format.digest import digest
+
+FORMAT_VERSION = 1
+RETRY_S = 2.0  # between tries of a create that the store did not answer
+
+
+class Ledger:
+    """What this coordinator has written, is writing and will write, in that order.
+
+    Because a record's number and the digest of its predecessor are fixed when it goes out, nobody else can
+    have written in between without this writer noticing: its create then fails with "exists".
+    """
+
+    def __init__(self, writer: str) -> None:
+        self.history = RunHistory()
+        self.epoch = 0
+        self._writer = writer
+        self._queue: deque[r.Op] = deque()
+        self._inflight: r.LogRecord | None = None
+        self._retry_at_s: float | None = None
+
+    def open(self, event: LogOpened) -> None:
+        """Replay what is there and queue this coordinator's fence; a new run begins with its create."""
+        for record, record_digest in event.records:
+            self.history.apply(record, record_digest)
+        if not event.records:
+            uid, name = event.fresh_uid, event.run_name
+            self.append(r.Create(run_uid=uid, run_name=name, format=FORMAT_VERSION))
+        self.epoch = self.history.epoch + 1
+        self.append(r.Epoch())
+
+    @property
+    def is_open(self) -> bool:
+        """This coordinator's fence is in the log."""
+        return self.epoch > 0 and self.history.epoch == self.epoch
+
+    @property
+    def pending(self) -> tuple[r.Op, ...]:
+        """Facts decided and not yet confirmed, oldest first."""
+        inflight = (self._inflight.op,) if self._inflight else ()
+        return (*inflight, *self._queue)
+
+    def append(self, op: r.Op) -> None:
+        self._queue.append(op)
+
+    def withdraw(self, op: r.Op) -> None:
+        """Give up a record that has not gone out yet."""
+        self._queue.remove(op)
+
+    def waiting(self) -> tuple[r.Op, ...]:
+        """Records that have not gone out yet."""
+        return tuple(self._queue)
+
+    def next(self, wall_s: float) -> Append | None:
+        """The record to create now, if the one before it is confirmed."""
+        if self._inflight is not None or not self._queue:
+            return None
+        op = self._queue.popleft()
+        self._inflight = r.LogRecord(
+            seq=self.history.next_seq,
+            epoch=0 if isinstance(op, r.Create) else self.epoch,
+            writer=self._writer,
+            prev=self.history.last_digest,
+            time_s=wall_s,
+            op=op,
+        )
+        return Append(record=self._inflight)
+
+    def settle(self, event: Appended, now_s: float) -> r.Op | Literal["unknown", "lost", "stale"]:
+        """Take the store's answer: the op that is a fact now, or why there is none."""
+        record = self._inflight
+        if record is None or record.seq != event.seq:
+            return "stale"
+        if event.outcome == "unknown":
+            self._retry_at_s = now_s + RETRY_S
+            return "unknown"
+        if event.outcome == "exists":
+            return "lost"
+        self._inflight, self._retry_at_s = None, None
+        self.history.apply(record, digest(r.encode_record(record)))
+        return record.op
+
+    def retry(self, now_s: float) -> Append | None:
+        """The record in flight once more, with the same bytes, if the store stayed silent long enough."""
+        if self._inflight is None or self._retry_at_s is None or now_s < self._retry_at_s:
+            return None
+        self._retry_at_s = None
+        return Append(record=self._inflight)

@@ -1,0 +1,136 @@
+"""Wrong paths, options and resources: each a clear error before training time is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from jobs.local_cluster import LocalCluster
+from ray_ckpt.actors.service import open_run
+from ray_ckpt.config import STAGING_ENV, RunOptions
+from ray_ckpt.errors import (
+    ConfigError,
+    InsufficientSpace,
+    NotConnected,
+    StagingError,
+    StorageNotShared,
+    StoragePathError,
+)
+from ray_ckpt.train import CheckpointCallback
+from tests.cluster.ranks import RankGroup, Training
+
+pytestmark = pytest.mark.cluster
+NODE_START_S = 60.0
+
+
+def test_an_unknown_option_names_the_closest_one() -> None:
+    with pytest.raises(ConfigError, match="'replica'.*Did you mean replicas"):
+        CheckpointCallback(replica=2)
+
+
+def test_impossible_values_say_what_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"keep_last is 0.*at least 1"):
+        CheckpointCallback(keep_last=0)
+    with pytest.raises(ConfigError, match="resume is 'yes'.*'auto'"):
+        CheckpointCallback(resume="yes")
+
+
+def test_a_checkpointer_outside_a_run_names_both_ways_in() -> None:
+    import ray_ckpt
+
+    with pytest.raises(NotConnected, match=r"CheckpointCallback.*ray_ckpt\.connect"):
+        ray_ckpt.Checkpointer(thing={"a": 1})
+
+
+def test_a_storage_path_that_cannot_be_written(cluster: LocalCluster, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StoragePathError, match=r"cannot be written.*write access"):
+        open_run("run", str(tmp_path / "file" / "storage"), RunOptions())
+
+
+def test_a_url_or_a_relative_storage_path_is_refused(cluster: LocalCluster) -> None:
+    with pytest.raises(ConfigError, match="not a file system path"):
+        open_run("run", "s3://bucket/runs", RunOptions())
+    with pytest.raises(ConfigError, match="relative"):
+        open_run("run", "runs", RunOptions())
+    with pytest.raises(ConfigError, match="cannot be a folder name"):
+        open_run("../run", "/tmp/x", RunOptions())
+
+
+@pytest.fixture
+def odd_node(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A node started by a shell command of the test's, so that it may see another file system."""
+    before = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+    script = f"{request.param} && exec ray start --address={cluster.address} --num-cpus=0 --block"
+    script = script.replace("TMP", str(tmp_path))
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env.setdefault(STAGING_ENV, str(tmp_path / "odd-staging"))
+    process = subprocess.Popen(
+        ["unshare", "--mount", "bash", "-c", script],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    from ray._common.test_utils import wait_for_condition
+
+    wait_for_condition(
+        lambda: len({n["NodeID"] for n in ray.nodes() if n["Alive"]} - before) == 1, timeout=NODE_START_S
+    )
+    (node,) = {n["NodeID"] for n in ray.nodes() if n["Alive"]} - before
+    yield node
+    process.terminate()
+    process.wait(30)
+    wait_for_condition(
+        lambda: node not in {n["NodeID"] for n in ray.nodes() if n["Alive"]}, timeout=NODE_START_S
+    )
+
+
+needs_root = pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("unshare") is None, reason="a mount namespace needs root and unshare"
+)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "odd_node", ["mkdir -p TMP/storage && mount -t tmpfs none TMP/storage"], indirect=True
+)
+def test_a_storage_path_that_is_not_shared_is_found(odd_node: str, tmp_path: Path) -> None:
+    with pytest.raises(StorageNotShared, match=rf"{odd_node[:12]} does not see.*every node mounts"):
+        open_run("unshared", str(tmp_path / "storage"), RunOptions())
+    assert not list((tmp_path / "storage").rglob("*.safetensors"))
+
+
+@needs_root
+@pytest.mark.parametrize("odd_node", ["touch TMP/odd-staging"], indirect=True)
+def test_a_staging_folder_that_cannot_be_used_is_named(odd_node: str, tmp_path: Path) -> None:
+    with pytest.raises(StagingError, match=r"odd-staging cannot be used.*staging="):
+        open_run("no-staging", str(tmp_path / "storage"), RunOptions())
+
+
+def train(run: str, storage: str, total: int, options: dict[str, Any]) -> list[float]:
+    return Training(run, storage, **options).train(total)
+
+
+def test_too_little_disk_is_found_before_training(group: RankGroup, storage: str) -> None:
+    with pytest.raises(InsufficientSpace, match=r"Two checkpoints with copies needs .* free") as caught:
+        group.run(train, "full", storage, 2, {"reserve_bytes": 1 << 60})
+    assert caught.value.hint and caught.value.fields["free_bytes"] > 0
+
+
+def reserve_memory(run: str, storage: str) -> None:
+    training = Training(run, storage)
+    training.ckpt._link.reserve(1 << 50)
+
+
+def test_too_little_memory_is_named(group: RankGroup, storage: str) -> None:
+    with pytest.raises(InsufficientSpace, match="shared memory.*Put fewer ranks on a node"):
+        group.run(reserve_memory, "memory", storage)

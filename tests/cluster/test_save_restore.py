@@ -1,0 +1,292 @@
+"""Saves and restores through real agents on real nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from jobs.local_cluster import LocalCluster
+from ray_ckpt.actors import names
+from ray_ckpt.actors.service import coordinator
+from ray_ckpt.actors.wire import RunStatus
+from ray_ckpt.catalog import Catalog, verify_directory
+from ray_ckpt.errors import (
+    CollectiveError,
+    MismatchError,
+    RestoreError,
+    SaveNotCollective,
+    UnsupportedItem,
+    UnsupportedLeaf,
+)
+from ray_ckpt.types import Level
+from tests.cluster.ranks import RankGroup, Training
+
+pytestmark = pytest.mark.cluster
+SETTLE_S = 20.0
+
+
+def train(run: str, storage: str, total: int, options: dict[str, Any]) -> list[float]:
+    return Training(run, storage, **options).train(total)
+
+
+def status_of(storage: str, run: str) -> RunStatus:
+    status: RunStatus = ray.get(coordinator().status.remote(f"{storage}/{run}"), timeout=30)
+    return status
+
+
+def make_durable(storage: str, run: str) -> None:
+    ray.get(coordinator().finish.remote(f"{storage}/{run}", 60.0), timeout=90)
+
+
+def folders(cluster: LocalCluster, run_uid: str) -> dict[str, set[str]]:
+    """Checkpoint folders of the run per node."""
+    return {n.name: {p.name for p in (n.staging / run_uid).glob("*")} for n in cluster.nodes.values()}
+
+
+def wait_until(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + SETTLE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {SETTLE_S} s: {what}"
+        time.sleep(0.1)
+
+
+def test_a_resumed_run_is_the_same_run(group: RankGroup, storage: str) -> None:
+    calm = group.run(train, "calm", storage, 24, {"every_steps": 5})
+    group.run(train, "broken", storage, 15, {"every_steps": 5})
+    rest = group.run(train, "broken", storage, 24, {"every_steps": 5})
+    assert [r[15:] for r in calm] == rest
+    make_durable(storage, "calm")
+    make_durable(storage, "broken")
+    digests = []
+    for run in ("calm", "broken"):
+        rows = [r for f in Catalog(f"{storage}/{run}")[24].fragments() for r in f.rows]
+        digests.append({(r.file, r.label): r.digest for r in rows})
+    assert digests[0] == digests[1] and len(digests[0]) > 20
+
+
+def test_each_shard_has_a_copy_on_the_other_node(
+    group: RankGroup, cluster: LocalCluster, storage: str
+) -> None:
+    group.run(train, "copies", storage, 4, {"every_steps": 2, "remote_every": 1000})
+    status = status_of(storage, "copies")
+    assert status.newest is not None and status.newest.step == 4
+    assert (status.newest.level, status.newest.replicas) == (Level.REPLICATED, 1)
+    holders = status.holders[status.newest.id.attempt]
+    names = {i: {cluster.name_of(n) for n in nodes} for i, nodes in holders.items()}
+    assert names == {0: {"node-a", "node-b"}, 1: {"node-a", "node-b"}}
+    for node in ("node-a", "node-b"):
+        folder = cluster.nodes[node].staging / status.run_uid / status.newest.directory
+        assert verify_files(folder) == 6  # two shards, two states, two fragments
+
+
+def verify_files(folder: Path) -> int:
+    """Number of files; each byte matches the fragments."""
+    from ray_ckpt.format.digest import digest
+    from ray_ckpt.format.manifest import decode_fragment
+
+    fragments = [decode_fragment(p.read_bytes()) for p in folder.glob("manifest-*")]
+    for file in (f for fragment in fragments for f in fragment.files):
+        assert digest((folder / file.name).read_bytes()) == file.digest
+    return len(list(folder.iterdir()))
+
+
+def test_retention_bounds_every_disk(group: RankGroup, cluster: LocalCluster, storage: str) -> None:
+    group.run(
+        train, "bounded", storage, 20, {"every_steps": 1, "keep_last": 2, "remote_every": 7, "max_block_s": 5}
+    )
+    make_durable(storage, "bounded")
+    uid = status_of(storage, "bounded").run_uid
+    remote = Path(storage) / "bounded" / "ray_ckpt" / "checkpoints"
+    live = {c.directory for c in Catalog(f"{storage}/bounded").checkpoints}
+    assert {int(name[:12]) for name in live} == {19, 20}
+    wait_until(
+        lambda: (
+            {p.name for p in remote.iterdir()} <= live
+            and all(names <= live for names in folders(cluster, uid).values())
+        ),
+        "old checkpoints deleted everywhere",
+    )
+    assert verify_directory(next(p for p in remote.iterdir() if p.name.startswith("000000000020"))).ok
+
+
+def test_stock_torch_reads_a_durable_checkpoint(group: RankGroup, storage: str) -> None:
+    group.run(train, "stock", storage, 3, {"every_steps": 3})
+    make_durable(storage, "stock")
+    view = Catalog(f"{storage}/stock")[3]
+    assert view.path is not None
+    state = {
+        "model.0.weight": torch.zeros(16, 8),
+        "model.1.running_mean": torch.zeros(16),
+        "optimizer.state.0.weight.exp_avg": torch.zeros(16, 8),
+        "extra.ema": torch.zeros(4),
+    }
+    with pytest.warns(UserWarning, match="single process"):
+        state_dict_loader.load(state, storage_reader=HuggingFaceStorageReader(str(view.path)))
+    assert all(t.abs().sum() > 0 for t in state.values())
+
+
+def full_state(run: str, storage: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Restore and return what is live, unsharded."""
+    training = Training(run, storage, **options)
+    info = training.ckpt.restore()
+    training.ckpt.close()
+    weights = {k: _full(v) for k, v in training.model.state_dict().items()}
+    return {"step": info.step if info else None, "tiers": info.bytes_by_tier() if info else {}, **weights}
+
+
+def _full(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def test_a_checkpoint_with_a_bad_slice_in_every_copy_is_skipped_by_all_ranks(
+    group: RankGroup, cluster: LocalCluster, storage: str
+) -> None:
+    group.run(train, "rotten", storage, 6, {"every_steps": 2, "remote_every": 1000})
+    status = status_of(storage, "rotten")
+    assert status.newest is not None
+    for node in ("node-a", "node-b"):
+        flip(cluster.nodes[node].staging / status.run_uid / status.newest.directory, "shard-00001")
+    forget_memory(cluster)
+    results = group.run(full_state, "rotten", storage, {})
+    assert [r["step"] for r in results] == [4, 4]
+    texts = [str(getattr(r.op, "text", "")) for r in status_of(storage, "rotten").records]
+    assert any("restored step 4" in text for text in texts)
+
+
+def test_a_bad_copy_is_replaced_by_the_next_source(
+    group: RankGroup, cluster: LocalCluster, storage: str
+) -> None:
+    group.run(train, "one-bad", storage, 2, {"every_steps": 2, "remote_every": 1000})
+    status = status_of(storage, "one-bad")
+    assert status.newest is not None
+    flip(cluster.nodes["node-b"].staging / status.run_uid / status.newest.directory, "shard-00001")
+    forget_memory(cluster)
+    results = group.run(full_state, "one-bad", storage, {})
+    assert [r["step"] for r in results] == [2, 2]
+    assert results[1]["tiers"]["peer"] > 0
+
+
+def forget_memory(cluster: LocalCluster) -> None:
+    """Kill all agents, and with them the arenas; the next group starts new ones."""
+    for node in cluster.nodes.values():
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(names.agent_name(node.node_id), namespace=names.NAMESPACE))
+
+
+def flip(folder: Path, prefix: str) -> None:
+    """Flip one bit of a slice."""
+    path = next(folder.glob(f"{prefix}*"))
+    data = bytearray(path.read_bytes())
+    data[4096 + 40] ^= 0x10
+    path.write_bytes(data)
+
+
+def save_on_rank_zero(run: str, storage: str) -> None:
+    training = Training(run, storage, every_steps=1000)
+    for step in training.ckpt.steps(total=400):
+        training.step()
+        if training.rank == 0 and step % 10 == 0:
+            training.ckpt.save(step)
+        training.ckpt.step(step)
+        time.sleep(0.02)
+
+
+def test_save_on_rank_zero_only_is_found_and_named(spare_group: RankGroup, storage: str) -> None:
+    with pytest.raises(SaveNotCollective, match=r"rank\(s\) 1 .*if rank == 0") as caught:
+        spare_group.run(save_on_rank_zero, "alone", storage)
+    assert caught.value.fields["missing_ranks"] == (1,)
+    assert not Catalog(f"{storage}/alone").checkpoints
+
+
+def train_unsharded_norm(run: str, storage: str) -> None:
+    Training(run, storage, shard_norm=False, every_steps=2).train(20)
+
+
+def test_parameters_that_differ_between_ranks_are_not_silently_dropped(
+    spare_group: RankGroup, storage: str
+) -> None:
+    with pytest.raises(CollectiveError, match="do not hold the same parameters"):
+        spare_group.run(train_unsharded_norm, "drift", storage)
+    assert not Catalog(f"{storage}/drift").checkpoints
+
+
+def train_wider(run: str, storage: str) -> None:
+    Training(run, storage, width=32).train(4)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_kept(group: RankGroup, storage: str) -> None:
+    group.run(train, "model", storage, 2, {"every_steps": 2})
+    with pytest.raises(MismatchError, match=r"model\.0\.weight: shape \(16, 8\).*\(32, 8\)"):
+        group.run(train_wider, "model", storage)
+    assert [r["step"] for r in group.run(full_state, "model", storage, {})] == [2, 2]
+
+
+def register(run: str, storage: str, extra: Any) -> None:
+    import ray_ckpt
+
+    training = Training(run, storage)
+    ckpt = ray_ckpt.Checkpointer(model=training.model, optimizer=training.optimizer, thing=extra())
+    ckpt.restore()
+
+
+def test_state_that_would_need_pickle_is_named_before_training(group: RankGroup, storage: str) -> None:
+    with pytest.raises(UnsupportedLeaf, match=r"thing.*hook"):
+        group.run(register, "pickle", storage, lambda: {"ok": 1, "hook": print})
+    with pytest.raises(UnsupportedItem, match=r"'thing' \(object\).*state_dict"):
+        group.run(register, "pickle", storage, object)
+
+
+def test_resume_must_and_never(group: RankGroup, storage: str) -> None:
+    with pytest.raises(RestoreError, match="none"):
+        group.run(full_state, "modes", storage, {"resume": "must"})
+    group.run(train, "modes", storage, 2, {"every_steps": 2})
+    assert group.run(full_state, "modes", storage, {"resume": "never"})[0]["step"] is None
+
+
+def kill_agent_in_the_middle(run: str, storage: str) -> list[bool]:
+    """Save, lose the agent of rank 1's node, and save on."""
+    import torch.distributed as dist
+
+    training = Training(run, storage, attempt_timeout_s=3, max_block_s=5)
+    training.ckpt.restore()
+    saved = []
+    for step in range(1, 9):
+        training.step()
+        if step == 3 and training.rank == 1:
+            node = ray.get_runtime_context().get_node_id()
+            ray.kill(ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE))
+        dist.barrier()
+        saved.append(training.ckpt.save(step))
+        time.sleep(1.0)
+    training.ckpt.close()
+    return saved
+
+
+def test_training_survives_its_agent_and_is_protected_again(
+    group: RankGroup, cluster: LocalCluster, storage: str
+) -> None:
+    group.run(kill_agent_in_the_middle, "agent", storage)
+    newest = Catalog(f"{storage}/agent").newest()
+    assert newest is not None and newest.info.step == 8
+    assert [r["step"] for r in group.run(full_state, "agent", storage, {})] == [8, 8]
+
+
+def test_the_log_tells_the_whole_story(group: RankGroup, storage: str) -> None:
+    group.run(train, "story", storage, 2, {"every_steps": 2})
+    group.run(train, "story", storage, 4, {"every_steps": 2})
+    log = sorted((Path(storage) / "story" / "ray_ckpt" / "log").iterdir())
+    records = [json.loads(p.read_bytes()) for p in log]
+    assert [r["op"] for r in records[:4]] == ["create", "epoch", "session", "commit"]
+    sessions = [r for r in records if r["op"] == "session"]
+    commits = [r for r in records if r["op"] == "commit"]
+    assert [s["resumed_from"] for s in sessions] == [None, commits[0]["attempt"]]
+    assert [c["step"] for c in commits] == [2, 4]

@@ -1,0 +1,478 @@
+"""One run machine in one process, without Ray: a memory store under its log, fake nodes around it.
+
+`Harness` carries out what the log needs and nothing else; a story tells it events and looks at the effects.
+`Cluster` adds a NodeMachine per node and a wire whose messages the caller delivers in any order, twice, or
+not at all. Both have a manual clock and the same disks, which a node's death takes away. Nothing here knows
+time or chance: a simulator passes both in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from ray_ckpt.config import Resume, RunOptions
+from ray_ckpt.core import messages as m
+from ray_ckpt.core import node as n
+from ray_ckpt.core.coordinator import RunMachine
+from ray_ckpt.format import records as r
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.names import fragment_file, make_attempt, record_file, shard_file
+from ray_ckpt.format.records import encode_record
+from ray_ckpt.storage.log_store import MemoryLogStore, read_log
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, RankRestore
+
+RUN = "gpt"
+RUN_UID = digest(RUN.encode())
+START_S = 1_790_000_000.0
+
+MAX_DELIVERIES = 5_000  # before `settle` calls it a loop
+
+T = TypeVar("T")
+StoreMode = Literal["ok", "silent", "answers lost", "held"]
+"""silent: nothing is written, nothing answered; answers lost: written, not answered; held: see `confirm`."""
+
+
+def of(effects: Iterable[object], kind: type[T]) -> list[T]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def one(effects: Iterable[object], kind: type[T]) -> T:
+    (found,) = of(effects, kind)
+    return found
+
+
+def ops(effects: Iterable[object]) -> list[r.Op]:
+    """What the appends among `effects` say."""
+    return [effect.record.op for effect in of(effects, m.Append)]
+
+
+def entry(name: str, attempt: AttemptId) -> FileEntry:
+    return FileEntry(name=name, size_bytes=100, digest=digest(f"{attempt.attempt}/{name}".encode()))
+
+
+@dataclass(slots=True)
+class Disk:
+    """A node's staging folder: the fragments that are complete there, and every folder."""
+
+    fragments: dict[tuple[str, int], m.HeldFragment] = field(default_factory=dict)
+    folders: dict[str, str] = field(default_factory=dict)  # attempt -> directory
+
+    def put(self, held: m.HeldFragment) -> None:
+        self.fragments[held.attempt.attempt, held.node_index] = held
+        self.folders[held.attempt.attempt] = held.attempt.directory
+
+    def delete(self, attempt: str) -> None:
+        self.folders.pop(attempt, None)
+        self.fragments = {k: held for k, held in self.fragments.items() if k[0] != attempt}
+
+    def inventory(self) -> m.Inventory:
+        return m.Inventory(
+            fragments=tuple(self.fragments.values()), directories=tuple(sorted(self.folders.values()))
+        )
+
+
+class Harness:
+    """A run machine, its log and its nodes' disks. Each method returns the effects, in order."""
+
+    def __init__(self, nodes: str = "ab", *, ranks_per_node: int = 1, **options: Any) -> None:
+        self.options = RunOptions(**options)
+        self.store = MemoryLogStore()
+        self.store_mode: StoreMode = "ok"
+        self.ranks_per_node = ranks_per_node
+        self.now_s = 0.0
+        self.disks = {node: Disk() for node in nodes}
+        self.live = set(nodes)
+        self.held: list[m.Append] = []
+        self.transcript: list[m.Effect] = []
+        self.num_coordinators = 0
+        self.num_groups = 0
+        self.start_coordinator()
+
+    # -- the coordinator and its log -----------------------------------------------------------------
+
+    def start_coordinator(self) -> tuple[m.Effect, ...]:
+        """A new process: it knows nothing but the log."""
+        self.num_coordinators += 1
+        self.machine = RunMachine(options=self.options, writer=f"coordinator-{self.num_coordinators}")
+        opened = m.LogOpened(records=read_log(self.store), run_name=RUN, fresh_uid=RUN_UID)
+        seen = m.NodesSeen(live=frozenset(self.live))
+        return (*self.tick(), *self.tell(opened, seen))
+
+    def tell(self, *events: m.Event) -> tuple[m.Effect, ...]:
+        """The effects of `events` and of the store's answers to the appends among them."""
+        effects: list[m.Effect] = []
+        todo = deque(events)
+        while todo:
+            for effect in self.machine.handle(todo.popleft()):
+                effects.append(effect)
+                if isinstance(effect, m.Append):
+                    todo.extend(self.append(effect))
+        self.transcript += effects
+        return tuple(effects)
+
+    def append(self, effect: m.Append) -> tuple[m.Appended, ...]:
+        seq = effect.record.seq
+        if self.store_mode == "held":
+            self.held.append(effect)
+            return ()
+        if self.store_mode == "silent":
+            return (m.Appended(seq=seq, outcome="unknown"),)
+        outcome = self.store.create(record_file(seq), encode_record(effect.record)).value
+        return (m.Appended(seq=seq, outcome="unknown" if self.store_mode == "answers lost" else outcome),)
+
+    def confirm(self, *, hold_next: bool = False) -> tuple[m.Effect, ...]:
+        """Carry out the held appends; what follows from them is held again or carried out."""
+        self.store_mode = "ok"
+        held, self.held = self.held, []
+        answers = [answer for effect in held for answer in self.append(effect)]
+        self.store_mode = "held" if hold_next else "ok"
+        return self.tell(*answers)
+
+    def tick(self, seconds: float = 0.0) -> tuple[m.Effect, ...]:
+        self.now_s += seconds
+        return self.tell(self.ticked)
+
+    @property
+    def ticked(self) -> m.Ticked:
+        return m.Ticked(now_s=self.now_s, wall_s=START_S + self.now_s)
+
+    @property
+    def records(self) -> list[r.Op]:
+        """What the log says."""
+        return [record.op for record, _ in read_log(self.store)]
+
+    def checkpoint(self, attempt: AttemptId) -> CheckpointInfo:
+        return self.machine.history.checkpoints[attempt.attempt]
+
+    # -- groups --------------------------------------------------------------------------------------
+
+    def group(self, nodes: str, *, token: str = "", resume: Resume = "auto") -> m.GroupOpened:
+        """The event of a group on `nodes`, with what the live nodes hold now."""
+        if not token:
+            self.num_groups += 1
+            token = f"group-{self.num_groups}"
+        width = self.ranks_per_node
+        return m.GroupOpened(
+            token=token,
+            nodes=tuple(
+                m.GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
+                for i, node in enumerate(nodes)
+            ),
+            inventories={node: self.disks[node].inventory() for node in sorted(self.live)},
+            resume=resume,
+            service="service-1",
+        )
+
+    def restored(self, node: str, *, session: int | None = None, damage: Sequence[str] = ()) -> m.NodeRestored:
+        """The event of all ranks of `node` having read their state. Its token is `restored-<node>`."""
+        plan = self.plan
+        here = next((p for p in plan.nodes if p.node_id == node), None)
+        ranks = here.ranks if here else ()
+        return m.NodeRestored(
+            token=f"restored-{node}",
+            session=plan.session if session is None else session,
+            node_id=node,
+            ranks=tuple(RankRestore(rank=k, damage=tuple(damage)) for k in ranks),
+        )
+
+    def open(self, nodes: str = "ab", *, resume: Resume = "auto") -> tuple[m.Effect, ...]:
+        """A group opens on `nodes`, restores without damage, and trains."""
+        effects = self.tell(self.group(nodes, resume=resume))
+        return (*effects, *self.tell(*(self.restored(node) for node in nodes)))
+
+    @property
+    def plan(self) -> m.SessionPlan:
+        assert self.machine.plan is not None
+        return self.machine.plan
+
+    def lose(self, *nodes: str) -> tuple[m.Effect, ...]:
+        """Nodes die, and their disks with them."""
+        for node in nodes:
+            self.live.discard(node)
+            self.disks[node] = Disk()
+        return self.tell(m.NodesSeen(live=frozenset(self.live)))
+
+    # -- saves, as events ------------------------------------------------------------------------------
+
+    def attempt(self, step: int, *, number: int = 0) -> AttemptId:
+        return make_attempt(run_uid=RUN_UID, session=self.plan.session, step=step, attempt=number)
+
+    def stored(self, attempt: AttemptId, node: str, *, replicated: Sequence[str] = ("same",)) -> m.NodeStored:
+        here = next(p for p in self.plan.nodes if p.node_id == node)
+        num = len(self.plan.nodes)
+        self.disks[node].put(
+            m.HeldFragment(attempt=attempt, node_index=here.node_index, num_nodes=num)
+        )
+        names = [*(shard_file(k, self.plan.world_size) for k in here.ranks), fragment_file(here.node_index, num)]
+        return m.NodeStored(
+            attempt=attempt,
+            node_index=here.node_index,
+            node_id=node,
+            files=tuple(entry(name, attempt) for name in names),
+            replicated=tuple(replicated),
+            metrics={"loss": 1.0 / attempt.step} if 0 in here.ranks else None,
+        )
+
+    def copied(self, attempt: AttemptId, node: str, holder: str, *, error: str | None = None) -> m.ReplicaEnded:
+        """The event of the copy of `node`'s fragment to `holder`."""
+        here = next(p for p in self.plan.nodes if p.node_id == node)
+        if error is None:
+            self.disks[holder].put(
+                m.HeldFragment(attempt=attempt, node_index=here.node_index, num_nodes=len(self.plan.nodes))
+            )
+        return m.ReplicaEnded(attempt=attempt, node_index=here.node_index, holder=holder, error=error)
+
+    def save(self, step: int, *, copies: bool = True) -> tuple[m.Effect, ...]:
+        """Every node stores the checkpoint of `step`, and every planned copy arrives."""
+        attempt = self.attempt(step)
+        events: list[m.Event] = [self.stored(attempt, p.node_id) for p in self.plan.nodes]
+        if copies:
+            events += [self.copied(attempt, p.node_id, h) for p in self.plan.nodes for h in p.holders]
+        return self.tell(*events)
+
+    def drained(self, drain: m.Drain, *, error: str | None = None) -> tuple[m.Effect, ...]:
+        return self.tell(
+            m.DrainEnded(
+                attempt=drain.attempt, node_index=drain.node_index, node_id=drain.node_id, error=error
+            )
+        )
+
+    def drain_all(self, effects: Iterable[object]) -> tuple[m.Effect, ...]:
+        """Carry out every Drain among `effects` and, when it comes to that, the description."""
+        told = [e for drain in of(effects, m.Drain) for e in self.drained(drain)]
+        for write in of(told, m.WriteDescription):
+            told += self.tell(m.DescriptionWritten(attempt=write.checkpoint.id, error=None))
+        return tuple(told)
+
+
+# -- with node machines ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToCoordinator:
+    event: m.Event
+
+
+@dataclass(frozen=True, slots=True)
+class ToNode:
+    node: str
+    event: n.NodeEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """An effect of the run machine that is yet to be carried out."""
+
+    effect: m.Effect
+
+
+Message = ToCoordinator | ToNode | Do
+
+
+class Cluster(Harness):
+    """Nodes that save, copy, drain, delete and restore. What is under way lies in `wire`.
+
+    `generations` counts the deaths of each node. A rank restores as soon as its node has the session.
+    """
+
+    def __init__(self, nodes: str = "ab", *, ranks_per_node: int = 1, **options: Any) -> None:
+        self.wire: list[Message] = []
+        self.machines = {node: n.NodeMachine() for node in nodes}
+        self.remote: dict[str, set[int]] = {}
+        self.described: set[str] = set()
+        self.settled: list[tuple[str, n.Settle]] = []
+        self.failed_tokens: dict[str, Exception] = {}
+        self.replies: dict[str, object] = {}
+        self.stepped_down = False
+        self.generations = dict.fromkeys(nodes, 0)
+        self.drain_error: Callable[[m.Drain], str | None] = lambda _: None
+        super().__init__(nodes, ranks_per_node=ranks_per_node, **options)
+
+    def tell(self, *events: m.Event) -> tuple[m.Effect, ...]:
+        """As an actor does: the effects of each event go out in order."""
+        effects: list[m.Effect] = []
+        for event in events:
+            effects += self.machine.handle(event)
+        self.transcript += effects
+        self.wire += [Do(effect) for effect in effects]
+        return tuple(effects)
+
+    def start_coordinator(self) -> tuple[m.Effect, ...]:
+        """What the old one had under way is lost with it; what nodes send reaches the new one."""
+        self.wire = [message for message in self.wire if isinstance(message, ToNode)]
+        return super().start_coordinator()
+
+    def settle(self) -> None:
+        """Deliver everything in the order in which it was sent."""
+        for _ in range(MAX_DELIVERIES):
+            if not self.wire:
+                return
+            self.deliver(self.wire.pop(0))
+        raise AssertionError(f"the cluster does not come to rest: {self.wire[:5]}")
+
+    def capture(self, step: int, *, number: int = 0) -> AttemptId:
+        """Every rank of the session captures `step`."""
+        attempt = self.attempt(step, number=number)
+        for node in self.plan.nodes:
+            if node.node_id in self.live:
+                for rank in node.ranks:
+                    self.wire.append(ToNode(node.node_id, self._sealed(attempt, rank)))
+        return attempt
+
+    def lose(self, *nodes: str) -> tuple[m.Effect, ...]:
+        for node in nodes:
+            self.machines[node] = n.NodeMachine()
+            self.generations[node] += 1
+        self.wire = [w for w in self.wire if not (isinstance(w, ToNode) and w.node in nodes)]
+        return super().lose(*nodes)
+
+    def join(self, node: str) -> None:
+        """A node comes (back); the coordinator sees it when it next looks."""
+        self.live.add(node)
+
+    def deliver(self, message: Message) -> None:
+        match message:
+            case ToCoordinator(event=event):
+                self.tell(event)
+            case ToNode(node=node, event=node_event):
+                if node in self.live:
+                    for effect in self.machines[node].handle(node_event):
+                        self._node_does(node, effect)
+                    if isinstance(node_event, n.SessionStarted):
+                        self.wire.append(ToCoordinator(self._restore(node_event.plan, node)))
+            case Do(effect=effect):
+                self._do(effect)
+
+    # -- the coordinator's effects ---------------------------------------------------------------------
+
+    def _do(self, effect: m.Effect) -> None:
+        match effect:
+            case m.Append():
+                self.wire += [ToCoordinator(answer) for answer in self.append(effect)]
+            case m.AskInventory(group=group):
+                nodes = "".join(node.node_id for node in group.nodes)
+                self.now_s += 1  # as long as it takes to ask
+                self.wire.append(ToCoordinator(self.ticked))
+                self.wire.append(ToCoordinator(self.group(nodes, token=group.token, resume=group.resume)))
+            case m.StartSession(plan=plan):
+                for node in plan.nodes:
+                    started = n.SessionStarted(plan=plan, node_id=node.node_id)
+                    self.wire.append(ToNode(node.node_id, started))
+            case m.Reply(token=token, value=value):
+                self.replies[token] = value
+            case m.Fail(token=token, error=failure):
+                self.failed_tokens[token] = failure
+            case m.Publish(attempt=attempt, level=level, error=error, nodes=nodes_told):
+                published = n.Published(attempt=attempt, level=level, error=error)
+                self.wire += [ToNode(node_told, published) for node_told in nodes_told]
+            case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
+                self._copy(source, attempt, index, holder)
+            case m.Drain():
+                self._drain(effect)
+            case m.WriteDescription(checkpoint=checkpoint):
+                whole = self.remote.get(checkpoint.id.attempt, set()) == set(range(checkpoint.num_nodes))
+                assert whole, "described before all fragments were there"
+                self.described.add(checkpoint.id.attempt)
+                self.wire.append(ToCoordinator(m.DescriptionWritten(attempt=checkpoint.id, error=None)))
+            case m.Delete(attempt=name, place=place):
+                if place == m.REMOTE:
+                    self.remote.pop(name, None)
+                    self.described.discard(name)
+                else:
+                    self.disks[place].delete(name)
+                self.wire.append(ToCoordinator(m.DeleteEnded(attempt=name, place=place, error=None)))
+            case m.DeleteStrays(node_id=node_id, directories=directories):
+                for attempt_name, directory in list(self.disks[node_id].folders.items()):
+                    if directory in directories:
+                        self.disks[node_id].delete(attempt_name)
+            case m.StepDown():
+                self.stepped_down = True
+            case m.Warn():
+                pass
+
+    def _restore(self, plan: m.SessionPlan, node_id: str) -> m.NodeRestored:
+        """What the ranks of a node find when they read the resume point's sources."""
+        node = next(node for node in plan.nodes if node.node_id == node_id)
+        damage: tuple[str, ...] = ()
+        if plan.resume is not None:
+            checkpoint = plan.resume.checkpoint
+            name = checkpoint.id.attempt
+            damage = tuple(
+                f"fragment {i}"
+                for i, holders in enumerate(plan.resume.holders)
+                if name not in self.described
+                and not any((name, i) in self.disks[h].fragments for h in holders if h in self.live)
+            )
+        return m.NodeRestored(
+            token=f"restored-{plan.session}-{node.node_id}",
+            session=plan.session,
+            node_id=node.node_id,
+            ranks=tuple(RankRestore(rank=k, damage=damage) for k in node.ranks),
+        )
+
+    def _drain(self, effect: m.Drain) -> None:
+        name, index = effect.attempt.attempt, effect.node_index
+        error = self.drain_error(effect)
+        if effect.node_id not in self.live or (name, index) not in self.disks[effect.node_id].fragments:
+            error = "not here"
+        if error is None:
+            self.remote.setdefault(name, set()).add(index)
+        ended = m.DrainEnded(attempt=effect.attempt, node_index=index, node_id=effect.node_id, error=error)
+        self.wire.append(ToCoordinator(ended))
+
+    def _copy(self, source: str, attempt: AttemptId, index: int, holder: str) -> None:
+        held = self.disks[source].fragments.get((attempt.attempt, index))
+        error = None if held and {source, holder} <= self.live else "the peer does not answer"
+        if held and error is None:
+            self.disks[holder].put(held)
+        if source in self.live:
+            ended = m.ReplicaEnded(attempt=attempt, node_index=index, holder=holder, error=error)
+            self.wire.append(ToCoordinator(ended))
+
+    # -- a node's effects ------------------------------------------------------------------------------
+
+    def _node_does(self, node: str, effect: n.NodeEffect) -> None:
+        match effect:
+            case n.WriteShard(attempt=attempt, rank=rank):
+                self.disks[node].folders[attempt.attempt] = attempt.directory
+                files = (entry(shard_file(rank, self.plan_of(node).world_size), attempt),)
+                written = n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=())
+                self.wire.append(ToNode(node, written))
+            case n.WriteFragment(fragment=fragment):
+                attempt = fragment.attempt
+                index, num = fragment.node_index, fragment.num_nodes
+                self.disks[node].put(m.HeldFragment(attempt=attempt, node_index=index, num_nodes=num))
+                file = entry(fragment_file(index, num), attempt)
+                self.wire.append(ToNode(node, n.FragmentWritten(attempt=attempt, entry=file)))
+            case n.TellStored():
+                stored = m.NodeStored(
+                    attempt=effect.attempt,
+                    node_index=effect.node_index,
+                    node_id=node,
+                    files=effect.files,
+                    replicated=effect.replicated,
+                    metrics=effect.metrics,
+                )
+                self.wire.append(ToCoordinator(stored))
+            case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
+                self.wire.append(ToCoordinator(m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)))
+            case n.SendCopy(attempt=attempt, node_index=index, holder=holder):
+                self._copy(node, attempt, index, holder)
+            case n.Settle():
+                self.settled.append((node, effect))
+            case n.DeleteFolder(attempt=attempt):
+                self.disks[node].delete(attempt.attempt)
+            case n.Release():
+                pass
+
+    def plan_of(self, node: str) -> m.SessionPlan:
+        plan = self.machines[node].plan
+        assert plan is not None
+        return plan
+
+    def _sealed(self, attempt: AttemptId, rank: int) -> n.ShardSealed:
+        metrics = {"loss": 1.0} if rank == 0 else None
+        return n.ShardSealed(attempt=attempt, rank=rank, replicated="same", metrics=metrics)

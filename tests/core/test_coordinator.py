@@ -1,0 +1,877 @@
+"""Stories of the run machine: events in, effects asserted. The machine's rules are in its docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.errors import (
+    CollectiveError,
+    Fenced,
+    RestoreError,
+    RunSuperseded,
+    SaveNotCollective,
+    Unavailable,
+)
+from ray_ckpt.format import records as r
+from ray_ckpt.format.digest import root_digest
+from ray_ckpt.format.names import make_attempt, record_file
+from ray_ckpt.types import AttemptId, Level
+from tests.core.driver import RUN, RUN_UID, Cluster, Harness, of, one, ops
+
+
+def commits(effects: Iterable[object]) -> list[tuple[int, Level, int]]:
+    return [(op.step, op.level, op.replicas) for op in ops(effects) if isinstance(op, r.Commit)]
+
+
+def dropped(effects: Iterable[object]) -> list[m.Publish]:
+    return [publish for publish in of(effects, m.Publish) if publish.error is not None]
+
+
+def live_steps(harness: Harness) -> list[int]:
+    return [c.step for c in harness.machine.history.live()]
+
+
+# -- a run begins ------------------------------------------------------------------------------------
+
+
+def test_a_new_run_writes_create_and_epoch_then_a_session_per_group() -> None:
+    run = Harness("ab")
+    assert run.records == [r.Create(run_uid=RUN_UID, run_name=RUN, format=1), r.Epoch()]
+    assert run.machine.is_open
+
+    effects = run.tell(run.group("ab", token="t"))
+    assert ops(effects) == [
+        r.Session(
+            session=1, service="service-1", after=None, resumed_from=None, world_size=2, num_nodes=2
+        )
+    ]
+    start = one(effects, m.StartSession)
+    assert (start.tokens, start.plan.resume) == (("t",), None)
+    assert [(n.node_id, n.node_index, n.ranks, n.holders) for n in start.plan.nodes] == [
+        ("a", 0, (0,), ("b",)),
+        ("b", 1, (1,), ("a",)),
+    ]
+    assert not run.tell(run.restored("a")), "nobody trains before all have their state"
+    assert run.tell(run.restored("b")) == (
+        m.Reply(token="restored-a", value=None),
+        m.Reply(token="restored-b", value=None),
+    )
+
+
+def test_nothing_is_started_before_its_record_is_confirmed() -> None:
+    run = Harness("ab")
+    run.store_mode = "held"
+    assert [type(e) for e in run.tell(run.group("ab"))] == [m.Append]
+    assert one(run.confirm(), m.StartSession).plan.session == 1
+
+
+def test_a_second_coordinator_fences_with_the_next_epoch() -> None:
+    run = Harness("ab")
+    run.start_coordinator()
+    assert run.records[1:] == [r.Epoch(), r.Epoch()]
+    assert run.machine.history.epoch == 2
+
+
+def test_a_single_node_says_once_that_checkpoints_are_local() -> None:
+    run = Harness("a")
+    first = [w.text for w in of(run.open("a"), m.Warn)]
+    assert len(first) == 1 and "are local until drained" in first[0]
+    assert not of(run.open("a"), m.Warn)
+    assert commits(run.save(10)) == [(10, Level.LOCAL, 0)]
+
+
+# -- a save ------------------------------------------------------------------------------------------
+
+
+def test_a_commit_waits_for_every_node_and_every_replica() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    stored_a, stored_b = run.stored(attempt, "a"), run.stored(attempt, "b")
+    assert not run.tell(stored_a, run.copied(attempt, "a", "b"), stored_b)
+    effects = run.tell(run.copied(attempt, "b", "a"))
+    assert [type(e) for e in effects] == [m.Append, m.Publish]
+    (op,) = ops(effects)
+    files = (*stored_a.files, *stored_b.files)
+    assert op == r.Commit(
+        session=1,
+        step=10,
+        attempt=attempt.attempt,
+        level=Level.REPLICATED,
+        replicas=1,
+        world_size=2,
+        num_nodes=2,
+        size_bytes=sum(f.size_bytes for f in files),
+        root_digest=root_digest(files),
+        metrics={"loss": 0.1},
+    )
+    assert one(effects, m.Publish) == m.Publish(
+        attempt=attempt, level=Level.REPLICATED, error=None, nodes=("a", "b")
+    )
+
+
+def test_a_copy_that_arrives_before_its_source_reports_counts() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    copies = [run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")]
+    stored = [run.stored(attempt, "a"), run.stored(attempt, "b")]
+    assert commits(run.tell(*copies, *stored)) == [(10, Level.REPLICATED, 1)]
+
+
+def test_after_the_goal_timeout_a_local_checkpoint_is_committed_and_promoted_later() -> None:
+    run = Harness("ab", goal_timeout_s=60)
+    run.open("ab")
+    assert not run.save(10, copies=False)
+    attempt = run.attempt(10)
+    assert not run.tell(run.copied(attempt, "a", "b"))
+    assert not run.tick(60)
+    assert commits(run.tick(1)) == [(10, Level.LOCAL, 0)]
+
+    effects = run.tell(run.copied(attempt, "b", "a"))
+    assert ops(effects) == [r.Promote(attempt=attempt.attempt, level=Level.REPLICATED, replicas=1)]
+    assert one(effects, m.Publish).level is Level.REPLICATED
+    assert run.checkpoint(attempt).level is Level.REPLICATED
+
+
+def test_a_failed_copy_goes_to_another_node() -> None:
+    run = Harness("abc")
+    run.open("ab")
+    run.save(10, copies=False)
+    attempt = run.attempt(10)
+    effects = run.tell(run.copied(attempt, "a", "b", error="disk full"))
+    assert one(effects, m.Replicate) == m.Replicate(attempt=attempt, node_index=0, source="a", holder="c")
+    assert "disk full" in one(effects, m.Warn).text
+    assert commits(run.tell(run.copied(attempt, "b", "a"), run.copied(attempt, "a", "c"))) == [
+        (10, Level.REPLICATED, 1)
+    ]
+
+
+def test_without_another_node_the_commit_is_made_at_the_level_reached() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10, copies=False)
+    attempt = run.attempt(10)
+    assert not commits(run.tell(run.copied(attempt, "a", "b", error="disk full")))
+    assert commits(run.tell(run.copied(attempt, "b", "a"))) == [(10, Level.LOCAL, 0)]
+
+
+def test_two_failed_copies_of_a_fragment_go_to_two_other_nodes() -> None:
+    run = Harness("abcde", replicas=2)
+    run.open("abc")
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "a"))
+    effects = run.tell(*(run.copied(attempt, "a", holder, error="no") for holder in "bc"))
+    assert sorted(e.holder for e in of(effects, m.Replicate)) == ["d", "e"]
+
+
+def test_giving_up_one_copy_still_waits_for_the_others() -> None:
+    run = Harness("abc", replicas=2)
+    run.open("abc")
+    attempt = run.attempt(10)
+    run.tell(*(run.stored(attempt, node) for node in "abc"))
+    for node, others in (("b", "ac"), ("c", "ab")):
+        run.tell(*(run.copied(attempt, node, other) for other in others))
+    assert not commits(run.tell(run.copied(attempt, "a", "b", error="no")))
+    assert commits(run.tell(run.copied(attempt, "a", "c"))) == [(10, Level.REPLICATED, 1)]
+
+
+def test_a_copy_whose_holder_died_before_the_commit_does_not_count() -> None:
+    run = Harness("abc")
+    run.open("ab")
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "a"), run.copied(attempt, "a", "b", error="no"))
+    run.tell(run.copied(attempt, "a", "c"), run.stored(attempt, "b"))
+    effects = [*run.lose("c"), *run.tell(run.copied(attempt, "b", "a"))]
+    effects += run.tick(run.options.goal_timeout_s + 1)
+    assert commits(effects) in ([(10, Level.LOCAL, 0)], [])
+
+
+def test_messages_that_come_twice_commit_once() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    events: list[m.Event] = [run.stored(attempt, "a"), run.stored(attempt, "b")]
+    events += [run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")]
+    assert len(commits(run.tell(*[e for e in events for _ in range(2)], *events))) == 1
+    late = run.tell(run.stored(attempt, "b"))
+    assert late == (m.Publish(attempt=attempt, level=Level.REPLICATED, error=None, nodes=("b",)),)
+
+
+def test_an_answer_for_another_record_changes_nothing() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    seq = run.machine.history.next_seq
+    assert not run.tell(m.Appended(seq=seq, outcome="ok"), m.Appended(seq=seq - 1, outcome="exists"))
+    assert run.machine.is_open
+
+
+# -- a save that fails -------------------------------------------------------------------------------
+
+
+def test_a_missing_rank_is_named_and_its_attempt_dropped() -> None:
+    run = Harness("ab", attempt_timeout_s=60)
+    run.open("ab")
+    run.save(10)
+    attempt = run.attempt(20)
+    run.tell(run.stored(attempt, "a"))
+    assert not run.tick(60)
+    effects = run.tick(1)
+    (publish,) = dropped(effects)
+    assert (publish.attempt, publish.level, publish.nodes) == (attempt, None, ("a", "b"))
+    assert isinstance(publish.error, Unavailable) and "Rank(s) 1 did not finish" in str(publish.error)
+    assert not commits(run.tell(run.stored(attempt, "b"))), "late messages of a dropped attempt"
+
+
+def test_a_save_on_rank_0_only_is_found_when_the_others_have_passed_it() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "a"))
+    at = m.RanksProgressed(session=1, ranks={1: m.RankProgress(step=10, saved_step=0)})
+    assert not run.tell(at), "rank 1 may be about to save"
+    past = m.RanksProgressed(session=1, ranks={1: m.RankProgress(step=11, saved_step=0)})
+    (publish,) = dropped(run.tell(past))
+    assert isinstance(publish.error, SaveNotCollective)
+    assert publish.error.fields == {"step": 10, "missing_ranks": (1,)}
+
+
+def test_a_slow_rank_that_has_saved_the_step_is_not_accused() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.tell(run.stored(run.attempt(10), "a"))
+    progress = m.RanksProgressed(session=1, ranks={1: m.RankProgress(step=12, saved_step=10)})
+    assert not run.tell(progress)
+    other = m.RanksProgressed(session=7, ranks={1: m.RankProgress(step=12, saved_step=0)})
+    assert not run.tell(other)
+
+
+def test_a_save_on_rank_0_only_is_found_by_the_timeout_too() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.tell(run.stored(run.attempt(10), "a"))
+    (publish,) = dropped(run.tick(61))
+    assert isinstance(publish.error, SaveNotCollective)
+
+
+def test_ranks_that_differ_in_what_they_share_are_told() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "a"), run.stored(attempt, "b", replicated=("other",)))
+    effects = run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
+    assert not commits(effects)
+    (publish,) = dropped(effects)
+    assert isinstance(publish.error, CollectiveError) and publish.nodes == ("a", "b")
+
+
+def test_a_refused_save_is_dropped_for_all() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "a"))
+    (publish,) = dropped(run.tell(m.SaveRefused(attempt=attempt, ranks=(1,), reason="the disk is full")))
+    assert "Rank(s) 1 could not take part: the disk is full" in str(publish.error)
+    assert publish.nodes == ("a", "b")
+
+
+def test_a_refusal_that_comes_first_drops_the_attempt_too() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    assert dropped(run.tell(m.SaveRefused(attempt=attempt, ranks=(1,), reason="busy")))
+    (publish,) = dropped(run.tell(run.stored(attempt, "a")))
+    assert publish.nodes == ("a",)
+
+
+def test_a_newer_commit_drops_what_it_overtook() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    old = run.attempt(10)
+    run.tell(run.stored(old, "a"))
+    effects = run.save(20)
+    assert commits(effects) == [(20, Level.REPLICATED, 1)]
+    assert [p.attempt for p in dropped(effects)] == [old]
+
+
+def test_a_nodes_death_drops_the_attempts_that_wait_for_it() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "a"))
+    (publish,) = dropped(run.lose("b"))
+    assert "b died during the save" in str(publish.error)
+    assert publish.nodes == ("a",)
+
+
+def test_what_died_with_its_only_node_is_not_committed() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "b"))
+    effects = [*run.lose("b"), *run.tell(run.stored(attempt, "a"))]
+    effects += [*run.tick(run.options.goal_timeout_s + 1), *run.tick(run.options.goal_timeout_s + 1)]
+    assert not commits(effects), "fragment 1 is gone"
+    assert dropped(effects)
+
+
+def test_a_copy_that_arrives_after_the_drop_is_removed() -> None:
+    run = Harness("abc")
+    run.open("ab")
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "a"), run.copied(attempt, "a", "b", error="no"))  # c copies now
+    drop = run.tell(m.SaveRefused(attempt=attempt, ranks=(1,), reason="busy"))
+    late = run.tell(run.copied(attempt, "a", "c"))
+    told = {node for publish in dropped([*drop, *late]) for node in publish.nodes}
+    assert "c" in told, "or its copy stays on c's disk until the next session"
+
+
+# -- sessions ----------------------------------------------------------------------------------------
+
+
+def test_messages_of_an_older_session_are_answered_with_superseded() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    old, stored = run.attempt(10), run.stored(run.attempt(10), "a")
+    run.open("ab")
+    (publish,) = of(run.tell(stored), m.Publish)
+    assert (publish.attempt, publish.nodes) == (old, ("a",)) and isinstance(publish.error, RunSuperseded)
+    fail = one(run.tell(run.restored("a", session=1)), m.Fail)
+    assert isinstance(fail.error, RunSuperseded)
+    assert not run.tell(run.copied(old, "a", "b"), m.SaveRefused(attempt=old, ranks=(0,), reason="x"))
+
+
+def test_a_new_group_supersedes_those_that_wait() -> None:
+    run = Harness("ab")
+    run.tell(run.group("ab"))
+    run.tell(run.restored("a"))
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "a"))
+    effects = run.tell(run.group("ab"))
+    assert [(f.token, type(f.error)) for f in of(effects, m.Fail)] == [("restored-a", RunSuperseded)]
+    assert [p.attempt for p in dropped(effects)] == [attempt]
+    assert one(effects, m.StartSession).plan.session == 2
+
+
+def test_a_finish_that_waits_is_failed_by_a_new_group() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.tell(m.FinishAsked(token="finish"))
+    effects = run.tell(run.group("ab"))
+    assert "finish" in [f.token for f in of(effects, m.Fail)]
+
+
+def test_a_late_inventory_of_a_superseded_group_opens_nothing() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.lose("b", "a")
+    run.live |= {"a", "b"}
+    ask = one(run.tell(run.group("ab", token="old")), m.AskInventory)
+    run.tell(run.group("ab", token="new"))
+    effects = run.tell(ask.group)
+    assert not of(effects, m.Fail) and not of(effects, m.StartSession)
+
+
+def test_a_commit_in_flight_outlives_its_group() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    run.store_mode = "held"
+    run.save(10)
+    run.tell(run.group("ab"))
+    effects = run.confirm()
+    assert [type(op) for op in run.records[-2:]] == [r.Commit, r.Session]
+    assert [(p.attempt, p.level) for p in of(effects, m.Publish)] == [(attempt, Level.REPLICATED)]
+
+
+def test_what_is_being_committed_is_never_called_dropped() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    again = run.stored(attempt, "a")
+    run.store_mode = "held"
+    run.save(10)
+    effects = [*run.tell(run.group("ab")), *run.tell(again)]
+    assert not dropped(effects), "the node would delete the files of a checkpoint that is about to exist"
+
+
+# -- restore -----------------------------------------------------------------------------------------
+
+
+def test_the_newest_checkpoint_with_full_sources_is_restored() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.save(20)
+    effects = run.tell(run.group("ab"))
+    resume = one(effects, m.StartSession).plan.resume
+    assert resume is not None
+    assert (resume.checkpoint.step, resume.holders) == (20, (("a", "b"), ("a", "b")))
+    for node in "ab":
+        effects = run.tell(run.restored(node))
+    assert [op.text for op in ops(effects) if isinstance(op, r.Note)][0].startswith("restored step 20")
+
+
+def test_a_group_on_other_nodes_restores_from_peers() -> None:
+    run = Harness("abc")
+    run.open("ab")
+    run.save(10)
+    run.lose("a")
+    resume = one(run.tell(run.group("bc")), m.StartSession).plan.resume
+    assert resume is not None and resume.holders == (("b",), ("b",))
+
+
+def test_a_restore_waits_for_nodes_that_may_return() -> None:
+    run = Harness("ab", replicas=0)
+    run.open("ab")
+    run.save(10)
+    run.live.discard("b")  # its disk stays
+    run.tell(m.NodesSeen(live=frozenset("a")))
+    ask = one(run.tell(run.group("a", token="t")), m.AskInventory)
+    assert (ask.group.token, run.machine.plan) == ("t", None)
+
+    run.live.add("b")
+    effects = run.tell(run.group("a", token="t"))
+    start = one(effects, m.StartSession)
+    assert start.tokens == ("t",)
+    assert start.plan.resume is not None and start.plan.resume.holders == (("a",), ("b",))
+
+
+def test_after_the_wait_a_restore_falls_back_to_a_durable_one_and_says_so() -> None:
+    run = Harness("ab", replicas=0, inventory_wait_s=10, remote_every=1)
+    run.open("ab")
+    run.drain_all(run.save(10))
+    run.save(20)
+    run.lose("b")
+    assert of(run.tell(run.group("a", token="t")), m.AskInventory)
+    run.tick(9)
+    assert of(run.tell(run.group("a", token="t")), m.AskInventory)
+    run.tick(1)
+    effects = run.tell(run.group("a", token="t"))
+    resume = one(effects, m.StartSession).plan.resume
+    assert resume is not None and (resume.checkpoint.step, resume.holders) == (10, (("a",), ()))
+    assert "Step 20 has lost all copies of a part; step 10 is restored instead" in one(effects, m.Warn).text
+
+
+def test_after_the_wait_a_restore_falls_back_to_an_older_one() -> None:
+    run = Harness("abc", inventory_wait_s=0)
+    run.open("ab")
+    run.save(10)
+    run.save(20, copies=False)
+    run.tick(61)
+    run.lose("b")
+    effects = run.tell(run.group("ac"))
+    resume = one(effects, m.StartSession).plan.resume
+    assert resume is not None and resume.checkpoint.step == 10
+
+
+def test_damage_on_one_node_takes_all_to_the_older_checkpoint_in_a_new_session() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.save(20)
+    run.tell(run.group("ab"))
+    assert not run.tell(run.restored("a"))
+    effects = run.tell(run.restored("b", damage=["shard-00001: model.weight"]))
+    assert "Step 20 cannot be restored: no intact copy of shard-00001" in of(effects, m.Warn)[0].text
+    start = one(effects, m.StartSession)
+    assert start.tokens == ("restored-a", "restored-b")
+    assert (start.plan.session, start.plan.resume and start.plan.resume.checkpoint.step) == (3, 10)
+    assert not of(effects, m.Reply)
+    assert len(of([*run.tell(run.restored("a")), *run.tell(run.restored("b"))], m.Reply)) == 2
+
+
+def test_the_branch_left_behind_by_damage_goes_when_the_new_one_has_its_level() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.save(20)
+    run.tell(run.group("ab"))
+    run.tell(run.restored("a"), run.restored("b", damage=["x"]))
+    run.tell(run.restored("a"), run.restored("b"))
+    assert [c.step for c in run.machine.history.lineage()] == [10]
+    assert live_steps(run) == [10, 20]
+    run.save(15)
+    assert [c.step for c in run.machine.history.lineage()] == [10, 15]
+    assert live_steps(run) == [10, 15]
+
+
+def test_with_nothing_intact_everyone_gets_a_restore_error() -> None:
+    run = Harness("ab", inventory_wait_s=0)
+    run.open("ab")
+    run.save(10)
+    run.tell(run.group("ab"))
+    effects = run.tell(run.restored("a"), run.restored("b", damage=["all of it"]))
+    fails = of(effects, m.Fail)
+    assert [f.token for f in fails] == ["restored-a", "restored-b"]
+    assert all(isinstance(f.error, RestoreError) and f.error.hint for f in fails)
+    assert not of(effects, m.StartSession)
+
+
+def test_lost_sources_give_a_restore_error_that_names_the_steps() -> None:
+    run = Harness("ab", inventory_wait_s=0)
+    run.open("ab")
+    run.save(10)
+    run.lose("a", "b")
+    run.live.add("a")
+    fail = one(run.tell(run.group("a", token="t")), m.Fail)
+    assert fail.token == "t" and isinstance(fail.error, RestoreError)
+    assert "recorded steps without a full set of copies: 10" in str(fail.error)
+
+
+def test_resume_never_starts_from_scratch() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    effects = run.tell(run.group("ab", resume="never"))
+    assert one(effects, m.StartSession).plan.resume is None
+    assert run.machine.history.lineage() == ()
+    assert live_steps(run) == [10], "the old branch stays until the new one has its level"
+
+
+def test_resume_must_needs_a_checkpoint() -> None:
+    run = Harness("ab")
+    fail = one(run.tell(run.group("ab", token="t", resume="must")), m.Fail)
+    assert (fail.token, type(fail.error)) == ("t", RestoreError)
+    run.open("ab")
+    run.save(10)
+    assert one(run.tell(run.group("ab", resume="must")), m.StartSession).plan.resume is not None
+
+
+def test_what_a_group_resumes_from_is_not_retired_before_it_trains() -> None:
+    run = Harness("ab", keep_last=1)
+    run.open("ab")
+    run.save(10)
+    run.store_mode = "held"
+    run.save(20)  # its commit is in flight when the next group opens, which can only know step 10
+    run.tell(run.group("ab"))
+    effects = run.confirm()
+    resume = one(effects, m.StartSession).plan.resume
+    assert resume is not None and resume.checkpoint.step == 10
+    assert 10 in live_steps(run)
+    assert not of(effects, m.Delete)
+
+
+# -- the log's answers -------------------------------------------------------------------------------
+
+
+def test_an_unknown_append_is_tried_again_with_the_same_bytes() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.store_mode = "answers lost"
+    effects = run.save(10)
+    first = one(effects, m.Append).record
+    assert not of(effects, m.Publish), "not acknowledged"
+    assert "did not answer" in one(effects, m.Warn).text
+    run.store_mode = "ok"
+    assert not run.tick(1)
+    effects = run.tick(1)
+    assert one(effects, m.Append).record == first
+    assert one(effects, m.Publish).level is Level.REPLICATED
+
+
+def test_a_record_of_another_coordinator_fences_this_one() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(5)
+    run.tell(run.group("ab"))
+    run.tell(run.restored("a"))
+    run.tell(m.FinishAsked(token="finish"))
+    run.store.objects[record_file(run.machine.history.next_seq)] = b"another's"
+    effects = run.save(10)
+    assert isinstance(one(effects, m.StepDown).error, Fenced)
+    assert {f.token for f in of(effects, m.Fail)} == {"restored-a", "finish"}
+    assert all(isinstance(f.error, Fenced) for f in of(effects, m.Fail))
+    assert not of(effects, m.Publish)
+
+    assert not run.machine.is_open
+    assert not run.tick(1000)
+    assert not run.tell(m.NodesSeen(live=frozenset()), run.copied(run.attempt(20), "a", "b"))
+    (fail,) = run.tell(run.group("ab", token="late"))
+    assert isinstance(fail, m.Fail) and fail.token == "late" and isinstance(fail.error, Fenced)
+
+
+def test_while_the_store_is_silent_at_most_two_commits_wait() -> None:
+    run = Harness("ab", keep_last=10)
+    run.open("ab")
+    run.store_mode = "silent"
+    effects = [*run.save(10)]  # in flight
+    for step in (20, 30, 40, 50):
+        effects += run.save(step)
+        effects += run.tick(2)
+    assert [p.attempt.step for p in dropped(effects)] == [20, 30]
+    assert all(isinstance(p.error, Unavailable) for p in dropped(effects))
+    run.store_mode = "ok"
+    effects = [*run.tick(2)]
+    assert [step for step, _, _ in commits(effects)] == [10, 40, 50]
+    assert [p.attempt.step for p in of(effects, m.Publish)] == [10, 40, 50]
+
+
+# -- retention ---------------------------------------------------------------------------------------
+
+
+def test_retention_keeps_the_last_and_retires_only_what_the_log_says() -> None:
+    run = Harness("ab", keep_last=2)
+    run.open("ab")
+    first = run.attempt(10)
+    run.save(10)
+    run.save(20)
+    run.store_mode = "held"
+    assert not of(run.save(30), m.Delete)
+    effects = run.confirm(hold_next=True)
+    assert ops(effects) == [r.Retired(attempt=first.attempt, reason="older than the last 2")]
+    assert not of(effects, m.Delete), "the record is not confirmed"
+
+    deletes = of(run.confirm(), m.Delete)
+    assert [d.place for d in deletes] == ["a", "b", m.REMOTE]
+    assert {d.directory for d in deletes} == {first.directory}
+
+
+def test_a_checkpoint_is_collected_when_all_places_have_answered() -> None:
+    run = Harness("ab", keep_last=1)
+    run.open("ab")
+    first = run.attempt(10)
+    run.save(10)
+    deletes = of(run.save(20), m.Delete)
+    ended = [m.DeleteEnded(attempt=first.attempt, place=d.place, error=None) for d in deletes]
+    assert not run.tell(m.DeleteEnded(attempt=first.attempt, place="a", error="busy"))
+    assert not run.tell(*ended[:-1], ended[0])
+    assert ops(run.tell(ended[-1])) == [r.Collected(attempt=first.attempt)]
+    assert not run.tell(*ended)
+    assert run.checkpoint(first).state == "collected"
+
+
+def test_a_failed_delete_is_asked_for_again_and_a_dead_node_forgotten() -> None:
+    run = Harness("ab", keep_last=1)
+    run.open("ab")
+    first = run.attempt(10)
+    run.save(10)
+    run.save(20)
+    run.tell(m.DeleteEnded(attempt=first.attempt, place=m.REMOTE, error=None))
+    run.tell(m.DeleteEnded(attempt=first.attempt, place="a", error="busy"))
+    assert [d.place for d in of(run.tick(31), m.Delete)] == ["a", "b"]
+    run.tell(m.DeleteEnded(attempt=first.attempt, place="a", error=None))
+    assert ops(run.lose("b")) == [r.Collected(attempt=first.attempt)]
+
+
+def test_a_new_coordinator_finishes_the_deletes_of_the_old_one() -> None:
+    run = Harness("ab", keep_last=1)
+    run.open("ab")
+    first = run.attempt(10)
+    run.save(10)
+    run.save(20)
+    assert r.Retired(attempt=first.attempt, reason="older than the last 1") in run.records
+    effects = [*run.start_coordinator(), *run.tick(31)]
+    assert {d.place for d in of(effects, m.Delete)} == {"a", "b", m.REMOTE}
+
+
+def test_the_newest_of_each_level_stays() -> None:
+    run = Harness("ab", keep_last=1, remote_every=3)
+    run.open("ab")
+    run.save(10)
+    run.save(20)
+    run.drain_all(run.save(30))
+    for step in (40, 50):
+        run.save(step)
+    run.save(60, copies=False)
+    run.tick(61)
+    levels = {c.step: c.level for c in run.machine.history.live()}
+    assert levels == {30: Level.DURABLE, 50: Level.REPLICATED, 60: Level.LOCAL}
+
+
+def test_a_promotion_on_its_way_protects_its_checkpoint() -> None:
+    """The newest durable checkpoint may be older than the last `keep_last` by the time it is durable."""
+    run = Harness("ab", keep_last=1, remote_every=1000)
+    run.open("ab")
+    run.save(10)
+    done = run.drain_all(run.tell(m.FinishAsked(token="t")))
+    assert of(done, m.Reply)
+    run.save(20)
+    slow = run.attempt(20)
+    drained = [e for d in of(run.tell(m.FinishAsked(token="u")), m.Drain) for e in run.drained(d)]
+    assert of(drained, m.WriteDescription)
+    run.save(30)
+    run.store_mode = "held"
+    run.save(40)  # its commit is in flight ...
+    run.tell(m.DescriptionWritten(attempt=slow, error=None))  # ... when step 20 becomes durable
+    run.confirm()
+    assert 20 in [c.step for c in run.machine.history.live() if c.level is Level.DURABLE]
+
+
+def test_strays_are_deleted_only_after_the_first_commit_of_the_session() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    stray = run.attempt(5)
+    run.stored(stray, "a")  # on its disk, never told
+    run.save(10)
+    effects = [*run.open("ab"), *run.tick(1000)]
+    assert not of(effects, m.DeleteStrays)
+    effects = [*run.save(20)]
+    assert of(effects, m.DeleteStrays) == [m.DeleteStrays(node_id="a", directories=(stray.directory,))]
+    assert not of(run.save(30), m.DeleteStrays)
+
+
+# -- draining ----------------------------------------------------------------------------------------
+
+
+def test_every_kth_commit_is_drained() -> None:
+    run = Harness("ab", remote_every=2)
+    run.open("ab")
+    assert [bool(of(run.save(step), m.Drain)) for step in (10, 20, 30, 40)] == [False, True, False, True]
+
+
+def test_a_drain_is_described_when_complete_and_then_durable() -> None:
+    run = Harness("ab", remote_every=1)
+    run.open("ab")
+    effects = run.save(10)
+    attempt = run.attempt(10)
+    first, second = of(effects, m.Drain)
+    assert [(d.node_index, d.node_id) for d in (first, second)] == [(0, "a"), (1, "a")]
+    assert not run.drained(first)
+    assert not run.drained(first), "twice is harmless"
+    write = one(run.drained(second), m.WriteDescription)
+    assert write.checkpoint == run.checkpoint(attempt)
+    effects = run.tell(m.DescriptionWritten(attempt=attempt, error=None))
+    assert ops(effects) == [r.Promote(attempt=attempt.attempt, level=Level.DURABLE, replicas=1)]
+    assert one(effects, m.Publish).level is Level.DURABLE
+
+
+def test_a_drain_goes_to_another_holder_when_its_node_fails_or_dies() -> None:
+    run = Harness("ab", remote_every=1)
+    run.open("ab")
+    first, second = of(run.save(10), m.Drain)
+    effects = [*run.drained(first, error="no route"), *run.tick()]
+    again = one(effects, m.Drain)
+    assert (again.node_index, again.node_id) == (0, "b")
+    assert "no route" in one(effects, m.Warn).text
+    moved = of(run.lose("a"), m.Drain)
+    assert [(d.node_index, d.node_id) for d in moved] == [(1, "b")]
+    assert not run.drained(second), "of the dead node"
+    assert run.drain_all([again, *moved])
+    assert run.checkpoint(run.attempt(10)).level is Level.DURABLE
+
+
+def test_a_drain_that_keeps_failing_is_given_up_and_said() -> None:
+    run = Harness("a", remote_every=1)
+    run.open("a")
+    effects = [*run.save(10)]
+    run.tell(m.FinishAsked(token="finish"))
+    for _ in range(5):
+        (drain,) = of(effects, m.Drain)
+        effects = [*run.drained(drain, error="no space"), *run.tick()]
+    fail = one(effects, m.Fail)
+    assert fail.token == "finish" and "no space" in str(fail.error)
+
+
+def test_a_drain_whose_last_try_died_with_its_node_ends() -> None:
+    run = Harness("ab", remote_every=1)
+    run.open("ab")
+    effects = [*run.save(10)]
+    run.tell(m.FinishAsked(token="finish"))
+    drain, other = of(effects, m.Drain)
+    run.drained(other)
+    for _ in range(4):
+        drain = one([*run.drained(drain, error="slow"), *run.tick()], m.Drain)
+    effects = [*run.lose(drain.node_id), *run.tick(60)]
+    assert of(effects, m.Drain) or of(effects, m.Fail), "or the end of the run waits for ever"
+
+
+def test_a_description_that_cannot_be_written_fails_the_finish() -> None:
+    run = Harness("ab", remote_every=1)
+    run.open("ab")
+    drains = of(run.save(10), m.Drain)
+    run.tell(m.FinishAsked(token="finish"))
+    for drain in drains:
+        run.drained(drain)
+    effects = run.tell(m.DescriptionWritten(attempt=run.attempt(10), error="other bytes"))
+    assert "other bytes" in str(one(effects, m.Fail).error)
+    assert run.checkpoint(run.attempt(10)).level is Level.REPLICATED
+
+
+def test_finish_drains_the_newest_and_then_replies() -> None:
+    run = Harness("ab", remote_every=1000)
+    run.open("ab")
+    run.save(10)
+    effects = run.tell(m.FinishAsked(token="finish"))
+    assert len(of(effects, m.Drain)) == 2 and not of(effects, m.Reply)
+    effects = run.drain_all(effects)
+    reply = one(effects, m.Reply)
+    assert reply == m.Reply(token="finish", value=run.checkpoint(run.attempt(10)))
+    assert of(run.tell(m.FinishAsked(token="again")), m.Reply)
+
+
+def test_finish_without_a_checkpoint_replies_at_once() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    assert run.tell(m.FinishAsked(token="finish")) == (m.Reply(token="finish", value=None),)
+
+
+def test_finish_waits_for_the_save_under_way() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "a"))
+    assert not run.tell(m.FinishAsked(token="finish"))
+    effects = run.tell(
+        run.stored(attempt, "b"), run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")
+    )
+    assert of(run.drain_all(effects), m.Reply)
+
+
+# -- the whole thing, with node machines -------------------------------------------------------------
+
+
+def test_a_run_from_start_to_durable_through_its_nodes() -> None:
+    run = Cluster("ab", ranks_per_node=2, keep_last=2)
+    run.settle()
+    run.tell(run.group("ab"))
+    run.settle()
+    assert set(run.replies) == {"restored-1-a", "restored-1-b"}
+    for step in (10, 20, 30):
+        run.capture(step)
+        run.settle()
+    run.tell(m.FinishAsked(token="finish"))
+    run.settle()
+    assert live_steps(run) == [20, 30]
+    assert run.checkpoint(run.attempt(30)).level is Level.DURABLE
+    assert "finish" in run.replies
+    assert all(set(disk.folders) == {run.attempt(s).attempt for s in (20, 30)} for disk in run.disks.values())
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_node_loss_restores_the_newest_from_its_peer(node: str) -> None:
+    run = Cluster("abc")
+    run.settle()
+    run.tell(run.group("ab"))
+    run.settle()
+    for step in (10, 20):
+        run.capture(step)
+        run.settle()
+    run.lose(node)
+    run.settle()
+    run.tell(run.group("abc".replace(node, "")))
+    run.settle()
+    assert run.plan.resume is not None and run.plan.resume.checkpoint.step == 20
+    run.capture(30)
+    run.settle()
+    assert [c.step for c in run.machine.history.lineage()] == [10, 20, 30]
+
+
+def test_an_attempt_of_another_run_is_not_taken() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    foreign = make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0)
+    stored = m.NodeStored(
+        attempt=AttemptId(run_uid="0" * 32, session=1, step=10, attempt=foreign.attempt),
+        node_index=0,
+        node_id="a",
+        files=(),
+        replicated=("same",),
+        metrics=None,
+    )
+    assert dropped(run.tell(stored))

@@ -1,0 +1,459 @@
+"""The catalog tells what the log says, and `verify` finds every change of a checkpoint's files."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ray_ckpt.catalog import Catalog, Damage, find_runs, verify_directory
+from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, StoragePathError
+from ray_ckpt.format import names, records
+from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.format.manifest import decode_checkpoint, decode_fragment, encode_checkpoint, encode_fragment
+from ray_ckpt.storage import files
+from ray_ckpt.types import AttemptId, FileEntry, Level
+from tests.sample_run import SampleRun, make_checkpoint, write_run
+
+KINDS = ("shard-00001-of-00002.safetensors", "state-00000-of-00002.json", "manifest-00001-of-00002.parquet")
+SHARD, STATE, FRAGMENT = KINDS
+
+
+@pytest.fixture
+def branched(tmp_path: Path) -> SampleRun:
+    """10, 20, 30, 40 in session 1; session 2 resumed from 30 and saved 40 and 50."""
+    return write_run(
+        tmp_path,
+        durable=(10, 30, 50),
+        resume_at=30,
+        resumed_steps=(40, 50),
+        lost=(20,),
+        collected=(10,),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An intact checkpoint, alone."""
+    attempt = names.make_attempt(run_uid="ab" * 16, session=1, step=7, attempt=0)
+    return make_checkpoint(attempt, rows=64).write(tmp_path / attempt.directory)
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << position % 8
+    path.write_bytes(data)
+
+
+def found(folder: Path, root: str | None = None) -> list[tuple[str, str]]:
+    return [(d.file, d.where) for d in verify_directory(folder, root_digest=root).damages]
+
+
+# What the log says
+
+
+def test_a_run_is_read_from_its_folder_or_its_subfolder(branched: SampleRun) -> None:
+    for path in (
+        branched.folder,
+        str(branched.folder),
+        branched.folder / "ray_ckpt",
+        f"file://{branched.folder}",
+    ):
+        catalog = Catalog(path)
+        assert (catalog.run_name, catalog.run_uid) == ("gpt", branched.log.run_uid)
+        assert catalog.path == branched.folder / "ray_ckpt"
+
+
+def test_checkpoints_sessions_and_the_newest(branched: SampleRun) -> None:
+    catalog = Catalog(branched.folder)
+    assert [s.session for s in catalog.sessions] == [1, 2]
+    assert [(c.step, c.id.session) for c in catalog.checkpoints] == [(30, 1), (40, 1), (40, 2), (50, 2)]
+    assert [c.state for c in catalog.list(all=True)] == ["collected", "lost", "live", "live", "live", "live"]
+    assert [(c.step, c.id.session) for c in catalog.lineage] == [(30, 1), (40, 2), (50, 2)]
+    newest = catalog.newest()
+    assert newest is not None and newest.info.step == 50
+    assert [v.info.step for v in catalog] == [30, 40, 40, 50] and len(catalog) == 4
+    assert 40 in catalog and 20 not in catalog
+
+
+def test_a_step_is_looked_up_on_the_lineage_first(branched: SampleRun) -> None:
+    catalog = Catalog(branched.folder)
+    assert catalog[40].info.id.session == 2
+    with pytest.raises(ConfigError, match=r"no live checkpoint of step 20.* 30, 40, 50"):
+        catalog[20]
+    gone = catalog.find(20, all=True)
+    assert gone is not None and gone.info.state == "lost" and gone.path is None
+
+
+def test_a_step_that_only_a_dead_branch_has_is_still_found(tmp_path: Path) -> None:
+    run = write_run(tmp_path, resume_at=10, resumed_steps=(20,))
+    catalog = Catalog(run.folder)
+    assert catalog[20].info.id.session == 2
+    assert catalog[40].info.id.session == 1
+    newest = catalog.newest()
+    assert newest is not None and newest.info.step == 20
+
+
+def test_the_newest_of_a_level(tmp_path: Path) -> None:
+    catalog = Catalog(write_run(tmp_path, durable=(10, 20)).folder)
+    assert [v.info.step for level in Level if (v := catalog.newest(level))] == [40, 40, 20]
+    catalog = Catalog(write_run(tmp_path, "fresh", durable=(), replicas=0).folder)
+    assert catalog.newest(Level.REPLICATED) is None
+
+
+def test_refresh_sees_what_was_written_since(branched: SampleRun) -> None:
+    catalog = Catalog(branched.folder)
+    branched.log.append(records.Retired(attempt=branched.checkpoints[50].attempt.attempt, reason="test"))
+    assert len(catalog) == 4
+    catalog.refresh()
+    assert len(catalog) == 3
+
+
+def test_the_table_of_checkpoints(branched: SampleRun) -> None:
+    table = Catalog(branched.folder).to_arrow()
+    rows = {(row["step"], row["session"]): row for row in table.to_pylist()}
+    assert [key for key, row in rows.items() if row["on_storage"]] == [(30, 1), (50, 2)]
+    assert [key for key, row in rows.items() if not row["resumed"]] == [(40, 1)]
+    row = rows[50, 2]
+    saved = branched.checkpoints[50]
+    assert (row["level"], row["replicas"], row["world_size"], row["num_nodes"]) == ("durable", 1, 2, 2)
+    assert (row["size_bytes"], row["root_digest"]) == (saved.size_bytes, saved.root_digest)
+    assert row["directory"] == saved.attempt.directory and row["metric.lr"] == 1e-3
+    assert row["committed_at"].isoformat() == "2026-09-21T14:19:20+00:00"
+    assert str(table.schema.field("committed_at").type) == "timestamp[us, tz=UTC]"
+    frame = Catalog(branched.folder).to_pandas()
+    assert list(frame["state"]) == ["collected", "lost", *["live"] * 4]
+
+
+def test_metrics_that_only_some_checkpoints_have(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(1,))
+    attempt = run.log.attempt(1, 2)
+    run.log.commit(make_checkpoint(attempt, metrics={"accuracy": float("nan")}))
+    table = Catalog(run.folder).to_arrow()
+    assert table["metric.loss"].to_pylist() == [4.0, None]
+    assert str(table["metric.accuracy"].to_pylist()) == "[None, nan]"
+
+
+def test_an_empty_run_has_empty_tables(tmp_path: Path) -> None:
+    catalog = Catalog(write_run(tmp_path, steps=()).folder)
+    assert catalog.to_arrow().num_rows == 0 and catalog.newest() is None and len(catalog) == 0
+    with pytest.raises(ConfigError, match="none at all"):
+        catalog[1]
+
+
+def test_the_table_of_events(branched: SampleRun) -> None:
+    branched.log.append(records.Note(text="a note"))
+    events = Catalog(branched.folder).events().to_pylist()
+    assert [e["seq"] for e in events] == list(range(len(events)))
+    assert [e["op"] for e in events[:4]] == ["create", "epoch", "session", "commit"]
+    assert events[10]["text"] == "from step 30, 2 ranks on 2 nodes"
+    assert (events[13]["op"], events[13]["step"], events[13]["level"]) == ("promote", 50, "durable")
+    assert events[-2]["op"] == "collected" and events[-2]["step"] == 10 and events[-1]["text"] == "a note"
+
+
+# What it refuses
+
+
+def test_a_path_without_a_run_names_the_runs_below(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no run at .*<storage_path>/<run name>"):
+        Catalog(tmp_path / "nowhere")
+    write_run(tmp_path, "a", steps=())
+    write_run(tmp_path, "b", steps=())
+    (tmp_path / "c").mkdir()
+    assert [run.name for run in find_runs(tmp_path)] == ["a", "b"]
+    with pytest.raises(ConfigError, match="holds the runs a, b; open"):
+        Catalog(tmp_path)
+    with pytest.raises(ConfigError, match="not a file system path"):
+        Catalog("s3://bucket/runs/a")
+
+
+def test_a_log_without_records_is_no_run_yet(tmp_path: Path) -> None:
+    (tmp_path / "gpt" / "ray_ckpt" / "log").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="not begun"):
+        Catalog(tmp_path / "gpt")
+
+
+def test_a_gap_in_the_log_is_an_error_not_a_shorter_history(branched: SampleRun) -> None:
+    catalog = Catalog(branched.folder)
+    log = branched.folder / "ray_ckpt" / "log"
+    (log / names.record_file(5)).unlink()
+    with pytest.raises(FormatError, match="no record 5, but record 16"):
+        catalog.refresh()
+    assert len(catalog) == 4
+
+
+def test_a_changed_record_is_an_error(branched: SampleRun) -> None:
+    record = branched.folder / "ray_ckpt" / "log" / names.record_file(8)
+    record.write_bytes(record.read_bytes().replace(b'"loss": 0.6', b'"loss": 0.5'))
+    with pytest.raises(FormatError, match="record 9 does not follow"):
+        Catalog(branched.folder)
+
+
+def test_a_log_that_cannot_be_read_is_an_error(branched: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, name: str) -> bytes:
+        raise PermissionError(13, "Permission denied", name)
+
+    monkeypatch.setattr("ray_ckpt.storage.log_store.PosixLogStore.read", refuse)
+    with pytest.raises(StoragePathError, match="as that user"):
+        Catalog(branched.folder)
+
+
+# The files of a checkpoint
+
+
+def test_a_durable_checkpoint_shows_its_manifest(branched: SampleRun) -> None:
+    view = Catalog(branched.folder)[50]
+    saved = branched.checkpoints[50]
+    assert view.path == branched.directory(50)
+    assert view.fragments() == saved.fragments
+    assert view.description().files == tuple(sorted(saved.entries, key=lambda f: f.name))
+    table = view.slices()
+    assert table.num_rows == sum(len(f.rows) for f in saved.fragments)
+    seen: list[int] = []
+    assert view.verify(seen.append) == ()
+    assert sum(seen) == saved.size_bytes + len(saved.files[names.CHECKPOINT_JSON])
+
+
+def test_a_checkpoint_in_the_cluster_has_no_files_here(branched: SampleRun) -> None:
+    view = Catalog(branched.folder)[40]
+    for read in (view.description, view.fragments, view.slices, view.verify):
+        with pytest.raises(ConfigError, match="Step 40 is in the cluster only"):
+            read()
+
+
+def test_a_retired_checkpoint_has_a_path_until_its_bytes_are_gone(tmp_path: Path) -> None:
+    run = write_run(tmp_path, retired=(10,))
+    catalog = Catalog(run.folder)
+    gone = catalog.list(all=True)[0]
+    assert gone.state == "retired" and catalog.view(gone).path == run.directory(10)
+    shutil.rmtree(run.directory(10))
+    assert catalog.view(gone).path is None
+
+
+def test_reading_a_damaged_manifest_is_an_error_that_names_the_file(branched: SampleRun) -> None:
+    view = Catalog(branched.folder)[50]
+    flip(branched.directory(50) / FRAGMENT, 100)
+    with pytest.raises(CorruptionError, match=FRAGMENT):
+        view.slices()
+    (branched.directory(50) / FRAGMENT).unlink()
+    with pytest.raises(CorruptionError, match=f"{FRAGMENT} is missing"):
+        view.fragments()
+
+
+def test_another_checkpoint_in_its_place_is_found(branched: SampleRun) -> None:
+    shutil.rmtree(branched.directory(50))
+    shutil.copytree(branched.directory(30), branched.directory(50))
+    view = Catalog(branched.folder)[50]
+    assert [d.where for d in view.verify()] == ["attempt", "root digest"]
+    with pytest.raises(CorruptionError, match="not describe what the log committed"):
+        view.description()
+
+
+def test_the_catalog_imports_neither_ray_nor_torch() -> None:
+    code = "import sys, ray_ckpt.cli; print({'ray', 'torch'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+# Verifying
+
+
+def test_an_intact_directory_is_fine_wherever_it_lies(folder: Path, tmp_path: Path) -> None:
+    report = verify_directory(folder)
+    assert report.ok and report.num_files == 7 and report.num_slices == 11
+    assert report.size_bytes == sum(p.stat().st_size for p in folder.iterdir())
+    (folder / "README").write_text("notes of a person are no damage")
+    assert verify_directory(folder.rename(tmp_path / "copy")).ok
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", [*KINDS, names.CHECKPOINT_JSON])
+def test_a_flipped_byte_is_found_where_it_is(folder: Path, name: str, seed: int) -> None:
+    path = folder / name
+    pristine = path.read_bytes()
+    rows = decode_fragment((folder / FRAGMENT).read_bytes()).rows
+    rng = random.Random(f"{name} {seed}")
+    for _ in range(10):
+        position = rng.randrange(len(pristine))
+        flip(path, position)
+        damages = verify_directory(folder).damages
+        path.write_bytes(pristine)
+        assert [d.file for d in damages] == [name], position
+        if name == SHARD:
+            hit = next(r for r in rows if r.file == name and 0 <= position - r.byte_offset < r.nbytes)
+            assert damages[0].where == hit.label
+        elif name == STATE:
+            assert damages[0].where == "state"
+    assert verify_directory(folder).ok
+
+
+def test_every_slice_of_a_shard_is_named_as_people_call_it(folder: Path) -> None:
+    (row,) = [
+        r
+        for r in decode_fragment((folder / FRAGMENT).read_bytes()).rows
+        if r.slice is not None and r.slice.key == "model.blocks.0.weight"
+    ]
+    flip(folder / SHARD, row.byte_offset)
+    flip(folder / SHARD, 20)
+    assert found(folder) == [(SHARD, "header"), (SHARD, "model.blocks.0.weight[32:64, 0:6]")]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 4096])
+def test_blocks_need_not_end_where_slices_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(files, "IO_BLOCK_BYTES", block_bytes)
+    assert verify_directory(folder).ok
+    flip(folder / SHARD, 4096 + 5)
+    assert len(found(folder)) == 1
+
+
+@pytest.mark.parametrize("name", [*KINDS, names.CHECKPOINT_JSON])
+def test_a_missing_file_is_found(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    assert found(folder) == [(name, "missing")]
+
+
+def test_a_folder_or_a_dangling_link_is_no_file(folder: Path) -> None:
+    (folder / SHARD).unlink()
+    (folder / SHARD).mkdir()
+    (folder / FRAGMENT).unlink()
+    (folder / FRAGMENT).symlink_to(folder / "nothing")
+    assert found(folder) == [(FRAGMENT, "missing"), (SHARD, "missing")]
+
+
+@pytest.mark.parametrize("name", [*KINDS, names.CHECKPOINT_JSON])
+@pytest.mark.parametrize("change", [-1, -150, 1])
+def test_a_file_of_another_size_is_found(folder: Path, name: str, change: int) -> None:
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[:change] if change < 0 else data + b"\0")
+    assert found(folder) == [(name, "content" if name == names.CHECKPOINT_JSON else "size")]
+
+
+def test_truncation_names_what_is_cut_off(folder: Path) -> None:
+    rows = [r for r in decode_fragment((folder / FRAGMENT).read_bytes()).rows if r.file == SHARD]
+    first, second = rows[1], rows[2]
+    (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[: second.byte_offset + 3])
+    flip(folder / SHARD, first.byte_offset)
+    damages = verify_directory(folder).damages
+    assert [d.where for d in damages] == [first.label, "size"]
+    assert second.label in damages[1].detail
+
+
+def test_an_empty_or_absent_directory_is_damage_not_an_error(folder: Path, tmp_path: Path) -> None:
+    assert found(tmp_path / "absent") == [(names.CHECKPOINT_JSON, "missing")]
+    (folder / names.CHECKPOINT_JSON).write_bytes(b"")
+    assert found(folder) == [(names.CHECKPOINT_JSON, "content")]
+
+
+def test_a_file_that_cannot_be_read_is_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, *args: object) -> object:
+        if path.name == SHARD:
+            raise OSError(5, "Input/output error")
+        return files.read_blocks(path, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("ray_ckpt.catalog.read_blocks", fail)
+    assert found(folder) == [(SHARD, "unreadable")]
+
+
+def test_a_shard_that_nobody_lists_is_found(folder: Path) -> None:
+    extra = "shard-00002-of-00003.safetensors"
+    shutil.copy(folder / SHARD, folder / extra)
+    shutil.copy(folder / SHARD, folder / "model.safetensors")
+    assert found(folder) == [("model.safetensors", "unlisted"), (extra, "unlisted")]
+
+
+def test_damaged_data_is_found_without_the_fragment_that_describes_it(folder: Path) -> None:
+    (folder / FRAGMENT).unlink()
+    flip(folder / SHARD, 5000)
+    assert found(folder) == [(FRAGMENT, "missing"), (SHARD, "digest")]
+
+
+def test_damaged_data_is_found_without_checkpoint_json(folder: Path) -> None:
+    (folder / names.CHECKPOINT_JSON).unlink()
+    flip(folder / SHARD, 4100)
+    damages = found(folder)
+    assert damages[0] == (names.CHECKPOINT_JSON, "missing")
+    assert damages[1][0] == SHARD and "[" in damages[1][1]
+    (folder / FRAGMENT).unlink()
+    assert found(folder)[:2] == [(names.CHECKPOINT_JSON, "missing"), (FRAGMENT, "missing")]
+
+
+def test_the_log_decides_which_bytes_are_right(folder: Path) -> None:
+    root = decode_checkpoint((folder / names.CHECKPOINT_JSON).read_bytes()).root_digest
+    assert found(folder, root) == []
+    assert found(folder, "0" * 32) == [(names.CHECKPOINT_JSON, "root digest")]
+    (folder / names.CHECKPOINT_JSON).unlink()
+    assert found(folder, root) == [(names.CHECKPOINT_JSON, "missing")]
+    assert found(folder, "0" * 32)[1:] == [(names.CHECKPOINT_JSON, "root digest")]
+
+
+def test_a_directory_under_the_name_of_another_is_found(folder: Path) -> None:
+    moved = folder.rename(folder.with_name("000000000008-" + "0" * 16))
+    assert found(moved) == [(names.CHECKPOINT_JSON, "attempt")]
+
+
+# Manifests that are whole but wrong
+
+
+def reseal(folder: Path) -> None:
+    """checkpoint.json anew, for the fragments as they are."""
+    old = decode_checkpoint((folder / names.CHECKPOINT_JSON).read_bytes())
+    entries = tuple(_entry(folder / f.name) for f in old.files if (folder / f.name).exists())
+    new = replace(old, files=entries, root_digest=root_digest(entries))
+    (folder / names.CHECKPOINT_JSON).write_bytes(encode_checkpoint(new))
+
+
+def _entry(path: Path) -> FileEntry:
+    data = path.read_bytes()
+    return FileEntry(name=path.name, size_bytes=len(data), digest=digest(data))
+
+
+def test_a_tensor_that_is_not_covered_is_found(folder: Path) -> None:
+    fragment = decode_fragment((folder / FRAGMENT).read_bytes())
+    rows = tuple(
+        replace(r, slice=replace(r.slice, offset=(0, 0)))
+        if r.slice is not None and r.slice.key == "model.blocks.0.weight"
+        else r
+        for r in fragment.rows
+    )
+    (folder / FRAGMENT).write_bytes(encode_fragment(replace(fragment, rows=rows)))
+    reseal(folder)
+    (damage,) = verify_directory(folder).damages
+    assert damage.where == "coverage" and "model.blocks.0.weight" in damage.detail
+
+
+def test_a_fragment_of_another_checkpoint_is_found(folder: Path) -> None:
+    other = AttemptId(run_uid="cd" * 16, session=1, step=7, attempt="0" * 16)
+    fragment = decode_fragment((folder / FRAGMENT).read_bytes())
+    (folder / FRAGMENT).write_bytes(encode_fragment(replace(fragment, attempt=other)))
+    reseal(folder)
+    assert found(folder) == [(FRAGMENT, "attempt")]
+
+
+def test_ranks_and_files_that_no_fragment_has_are_found(folder: Path) -> None:
+    fragment = decode_fragment((folder / FRAGMENT).read_bytes())
+    fragment = replace(
+        fragment,
+        ranks=(),
+        files=tuple(f for f in fragment.files if f.name == SHARD),
+        rows=tuple(r for r in fragment.rows if r.file == SHARD),
+    )
+    (folder / FRAGMENT).write_bytes(encode_fragment(fragment))
+    reseal(folder)
+    assert found(folder) == [("manifest-*.parquet", "ranks"), ("state-00001-of-00002.json", "files")]
+
+
+def test_a_digest_of_a_row_that_is_wrong_is_found(folder: Path) -> None:
+    fragment = decode_fragment((folder / FRAGMENT).read_bytes())
+    rows = (replace(fragment.rows[0], digest="0" * 32), *fragment.rows[1:])
+    (folder / FRAGMENT).write_bytes(encode_fragment(replace(fragment, rows=rows)))
+    reseal(folder)
+    expected = Damage(file=SHARD, where="header", detail="")
+    (damage,) = verify_directory(folder).damages
+    assert replace(damage, detail="") == expected

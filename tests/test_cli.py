@@ -1,0 +1,249 @@
+"""`ray-ckpt` as a user meets it: what it prints, as text and as JSON, and with which code it exits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import ray_ckpt
+from ray_ckpt.cli import app, main
+from ray_ckpt.format import names
+from tests.sample_run import SampleRun, make_checkpoint, write_run
+
+SHARD = "shard-00001-of-00002.safetensors"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SampleRun:
+    return write_run(
+        tmp_path,
+        durable=(10, 30, 50),
+        resume_at=30,
+        resumed_steps=(40, 50),
+        lost=(20,),
+        collected=(10,),
+    )
+
+
+def ray_ckpt_cli(*args: object) -> str:
+    """What a command that ends well prints."""
+    result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def as_json(*args: object) -> Any:
+    return json.loads(ray_ckpt_cli(*args, "--json"))
+
+
+def fails(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command that does not end well."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(arg) for arg in args])
+    output = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, output.out, output.err
+
+
+def damage(run: SampleRun, step: int) -> None:
+    path = run.directory(step) / SHARD
+    data = bytearray(path.read_bytes())
+    data[4100] ^= 1
+    path.write_bytes(data)
+
+
+# ls
+
+
+def test_ls_marks_the_newest_and_the_lineage(run: SampleRun) -> None:
+    lines = ray_ckpt_cli("ls", run.folder).splitlines()
+    assert lines[0].split() == ["run", "gpt", "uid", run.log.run_uid, "sessions", "2"]
+    rows = [line.split() for line in lines if "loss" in line]
+    assert [row[:2] for row in rows] == [["+", "30"], ["40", "replicated(1),"], ["+", "40"], ["*", "50"]]
+    assert "durable" in rows[-1] and "ago," in rows[-1] and "0.56569" in rows[-1]
+    assert "cluster" in rows[1] and "cluster" not in rows[0]
+
+
+def test_ls_all_shows_what_is_gone(run: SampleRun) -> None:
+    text = ray_ckpt_cli("ls", run.folder, "--all")
+    assert "collected" in text and "lost" in text
+    states = [c["state"] for c in as_json("ls", run.folder, "--all")["checkpoints"]]
+    assert states == ["collected", "lost", *["live"] * 4]
+
+
+def test_ls_as_json(run: SampleRun) -> None:
+    document = as_json("ls", run.folder)
+    assert (document["run_name"], document["run_uid"]) == ("gpt", run.log.run_uid)
+    assert [(c["step"], c["on_lineage"], c["newest"]) for c in document["checkpoints"]] == [
+        (30, True, False),
+        (40, False, False),
+        (40, True, False),
+        (50, True, True),
+    ]
+    assert document["checkpoints"][-1]["path"] == str(run.directory(50))
+    assert document["checkpoints"][1]["path"] is None
+
+
+def test_ls_of_a_storage_path_lists_its_runs(run: SampleRun, tmp_path: Path) -> None:
+    write_run(tmp_path, "local", steps=(5,), durable=(), replicas=0)
+    write_run(tmp_path, "unused", steps=())
+    write_run(tmp_path, "torn")
+    (tmp_path / "torn" / "ray_ckpt" / "log" / names.record_file(2)).unlink()
+    text = ray_ckpt_cli("ls", tmp_path)
+    assert "local, in cluster" in text and "no record 2" in text
+    runs = {r["run_name"]: r for r in as_json("ls", tmp_path)["runs"]}
+    assert list(runs) == ["gpt", "local", "torn", "unused"]
+    assert (runs["gpt"]["live_checkpoints"], runs["gpt"]["newest_step"]) == (4, 50)
+    assert runs["unused"]["newest_step"] is None and "error" in runs["torn"]
+
+
+def test_ls_without_checkpoints_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, steps=()).folder
+    assert "No live checkpoints." in ray_ckpt_cli("ls", folder)
+    assert as_json("ls", folder)["checkpoints"] == []
+
+
+def test_names_in_a_log_do_not_drive_the_terminal(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=())
+    run.log.commit(make_checkpoint(run.log.attempt(1, 1), metrics={"\x1b[31m[bold]loss": float("inf")}))
+    text = ray_ckpt_cli("ls", run.folder)
+    assert "\x1b" not in text and "[bold]loss inf" in text
+    assert as_json("ls", run.folder)["checkpoints"][0]["metrics"] == {"\x1b[31m[bold]loss": "inf"}
+
+
+# show
+
+
+def test_show_tells_everything_about_a_checkpoint(run: SampleRun) -> None:
+    text = ray_ckpt_cli("show", run.folder, 50)
+    for part in (str(run.directory(50)), run.log.run_uid, "2 ranks on 2 nodes", SHARD, "BF16 F32"):
+        assert part in text
+    assert "exp_avg" not in text
+    assert "optimizer.state.blocks.0.weight.exp_avg" in ray_ckpt_cli("show", run.folder, 50, "--slices")
+
+
+def test_show_as_json(run: SampleRun) -> None:
+    document = as_json("show", run.folder, 50, "--slices")
+    saved = run.checkpoints[50]
+    assert {f["name"]: f["size_bytes"] for f in document["files"]} == {
+        f.name: f.size_bytes for f in saved.entries
+    }
+    items = {i["item"]: i for i in document["items"]}
+    assert items["optimizer"] == {
+        "item": "optimizer",
+        "tensors": 2,
+        "slices": 3,
+        "size_bytes": 8 * 6 * 4 + 8,
+        "dtypes": ["F32", "I64"],
+    }
+    assert len(document["slices"]) == sum(i["slices"] for i in items.values()) == 11
+
+
+def test_show_of_what_is_not_on_the_storage_path(run: SampleRun) -> None:
+    assert "replicated(1), in cluster" in ray_ckpt_cli("show", run.folder, 40)
+    assert "collected" in ray_ckpt_cli("show", run.folder, 10)
+    document = as_json("show", run.folder, 20)
+    assert document["state"] == "lost" and "files" not in document
+
+
+def test_show_of_an_unknown_step(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = fails(capsys, "show", run.folder, 7)
+    assert (code, out) == (2, "") and "no live checkpoint of step 7. The nearest are 30, 40, 50." in err
+
+
+# verify
+
+
+def test_verify_takes_the_newest_durable_one(run: SampleRun, tmp_path: Path) -> None:
+    assert f"{run.directory(50)}: ok; read 7 files, 11 slices" in ray_ckpt_cli("verify", run.folder)
+    damage(run, 30)
+    ray_ckpt_cli("verify", run.folder)
+    branch = write_run(tmp_path, "branch", durable=(40,), resume_at=10, resumed_steps=(20,))
+    assert str(branch.directory(40)) in ray_ckpt_cli("verify", branch.folder)
+
+
+def test_verify_exits_with_1_and_names_file_and_slice(
+    run: SampleRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(run, 50)
+    for args in ([run.folder], [run.folder, "--step", "50"], [run.folder, "--all"], [run.directory(50)]):
+        code, out, _ = fails(capsys, "verify", *args)
+        assert code == 1
+        assert f"{SHARD}: model.blocks.0.weight[4:8, 0:6]: " in out and "DAMAGED (1 findings)" in out
+    ray_ckpt_cli("verify", run.folder, "--step", 30)
+
+
+def test_verify_as_json(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_json("verify", run.folder, "--all")["ok"] is True
+    (run.directory(30) / SHARD).unlink()
+    code, out, _ = fails(capsys, "verify", run.folder, "--all", "--json")
+    document = json.loads(out)
+    assert code == 1 and document["ok"] is False
+    assert [(c["folder"], c["ok"]) for c in document["checkpoints"]] == [
+        (str(run.directory(30)), False),
+        (str(run.directory(50)), True),
+    ]
+    assert [(d["file"], d["where"]) for d in document["checkpoints"][0]["damages"]] == [(SHARD, "missing")]
+
+
+def test_verify_of_a_copy_needs_no_log(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run.directory(50), tmp_path / "elsewhere")
+    assert "ok" in ray_ckpt_cli("verify", copy)
+    (copy / names.CHECKPOINT_JSON).unlink()
+    code, out, _ = fails(capsys, "verify", copy)
+    assert code == 1 and f"{names.CHECKPOINT_JSON}: missing" in out
+    assert fails(capsys, "verify", copy, "--all")[0] == 2
+
+
+def test_verify_without_anything_to_verify_exits_with_2(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = write_run(tmp_path, "empty", durable=()).folder
+    for args, message in (
+        ([empty], "it has no durable checkpoint"),
+        ([empty, "--all"], "it has no durable checkpoint"),
+        ([run.folder, "--step", 40], "step 40 is in the cluster only"),
+        ([run.folder, "--step", 30, "--all"], "exclude each other"),
+        ([tmp_path], "holds the runs empty, gpt"),
+        ([tmp_path / "nothing"], "There is no run at"),
+    ):
+        code, out, err = fails(capsys, "verify", *args)
+        assert (code, out) == (2, "")
+        assert message in err and err.startswith("ray-ckpt: ") and err.count("\n") == 1
+
+
+# The command itself
+
+
+def test_usage_errors_exit_with_2() -> None:
+    for args in (["ls"], ["show", "x", "not-a-number"], ["verify", "x", "--nope"], ["unknown"]):
+        assert CliRunner().invoke(app, args).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_every_command_has_an_example(command: str) -> None:
+    assert f"Example: ray-ckpt {command}" in ray_ckpt_cli(command, "--help")
+
+
+def test_version_and_exit_codes_are_documented() -> None:
+    assert ray_ckpt_cli("--version").strip() == f"ray-ckpt {ray_ckpt.__version__}"
+    assert "1 damage found" in ray_ckpt_cli("--help")
+
+
+def test_as_a_process(run: SampleRun) -> None:
+    damage(run, 50)
+    command = [sys.executable, "-m", "ray_ckpt.cli", "verify", str(run.folder)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "model.blocks.0.weight[4:8, 0:6]" in result.stdout and "\x1b" not in result.stdout
+    result = subprocess.run([*command, "--step", "99"], capture_output=True, text=True)
+    assert result.returncode == 2 and "no live checkpoint of step 99" in result.stderr
