@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.node_agent import NodeAgent
-from ray_ckpt.actors.wire import AgentCard, Joined, OpenRun, RunSpec, RunStatus, SessionStart
+from ray_ckpt.actors.wire import AgentCard, Joined, OpenedRun, OpenRun, RunSpec, RunStatus, SessionStart
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
@@ -35,10 +35,14 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, RankRestore
 log = logging.getLogger("ray_ckpt.coordinator")
 
 TICK_S = 0.5
+TAKE_OVER_AGAIN_S = 5.0
 STORE_TIMEOUT_S = 30.0  # a create that takes longer is answered "unknown"
 AGENT_START_S = 120.0  # a cold node imports torch first
 AGENT_CALL_S = 60.0
 INVENTORY_AGAIN_S = 1.0
+REMOTE_THREADS = 4  # deletes and descriptions on storage paths, over all runs
+CONTROL_THREADS = 2  # questions to Ray
+OPEN_LOG_TRIES = 3  # races with the last words of a coordinator that died
 
 
 class Run:
@@ -53,6 +57,7 @@ class Run:
         self.waiting: dict[m.Token, asyncio.Future[Any]] = {}
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"ray_ckpt-log-{spec.name[:32]}")
         self.opened: set[str] = set()  # nodes whose agent knows this run
+        self.opening: set[str] = set()  # nodes that were asked, or could not
         self.changed = asyncio.Condition()
 
     @property
@@ -70,29 +75,83 @@ class Coordinator:
         self._agents: dict[str, Any] = {}
         self._cards: dict[str, AgentCard] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Apart from each other and from the logs, so that a hanging store stops none of the others.
+        self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
+        self._control_io = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="ray_ckpt-control")
         self._ticker: asyncio.Task[None] | None = None
+        self._found: asyncio.Task[None] | None = None
 
     async def hello(self) -> int:
+        await self._ready()
         return names.PROTOCOL_VERSION
+
+    # -- coming back after a crash -----------------------------------------------------------------------
+
+    async def _ready(self) -> None:
+        """Wait until this coordinator has looked for agents that an earlier one left behind."""
+        if self._found is None:
+            self._found = asyncio.ensure_future(self._find_agents())
+        await asyncio.shield(self._found)
+
+    async def _find_agents(self) -> None:
+        actors = await self._in_thread(
+            self._control_io, partial(ray.util.list_named_actors, all_namespaces=True)
+        )
+        prefix = names.AGENT_PREFIX
+        nodes = [a["name"].removeprefix(prefix) for a in actors if a["name"].startswith(prefix)]
+        runs: dict[str, OpenedRun] = {}
+        for node in set(nodes) & set(await self._live_nodes()):
+            try:
+                agent = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
+                self._token, opened = await asyncio.wait_for(agent.describe.remote(), AGENT_CALL_S)
+                self._agents[node], self._cards[node] = agent, await agent.card.remote()
+            except (ray.exceptions.RayError, ValueError, TimeoutError):
+                continue
+            for run in opened:
+                known = runs.get(run.spec.key)
+                if known is None or _session(run) > _session(known):
+                    runs[run.spec.key] = run
+        for run in runs.values():
+            self._spawn(self._take_over(run))
+
+    async def _take_over(self, found: OpenedRun) -> None:
+        """Claim the log of a run that was open, and go on with the group that is at work."""
+        log.warning("%s: this coordinator takes over from one that died", found.spec.name)
+        while found.spec.key not in self._runs:
+            try:
+                await self._open(found.spec)
+            except (CheckpointError, OSError) as error:
+                log.warning("%s: cannot take over yet: %s", found.spec.name, error)
+                await asyncio.sleep(TAKE_OVER_AGAIN_S)
+        run = self._run(found.spec.key)
+        if found.plan is not None and run.run_uid == found.run_uid:
+            inventories = await self._open_on_nodes(run, await self._live_nodes())
+            self._handle(run, m.GroupFound(plan=found.plan, inventories=inventories))
+            for node in inventories:
+                self._send(node, "coordinator_returned", run.run_uid)
 
     # -- launchers -----------------------------------------------------------------------------------
 
     async def open_run(self, spec: RunSpec) -> str:
         """Open the run's log, start agents on all live nodes, check every path. Returns the run uid."""
+        await self._ready()
+        return await self._open(spec)
+
+    async def _open(self, spec: RunSpec) -> str:
         async with self._opening.setdefault(spec.key, asyncio.Lock()):
             run = self._runs.get(spec.key)
+            if self._ticker is None:
+                self._ticker = asyncio.ensure_future(self._tick())
             if run is None or not run.machine.is_open:
                 run = await self._open_log(spec)
             run.spec, run.machine.options = spec, spec.options
-            if self._ticker is None:
-                self._ticker = asyncio.ensure_future(self._tick())
-            await self._open_on_nodes(run, await _live_nodes())
+            await self._open_on_nodes(run, await self._live_nodes())
             return run.run_uid
 
     async def open_group(self, key: str, nodes: tuple[m.GroupNode, ...], resume: Any, service: str) -> Joined:
         """A training group begins: choose its checkpoint, log its session, tell its nodes."""
         run = self._run(key)
-        inventories = await self._open_on_nodes(run, await _live_nodes())
+        inventories = await self._open_on_nodes(run, await self._live_nodes())
         plan = await self._ask(
             run,
             lambda token: m.GroupOpened(
@@ -112,6 +171,8 @@ class Coordinator:
         try:
             asked = self._ask(run, lambda token: m.FinishAsked(token=token))
             newest: CheckpointInfo | None = await asyncio.wait_for(asked, timeout_s)
+            for node in run.opened:
+                self._send(node, "rest", run.run_uid)
         except TimeoutError:
             raise Unavailable(
                 f"Run {run.spec.name}: its last checkpoint is not on the storage path in {timeout_s:.0f} s.",
@@ -125,7 +186,9 @@ class Coordinator:
         lineage = history.lineage()
         return RunStatus(
             run_uid=history.run_uid,
-            records=tuple(record for record, _ in await self._in_log_thread(run, read_log, run.store)),
+            records=tuple(
+                record for record, _ in await self._in_thread(self._control_io, read_log, run.store)
+            ),
             newest=lineage[-1] if lineage else None,
             holders=run.machine.holders,
             nodes=run.machine.plan.nodes if run.machine.plan else (),
@@ -166,6 +229,7 @@ class Coordinator:
         )
 
     async def progress(self, run_uid: str, session: int, ranks: Mapping[int, m.RankProgress]) -> None:
+        await self._ready()
         self._handle(self._by_uid(run_uid), m.RanksProgressed(session=session, ranks=ranks))
 
     async def node_restored(
@@ -185,7 +249,7 @@ class Coordinator:
                 await asyncio.wait_for(self._agents[node].card.remote(), AGENT_CALL_S)
             except (ray.exceptions.RayError, TimeoutError, KeyError):
                 self._forget(node)
-                if node in await _live_nodes():
+                if node in await self._live_nodes():
                     for run in list(self._runs.values()):
                         await self._open_on_fresh(run, (node,))
 
@@ -204,16 +268,21 @@ class Coordinator:
             del run.waiting[token]
 
     def _handle(self, run: Run, event: m.Event) -> None:
-        now = m.Ticked(now_s=time.monotonic(), wall_s=time.time())
-        for effect in (*run.machine.handle(now), *run.machine.handle(event)):
+        self._advance(run)
+        for effect in run.machine.handle(event):
+            self._carry_out(run, effect)
+
+    def _advance(self, run: Run) -> None:
+        """Time passes before each event, so that the machine needs no clock."""
+        for effect in run.machine.handle(m.Ticked(now_s=time.monotonic(), wall_s=time.time())):
             self._carry_out(run, effect)
 
     def _carry_out(self, run: Run, effect: m.Effect) -> None:
         match effect:
             case m.Append():
                 self._spawn(self._append(run, effect))
-            case m.AskInventory(group=group):
-                self._spawn(self._inventory_again(run, group))
+            case m.AskInventory(token=token):
+                self._spawn(self._inventory_again(run, token))
             case m.StartSession():
                 self._spawn(self._start_session(run, effect))
             case m.Reply(token=token, value=value):
@@ -242,7 +311,9 @@ class Coordinator:
                 log.warning("%s: %s", run.spec.name, text)
             case m.StepDown(error=error):
                 log.error("%s: %s This coordinator steps down.", run.spec.name, error)
-                self._runs.pop(run.spec.key, None)
+                if self._runs.get(run.spec.key) is run:
+                    del self._runs[run.spec.key]
+                run.thread.shutdown(wait=False)
 
     async def _append(self, run: Run, effect: m.Append) -> None:
         record = effect.record
@@ -255,28 +326,23 @@ class Coordinator:
         async with run.changed:
             run.changed.notify_all()
 
-    async def _inventory_again(self, run: Run, group: m.GroupOpened) -> None:
+    async def _inventory_again(self, run: Run, token: m.Token) -> None:
         await asyncio.sleep(INVENTORY_AGAIN_S)
-        inventories = await self._open_on_nodes(run, await _live_nodes())
-        self._handle(
-            run,
-            m.GroupOpened(
-                token=group.token,
-                nodes=group.nodes,
-                inventories=inventories,
-                resume=group.resume,
-                service=group.service,
-            ),
-        )
+        inventories: dict[str, m.Inventory] = {}
+        try:
+            inventories = await self._open_on_nodes(run, await self._live_nodes())
+        except (CheckpointError, ray.exceptions.RayError) as error:
+            log.warning("%s: a node could not take inventory: %s", run.spec.name, error)
+        self._handle(run, m.InventoryTaken(token=token, inventories=inventories))
 
     async def _start_session(self, run: Run, effect: m.StartSession) -> None:
         start = self._session_start(run, effect.plan)
-        calls = [self._agents[n.node_id].start_session.remote(start) for n in effect.plan.nodes]
         try:
+            calls = [self._agents[n.node_id].start_session.remote(start) for n in effect.plan.nodes]
             await asyncio.wait_for(asyncio.gather(*calls), AGENT_CALL_S)
-        except (ray.exceptions.RayError, TimeoutError) as error:
+        except (ray.exceptions.RayError, TimeoutError, KeyError) as error:
+            problem = Unavailable(f"A node did not take session {effect.plan.session}: {_reason(error)}")
             for token in effect.tokens:
-                problem = Unavailable(f"A node did not take session {effect.plan.session}: {error}")
                 self._carry_out(run, m.Fail(token=token, error=problem))
             return
         for token in effect.tokens:
@@ -299,7 +365,7 @@ class Coordinator:
     async def _describe(self, run: Run, checkpoint: CheckpointInfo) -> None:
         error = None
         try:
-            await asyncio.to_thread(_write_description, run.remote, checkpoint)
+            await self._in_thread(self._remote_io, _write_description, run.remote, checkpoint)
         except (OSError, CheckpointError) as failure:
             error = str(failure)
         self._handle(run, m.DescriptionWritten(attempt=checkpoint.id, error=error))
@@ -308,7 +374,7 @@ class Coordinator:
         error = None
         try:
             if effect.place == m.REMOTE:
-                await asyncio.to_thread(run.remote.delete, effect.directory)
+                await self._in_thread(self._remote_io, run.remote.delete, effect.directory)
             elif effect.place in self._agents:
                 await self._agents[effect.place].delete.remote(run.run_uid, (effect.directory,))
         except (OSError, ray.exceptions.RayError) as failure:
@@ -318,45 +384,58 @@ class Coordinator:
     # -- runs and nodes --------------------------------------------------------------------------------
 
     async def _open_log(self, spec: RunSpec) -> Run:
-        run = Run(spec)
-        await self._in_log_thread(run, run.remote.probe, run.nonce)
-        records = await self._in_log_thread(run, read_log, run.store)
-        self._runs[spec.key] = run
-        self._handle(run, m.LogOpened(records=records, run_name=spec.name, fresh_uid=uuid.uuid4().hex))
-        async with run.changed:
-            opened = run.changed.wait_for(lambda: run.machine.is_open or self._runs.get(spec.key) is not run)
-            try:
-                await asyncio.wait_for(opened, 2 * STORE_TIMEOUT_S)
-            except TimeoutError:
-                raise Unavailable(
-                    f"The log of run {spec.name} at {run.remote.root} does not take records.",
-                    hint="Check that the storage path is healthy, then start again.",
-                ) from None
-        return self._run(spec.key)
+        """Read the run's log to its tail and put this coordinator's fence there."""
+        for _ in range(OPEN_LOG_TRIES):
+            run = Run(spec)
+            await self._in_log_thread(run, run.remote.probe, run.nonce)
+            records = await self._in_log_thread(run, read_log, run.store)
+            self._runs[spec.key] = run
+            event = m.LogOpened(records=records, run_name=spec.name, fresh_uid=uuid.uuid4().hex)
+            self._handle(run, event)
+            async with run.changed:
+                is_settled = run.changed.wait_for(partial(self._is_settled, run))
+                try:
+                    await asyncio.wait_for(is_settled, 2 * STORE_TIMEOUT_S)
+                except TimeoutError:
+                    del self._runs[spec.key]
+                    break
+            if run.machine.is_open:
+                return run
+        raise Unavailable(
+            f"The log of run {spec.name} at {run.remote.root} does not take records.",
+            hint="Check that the storage path is healthy and that no other cluster runs it, then try again.",
+        )
+
+    def _is_settled(self, run: Run) -> bool:
+        """The fence is in the log, or somebody else's is."""
+        return run.machine.is_open or self._runs.get(run.spec.key) is not run
 
     async def _open_on_nodes(self, run: Run, nodes: tuple[str, ...]) -> dict[str, m.Inventory]:
         """Start missing agents, open the run on all of them, and return what each holds."""
         order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce)
         answers = await asyncio.gather(*(self._open_on(node, order) for node in nodes))
         inventories = {node: found for node, found in zip(nodes, answers, strict=True) if found is not None}
-        run.opened = set(inventories)
+        run.opened, run.opening = set(inventories), set()
         self._handle(run, m.NodesSeen(live=frozenset(inventories)))
         return inventories
 
     async def _open_on(self, node: str, order: OpenRun) -> m.Inventory | None:
-        """None if the node is dying; errors of its configuration are raised."""
-        try:
-            agent = self._agent(node)
-            if node not in self._cards:
-                self._cards[node] = await asyncio.wait_for(agent.card.remote(), AGENT_START_S)
-            inventory: m.Inventory = await asyncio.wait_for(agent.open_run.remote(order), AGENT_START_S)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause if isinstance(error.cause, CheckpointError) else error from None
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            log.warning("node %s: its agent does not answer: %s", node[:12], error)
-            self._forget(node)
-            return None
-        return inventory
+        """What the node holds; None if it is dying. Errors of its configuration are raised."""
+        for _ in range(2):  # once more with a new agent, if the old one died with its process
+            try:
+                agent = self._agent(node)
+                if node not in self._cards:
+                    self._cards[node] = await asyncio.wait_for(agent.card.remote(), AGENT_START_S)
+                found: m.Inventory = await asyncio.wait_for(agent.open_run.remote(order), AGENT_START_S)
+                return found
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause if isinstance(error.cause, CheckpointError) else error from None
+            except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
+                log.warning("node %s: its agent does not answer: %s", node[:12], _reason(error))
+                self._forget(node)
+                if node not in await self._live_nodes():
+                    break
+        return None
 
     def _agent(self, node: str) -> Any:
         if node not in self._agents:
@@ -383,16 +462,22 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                live = frozenset(await _live_nodes())
+                live = frozenset(await self._live_nodes())
                 for node in set(self._agents) - live:
                     self._forget(node)
-                for run in [run for run in self._runs.values() if run.opened]:
-                    self._handle(run, m.NodesSeen(live=live & run.opened))
-                    if fresh := live - run.opened:
-                        run.opened |= fresh
-                        self._spawn(self._open_on_fresh(run, tuple(sorted(fresh))))
+                for run in list(self._runs.values()):
+                    self._tick_run(run, live)
             except Exception:
                 log.exception("the coordinator's tick failed")
+
+    def _tick_run(self, run: Run, live: frozenset[str]) -> None:
+        if not run.opened:  # its log is still being opened: time passes, nodes come later
+            self._advance(run)
+            return
+        self._handle(run, m.NodesSeen(live=live & run.opened))
+        if fresh := live - run.opened - run.opening:
+            run.opening |= fresh
+            self._spawn(self._open_on_fresh(run, tuple(sorted(fresh))))
 
     async def _open_on_fresh(self, run: Run, nodes: tuple[str, ...]) -> None:
         """Nodes that joined, or that got a new agent in the middle of a session."""
@@ -400,14 +485,22 @@ class Coordinator:
         for node in nodes:
             try:
                 if await self._open_on(node, order) is not None:
+                    run.opened.add(node)
+                    run.opening.discard(node)
                     await self._rejoin(run, node)
-            except (CheckpointError, ray.exceptions.RayError) as error:
+            except (CheckpointError, ray.exceptions.RayError) as error:  # tried again by the next group
                 log.warning("node %s cannot hold checkpoints of %s: %s", node[:12], run.spec.name, error)
 
     async def _rejoin(self, run: Run, node: str) -> None:
+        """Give a new agent the session at work, and its peers the new agent's address."""
         plan = run.machine.plan
-        if plan is not None and any(n.node_id == node for n in plan.nodes):
-            await self._agents[node].start_session.remote(self._session_start(run, plan))
+        if plan is None:
+            return
+        start = self._session_start(run, plan)
+        for peer in {n.node_id for n in plan.nodes} - {node}:
+            self._send(peer, "meet", run.run_uid, start.endpoints)
+        if any(n.node_id == node for n in plan.nodes):
+            await self._agents[node].start_session.remote(start)
 
     def _session_start(self, run: Run, plan: m.SessionPlan) -> SessionStart:
         endpoints = {node: card.endpoint for node, card in self._cards.items()}
@@ -437,8 +530,15 @@ class Coordinator:
         except ray.exceptions.RayError as error:
             log.warning("node %s did not take %s: %s", node[:12], method, _reason(error))
 
+    async def _live_nodes(self) -> tuple[str, ...]:
+        nodes = await self._in_thread(self._control_io, ray.nodes)
+        return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
+
     async def _in_log_thread(self, run: Run, work: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(run.thread, partial(work, *args))
+        return await self._in_thread(run.thread, work, *args)
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, work: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -478,6 +578,5 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "cause", None) or error).splitlines()[0]
 
 
-async def _live_nodes() -> tuple[str, ...]:
-    nodes = await asyncio.to_thread(ray.nodes)
-    return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
+def _session(run: OpenedRun) -> int:
+    return run.plan.session if run.plan else 0

@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import ray
 from typing_extensions import Buffer
 
 from ray_ckpt.actors import names
-from ray_ckpt.actors.wire import AgentCard, OpenRun, RunSpec, SessionStart
+from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, RunSpec, SessionStart
 from ray_ckpt.config import STAGING_ENV, default_staging
 from ray_ckpt.core import node as n
 from ray_ckpt.core.messages import HeldFragment, Inventory, RankProgress, SessionPlan
@@ -49,8 +49,10 @@ from ray_ckpt.types import ARENA_PAGE_BYTES, AttemptId, FileEntry, Fragment, Lev
 
 log = logging.getLogger("ray_ckpt.agent")
 
-IO_THREADS = 4  # disk and network work at a time; more only queue at the device
-OUTCOME_WAIT_S = 3600.0  # an attempt is settled long before; bounds a forgotten question
+DISK_THREADS = 4  # local work at a time; more only queue at the device
+PEER_THREADS = 4  # copies on their way at a time
+REMOTE_THREADS = 4  # uploads at a time
+OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
 PROGRESS_GATHER_S = 0.3  # ranks speak once a second; this gathers those of a node
 MEMORY_RESERVE = 0.05  # share of memory that arenas never take
 
@@ -104,6 +106,11 @@ class NodeRun:
         self.decision: asyncio.Future[bool] | None = None  # True: go; False: a new session has started
         self.started = asyncio.Event()
         self.progress: dict[int, RankProgress] = {}
+        self.reserved: dict[int, int] = {}  # bytes of each rank's coming arena
+        self.checked_nonce = ""
+
+    def check_space(self, needed_bytes: int, *, what: str) -> None:
+        self.staging.check_space(needed_bytes, reserve_bytes=self.spec.options.reserve_bytes, what=what)
 
 
 class NodeAgent:
@@ -118,7 +125,10 @@ class NodeAgent:
         self._runs: dict[str, NodeRun] = {}
         self._stagings: dict[Path, Staging] = {}
         self._staging_lock = threading.Lock()  # a folder is locked once, whoever asks
-        self._io = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="ray_ckpt-io")
+        # Apart from each other, so that a hanging store or peer never stops what is local.
+        self._disk_io = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="ray_ckpt-disk")
+        self._peer_io = ThreadPoolExecutor(PEER_THREADS, thread_name_prefix="ray_ckpt-peer")
+        self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = PeerServer(ray.util.get_node_ip_address(), token=token, files=_Served(self._runs))
         self._coordinator: Any = None
@@ -127,22 +137,34 @@ class NodeAgent:
         roots = ", ".join(str(root) for root in self._stagings)
         return AgentCard(node_id=self._node_id, endpoint=self._server.endpoint, staging=roots)
 
+    async def describe(self) -> tuple[str, tuple[OpenedRun, ...]]:
+        """For a restarted coordinator: the service's token, and the runs that are open here."""
+        runs = self._runs.values()
+        return self._token, tuple(
+            OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.machine.plan) for run in runs
+        )
+
+    async def coordinator_returned(self, run_uid: str) -> None:
+        await self._handle(self._runs[run_uid], n.CoordinatorReturned())
+
     # -- the coordinator's calls -----------------------------------------------------------------------
 
     async def open_run(self, order: OpenRun) -> Inventory:
         """Check the staging folder and the storage path of a run, and tell what is here of it."""
         run = self._runs.get(order.run_uid)
         if run is None:
-            staging = await self._in_thread(self._open_staging, order.spec)
+            staging = await self._in_thread(self._disk_io, self._open_staging, order.spec)
             run = self._runs.setdefault(order.run_uid, NodeRun(order.spec, order.run_uid, staging))
         run.spec = order.spec
-        await self._in_thread(run.remote.check_shared, order.nonce, node=self._node_id)
+        if run.checked_nonce != order.nonce:  # once per coordinator: a hiccup later must not end a group
+            await self._in_thread(self._remote_io, run.remote.check_shared, order.nonce, node=self._node_id)
+            run.checked_nonce = order.nonce
         return await self.inventory(order.run_uid)
 
     async def inventory(self, run_uid: str) -> Inventory:
         run = self._runs[run_uid]
-        held = await self._in_thread(lambda: tuple(run.staging.holdings(run_uid)))
-        directories = await self._in_thread(run.staging.directories, run_uid)
+        held = await self._in_thread(self._disk_io, lambda: tuple(run.staging.holdings(run_uid)))
+        directories = await self._in_thread(self._disk_io, run.staging.directories, run_uid)
         return Inventory(fragments=tuple(map(_held, held)), directories=directories)
 
     async def start_session(self, start: SessionStart) -> None:
@@ -161,6 +183,14 @@ class NodeAgent:
     ) -> None:
         await self._handle(self._runs[run_uid], n.Published(attempt=attempt, level=level, error=error))
 
+    async def meet(self, run_uid: str, endpoints: Mapping[str, str]) -> None:
+        """Other agents have new addresses."""
+        self._runs[run_uid].endpoints |= dict(endpoints)
+
+    async def rest(self, run_uid: str) -> None:
+        """The run is over: its checkpoints stay on disk, its memory is given back."""
+        self._close_arenas(self._runs[run_uid], keep=())
+
     async def replicate(
         self, run_uid: str, attempt: AttemptId, node_index: int, holder: str, endpoint: str
     ) -> None:
@@ -170,12 +200,12 @@ class NodeAgent:
 
     async def drain(self, run_uid: str, attempt: AttemptId, node_index: int) -> None:
         """Copy one fragment's files from here to the storage path, the fragment last. Raises if it cannot."""
-        await self._in_thread(self._drain, self._runs[run_uid], attempt, node_index)
+        await self._in_thread(self._remote_io, self._drain, self._runs[run_uid], attempt, node_index)
 
     async def delete(self, run_uid: str, directories: tuple[str, ...]) -> None:
         run = self._runs[run_uid]
         for directory in directories:
-            await self._in_thread(run.staging.delete, run_uid, directory)
+            await self._in_thread(self._disk_io, run.staging.delete, run_uid, directory)
 
     # -- the ranks' calls ------------------------------------------------------------------------------
 
@@ -197,17 +227,19 @@ class NodeAgent:
         if len(run.restored) == len(here.ranks):
             self._spawn(self._report_restored(run, plan, decision, tuple(run.restored.values())))
         if await asyncio.shield(decision):
+            self._close_arenas(run, keep=here.ranks)
             return None
         return await self.get_ticket(run_uid)
 
     async def reserve(self, run_uid: str, rank: int, size_bytes: int) -> None:
         """InsufficientSpace unless memory takes the arena and the disk two checkpoints with copies."""
         run = self._runs[run_uid]
-        ranks = len(run.machine.here.ranks) if run.machine.here else 1
-        arena = run.arenas.get(rank)
-        _check_memory(size_bytes - (arena.layout.size_bytes if arena else 0))
-        needed = 2 * size_bytes * ranks * (1 + run.spec.options.replicas)
-        run.staging.check_space(needed, what="Two checkpoints with copies")
+        ranks = run.machine.here.ranks if run.machine.here else (rank,)
+        run.reserved = {k: size for k, size in run.reserved.items() if k in ranks} | {rank: size_bytes}
+        there = sum(run.arenas[k].layout.size_bytes for k in run.reserved if k in run.arenas)
+        _check_memory(sum(run.reserved.values()) - there)
+        needed = 2 * size_bytes * len(ranks) * (1 + run.spec.options.replicas)
+        run.check_space(needed, what="Two checkpoints with copies")
 
     async def open_arena(self, run_uid: str, rank: int, layout: ShardLayout) -> str:
         """The path of shared memory for a rank; what was there before is given up."""
@@ -221,6 +253,10 @@ class NodeAgent:
             del run.arenas[rank]
         run.arenas[rank] = ArenaMemory(rank, layout)
         return run.arenas[rank].path
+
+    def _close_arenas(self, run: NodeRun, *, keep: Collection[int]) -> None:
+        for rank in set(run.arenas) - set(keep):
+            run.arenas.pop(rank).close()
 
     async def seal(self, run_uid: str, shard: SealedShard) -> None:
         """Take over a capture. Returns when the arena may be captured into again."""
@@ -244,7 +280,9 @@ class NodeAgent:
             return found if settled else None
 
         async with run.settled:
-            await asyncio.wait_for(run.settled.wait_for(lambda: known() is not None), OUTCOME_WAIT_S)
+            options = run.spec.options
+            limit_s = options.attempt_timeout_s + options.goal_timeout_s + OUTCOME_SLACK_S
+            await asyncio.wait_for(run.settled.wait_for(lambda: known() is not None), limit_s)
         outcome: n.Outcome = _require(known())
         return outcome
 
@@ -259,7 +297,7 @@ class NodeAgent:
             self._spawn(self._forward_progress(run, session))
 
     async def make_durable(self, run_uid: str) -> None:
-        await self._tell("make_durable", run_uid)
+        await self._ask("make_durable", run_uid)
 
     async def _forward_progress(self, run: NodeRun, session: int) -> None:
         """One message per node for all of its ranks."""
@@ -289,7 +327,7 @@ class NodeAgent:
                 async with run.settled:
                     run.settled.notify_all()
             case n.DeleteFolder(attempt=attempt):
-                await self._in_thread(run.staging.delete, run.run_uid, attempt.directory)
+                await self._in_thread(self._disk_io, run.staging.delete, run.run_uid, attempt.directory)
             case n.TellStored(
                 attempt=attempt, node_index=index, files=files, replicated=common, metrics=metrics
             ):
@@ -302,9 +340,9 @@ class NodeAgent:
         if shard is None:
             return
         try:
-            files, rows = await self._in_thread(self._store_shard, run, shard)
-        except (OSError, CheckpointError) as error:
-            event: n.NodeEvent = n.SaveFailed(attempt=shard.attempt, rank=shard.rank, reason=str(error))
+            files, rows = await self._in_thread(self._disk_io, self._store_shard, run, shard)
+        except Exception as error:  # whatever it was, the rank must get its arena back
+            event: n.NodeEvent = n.SaveFailed(attempt=shard.attempt, rank=shard.rank, reason=_reason(error))
         else:
             event = n.ShardWritten(attempt=shard.attempt, rank=shard.rank, files=files, rows=rows)
         await self._handle(run, event)
@@ -318,7 +356,7 @@ class NodeAgent:
             raise Unavailable(f"rank {shard.rank} captured into its arena again")
         world_size = _require(run.machine.plan).world_size
         data, layout = arena.data(), arena.layout
-        run.staging.check_space(len(data) + len(shard.state), what=f"The shard of rank {shard.rank}")
+        run.check_space(len(data) + len(shard.state), what=f"The shard of rank {shard.rank}")
         file, state = shard_file(shard.rank, world_size), state_file(shard.rank, world_size)
         rows = [
             ManifestRow(
@@ -354,11 +392,13 @@ class NodeAgent:
     async def _write_fragment(self, run: NodeRun, fragment: Fragment) -> None:
         name = fragment_file(fragment.node_index, fragment.num_nodes)
         try:
-            data = await self._in_thread(encode_fragment, fragment)
-            await self._in_thread(run.staging.put, run.run_uid, fragment.attempt.directory, name, [data])
-        except (OSError, CheckpointError) as error:
+            data = await self._in_thread(self._disk_io, encode_fragment, fragment)
+            await self._in_thread(
+                self._disk_io, run.staging.put, run.run_uid, fragment.attempt.directory, name, [data]
+            )
+        except Exception as error:
             event: n.NodeEvent = n.SaveFailed(
-                attempt=fragment.attempt, rank=fragment.ranks[0], reason=str(error)
+                attempt=fragment.attempt, rank=fragment.ranks[0], reason=_reason(error)
             )
         else:
             entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
@@ -368,9 +408,9 @@ class NodeAgent:
     async def _send_copy(self, run: NodeRun, effect: n.SendCopy) -> None:
         error = None
         try:
-            await self._in_thread(self._copy_to_peer, run, effect)
-        except (OSError, CheckpointError, KeyError) as failure:
-            error = str(failure)
+            await self._in_thread(self._peer_io, self._copy_to_peer, run, effect)
+        except Exception as failure:  # the coordinator must hear of it in any case
+            error = _reason(failure)
         await self._tell("replica_ended", effect.attempt, effect.node_index, effect.holder, error)
 
     def _copy_to_peer(self, run: NodeRun, effect: n.SendCopy) -> None:
@@ -403,7 +443,11 @@ class NodeAgent:
         plan = _require(run.machine.plan)
         if plan.resume is None:
             return RestoreTicket(session=plan.session, checkpoint=None)
-        ticket: RestoreTicket = await self._in_thread(self._find_sources, run, plan)
+        try:
+            ticket: RestoreTicket = await self._in_thread(self._disk_io, self._find_sources, run, plan)
+        except (OSError, CheckpointError) as error:  # as bad as a bad slice: the group falls back together
+            damage = (f"manifest of step {plan.resume.checkpoint.step}: {_reason(error)}",)
+            return RestoreTicket(session=plan.session, checkpoint=plan.resume.checkpoint, damage=damage)
         return ticket
 
     def _find_sources(self, run: NodeRun, plan: SessionPlan) -> RestoreTicket:
@@ -490,11 +534,13 @@ class NodeAgent:
         root = Path(text.replace("{node_id}", self._node_id)).expanduser().absolute()
         with self._staging_lock:
             if root not in self._stagings:
-                self._stagings[root] = Staging(root, reserve_bytes=spec.options.reserve_bytes)
+                self._stagings[root] = Staging(root)
             return self._stagings[root]
 
-    async def _in_thread(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._io, partial(work, *args, **kwargs))
+    async def _in_thread(
+        self, pool: ThreadPoolExecutor, work: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args, **kwargs))
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(_logged(work))
@@ -539,7 +585,7 @@ class _Served:
 
     def put(self, request: PutRequest, chunks: Iterable[Buffer]) -> None:
         name, run = request.name, self._run(request.name)
-        run.staging.check_space(request.size_bytes, what=f"A copy of {name.file}")
+        run.check_space(request.size_bytes, what=f"A copy of {name.file}")
         whole = checked(chunks, size_bytes=request.size_bytes, digest=request.digest, what=name.file)
         run.staging.put(name.run_uid, name.directory, name.file, whole)
 
@@ -554,6 +600,10 @@ def _held(holding: Holding) -> HeldFragment:
     return HeldFragment(
         attempt=fragment.attempt, node_index=fragment.node_index, num_nodes=fragment.num_nodes
     )
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _require(value: Any) -> Any:

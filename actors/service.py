@@ -13,8 +13,8 @@ import ray
 from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator import Coordinator
 from ray_ckpt.actors.wire import Joined, RunSpec
-from ray_ckpt.client import set_connection
-from ray_ckpt.config import RunOptions
+from ray_ckpt.client import Connection, set_connection
+from ray_ckpt.config import RunOptions, local_path
 from ray_ckpt.core.messages import GroupNode, RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, ServiceError, Unavailable
@@ -22,13 +22,13 @@ from ray_ckpt.format.names import check_run_name
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.link import Identity, SealedShard
 from ray_ckpt.restore import RestoreTicket
-from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore
 
 log = logging.getLogger("ray_ckpt")
 
 OPEN_S = 300.0  # starting agents on all nodes of a cold cluster
 CALL_S = 120.0
+OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
 
 
 def coordinator() -> Any:
@@ -68,8 +68,8 @@ def ask(call: Any, timeout_s: float | None) -> Any:
 
 def open_run(name: str, storage_path: str, options: RunOptions) -> RunSpec:
     """Open a run: its log, an agent on each node, every path checked. ConfigError says what is wrong."""
-    RemoteTier(storage_path, check_run_name(name))
-    spec = RunSpec(name=name, storage_path=storage_path, options=options)
+    check_run_name(name)
+    spec = RunSpec(name=name, storage_path=str(local_path(storage_path)), options=options)
     ask(coordinator().open_run.remote(spec), OPEN_S)
     return spec
 
@@ -80,8 +80,17 @@ def open_group(spec: RunSpec, nodes: Sequence[str], *, service: str) -> Joined:
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
     group = tuple(GroupNode(node_id=node, ranks=tuple(ranks)) for node, ranks in by_node.items())
-    call = coordinator().open_group.remote(spec.key, group, spec.options.resume, service)
-    joined: Joined = ask(call, OPEN_S + spec.options.inventory_wait_s)
+    for attempt in range(OPEN_TRIES):
+        try:
+            handle = coordinator()
+            ask(handle.open_run.remote(spec), OPEN_S)  # again: the coordinator may be a restarted one
+            call = handle.open_group.remote(spec.key, group, spec.options.resume, service)
+            joined: Joined = ask(call, OPEN_S + spec.options.inventory_wait_s)
+            break
+        except Unavailable:
+            if attempt == OPEN_TRIES - 1:
+                raise
+            log.warning("the coordinator went away while a group was opened; trying again")
     return joined
 
 
@@ -172,7 +181,7 @@ def connect(*, run: str, storage_path: str, rank: int = 0, world_size: int = 1, 
         joined = open_group(spec, [node], service="connect")
     else:
         joined = _connect_group(run, storage_path, rank, world_size, spec_options, node)
-    set_connection(RayLink(joined, rank))
+    set_connection(Connection(link=RayLink(joined, rank)))
 
 
 def _connect_group(
@@ -193,6 +202,8 @@ def _connect_group(
             answer = [open_group(open_run(run, storage_path, options), nodes, service="connect")]
         except CheckpointError as error:
             answer = [error]
+        except Exception as error:  # the others wait for an answer, whatever happened
+            answer = [ServiceError(f"The group could not be opened: {error}")]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], CheckpointError):
         raise answer[0]

@@ -43,6 +43,15 @@ class AgentCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRun:
+    """An agent to a restarted coordinator: a run that is open here, and the group that is at work."""
+
+    spec: RunSpec
+    run_uid: str
+    plan: SessionPlan | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStart:
     """The coordinator to the agents of a group: the plan, and how to reach its nodes."""
 

@@ -6,9 +6,9 @@ agent, and can be killed as a machine would die. Not for training.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,17 +86,10 @@ class LocalCluster:
     def kill(self, name: str, *, wipe: bool) -> None:
         """kill -9 the node's raylet and everything it started; with `wipe` its staging folder is lost too."""
         node = self.nodes.pop(name)
-        raylet = psutil.Process(node.handle.all_processes["raylet"][0].process.pid)
-        family = [raylet, *raylet.children(recursive=True)]
-        for process in family:
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
+        kill_family(node.handle.all_processes["raylet"][0].process.pid)
         if wipe:
             shutil.rmtree(node.staging, ignore_errors=True)
         self._cluster.remove_node(node.handle, allow_graceful=False)  # reaps, or its actors would live on
-        psutil.wait_procs(family, timeout=REAP_S)
 
     def shutdown(self) -> None:
         ray.shutdown()
@@ -121,6 +114,16 @@ class LocalCluster:
         )
         self.nodes[name] = LocalNode(name, handle.node_id, staging, handle)
         return self.nodes[name]
+
+
+def kill_family(pid: int) -> None:
+    """SIGKILL a process and all its descendants."""
+    parent = psutil.Process(pid)
+    family = [parent, *parent.children(recursive=True)]
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=REAP_S)
 
 
 def _free_port() -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -28,9 +29,9 @@ from ray_ckpt.capture.walk import LiveSlice, Walked, walk
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import (
+    CheckpointError,
     CollectiveError,
     ConfigError,
-    InsufficientSpace,
     NotConnected,
     RunConflict,
     ServiceError,
@@ -49,6 +50,8 @@ log = logging.getLogger("ray_ckpt")
 PROGRESS_S = 1.0  # how often a rank says where it is, from a thread of its own
 FLUSH_S = 120.0  # how long leaving the loop waits for the last capture to be safe on this node
 RESERVED_ITEMS = frozenset({"rng"})  # registered by the Checkpointer itself
+OUTCOME_SLACK_S = 5.0  # for the answer to travel, beyond what the coordinator waits for
+MAX_METRIC_NAME = 200  # characters; metrics travel in the commit record
 MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
 
 LevelName = Literal["local", "replicated", "durable"]
@@ -89,13 +92,32 @@ class SaveStats:
     blocked_s: list[float] = field(default_factory=list)  # per save, the newest 1,000
 
 
-_connection: tuple[Link, Reporter | None] | None = None
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How Checkpointers of this process reach their agent, or why they cannot."""
+
+    link: Link | None = None
+    reporter: Reporter | None = None
+    problem: CheckpointError | None = None
 
 
-def set_connection(link: Link | None, reporter: Reporter | None = None) -> None:
-    """Make `link` the connection of Checkpointers that this process builds from now on."""
+_connection = Connection()
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def set_connection(connection: Connection) -> None:
+    """Make this the connection of Checkpointers that this process builds from now on."""
     global _connection
-    _connection = (link, reporter) if link is not None else None
+    _connection = connection
+
+
+def close_all() -> None:
+    """Flush and close every Checkpointer of this process; its worker is about to end."""
+    for checkpointer in list(_open):
+        try:
+            checkpointer.close()
+        except CheckpointError as error:
+            log.warning("while closing: %s", error)
 
 
 class Checkpointer:
@@ -108,7 +130,10 @@ class Checkpointer:
     """
 
     def __init__(self, *, link: Link | None = None, **items: Any) -> None:
-        link, reporter = (link, None) if link is not None else (_connection or (None, None))
+        if link is None and _connection.problem is not None:
+            raise _connection.problem
+        reporter = _connection.reporter if link is None else None
+        link = link or _connection.link
         if link is None:
             raise NotConnected(
                 "This process belongs to no run.",
@@ -130,11 +155,13 @@ class Checkpointer:
         self._step = 0  # the last completed step
         self._saved_step = 0  # the last step that `save` was called for
         self._restored_step = 0
+        self._rng: Any = None  # random state as restored, until the first step
         self._last_metrics: Mapping[str, Any] | None = None
         self._watch: _ProgressThread | None = None
         self.stats = SaveStats()
         for name, obj in items.items():
             self.add(name, obj)
+        _open.add(self)
 
     def add(self, name: str, obj: Any) -> None:
         """Register one more item. Only before the restore, which is when the set of items is fixed."""
@@ -160,13 +187,15 @@ class Checkpointer:
         ticket = self._link.ticket()
         while True:
             self._session = ticket.session
-            report = self._try_restore(ticket)
+            report, load = self._try_restore(ticket)
             again = self._link.restored(ticket.session, report)
             if again is None:
                 break
             log.warning("step %s has no intact copy of a part; falling back", _step_of(ticket))
             ticket = again
+        load()
         info = None if ticket.checkpoint is None else _restore_info(ticket.checkpoint, report)
+        self._rng = self._items["rng"].tree() if info else None
         self._step = self._saved_step = self._restored_step = info.step if info else 0
         self._watch = _ProgressThread(self)
         if info is not None:
@@ -204,11 +233,13 @@ class Checkpointer:
                 size += predicted_state_bytes(obj)
         self._link.reserve(size)
 
-    def _try_restore(self, ticket: RestoreTicket) -> RankRestore:
+    def _try_restore(self, ticket: RestoreTicket) -> tuple[RankRestore, Callable[[], None]]:
+        """Read everything; the report, and what puts it in place once all ranks have theirs."""
         start_s = time.monotonic()
         checkpoint, identity = ticket.checkpoint, self._link.identity
-        if checkpoint is None:
-            return RankRestore(rank=identity.rank)
+        load: Callable[[], None] = _nothing
+        if checkpoint is None or ticket.damage:
+            return RankRestore(rank=identity.rank, damage=ticket.damage), load
         reader = SourceReader(checkpoint.id, ticket.sources, token=ticket.token)
         rows = [row for fragment in ticket.fragments for row in fragment.rows]
         mine = identity.rank if identity.rank < checkpoint.world_size else 0
@@ -226,15 +257,17 @@ class Checkpointer:
                     identity.world_size,
                 )
             items = {n: i for n, i in self._items.items() if n != "rng" or same_world}
-            load_items(items, state, rows, reader, rank=identity.rank, world_size=identity.world_size)
+            who = {"rank": identity.rank, "world_size": identity.world_size}
+            load = load_items(items, state, rows, reader, **who)
         for note in reader.rejected:
             log.warning("restore: %s", note)
-        return RankRestore(
+        report = RankRestore(
             rank=identity.rank,
             parts=tuple(reader.parts),
             seconds=time.monotonic() - start_s,
             damage=tuple(reader.damage),
         )
+        return report, load
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -249,17 +282,23 @@ class Checkpointer:
 
     def _steps(self, first: int, total: int) -> Iterator[int]:
         step = first - 1
+        if self._rng is not None:  # making an iterator draws from it, which the saved state already contains
+            self._items["rng"].load(self._rng)
+            self._rng = None
         try:
             for step in range(first, total + 1):
                 yield step
         except GeneratorExit:  # break, or an exception in the body: other ranks may not be with us
-            if self._step == step:  # else the body is half done and its state belongs to no step
+            is_whole = self._step == step  # else the body is half done and its state belongs to no step
+            if is_whole:
                 self._save_last()
-            self.flush()
+            self.flush(commit=is_whole)
+            self._end_progress()
             raise
         self._save_last()
         self.flush(commit=True)
         self._report()
+        self._end_progress()
 
     def due(self, step: int) -> bool:
         """Whether the cadence asks for a save after `step`: a function of the step number alone."""
@@ -301,7 +340,9 @@ class Checkpointer:
                 left_s = deadline_s - time.monotonic()
                 outcome = self._link.outcome(last.attempt, LEVELS[level]).result(left_s)
                 _raise_outcome(outcome, last.attempt)
-        except FutureTimeout as error:
+        except CheckpointError:
+            raise
+        except Exception as error:  # time is up, or the agent died
             raise Unavailable(
                 f"Step {last.attempt.step} did not become {level} within {timeout_s:.0f} s.",
                 hint="See the log of the coordinator for the reason; raise timeout_s if it is just slow.",
@@ -320,8 +361,13 @@ class Checkpointer:
     def close(self) -> None:
         """Flush and end the progress thread."""
         self.flush()
+        self._end_progress()
+        _open.discard(self)
+
+    def _end_progress(self) -> None:
         if self._watch is not None:
             self._watch.stop()
+            self._watch = None
 
     # -- saving, inside ------------------------------------------------------------------------------
 
@@ -332,6 +378,12 @@ class Checkpointer:
                 "save was called before restore.",
                 hint="Call ckpt.restore() or ckpt.steps() first, also in a new run.",
             )
+        if step < self._saved_step:
+            raise ConfigError(
+                f"Step {step} comes after step {self._saved_step}.",
+                hint="Count optimizer steps over the whole run; to go back, start a new group.",
+            )
+        values = _numbers(metrics)
         self._step = step
         self._save_calls += 1
         if self._save_calls == 2 and self._pending:  # a rank that saves alone is told at its second save
@@ -344,11 +396,13 @@ class Checkpointer:
             self._stay_out(attempt, "the save before it is still being written")
         else:
             try:
-                self._capture(attempt, metrics)
+                self._capture(attempt, values)
                 saved = True
-            except (ServiceError, StateError, InsufficientSpace) as error:
+            except (ConfigError, CollectiveError, RunConflict):
+                raise
+            except (CheckpointError, OSError) as error:
                 self.stats.dropped += 1
-                if isinstance(error, ServiceError):
+                if isinstance(error, ServiceError | OSError):
                     self._lose_agent()
                 self._stay_out(attempt, str(error))
         self._saved_step = step
@@ -375,8 +429,8 @@ class Checkpointer:
         self._save(self._step, self._last_metrics, max_block_s=FLUSH_S)
 
     def _await_outcome(self, pending: _Pending) -> bool:
-        """Whether that attempt was committed; waits as long as the coordinator does for stragglers."""
-        limit_s = self._link.options.attempt_timeout_s + self._link.options.goal_timeout_s + PROGRESS_S
+        """Whether that attempt was committed; waits as long as the coordinator does for missing ranks."""
+        limit_s = self._link.options.attempt_timeout_s + OUTCOME_SLACK_S
         try:
             return pending.outcome.result(limit_s).error is None
         except Exception as error:  # time-out, or the agent died
@@ -395,7 +449,7 @@ class Checkpointer:
             run_uid=self._link.identity.run_uid, session=self._session, step=step, attempt=count
         )
 
-    def _capture(self, attempt: AttemptId, metrics: Mapping[str, Any] | None) -> None:
+    def _capture(self, attempt: AttemptId, values: Mapping[str, float]) -> None:
         identity = self._link.identity
         walked = self._walk()
         owned = walked.owned(identity.rank)
@@ -410,7 +464,6 @@ class Checkpointer:
         arena = self._arena_for(owned)
         by_key = {live.slice.key: live.tensor for live in owned}
         arena.capture([by_key[placed.slice.key] for placed in arena.layout.slices], attempt.attempt)
-        values = {k: float(v) for k, v in (metrics or {}).items()}
         shard = SealedShard(
             attempt=attempt,
             rank=identity.rank,
@@ -424,8 +477,8 @@ class Checkpointer:
         self.stats.saved += 1
 
     def _shared_digest(self, walked: Walked) -> str:
-        """With the bytes at the first save of a process, so that ranks that differ are found early."""
-        return walked.shared_digest(self._link.identity.world_size, content=self.stats.saved == 0)
+        """With the bytes at the first save of a session, so that ranks that differ are found early."""
+        return walked.shared_digest(self._link.identity.world_size, content=self._save_calls == 1)
 
     def _arena_for(self, owned: tuple[LiveSlice, ...]) -> Arena:
         """The arena with this layout; a new one if the shapes or placements have changed."""
@@ -485,10 +538,14 @@ class _ProgressThread:
         self._thread.start()
 
     def send(self) -> None:
+        """Say where the rank is; whatever goes wrong here must not end the thread or the training."""
         owner = self._owner
         if owner._session is not None:
             progress = RankProgress(step=owner._step, saved_step=owner._saved_step)
-            owner._link.progress(owner._session, progress)
+            try:
+                owner._link.progress(owner._session, progress)
+            except Exception as error:
+                log.debug("progress was not told: %s", error)
 
     def stop(self) -> None:
         self._stop.set()
@@ -514,3 +571,19 @@ def _restore_info(checkpoint: CheckpointInfo, report: RankRestore) -> RestoreInf
 
 def _step_of(ticket: RestoreTicket) -> int:
     return ticket.checkpoint.step if ticket.checkpoint else 0
+
+
+def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as numbers; what is none is left out with a warning, for a save must not fail over it."""
+    values: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = value.detach() if isinstance(value, torch.Tensor) else value
+            values[str(name)[:MAX_METRIC_NAME]] = float(number)
+        except (TypeError, ValueError, RuntimeError) as error:
+            log.warning("metric %r is not a number and is left out: %s", name, error)
+    return values
+
+
+def _nothing() -> None:
+    """Nothing was read, so nothing is to be put in place."""

@@ -42,6 +42,7 @@ class RestoreTicket:
     fragments: tuple[Fragment, ...] = ()
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
     token: str = field(default="", repr=False)
+    damage: tuple[str, ...] = ()  # why the manifest itself cannot be had; then there is nothing to read
 
 
 class SourceReader:

@@ -37,8 +37,8 @@ class Item(Protocol):
         """
         ...
 
-    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
-        """A live tensor placed as a missing leaf at `path` of global `shape` must be; None: replicated."""
+    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor for a leaf that was saved and does not live yet, placed as the item would place it."""
         ...
 
 
@@ -99,8 +99,8 @@ class ModuleItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return ".".join(path) in self._parameters
 
-    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
-        return None
+    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
 
 
 class TensorItem:
@@ -118,8 +118,8 @@ class TensorItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return isinstance(self._tensor, nn.Parameter)
 
-    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
-        return None
+    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
 
 
 class StatefulItem:
@@ -142,8 +142,8 @@ class StatefulItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return False
 
-    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
-        return None
+    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
 
 
 class TreeItem:
@@ -164,8 +164,8 @@ class TreeItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return False
 
-    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
-        return None
+    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
 
 
 class OptimizerItem:
@@ -219,12 +219,19 @@ class OptimizerItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return True
 
-    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
-        """State of a parameter's own shape is placed as the parameter is."""
-        if len(path) < 3 or path[0] != "state":
-            return None
-        param = self._params.get(".".join(path[1:-1]))
-        return param if param is not None and tuple(param.shape) == shape else None
+    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """State of a parameter's own shape is placed as the parameter is, other state on its device.
+
+        `step` stays on the CPU unless the group is fused or capturable, as torch's load_state_dict does.
+        """
+        param = self._params.get(".".join(path[1:-1])) if path[0] == "state" else None
+        if param is None:
+            return torch.zeros(shape, dtype=dtype)
+        if tuple(param.shape) == shape and path[-1] != "step":
+            return torch.zeros_like(param, dtype=dtype, requires_grad=False).detach()
+        group = next(g for g in self._optimizer.param_groups if any(p is param for p in g["params"]))
+        on_device = path[-1] != "step" or group.get("fused") or group.get("capturable")
+        return torch.zeros(shape, dtype=dtype, device=param.device if on_device else "cpu")
 
 
 def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ray_ckpt.format.names import shard_file
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.plan.restore import Read, plan_restore
 from ray_ckpt.restore import SourceReader
-from ray_ckpt.types import ManifestRow, Slice
+from ray_ckpt.types import ManifestRow
 
 MAX_LISTED = 20  # differences named in one error
 
@@ -27,12 +27,12 @@ def load_items(
     *,
     rank: int,
     world_size: int,
-) -> None:
-    """Restore `items` from a state file's tree and the manifest's rows.
+) -> Callable[[], None]:
+    """Read the tensors of `items` and return what puts the rest in place, to be called once all ranks can.
 
     Tensors that live already are filled in place; missing ones (an optimizer that has not stepped) are
-    made with the placement of what they belong to. Nothing is loaded into objects if `reader` found
-    damage. MismatchError lists what does not fit, before any byte is read.
+    made with the placement of what they belong to. MismatchError lists what does not fit, before any
+    byte is read; what `reader` could not get is in its `damage`.
     """
     saved_trees, rows = state["items"], list(rows)
     _check_names(items, saved_trees)
@@ -51,7 +51,7 @@ def load_items(
                 if saved is None:
                     problems.append(f"{key}: not in the checkpoint's manifest")
                     continue
-                tensor = _allocate(item, path, saved)
+                tensor = item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
             live[key] = tensor
             item_name, _, _ = key.partition(".")
             found = slices_of(tensor, item=item_name, path=_path_in(key, item_name), ranks=(rank,))
@@ -68,9 +68,12 @@ def load_items(
             problems=tuple(problems),
         )
     _read(plan.reads, targets, reader)
-    if not reader.damage:
+
+    def load_all() -> None:
         for name, item in items.items():
             item.load(resolve_leaves(saved_trees[name], live))
+
+    return load_all
 
 
 def _check_names(items: Mapping[str, Item], saved: Mapping[str, Any]) -> None:
@@ -127,14 +130,6 @@ def _belongs(key: str, name: str) -> bool:
 def _path_in(key: str, item_name: str) -> tuple[str, ...]:
     rest = key[len(item_name) + 1 :]
     return (rest,) if rest else ()
-
-
-def _allocate(item: Item, path: tuple[str, ...], saved: Slice) -> torch.Tensor:
-    dtype = DTYPES[saved.dtype]
-    like = item.like(path, saved.global_shape)
-    if like is not None:
-        return torch.zeros_like(like, dtype=dtype, requires_grad=False).detach()
-    return torch.zeros(saved.global_shape, dtype=dtype)
 
 
 def _read(reads: Iterable[Read], targets: list[LiveSlice], reader: SourceReader) -> None:

@@ -32,5 +32,5 @@ class RngItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return False
 
-    def like(self, path: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
-        return None
+    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)

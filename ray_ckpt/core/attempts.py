@@ -36,11 +36,6 @@ class Attempt:
         """The ranks differ in what each of them takes for common to all."""
         return len({name for stored in self.stored.values() for name in stored.replicated}) > 1
 
-    @property
-    def num_copies(self) -> int:
-        """Copies on other nodes that every fragment has."""
-        return min(len(self.copies.get(n.node_index, ())) for n in self.nodes)
-
     def reaches_goal(self) -> bool:
         """Local everywhere, and each fragment has all the copies that it can still get."""
         return self.is_local and all(

@@ -15,19 +15,25 @@ class Deletions:
 
     def __init__(self) -> None:
         self._places: dict[str, set[str]] = {}
+        self._asked: dict[str, set[str]] = {}  # places that have been asked and have not answered
         self._retry_at_s = 0.0
 
     def start(self, checkpoint: CheckpointInfo, nodes: Iterable[str]) -> Iterator[Delete]:
-        """Delete a checkpoint on these nodes and on the storage path."""
+        """Delete a checkpoint on these nodes and on the storage path; a place at work is not asked again."""
         attempt = checkpoint.id.attempt
         places = self._places.setdefault(attempt, {REMOTE, *nodes})
-        for place in sorted(places):
+        asked = self._asked.setdefault(attempt, set())
+        for place in sorted(places - asked):
+            asked.add(place)
             yield Delete(attempt=attempt, directory=checkpoint.directory, place=place)
 
     def ended(self, event: DeleteEnded) -> Iterator[str]:
         """Note the end of one; yields the attempt when it is gone everywhere."""
         places = self._places.get(event.attempt)
-        if places is not None and event.error is None:
+        if places is None:
+            return
+        self._asked[event.attempt].discard(event.place)
+        if event.error is None:
             places.discard(event.place)
             yield from self._gone(event.attempt)
 
@@ -48,5 +54,5 @@ class Deletions:
 
     def _gone(self, attempt: str) -> Iterator[str]:
         if not self._places[attempt]:
-            del self._places[attempt]
+            del self._places[attempt], self._asked[attempt]
             yield attempt

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ray_ckpt.core.context import Holders
 from ray_ckpt.core.messages import Drain, DrainEnded
 from ray_ckpt.types import CheckpointInfo
 
 MAX_TRIES = 5  # per fragment and drain; then the checkpoint waits for the next drain
-MAX_DRAINS = 2  # checkpoints on their way at a time; older ones that wait give way to newer ones
+RETRY_S = 2.0  # before the second try of a fragment, doubled each time: a store that is away for a minute
+MAX_ACTIVE = 2  # checkpoints on their way at a time
+MAX_QUEUED = 4  # and waiting for their turn, each kept by retention; older ones give way to newer ones
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,6 +22,11 @@ class _Task:
     todo: set[int]
     running: dict[int, str] = field(default_factory=dict)  # node_index -> node that uploads it
     tries: dict[int, int] = field(default_factory=dict)
+    not_before_s: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def is_started(self) -> bool:
+        return bool(self.tries)
 
 
 class Drains:
@@ -35,33 +43,36 @@ class Drains:
         name = checkpoint.id.attempt
         if name in self._tasks:
             return
-        waiting = [t for t in self._tasks.values() if not t.running]
-        if len(self._tasks) >= MAX_DRAINS and waiting:
-            del self._tasks[waiting[0].checkpoint.id.attempt]
+        waiting = [name for name, task in self._tasks.items() if not task.is_started]
+        if len(waiting) >= MAX_QUEUED:
+            del self._tasks[waiting[0]]
         self._tasks[name] = _Task(checkpoint=checkpoint, todo=set(range(checkpoint.num_nodes)))
 
-    def assign(self, holders: Mapping[str, Mapping[int, Set[str]]], live: Collection[str]) -> Iterator[Drain]:
-        """Give each fragment that nobody uploads to a live holder."""
-        for name, task in self._tasks.items():
+    def assign(self, holders: Holders, now_s: float) -> Iterator[Drain]:
+        """Give each fragment of the oldest checkpoints that nobody uploads to a live holder."""
+        for task in list(self._tasks.values())[:MAX_ACTIVE]:
+            name = task.checkpoint.id.attempt
             for index in sorted(task.todo - set(task.running)):
-                nodes = sorted(n for n in holders.get(name, {}).get(index, ()) if n in live)
+                nodes = sorted(holders.of(name, index) & holders.live)
                 tries = task.tries.get(index, 0)
-                if nodes and tries < MAX_TRIES:
+                if nodes and tries < MAX_TRIES and now_s >= task.not_before_s.get(index, 0.0):
                     task.tries[index] = tries + 1
-                    task.running[index] = nodes[tries % len(nodes)]
+                    task.running[index] = nodes[(index + tries) % len(nodes)]
                     yield Drain(attempt=task.checkpoint.id, node_index=index, node_id=task.running[index])
 
-    def ended(self, event: DrainEnded) -> Literal["more", "complete", "given up"]:
+    def ended(self, event: DrainEnded, now_s: float) -> Literal["more", "complete", "given up"]:
         """Note the end of one upload and tell how the checkpoint stands."""
-        task = self._tasks.get(event.attempt.attempt)
-        if task is None or task.running.get(event.node_index) != event.node_id:
+        task, index = self._tasks.get(event.attempt.attempt), event.node_index
+        if task is None or task.running.get(index) != event.node_id:
             return "more"
-        del task.running[event.node_index]
+        del task.running[index]
         if event.error is None:
-            task.todo.discard(event.node_index)
-        elif task.tries[event.node_index] >= MAX_TRIES:
+            task.todo.discard(index)
+        elif task.tries[index] >= MAX_TRIES:
             del self._tasks[event.attempt.attempt]
             return "given up"
+        else:
+            task.not_before_s[index] = now_s + RETRY_S * 2 ** (task.tries[index] - 1)
         return "more" if task.todo else "complete"
 
     def finish(self, attempt: str) -> None:

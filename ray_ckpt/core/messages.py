@@ -115,6 +115,22 @@ class GroupOpened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InventoryTaken:
+    """The answer to AskInventory."""
+
+    token: Token
+    inventories: Mapping[str, Inventory]  # by live node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFound:
+    """A restarted coordinator has found a group at work; the agents told its plan and what they hold."""
+
+    plan: SessionPlan
+    inventories: Mapping[str, Inventory]  # by live node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStored:
     """A node has fsynced its ranks' files and its fragment (the last entry of `files`)."""
 
@@ -193,6 +209,8 @@ Event: TypeAlias = (
     | Appended
     | NodesSeen
     | GroupOpened
+    | InventoryTaken
+    | GroupFound
     | NodeStored
     | ReplicaEnded
     | SaveRefused
@@ -218,9 +236,9 @@ class Append:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskInventory:
-    """Take inventory of all live nodes again in a second and repeat the GroupOpened event with it."""
+    """Take inventory of all live nodes again in a second; answer with InventoryTaken."""
 
-    group: GroupOpened
+    token: Token  # of the group that waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow
 
+MAX_UNSETTLED = 8  # saves reported and not answered; a coordinator that lives answers within seconds
 MAX_SETTLED = 256  # outcomes that late questions can still be answered from
 
 # -- events ------------------------------------------------------------------------------------------
@@ -69,7 +70,20 @@ class Published:
     error: CheckpointError | None
 
 
-NodeEvent: TypeAlias = SessionStarted | ShardSealed | ShardWritten | SaveFailed | FragmentWritten | Published
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorReturned:
+    """A new coordinator has taken the run over and knows nothing of what was reported to the old one."""
+
+
+NodeEvent: TypeAlias = (
+    SessionStarted
+    | ShardSealed
+    | ShardWritten
+    | SaveFailed
+    | FragmentWritten
+    | Published
+    | CoordinatorReturned
+)
 
 # -- effects -----------------------------------------------------------------------------------------
 
@@ -144,6 +158,7 @@ class _Save:
     replicated: set[str] = field(default_factory=set)
     written: dict[int, ShardWritten] = field(default_factory=dict)
     metrics: Mapping[str, float] | None = None
+    fragment: FileEntry | None = None  # set when everything of this node is on its disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,10 +208,13 @@ class NodeMachine:
             error = RunSuperseded(f"Step {event.attempt.step} is of a session that has ended.")
             yield Settle(attempt=event.attempt, level=None, error=error)
             return
-        if (known := self.outcomes.get(name)) and known.error is not None:
+        if (
+            known := self.outcomes.get(name)
+        ) is not None:  # dropped, or committed and not to be written again
             yield Release(attempt=event.attempt, rank=event.rank)
-            yield Settle(attempt=event.attempt, level=None, error=known.error)
+            yield Settle(attempt=event.attempt, level=known.level, error=known.error)
             return
+        yield from self._forget_oldest()
         save = self._saves.setdefault(name, _Save(attempt=event.attempt))
         if event.rank in save.sealed:
             return
@@ -242,20 +260,41 @@ class NodeMachine:
         if save is None or here is None:
             yield DeleteFolder(attempt=event.attempt)
             return
-        files = (*(f for rank in here.ranks for f in save.written[rank].files), event.entry)
+        save.fragment = event.entry
+        yield from self._report(save, here)
+
+    @_on.register
+    def _(self, event: CoordinatorReturned) -> Iterator[NodeEffect]:
+        if self.here is not None:
+            for save in list(self._saves.values()):
+                yield from self._report(save, self.here)
+
+    def _report(self, save: _Save, here: SessionNode) -> Iterator[NodeEffect]:
+        """Tell of a save that is complete here, and send its copies; repeating it is harmless."""
+        if save.fragment is None:
+            return
         yield TellStored(
-            attempt=event.attempt,
+            attempt=save.attempt,
             node_index=here.node_index,
-            files=files,
+            files=(*(f for rank in here.ranks for f in save.written[rank].files), save.fragment),
             replicated=tuple(sorted(save.replicated)),
             metrics=save.metrics,
         )
         for holder in here.holders:
-            yield SendCopy(attempt=event.attempt, node_index=here.node_index, holder=holder)
+            yield SendCopy(attempt=save.attempt, node_index=here.node_index, holder=holder)
 
     @_on.register
     def _(self, event: Published) -> Iterator[NodeEffect]:
-        yield from self._settle(event.attempt, event.level, event.error)
+        known = self.outcomes.get(event.attempt.attempt)
+        if known is None or known.error is None:  # a drop is final
+            yield from self._settle(event.attempt, event.level, event.error)
+
+    def _forget_oldest(self) -> Iterator[NodeEffect]:
+        """The coordinator is silent: wait for the newest saves only. Files stay, they may be committed."""
+        while len(self._saves) >= MAX_UNSETTLED:
+            save = next(iter(self._saves.values()))
+            error = Unavailable(f"The coordinator never told how step {save.attempt.step} ended.")
+            yield from self._settle(save.attempt, None, error, keep_files=True)
 
     def _settle(
         self,

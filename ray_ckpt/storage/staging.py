@@ -36,9 +36,8 @@ class Holding:
 class Staging:
     """The staging folder. Holds an exclusive lock on it until closed."""
 
-    def __init__(self, root: Path, *, reserve_bytes: int) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._reserve_bytes = reserve_bytes
         try:
             files.make_dirs(root)
             self._check_owner()
@@ -56,13 +55,13 @@ class Staging:
 
     # -- space ---------------------------------------------------------------------------------------
 
-    def check_space(self, needed_bytes: int, *, what: str) -> None:
-        """InsufficientSpace unless `needed_bytes` fit and the reserve stays free."""
+    def check_space(self, needed_bytes: int, *, reserve_bytes: int, what: str) -> None:
+        """InsufficientSpace unless `needed_bytes` fit and `reserve_bytes` stay free."""
         free = files.free_bytes(self.root)
-        if free - self._reserve_bytes < needed_bytes:
+        if free - reserve_bytes < needed_bytes:
             raise InsufficientSpace(
                 f"{what} needs {needed_bytes:,} bytes in {self.root}, which has {free:,} free "
-                f"and keeps {self._reserve_bytes:,} in reserve.",
+                f"and keeps {reserve_bytes:,} in reserve.",
                 hint="Free space there, point staging= to a larger disk, or lower replicas or reserve_bytes.",
                 path=str(self.root),
                 needed_bytes=needed_bytes,

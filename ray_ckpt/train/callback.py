@@ -15,9 +15,9 @@ import ray.train
 
 from ray_ckpt.actors.service import RayLink, finish_run, open_group, open_run
 from ray_ckpt.actors.wire import Joined, RunSpec
-from ray_ckpt.client import set_connection
+from ray_ckpt.client import Connection, close_all, set_connection
 from ray_ckpt.config import RunOptions
-from ray_ckpt.errors import CheckpointError
+from ray_ckpt.errors import CheckpointError, RunConflict, ServiceError
 from ray_ckpt.train.ray_compat import ControllerCallback, WorkerCallback, WorkerGroupCallback
 from ray_ckpt.train.report import PointerReporter
 
@@ -34,6 +34,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         self._options = RunOptions.parse(**options)
         self._spec: RunSpec | None = None
         self._joined: Joined | None = None
+        self._problem: CheckpointError | None = None
 
     # -- in the controller -----------------------------------------------------------------------------
 
@@ -43,10 +44,20 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         self._spec = open_run(config.name, config.storage_path, self._options)
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """The group exists: choose its checkpoint, log its session; this object carries it to workers."""
+        """The group exists: choose its checkpoint, log its session; this object carries it to workers.
+
+        What a new try may mend (a node died just now, the store is slow) goes to the workers, where it
+        counts as their failure and is retried; other errors end the run here.
+        """
         assert self._spec is not None
         ranks = sorted(workers, key=lambda w: w.distributed_context.world_rank)
-        self._joined = open_group(self._spec, [w.metadata.node_id for w in ranks], service="ray-train")
+        nodes = [w.metadata.node_id for w in ranks]
+        self._joined, self._problem = None, None
+        try:
+            self._joined = open_group(self._spec, nodes, service="ray-train")
+        except (ServiceError, RunConflict) as error:
+            log.warning("the group cannot start: %s", error)
+            self._problem = error
         return {}
 
     async def before_controller_shutdown(self) -> None:
@@ -64,9 +75,15 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
     # -- in the workers --------------------------------------------------------------------------------
 
     def after_init_train_context(self) -> None:
-        if self._joined is not None:
-            rank = ray.train.get_context().get_world_rank()
-            set_connection(RayLink(self._joined, rank), PointerReporter())
+        if self._joined is None:
+            set_connection(Connection(problem=self._problem))
+            return
+        try:
+            link = RayLink(self._joined, ray.train.get_context().get_world_rank())
+            set_connection(Connection(link=link, reporter=PointerReporter()))
+        except CheckpointError as error:
+            set_connection(Connection(problem=error))
 
     def before_worker_shutdown(self) -> None:
-        set_connection(None)
+        close_all()
+        set_connection(Connection())

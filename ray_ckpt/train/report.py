@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import ray.train
@@ -21,6 +23,7 @@ from ray_ckpt.types import AttemptId
 log = logging.getLogger("ray_ckpt")
 
 REPORT_EVERY_S = 60.0
+WRITE_TIMEOUT_S = 30.0  # a store that takes longer gets no pointer this time
 POINTER_FILE = "pointer.json"
 
 
@@ -34,13 +37,40 @@ class PointerReporter:
 
     def report(self, newest: tuple[AttemptId, Mapping[str, float]] | None, save_calls: int) -> int:
         """See `link.Reporter`. A barrier of all ranks."""
-        fresh = newest if newest is not None and newest[0] != self._reported else None
+        fresh = None
+        if (
+            ray.train.get_context().get_world_rank() == 0
+            and newest is not None
+            and newest[0] != self._reported
+        ):
+            fresh = newest if self._write_pointer(newest[0]) else None
         message = (fresh, save_calls + self._saves_per_report(save_calls))
         fresh, next_calls = ray.train.collective.broadcast_from_rank_zero(message)
         if fresh is not None:
             self._report(*fresh)
             self._reported = fresh[0]
         return int(next_calls)
+
+    def _write_pointer(self, attempt: AttemptId) -> bool:
+        """Written before the barrier and within a bound: an error inside `report` would end the run."""
+        storage = ray.train.get_context().get_storage()
+        future: Future[None] = Future()
+
+        def write() -> None:
+            try:
+                _write_pointer(storage, attempt)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        threading.Thread(target=write, name="ray_ckpt-pointer", daemon=True).start()
+        try:
+            future.result(WRITE_TIMEOUT_S)
+        except Exception as error:
+            log.warning("step %d is not reported to Ray Train: %s", attempt.step, error or "time is up")
+            return False
+        return True
 
     def _saves_per_report(self, save_calls: int) -> int:
         """How many saves take about REPORT_EVERY_S at the pace since the last report."""
@@ -60,31 +90,34 @@ class PointerReporter:
         ray.train.report(
             {"step": attempt.step, **metrics},
             checkpoint=checkpoint,
-            checkpoint_dir_name=f"ray_ckpt_{attempt.directory}",
+            checkpoint_dir_name=_pointer_name(attempt),
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.SYNC,
             delete_local_checkpoint_after_upload=False,
-            checkpoint_upload_fn=_PointerWriter(attempt),
+            checkpoint_upload_fn=_use_pointer,
         )
 
 
-class _PointerWriter:
-    """Writes the pointer instead of uploading anything."""
+def _pointer_name(attempt: AttemptId) -> str:
+    return f"ray_ckpt_{attempt.directory}"
 
-    def __init__(self, attempt: AttemptId) -> None:
-        self._attempt = attempt
 
-    def __call__(self, checkpoint: Any, checkpoint_dir_name: str) -> Any:
-        storage = ray.train.get_context().get_storage()
-        path = storage.build_checkpoint_path_from_name(checkpoint_dir_name)
-        pointer = {
-            "ray_ckpt": 1,
-            "run": storage.experiment_fs_path,
-            "run_uid": self._attempt.run_uid,
-            "step": self._attempt.step,
-            "session": self._attempt.session,
-            "attempt": self._attempt.attempt,
-        }
-        storage.storage_filesystem.create_dir(path, recursive=True)
-        with storage.storage_filesystem.open_output_stream(f"{path}/{POINTER_FILE}") as stream:
-            stream.write(json.dumps(pointer, indent=1).encode())
-        return ray.train.Checkpoint(path, filesystem=storage.storage_filesystem)
+def _write_pointer(storage: Any, attempt: AttemptId) -> None:
+    path = storage.build_checkpoint_path_from_name(_pointer_name(attempt))
+    pointer = {
+        "ray_ckpt": 1,
+        "run": storage.experiment_fs_path,
+        "run_uid": attempt.run_uid,
+        "step": attempt.step,
+        "session": attempt.session,
+        "attempt": attempt.attempt,
+    }
+    storage.storage_filesystem.create_dir(path, recursive=True)
+    with storage.storage_filesystem.open_output_stream(f"{path}/{POINTER_FILE}") as stream:
+        stream.write(json.dumps(pointer, indent=1).encode())
+
+
+def _use_pointer(checkpoint: Any, checkpoint_dir_name: str) -> Any:
+    """Instead of an upload: the pointer is there already."""
+    storage = ray.train.get_context().get_storage()
+    path = storage.build_checkpoint_path_from_name(checkpoint_dir_name)
+    return ray.train.Checkpoint(path, filesystem=storage.storage_filesystem)

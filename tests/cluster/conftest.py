@@ -11,18 +11,52 @@ from jobs.local_cluster import LocalCluster
 from tests.cluster.ranks import RankGroup
 
 
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(tmp_path_factory.mktemp("staging"), ["node-a", "node-b", "node-c"]) as cluster:
-        yield cluster
+class Shared:
+    """The cluster that tests share, started by the first that needs it."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._starts = 0
+        self.cluster: LocalCluster | None = None
+        self.group: RankGroup | None = None
+
+    def start(self) -> LocalCluster:
+        if self.cluster is None:
+            self._starts += 1
+            names = ["node-a", "node-b", "node-c"]
+            self.cluster = LocalCluster(self._root / f"staging-{self._starts}", names)
+        return self.cluster
+
+    def stop(self) -> None:
+        if self.cluster is not None:
+            self.cluster.shutdown()
+        self.cluster = self.group = None
 
 
 @pytest.fixture(scope="session")
-def group(cluster: LocalCluster) -> Iterator[RankGroup]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    shared = Shared(tmp_path_factory.mktemp("shared"))
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture
+def cluster(shared: Shared) -> LocalCluster:
+    return shared.start()
+
+
+@pytest.fixture
+def no_cluster(shared: Shared) -> None:
+    """For tests that start clusters of their own, since a process is connected to one at a time."""
+    shared.stop()
+
+
+@pytest.fixture
+def group(shared: Shared, cluster: LocalCluster) -> RankGroup:
     """Two ranks of torch.distributed on two nodes, without Ray Train; each test names its own run."""
-    group = RankGroup([cluster.nodes["node-a"].node_id, cluster.nodes["node-b"].node_id])
-    yield group
-    group.stop()
+    if shared.group is None:
+        shared.group = RankGroup([cluster.nodes["node-a"].node_id, cluster.nodes["node-b"].node_id])
+    return shared.group
 
 
 @pytest.fixture

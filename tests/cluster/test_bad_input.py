@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from jobs.local_cluster import LocalCluster
+from jobs.local_cluster import LocalCluster, kill_family
 from ray_ckpt.actors.service import open_run
 from ray_ckpt.config import STAGING_ENV, RunOptions
 from ray_ckpt.errors import (
@@ -32,14 +32,14 @@ NODE_START_S = 60.0
 
 
 def test_an_unknown_option_names_the_closest_one() -> None:
-    with pytest.raises(ConfigError, match="'replica'.*Did you mean replicas"):
+    with pytest.raises(ConfigError, match=r"'replica'.*Did you mean replicas"):
         CheckpointCallback(replica=2)
 
 
 def test_impossible_values_say_what_to_set() -> None:
     with pytest.raises(ConfigError, match=r"keep_last is 0.*at least 1"):
         CheckpointCallback(keep_last=0)
-    with pytest.raises(ConfigError, match="resume is 'yes'.*'auto'"):
+    with pytest.raises(ConfigError, match=r"resume is 'yes'.*'auto'"):
         CheckpointCallback(resume="yes")
 
 
@@ -87,8 +87,8 @@ def odd_node(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureReque
     )
     (node,) = {n["NodeID"] for n in ray.nodes() if n["Alive"]} - before
     yield node
-    process.terminate()
-    process.wait(30)
+    kill_family(process.pid)
+    process.wait()
     wait_for_condition(
         lambda: node not in {n["NodeID"] for n in ray.nodes() if n["Alive"]}, timeout=NODE_START_S
     )
@@ -132,5 +132,5 @@ def reserve_memory(run: str, storage: str) -> None:
 
 
 def test_too_little_memory_is_named(group: RankGroup, storage: str) -> None:
-    with pytest.raises(InsufficientSpace, match="shared memory.*Put fewer ranks on a node"):
+    with pytest.raises(InsufficientSpace, match=r"shared memory.*Put fewer ranks on a node"):
         group.run(reserve_memory, "memory", storage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ def final_digests(storage: Path, name: str) -> dict[tuple[str, str], str]:
     return {(r.file, r.label): r.digest for r in rows}
 
 
-def test_the_whole_cluster_dies_and_a_new_one_goes_on_from_the_storage_path(tmp_path: Path) -> None:
+def test_the_whole_cluster_dies_and_a_new_one_goes_on_from_the_storage_path(
+    no_cluster: None, tmp_path: Path
+) -> None:
     with LocalCluster(tmp_path / "first", ["node-a", "node-b"]) as cluster:
         thread, calm = start(tmp_path, "calm")
         thread.join(WAIT_S)
@@ -80,6 +83,6 @@ def test_the_whole_cluster_dies_and_a_new_one_goes_on_from_the_storage_path(tmp_
     assert {line["step"]: line["loss"] for line in losses(calm)} == {
         line["step"]: line["loss"] for line in again
     }
-    resumed = [line["step"] for a, line in zip(again, again[1:], strict=False) if line["step"] <= a["step"]]
+    resumed = [line["step"] for a, line in pairwise(again) if line["step"] <= a["step"]]
     assert resumed == [durable.info.step + 1] and done < 40
     assert final_digests(tmp_path, "calm") == final_digests(tmp_path, "broken")

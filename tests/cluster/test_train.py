@@ -76,7 +76,7 @@ def _until_step_six(config: dict[str, Any]) -> None:
         if number == 6:
             raise RuntimeError("out of luck")
 
-    ray_ckpt.Checkpointer.step = step  # type: ignore[method-assign]
+    ray_ckpt.Checkpointer.step = step  # type: ignore[method-assign,assignment]
     train_loop(config)
 
 

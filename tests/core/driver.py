@@ -21,7 +21,7 @@ from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, make_attempt, record_file, shard_file
 from ray_ckpt.format.records import encode_record
-from ray_ckpt.storage.log_store import MemoryLogStore, read_log
+from ray_ckpt.storage.log_store import MemoryLogStore, Outcome, read_log
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, RankRestore
 
 RUN = "gpt"
@@ -120,8 +120,10 @@ class Harness:
             return ()
         if self.store_mode == "silent":
             return (m.Appended(seq=seq, outcome="unknown"),)
-        outcome = self.store.create(record_file(seq), encode_record(effect.record)).value
-        return (m.Appended(seq=seq, outcome="unknown" if self.store_mode == "answers lost" else outcome),)
+        outcome = self.store.create(record_file(seq), encode_record(effect.record))
+        if self.store_mode == "answers lost":
+            return (m.Appended(seq=seq, outcome="unknown"),)
+        return (m.Appended(seq=seq, outcome="ok" if outcome is Outcome.OK else "exists"),)
 
     def confirm(self, *, hold_next: bool = False) -> tuple[m.Effect, ...]:
         """Carry out the held appends; what follows from them is held again or carried out."""
@@ -161,12 +163,21 @@ class Harness:
                 m.GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
                 for i, node in enumerate(nodes)
             ),
-            inventories={node: self.disks[node].inventory() for node in sorted(self.live)},
+            inventories=self.inventories(),
             resume=resume,
             service="service-1",
         )
 
-    def restored(self, node: str, *, session: int | None = None, damage: Sequence[str] = ()) -> m.NodeRestored:
+    def inventory(self, token: str) -> m.InventoryTaken:
+        """The answer to AskInventory."""
+        return m.InventoryTaken(token=token, inventories=self.inventories())
+
+    def inventories(self) -> dict[str, m.Inventory]:
+        return {node: self.disks[node].inventory() for node in sorted(self.live)}
+
+    def restored(
+        self, node: str, *, session: int | None = None, damage: Sequence[str] = ()
+    ) -> m.NodeRestored:
         """The event of all ranks of `node` having read their state. Its token is `restored-<node>`."""
         plan = self.plan
         here = next((p for p in plan.nodes if p.node_id == node), None)
@@ -203,10 +214,11 @@ class Harness:
     def stored(self, attempt: AttemptId, node: str, *, replicated: Sequence[str] = ("same",)) -> m.NodeStored:
         here = next(p for p in self.plan.nodes if p.node_id == node)
         num = len(self.plan.nodes)
-        self.disks[node].put(
-            m.HeldFragment(attempt=attempt, node_index=here.node_index, num_nodes=num)
-        )
-        names = [*(shard_file(k, self.plan.world_size) for k in here.ranks), fragment_file(here.node_index, num)]
+        self.disks[node].put(m.HeldFragment(attempt=attempt, node_index=here.node_index, num_nodes=num))
+        names = [
+            *(shard_file(k, self.plan.world_size) for k in here.ranks),
+            fragment_file(here.node_index, num),
+        ]
         return m.NodeStored(
             attempt=attempt,
             node_index=here.node_index,
@@ -216,7 +228,9 @@ class Harness:
             metrics={"loss": 1.0 / attempt.step} if 0 in here.ranks else None,
         )
 
-    def copied(self, attempt: AttemptId, node: str, holder: str, *, error: str | None = None) -> m.ReplicaEnded:
+    def copied(
+        self, attempt: AttemptId, node: str, holder: str, *, error: str | None = None
+    ) -> m.ReplicaEnded:
         """The event of the copy of `node`'s fragment to `holder`."""
         here = next(p for p in self.plan.nodes if p.node_id == node)
         if error is None:
@@ -305,6 +319,14 @@ class Cluster(Harness):
         self.wire = [message for message in self.wire if isinstance(message, ToNode)]
         return super().start_coordinator()
 
+    def find_group(self) -> None:
+        """A restarted coordinator asks the nodes what is going on, and tells them that it is back."""
+        plans = [p for node in sorted(self.live) if (p := self.machines[node].plan) is not None]
+        if plans:
+            plan = max(plans, key=lambda p: p.session)
+            self.wire.append(ToCoordinator(m.GroupFound(plan=plan, inventories=self.inventories())))
+            self.wire += [ToNode(node, n.CoordinatorReturned()) for node in sorted(self.live)]
+
     def settle(self) -> None:
         """Deliver everything in the order in which it was sent."""
         for _ in range(MAX_DELIVERIES):
@@ -352,11 +374,9 @@ class Cluster(Harness):
         match effect:
             case m.Append():
                 self.wire += [ToCoordinator(answer) for answer in self.append(effect)]
-            case m.AskInventory(group=group):
-                nodes = "".join(node.node_id for node in group.nodes)
+            case m.AskInventory(token=token):
                 self.now_s += 1  # as long as it takes to ask
-                self.wire.append(ToCoordinator(self.ticked))
-                self.wire.append(ToCoordinator(self.group(nodes, token=group.token, resume=group.resume)))
+                self.wire += [ToCoordinator(self.ticked), ToCoordinator(self.inventory(token))]
             case m.StartSession(plan=plan):
                 for node in plan.nodes:
                     started = n.SessionStarted(plan=plan, node_id=node.node_id)

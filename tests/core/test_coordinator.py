@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -44,9 +45,7 @@ def test_a_new_run_writes_create_and_epoch_then_a_session_per_group() -> None:
 
     effects = run.tell(run.group("ab", token="t"))
     assert ops(effects) == [
-        r.Session(
-            session=1, service="service-1", after=None, resumed_from=None, world_size=2, num_nodes=2
-        )
+        r.Session(session=1, service="service-1", after=None, resumed_from=None, world_size=2, num_nodes=2)
     ]
     start = one(effects, m.StartSession)
     assert (start.tokens, start.plan.resume) == (("t",), None)
@@ -73,6 +72,32 @@ def test_a_second_coordinator_fences_with_the_next_epoch() -> None:
     run.start_coordinator()
     assert run.records[1:] == [r.Epoch(), r.Epoch()]
     assert run.machine.history.epoch == 2
+
+
+def test_a_coordinator_calls_nothing_dropped_before_its_fence_is_confirmed() -> None:
+    """The old one's last commit may still be on its way into the store."""
+    run = Harness("ab")
+    run.open("ab")
+    stored = run.stored(run.attempt(10), "a")
+    run.store_mode = "held"
+    run.start_coordinator()
+    assert not dropped(run.tell(stored))
+
+
+def test_a_restarted_coordinator_goes_on_with_the_group_it_finds() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    plan, events = run.plan, run.attempt(10)
+    stored = [run.stored(events, "a"), run.stored(events, "b")]
+    copied = [run.copied(events, "a", "b"), run.copied(events, "b", "a")]
+    run.start_coordinator()
+    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    assert run.plan == plan
+    assert commits(run.tell(*stored, *copied)) == [(10, Level.REPLICATED, 1)]
+    other = m.GroupFound(plan=replace(plan, session=7), inventories=run.inventories())
+    run.start_coordinator()
+    run.tell(other)
+    assert run.machine.plan is None, "its session is not the log's last"
 
 
 def test_a_single_node_says_once_that_checkpoints_are_local() -> None:
@@ -190,6 +215,18 @@ def test_a_copy_whose_holder_died_before_the_commit_does_not_count() -> None:
     assert commits(effects) in ([(10, Level.LOCAL, 0)], [])
 
 
+def test_late_words_about_a_dead_node_do_not_count() -> None:
+    run = Harness("abc", inventory_wait_s=0)
+    run.open("ab")
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "a"), run.stored(attempt, "b"), run.copied(attempt, "a", "b"))
+    late = run.copied(attempt, "b", "a", error="slow"), run.copied(attempt, "b", "c")
+    run.lose("c")
+    effects = [*run.tell(*late), *run.tick(61)]
+    assert commits(effects) == [(10, Level.LOCAL, 0)], "c is dead"
+    assert "c" not in run.machine.holders[attempt.attempt][1]
+
+
 def test_messages_that_come_twice_commit_once() -> None:
     run = Harness("ab")
     run.open("ab")
@@ -253,8 +290,25 @@ def test_a_save_on_rank_0_only_is_found_by_the_timeout_too() -> None:
     run = Harness("ab")
     run.open("ab")
     run.tell(run.stored(run.attempt(10), "a"))
-    (publish,) = dropped(run.tick(61))
+    run.tick(55)
+    run.tell(m.RanksProgressed(session=1, ranks={1: m.RankProgress(step=0, saved_step=0)}))
+    (publish,) = dropped(run.tick(6))
     assert isinstance(publish.error, SaveNotCollective)
+
+
+def test_a_rank_that_is_silent_or_has_saved_before_is_not_accused() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.tell(m.RanksProgressed(session=1, ranks={1: m.RankProgress(step=0, saved_step=0)}))
+    run.tell(run.stored(run.attempt(10), "a"))
+    (publish,) = dropped(run.tick(61))
+    assert isinstance(publish.error, Unavailable), "its word is a minute old"
+    run.save(20)
+    run.tell(run.stored(run.attempt(30), "a"))
+    run.tick(55)
+    run.tell(m.RanksProgressed(session=1, ranks={1: m.RankProgress(step=20, saved_step=20)}))
+    (publish,) = dropped(run.tick(6))
+    assert isinstance(publish.error, Unavailable)
 
 
 def test_ranks_that_differ_in_what_they_share_are_told() -> None:
@@ -283,8 +337,7 @@ def test_a_refusal_that_comes_first_drops_the_attempt_too() -> None:
     run.open("ab")
     attempt = run.attempt(10)
     assert dropped(run.tell(m.SaveRefused(attempt=attempt, ranks=(1,), reason="busy")))
-    (publish,) = dropped(run.tell(run.stored(attempt, "a")))
-    assert publish.nodes == ("a",)
+    assert not run.tell(run.stored(attempt, "a"), run.stored(attempt, "a")), "a was told with all others"
 
 
 def test_a_newer_commit_drops_what_it_overtook() -> None:
@@ -341,7 +394,9 @@ def test_messages_of_an_older_session_are_answered_with_superseded() -> None:
     assert (publish.attempt, publish.nodes) == (old, ("a",)) and isinstance(publish.error, RunSuperseded)
     fail = one(run.tell(run.restored("a", session=1)), m.Fail)
     assert isinstance(fail.error, RunSuperseded)
-    assert not run.tell(run.copied(old, "a", "b"), m.SaveRefused(attempt=old, ranks=(0,), reason="x"))
+    assert not run.tell(m.SaveRefused(attempt=old, ranks=(0,), reason="x"))
+    (publish,) = dropped(run.tell(run.copied(old, "a", "b")))
+    assert publish.nodes == ("b",), "a copy of what is gone may go too"
 
 
 def test_a_new_group_supersedes_those_that_wait() -> None:
@@ -373,8 +428,7 @@ def test_a_late_inventory_of_a_superseded_group_opens_nothing() -> None:
     run.live |= {"a", "b"}
     ask = one(run.tell(run.group("ab", token="old")), m.AskInventory)
     run.tell(run.group("ab", token="new"))
-    effects = run.tell(ask.group)
-    assert not of(effects, m.Fail) and not of(effects, m.StartSession)
+    assert not run.tell(run.inventory(ask.token))
 
 
 def test_a_commit_in_flight_outlives_its_group() -> None:
@@ -414,7 +468,8 @@ def test_the_newest_checkpoint_with_full_sources_is_restored() -> None:
     assert (resume.checkpoint.step, resume.holders) == (20, (("a", "b"), ("a", "b")))
     for node in "ab":
         effects = run.tell(run.restored(node))
-    assert [op.text for op in ops(effects) if isinstance(op, r.Note)][0].startswith("restored step 20")
+    (note,) = of(ops(effects), r.Note)
+    assert note.text.startswith("restored step 20")
 
 
 def test_a_group_on_other_nodes_restores_from_peers() -> None:
@@ -433,10 +488,10 @@ def test_a_restore_waits_for_nodes_that_may_return() -> None:
     run.live.discard("b")  # its disk stays
     run.tell(m.NodesSeen(live=frozenset("a")))
     ask = one(run.tell(run.group("a", token="t")), m.AskInventory)
-    assert (ask.group.token, run.machine.plan) == ("t", None)
+    assert (ask.token, run.machine.plan) == ("t", None)
 
     run.live.add("b")
-    effects = run.tell(run.group("a", token="t"))
+    effects = run.tell(run.inventory("t"))
     start = one(effects, m.StartSession)
     assert start.tokens == ("t",)
     assert start.plan.resume is not None and start.plan.resume.holders == (("a",), ("b",))
@@ -449,10 +504,10 @@ def test_after_the_wait_a_restore_falls_back_to_a_durable_one_and_says_so() -> N
     run.save(20)
     run.lose("b")
     assert of(run.tell(run.group("a", token="t")), m.AskInventory)
-    run.tick(9)
-    assert of(run.tell(run.group("a", token="t")), m.AskInventory)
+    assert not run.tick(9), "an inventory is on its way"
+    assert of(run.tell(run.inventory("t")), m.AskInventory)
     run.tick(1)
-    effects = run.tell(run.group("a", token="t"))
+    effects = run.tell(run.inventory("t"))
     resume = one(effects, m.StartSession).plan.resume
     assert resume is not None and (resume.checkpoint.step, resume.holders) == (10, (("a",), ()))
     assert "Step 20 has lost all copies of a part; step 10 is restored instead" in one(effects, m.Warn).text
@@ -543,18 +598,46 @@ def test_resume_must_needs_a_checkpoint() -> None:
     assert one(run.tell(run.group("ab", resume="must")), m.StartSession).plan.resume is not None
 
 
-def test_what_a_group_resumes_from_is_not_retired_before_it_trains() -> None:
+def test_a_group_resumes_from_a_commit_that_was_in_flight() -> None:
     run = Harness("ab", keep_last=1)
     run.open("ab")
     run.save(10)
     run.store_mode = "held"
-    run.save(20)  # its commit is in flight when the next group opens, which can only know step 10
-    run.tell(run.group("ab"))
+    run.save(20)
+    assert not run.tell(run.group("ab")), "the log may get a newer checkpoint"
     effects = run.confirm()
     resume = one(effects, m.StartSession).plan.resume
-    assert resume is not None and resume.checkpoint.step == 10
-    assert 10 in live_steps(run)
-    assert not of(effects, m.Delete)
+    assert resume is not None and resume.checkpoint.step == 20
+    assert live_steps(run) == [20]
+    assert {d.attempt for d in of(effects, m.Delete)}.isdisjoint({resume.checkpoint.id.attempt})
+
+
+def test_what_a_group_resumes_from_is_not_retired_before_it_trains() -> None:
+    run = Harness("ab", keep_last=1)
+    run.open("ab")
+    run.save(10, copies=False)
+    run.tick(61)
+    run.save(20)
+    run.tell(run.group("ab"))
+    run.tell(run.restored("a"), run.restored("b", damage=["x"]))  # nothing older is left
+    run.open("ab")
+    attempt = run.attempt(30)
+    run.save(30)
+    run.tell(run.group("ab"))
+    effects = run.tick(1000)
+    assert not of(effects, m.Delete) and attempt.attempt in run.machine.history.checkpoints
+
+
+def test_two_groups_that_open_at_once_get_one_session_and_a_sound_log() -> None:
+    run = Harness("ab")
+    run.store_mode = "held"
+    run.tell(run.group("ab", token="one"))
+    effects = run.tell(run.group("b", token="two"))
+    assert [f.token for f in of(effects, m.Fail)] == ["one"]
+    start = one(run.confirm(), m.StartSession)
+    assert (start.tokens, start.plan.world_size) == (("two",), 1)
+    assert [op.session for op in run.records if isinstance(op, r.Session)] == [1, 2]
+    assert run.start_coordinator() and run.machine.is_open, "anyone can read the log"
 
 
 # -- the log's answers -------------------------------------------------------------------------------
@@ -654,7 +737,7 @@ def test_a_failed_delete_is_asked_for_again_and_a_dead_node_forgotten() -> None:
     run.save(20)
     run.tell(m.DeleteEnded(attempt=first.attempt, place=m.REMOTE, error=None))
     run.tell(m.DeleteEnded(attempt=first.attempt, place="a", error="busy"))
-    assert [d.place for d in of(run.tick(31), m.Delete)] == ["a", "b"]
+    assert [d.place for d in of(run.tick(31), m.Delete)] == ["a"], "b is still at it"
     run.tell(m.DeleteEnded(attempt=first.attempt, place="a", error=None))
     assert ops(run.lose("b")) == [r.Collected(attempt=first.attempt)]
 
@@ -731,7 +814,7 @@ def test_a_drain_is_described_when_complete_and_then_durable() -> None:
     effects = run.save(10)
     attempt = run.attempt(10)
     first, second = of(effects, m.Drain)
-    assert [(d.node_index, d.node_id) for d in (first, second)] == [(0, "a"), (1, "a")]
+    assert [(d.node_index, d.node_id) for d in (first, second)] == [(0, "a"), (1, "b")]
     assert not run.drained(first)
     assert not run.drained(first), "twice is harmless"
     write = one(run.drained(second), m.WriteDescription)
@@ -745,14 +828,14 @@ def test_a_drain_goes_to_another_holder_when_its_node_fails_or_dies() -> None:
     run = Harness("ab", remote_every=1)
     run.open("ab")
     first, second = of(run.save(10), m.Drain)
-    effects = [*run.drained(first, error="no route"), *run.tick()]
-    again = one(effects, m.Drain)
+    effects = [*run.drained(first, error="no route"), *run.tick(1)]
+    assert "no route" in one(effects, m.Warn).text and not of(effects, m.Drain)
+    again = one(run.tick(1), m.Drain)
     assert (again.node_index, again.node_id) == (0, "b")
-    assert "no route" in one(effects, m.Warn).text
-    moved = of(run.lose("a"), m.Drain)
-    assert [(d.node_index, d.node_id) for d in moved] == [(1, "b")]
+    moved = of(run.lose("b"), m.Drain)
+    assert [(d.node_index, d.node_id) for d in moved] == [(0, "a"), (1, "a")]
     assert not run.drained(second), "of the dead node"
-    assert run.drain_all([again, *moved])
+    assert run.drain_all(moved)
     assert run.checkpoint(run.attempt(10)).level is Level.DURABLE
 
 
@@ -763,7 +846,7 @@ def test_a_drain_that_keeps_failing_is_given_up_and_said() -> None:
     run.tell(m.FinishAsked(token="finish"))
     for _ in range(5):
         (drain,) = of(effects, m.Drain)
-        effects = [*run.drained(drain, error="no space"), *run.tick()]
+        effects = [*run.drained(drain, error="no space"), *run.tick(60)]
     fail = one(effects, m.Fail)
     assert fail.token == "finish" and "no space" in str(fail.error)
 
@@ -776,9 +859,23 @@ def test_a_drain_whose_last_try_died_with_its_node_ends() -> None:
     drain, other = of(effects, m.Drain)
     run.drained(other)
     for _ in range(4):
-        drain = one([*run.drained(drain, error="slow"), *run.tick()], m.Drain)
+        drain = one([*run.drained(drain, error="slow"), *run.tick(60)], m.Drain)
     effects = [*run.lose(drain.node_id), *run.tick(60)]
-    assert of(effects, m.Drain) or of(effects, m.Fail), "or the end of the run waits for ever"
+    moved, failed = of(effects, m.Drain), of(effects, m.Fail)
+    assert moved or failed, "or the end of the run waits for ever"
+
+
+def test_a_drain_without_a_source_does_not_hold_up_the_others() -> None:
+    run = Harness("abc", replicas=0, remote_every=1, inventory_wait_s=0)
+    run.open("ab")
+    run.drain_all(run.save(10))
+    for step in (20, 30, 40):
+        run.save(step)  # b dies with its fragment before it is drained
+    run.lose("b")
+    run.open("ac")
+    effects = [*run.save(50), *run.tick(100)]
+    fresh = [drain for drain in of(effects, m.Drain) if drain.attempt.step == 50]
+    assert len(fresh) == 2, "or nothing of this run becomes durable any more"
 
 
 def test_a_description_that_cannot_be_written_fails_the_finish() -> None:
@@ -817,9 +914,7 @@ def test_finish_waits_for_the_save_under_way() -> None:
     attempt = run.attempt(10)
     run.tell(run.stored(attempt, "a"))
     assert not run.tell(m.FinishAsked(token="finish"))
-    effects = run.tell(
-        run.stored(attempt, "b"), run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")
-    )
+    effects = run.tell(run.stored(attempt, "b"), run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
     assert of(run.drain_all(effects), m.Reply)
 
 

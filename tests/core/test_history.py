@@ -154,7 +154,9 @@ def test_a_record_must_follow_the_one_before() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=30), st.randoms(use_true_random=False))
-def test_any_branching_gives_a_lineage_that_is_its_sessions_prefix(choices: list[int], random: object) -> None:
+def test_any_branching_gives_a_lineage_that_is_its_sessions_prefix(
+    choices: list[int], random: object
+) -> None:
     """The lineage of a session is its parent's up to the branch point, then its own commits."""
     log, step, number = begun(), 0, 1
     for choice in choices:

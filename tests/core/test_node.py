@@ -44,9 +44,7 @@ def written(at: AttemptId, rank: int) -> n.ShardWritten:
     return n.ShardWritten(attempt=at, rank=rank, files=(file,), rows=(row,))
 
 
-def published(
-    at: AttemptId, level: Level | None = None, error: CheckpointError | None = None
-) -> n.Published:
+def published(at: AttemptId, level: Level | None = None, error: CheckpointError | None = None) -> n.Published:
     return n.Published(attempt=at, level=level, error=error)
 
 
@@ -81,6 +79,17 @@ def test_a_save_goes_through_its_phases_in_order() -> None:
         n.Settle(attempt=at, level=Level.DURABLE, error=None),
     )
     assert machine.outcomes[at.attempt] == n.Outcome(level=Level.DURABLE, error=None)
+
+
+def test_a_new_coordinator_is_told_what_is_complete_here() -> None:
+    machine, at, open_ = started("b"), attempt(10), attempt(20)
+    machine.handle(sealed(at, 2))
+    machine.handle(written(at, 2))
+    first = machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST))
+    machine.handle(sealed(open_, 2))
+    assert machine.handle(n.CoordinatorReturned()) == first
+    machine.handle(published(at, Level.LOCAL))
+    assert machine.handle(n.CoordinatorReturned()) == ()
 
 
 def test_a_rank_that_seals_twice_is_written_once() -> None:

@@ -79,8 +79,12 @@ class Checked(Cluster):
                 assert attempt not in self.dropped, f"{op} was called dropped before"
             case r.Retired(attempt=attempt):
                 for level in Level:
-                    reached = [c for c in lineage if c.level >= level] or [c for c in live if c.level >= level]
-                    assert not reached or reached[-1].id.attempt != attempt, f"{op} is the newest {level.label}"
+                    reached = [c for c in lineage if c.level >= level] or [
+                        c for c in live if c.level >= level
+                    ]
+                    assert not reached or reached[-1].id.attempt != attempt, (
+                        f"{op} is the newest {level.label}"
+                    )
                 resume = self.machine.plan.resume if self.machine.plan else None
                 busy = resume is not None and f"restored-{self.plan.session}" not in self._replied
                 assert not (busy and resume and resume.checkpoint.id.attempt == attempt), f"{op} is restored"
@@ -205,6 +209,8 @@ class Schedule:
         if late and self.random.random() < 0.5:
             self.run.store.create(record_file(late[-1].record.seq), encode_record(late[-1].record))
         self.run.stepped_down = False
+        if self.random.random() < 0.7:
+            self.run.find_group()
 
     def finish(self) -> None:
         self.num_tokens += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -37,7 +37,9 @@ def rows(slices: Iterable[Slice], *, file: str = "shard-00000-of-00001.safetenso
     for piece in slices:
         nbytes = 8 * piece.num_elements
         found.append(
-            ManifestRow(kind="slice", file=file, byte_offset=at, nbytes=nbytes, digest=digest(b""), slice=piece)
+            ManifestRow(
+                kind="slice", file=file, byte_offset=at, nbytes=nbytes, digest=digest(b""), slice=piece
+            )
         )
         at += nbytes
     return found
@@ -73,7 +75,7 @@ def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
     """`size` elements in pieces, some of them empty."""
     inner = draw(st.lists(st.integers(0, size), max_size=3))
     ends = [0, *sorted(inner), size]
-    return [(a, b - a) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [(a, b - a) for a, b in pairwise(ends)]
 
 
 @st.composite

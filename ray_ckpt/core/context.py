@@ -1,0 +1,94 @@
+"""What the parts of the run machine share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.ledger import Ledger
+from ray_ckpt.core.messages import Inventory, SessionPlan, Warn
+from ray_ckpt.types import CheckpointInfo, Level
+
+MAX_WARNINGS = 256  # said once each; after that they may repeat
+
+
+class Holders:
+    """Which live nodes hold which fragment of which attempt, complete and fsynced."""
+
+    def __init__(self) -> None:
+        self.live: frozenset[str] = frozenset()
+        self._nodes: dict[str, dict[int, set[str]]] = {}
+
+    def add(self, attempt: str, node_index: int, node: str) -> None:
+        self._nodes.setdefault(attempt, {}).setdefault(node_index, set()).add(node)
+
+    def of(self, attempt: str, node_index: int) -> frozenset[str]:
+        return frozenset(self._nodes.get(attempt, {}).get(node_index, ()))
+
+    def anywhere(self, attempt: str) -> frozenset[str]:
+        """Nodes that hold any part of it."""
+        return frozenset().union(*self._nodes.get(attempt, {}).values())
+
+    def num_copies(self, attempt: str, num_nodes: int) -> int:
+        """Copies besides the first that every fragment has; -1 if a fragment is held by nobody."""
+        return min(len(self.of(attempt, index)) for index in range(num_nodes)) - 1
+
+    def can_serve(self, checkpoint: CheckpointInfo) -> bool:
+        """Whether every part of it can be read from a live node or the storage path."""
+        return checkpoint.level >= Level.DURABLE or (
+            self.num_copies(checkpoint.id.attempt, checkpoint.num_nodes) >= 0
+        )
+
+    def forget(self, attempt: str) -> None:
+        self._nodes.pop(attempt, None)
+
+    def lose(self, nodes: frozenset[str]) -> None:
+        for fragments in self._nodes.values():
+            for holders in fragments.values():
+                holders -= nodes
+
+    def learn(self, inventories: Mapping[str, Inventory], run_uid: str) -> None:
+        """Replace what is known of these nodes by what they say."""
+        self.lose(frozenset(inventories))
+        self.live |= frozenset(inventories)
+        for node, inventory in inventories.items():
+            for held in inventory.fragments:
+                if held.attempt.run_uid == run_uid:
+                    self.add(held.attempt.attempt, held.node_index, node)
+
+    def table(self) -> dict[str, dict[int, tuple[str, ...]]]:
+        """For people: attempt -> fragment -> nodes."""
+        return {a: {i: tuple(sorted(n)) for i, n in f.items()} for a, f in self._nodes.items()}
+
+
+@dataclass(slots=True)
+class Context:
+    """One per run machine; its parts read and write it, nobody else does."""
+
+    options: RunOptions
+    ledger: Ledger
+    holders: Holders = field(default_factory=Holders)
+    plan: SessionPlan | None = None
+    now_s: float = 0.0  # monotonic
+    warned: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def history(self) -> RunHistory:
+        return self.ledger.history
+
+    def session_nodes(self) -> tuple[str, ...]:
+        return tuple(n.node_id for n in self.plan.nodes) if self.plan else ()
+
+    def warn_once(self, text: str) -> Iterator[Warn]:
+        if text not in self.warned:
+            self.warned[text] = None
+            if len(self.warned) > MAX_WARNINGS:
+                del self.warned[next(iter(self.warned))]
+            yield Warn(text=text)
+
+
+def names_of(nodes: Iterable[str]) -> str:
+    """Node ids as a person reads them."""
+    return ", ".join(sorted(node[:12] for node in nodes))

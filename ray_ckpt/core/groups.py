@@ -1,0 +1,225 @@
+"""Training groups: which checkpoint one restores, the session it gets, and the common `go`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.context import Context, names_of
+from ray_ckpt.core.placement import place_replicas
+from ray_ckpt.errors import CheckpointError, RestoreError, RunSuperseded
+from ray_ckpt.format import records as r
+from ray_ckpt.types import CheckpointInfo, RankRestore
+
+SLOW_RESTORE_S = 60.0  # a group in which some have restored for so long is worth a word
+
+
+class Groups:
+    """The group at work, or the one that is being opened. A newer one ends an older one."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._group: m.GroupOpened | None = None
+        self._since_s = 0.0
+        self._waiting: tuple[m.Token, ...] = ()  # those who wait for the session
+        self._choosing = False  # a checkpoint is to be chosen as soon as nothing is pending in the log
+        self._asked = False  # an inventory is on its way
+        self._excluded: set[str] = set()  # found damaged by this group
+        self._restored: dict[str, m.NodeRestored] = {}
+        self._strays: dict[str, tuple[str, ...]] = {}
+        self.is_training = False  # the group has its `go`
+        self.restores: tuple[RankRestore, ...] = ()
+
+    # -- opening -------------------------------------------------------------------------------------
+
+    def opened(self, event: m.GroupOpened) -> Iterator[m.Effect]:
+        """A new group begins; the one before it, if any, has ended."""
+        yield from self.fail(RunSuperseded("A newer training group has opened this run."))
+        self._context.plan = None
+        self._group, self._since_s = event, self._context.now_s
+        self._waiting, self._choosing, self._asked = (event.token,), True, False
+        self._excluded, self.is_training = set(), False
+        self._learn(event.inventories)
+
+    def inventory_taken(self, event: m.InventoryTaken) -> None:
+        """Nodes were asked again; ignored unless it was for the group that still waits."""
+        if self._group is not None and event.token == self._group.token and self._choosing:
+            self._asked = False
+            self._learn(event.inventories)
+
+    def found(self, event: m.GroupFound) -> None:
+        """This coordinator was restarted while a group was at work."""
+        self._context.holders.learn(event.inventories, self._context.history.run_uid)
+        current = self._context.history.session
+        if current is not None and current.session == event.plan.session and self._context.plan is None:
+            self._context.plan, self.is_training = event.plan, True
+
+    def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
+        """Tell all who wait."""
+        tokens = (*self._waiting, *(report.token for report in self._restored.values()))
+        self._waiting, self._restored, self._choosing = (), {}, False
+        for token in tokens:
+            yield m.Fail(token=token, error=error)
+
+    def decide(self) -> Iterator[m.Effect]:
+        """Choose if a group waits for it. Called only while nothing is pending: the log is all there is."""
+        if self._choosing and not self._asked:
+            yield from self._choose()
+
+    def _learn(self, inventories: Mapping[str, m.Inventory]) -> None:
+        history = self._context.history
+        self._context.holders.learn(inventories, history.run_uid)
+        live = {c.directory for c in history.live()}
+        for node, inventory in inventories.items():
+            self._strays[node] = tuple(d for d in inventory.directories if d not in live)
+
+    def _choose(self) -> Iterator[m.Effect]:
+        """Take the newest checkpoint that can be read, or wait for nodes that may bring a newer one."""
+        assert self._group is not None
+        group, context = self._group, self._context
+        candidates = [] if group.resume == "never" else list(reversed(context.history.lineage()))
+        candidates = [c for c in candidates if c.id.attempt not in self._excluded]
+        chosen = next((c for c in candidates if context.holders.can_serve(c)), None)
+        waited_s = context.now_s - self._since_s
+        if candidates and chosen is not candidates[0] and waited_s < context.options.inventory_wait_s:
+            self._asked = True
+            yield m.AskInventory(token=group.token)
+            return
+        if chosen is None and (candidates or self._excluded or group.resume == "must"):
+            yield from self.fail(self._nothing_intact(candidates))
+            return
+        if chosen is not None and chosen is not candidates[0]:
+            skipped = candidates[0].step
+            yield m.Warn(
+                text=f"Step {skipped} has lost all copies of a part; step {chosen.step} is restored instead."
+            )
+        self._choosing = False
+        previous = context.history.session
+        context.ledger.append(
+            r.Session(
+                session=previous.session + 1 if previous else 1,
+                service=group.service,
+                after=previous.session if previous else None,
+                resumed_from=chosen.id.attempt if chosen else None,
+                world_size=sum(len(n.ranks) for n in group.nodes),
+                num_nodes=len(group.nodes),
+            )
+        )
+
+    def _nothing_intact(self, candidates: list[CheckpointInfo]) -> RestoreError:
+        steps = ", ".join(str(c.step) for c in candidates) or "none"
+        return RestoreError(
+            f"No checkpoint of run {self._context.history.run_name} can be restored "
+            f"(recorded steps without a full set of copies: {steps}).",
+            hint="Bring back the nodes that held them, or start over with resume='never' or another name.",
+        )
+
+    # -- the session is in the log ---------------------------------------------------------------------
+
+    def session_logged(self) -> Iterator[m.Effect]:
+        """The record is confirmed: tell the group, unless a newer one has come in the meantime."""
+        context, group, session = self._context, self._group, self._context.history.session
+        if group is None or session is None or self._choosing:
+            return
+        holders = place_replicas(
+            training_nodes=[n.node_id for n in group.nodes],
+            live_nodes=context.holders.live,
+            replicas=context.options.replicas,
+        )
+        context.plan = m.SessionPlan(
+            run_uid=context.history.run_uid,
+            session=session.session,
+            world_size=session.world_size,
+            nodes=tuple(
+                m.SessionNode(node_id=n.node_id, node_index=i, ranks=n.ranks, holders=holders[n.node_id])
+                for i, n in enumerate(group.nodes)
+            ),
+            resume=self._resume_point(session.resumed_from),
+        )
+        self._restored, self.is_training, self._since_s = {}, False, context.now_s
+        yield from self._warn_of_few_copies(context.plan)
+        tokens, self._waiting = self._waiting, ()
+        yield m.StartSession(tokens=tokens, plan=context.plan)
+
+    def _warn_of_few_copies(self, plan: m.SessionPlan) -> Iterator[m.Effect]:
+        context = self._context
+        copies = min(len(n.holders) for n in plan.nodes)
+        if copies < context.options.replicas:
+            level = f"replicated on {copies} other node(s)" if copies else "local"
+            yield from context.warn_once(
+                f"Checkpoints of run {context.history.run_name} are {level} until drained: "
+                f"{len(context.holders.live)} live node(s) cannot hold {context.options.replicas} replica(s)."
+            )
+
+    def _resume_point(self, attempt: str | None) -> m.ResumePoint | None:
+        if attempt is None:
+            return None
+        checkpoint, holders = self._context.history.checkpoints[attempt], self._context.holders
+        nodes = tuple(tuple(sorted(holders.of(attempt, i))) for i in range(checkpoint.num_nodes))
+        return m.ResumePoint(checkpoint=checkpoint, holders=nodes)
+
+    # -- restored ------------------------------------------------------------------------------------
+
+    def node_restored(self, event: m.NodeRestored) -> Iterator[m.Effect]:
+        """One decision for all: `go` when every node is whole, else an older checkpoint for every node."""
+        plan = self._context.plan
+        if plan is None or event.session != plan.session:
+            yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
+            return
+        self._restored[event.node_id] = event
+        if len(self._restored) < len(plan.nodes):
+            return
+        reports, self._restored = list(self._restored.values()), {}
+        ranks = sorted((rank for e in reports for rank in e.ranks), key=lambda k: k.rank)
+        damage = sorted({d for rank in ranks for d in rank.damage})
+        if not damage or plan.resume is None:
+            self.is_training, self.restores = True, tuple(ranks)
+            if plan.resume is not None:
+                self._context.ledger.append(_restore_note(plan.resume.checkpoint, ranks))
+            for report in reports:
+                yield m.Reply(token=report.token, value=None)
+            return
+        bad = plan.resume.checkpoint
+        self._excluded.add(bad.id.attempt)
+        yield m.Warn(text=f"Step {bad.step} cannot be restored: no intact copy of {'; '.join(damage[:5])}.")
+        self._waiting, self._choosing = tuple(e.token for e in reports), True
+
+    def ticked(self) -> Iterator[m.Effect]:
+        """Say which nodes a restore waits for, if it takes long."""
+        plan = self._context.plan
+        if plan is None or self.is_training or not self._restored:
+            return
+        if self._context.now_s - self._since_s > SLOW_RESTORE_S:
+            missing = [n for n in plan.nodes if n.node_id not in self._restored]
+            ranks = ", ".join(str(k) for n in missing for k in n.ranks)
+            yield from self._context.warn_once(
+                f"The restore of session {plan.session} waits for rank(s) {ranks} on node(s) "
+                f"{names_of(n.node_id for n in missing)}; every rank must call restore() or steps()."
+            )
+
+    # -- what an ended session left ----------------------------------------------------------------------
+
+    def busy(self) -> set[str]:
+        """Checkpoints that this group may still read."""
+        plan = self._context.plan
+        if plan is None or plan.resume is None or self.is_training:
+            return set()
+        return {plan.resume.checkpoint.id.attempt}
+
+    def release_strays(self) -> Iterator[m.Effect]:
+        """The session has a commit of its own: what belongs to no checkpoint may go."""
+        strays, self._strays = self._strays, {}
+        kept = {c.directory for c in self._context.history.live()}
+        for node, directories in strays.items():
+            if gone := tuple(d for d in directories if d not in kept):
+                yield m.DeleteStrays(node_id=node, directories=gone)
+
+
+def _restore_note(checkpoint: CheckpointInfo, ranks: Iterable[RankRestore]) -> r.Note:
+    """For people: how many bytes of the restore came from which tier, and the slowest rank's time."""
+    tiers: dict[str, int] = {}
+    for part in (part for rank in ranks for part in rank.parts):
+        tiers[part.tier] = tiers.get(part.tier, 0) + part.size_bytes
+    sources = ", ".join(f"{size:,} bytes from {tier}" for tier, size in sorted(tiers.items()))
+    seconds = max(rank.seconds for rank in ranks)
+    return r.Note(text=f"restored step {checkpoint.step} in {seconds:.2f} s: {sources}")

@@ -1,0 +1,273 @@
+"""Attempts at saves: who has stored what, and when one may be committed or has to be dropped."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.attempts import Attempt
+from ray_ckpt.core.context import Context, names_of
+from ray_ckpt.errors import CheckpointError, CollectiveError, RunSuperseded, SaveNotCollective, Unavailable
+from ray_ckpt.format import records as r
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+
+MAX_OPEN_ATTEMPTS = 8  # one save is in flight per rank; more means ranks that disagree on steps
+MAX_WAITING_COMMITS = 2  # while the store is silent the newest two wait, older ones are dropped
+MAX_DROPPED = 256  # ids of dropped attempts whose late messages are recognised
+FRESH_PROGRESS_S = 10.0  # ranks speak once a second; older words prove nothing
+
+
+class Saves:
+    """The open attempts of the current session."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._attempts: dict[str, Attempt] = {}
+        self._dropped: deque[str] = deque(maxlen=MAX_DROPPED)
+        self._saved_before: set[int] = set()  # ranks that took part in a save of this session
+        self._progress: dict[int, tuple[m.RankProgress, float]] = {}  # with the time of the message
+
+    def __bool__(self) -> bool:
+        return bool(self._attempts)
+
+    def begin_session(self) -> None:
+        self._saved_before, self._progress = set(), {}
+
+    def end_session(self, error: CheckpointError) -> Iterator[m.Effect]:
+        """A newer group comes: what is complete everywhere is committed as it is, the rest is dropped."""
+        for attempt in sorted(self._attempts.values(), key=lambda a: a.id.step):
+            if attempt.is_local and not attempt.committing:
+                yield from self._commit(attempt)
+            elif not attempt.committing:
+                yield from self.drop(attempt, error)
+
+    # -- messages ------------------------------------------------------------------------------------
+
+    def stored(self, event: m.NodeStored) -> Iterator[m.Effect]:
+        attempt = self._find(event.attempt)
+        if attempt is None:
+            yield from self._answer_late(event)
+            return
+        attempt.stored[event.node_index] = event
+        self._saved_before |= set(attempt.nodes[event.node_index].ranks)
+        self._context.holders.add(event.attempt.attempt, event.node_index, event.node_id)
+        oldest = min(self._attempts.values(), key=lambda a: a.id.step)
+        if len(self._attempts) > MAX_OPEN_ATTEMPTS and not oldest.committing:
+            yield from self.drop(oldest, Unavailable(f"Step {oldest.id.step} was overtaken by newer saves."))
+        yield from self._try_commit(attempt)
+
+    def _find(self, attempt: AttemptId) -> Attempt | None:
+        """The open attempt of that id, opened now if new; None if it is settled or of another session."""
+        plan, name = self._context.plan, attempt.attempt
+        if plan is None or attempt.session != plan.session or attempt.run_uid != plan.run_uid:
+            return None
+        if name in self._context.history.checkpoints or name in self._dropped:
+            return None
+        if name not in self._attempts:
+            now_s = self._context.now_s
+            self._attempts[name] = Attempt(id=attempt, nodes=plan.nodes, started_s=now_s)
+        return self._attempts[name]
+
+    def _answer_late(self, event: m.NodeStored) -> Iterator[m.Effect]:
+        """Repeat what was told already; a message of an ended session is told so."""
+        name, nodes = event.attempt.attempt, (event.node_id,)
+        known = self._context.history.checkpoints.get(name)
+        if known is not None and known.state == "live":
+            yield m.Publish(attempt=event.attempt, level=known.level, error=None, nodes=nodes)
+        elif known is None and name not in self._dropped and name not in self._attempts:
+            error = RunSuperseded(f"Step {event.attempt.step} belongs to no open attempt of this run.")
+            yield m.Publish(attempt=event.attempt, level=None, error=error, nodes=nodes)
+
+    def replica_ended(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
+        name = event.attempt.attempt
+        attempt = self._attempts.get(name) or self._find(event.attempt)
+        known = self._context.history.checkpoints.get(name)
+        if attempt is None and (known is None or known.state != "live"):
+            if event.error is None:  # a copy of something that is gone: it may go too
+                error = Unavailable(f"Step {event.attempt.step} was dropped.")
+                yield m.Publish(attempt=event.attempt, level=None, error=error, nodes=(event.holder,))
+            return
+        if event.error is None:
+            self._context.holders.add(name, event.node_index, event.holder)
+        if attempt is not None:
+            if event.error is None:
+                attempt.copies.setdefault(event.node_index, set()).add(event.holder)
+            else:
+                yield from self._replace_holder(attempt, event)
+            yield from self._try_commit(attempt)
+        elif known is not None and event.error is None:
+            self.promote_copies(known)
+
+    def _replace_holder(self, attempt: Attempt, event: m.ReplicaEnded) -> Iterator[m.Effect]:
+        index = event.node_index
+        failed = attempt.failed.setdefault(index, set())
+        failed.add(event.holder)
+        yield m.Warn(
+            text=f"Step {attempt.id.step}: no copy of fragment {index} on {event.holder[:12]}: {event.error}"
+        )
+        node = attempt.nodes[index]
+        taken = failed | attempt.copies.get(index, set()) | set(node.holders) | {node.node_id}
+        if others := sorted(self._context.holders.live - taken):
+            yield m.Replicate(attempt=attempt.id, node_index=index, source=node.node_id, holder=others[0])
+        else:
+            attempt.given_up.add(index)
+
+    def refused(self, event: m.SaveRefused) -> Iterator[m.Effect]:
+        if (attempt := self._find(event.attempt)) is not None and not attempt.committing:
+            self._saved_before |= set(event.ranks)
+            ranks = ", ".join(map(str, event.ranks))
+            yield from self.drop(attempt, Unavailable(f"Rank(s) {ranks} could not take part: {event.reason}"))
+
+    def progressed(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
+        """Ranks that are past a step without saving it prove that the save was not collective."""
+        plan = self._context.plan
+        if plan is None or event.session != plan.session:
+            return
+        self._progress |= {rank: (progress, self._context.now_s) for rank, progress in event.ranks.items()}
+        for attempt in list(self._attempts.values()):
+            step = attempt.id.step
+            passed = {k for k, p in event.ranks.items() if p.step > step and p.saved_step < step}
+            if missed := sorted(passed & set(attempt.missing_ranks)):
+                yield from self.drop(attempt, _not_collective(attempt, missed))
+
+    # -- time and nodes --------------------------------------------------------------------------------
+
+    def ticked(self) -> Iterator[m.Effect]:
+        limit_s = self._context.options.attempt_timeout_s
+        for attempt in list(self._attempts.values()):
+            if attempt.missing_ranks and self._context.now_s - attempt.started_s > limit_s:
+                yield from self.drop(attempt, self._why_incomplete(attempt, limit_s))
+            else:
+                yield from self._try_commit(attempt)
+
+    def _why_incomplete(self, attempt: Attempt, limit_s: float) -> CheckpointError:
+        """Misuse only if ranks say themselves that they go on without saving; else they are slow or gone."""
+        idle = [k for k in attempt.missing_ranks if self._stays_out(k)]
+        if idle:
+            return _not_collective(attempt, idle)
+        ranks = ", ".join(map(str, attempt.missing_ranks))
+        return Unavailable(f"Rank(s) {ranks} did not finish it within {limit_s:.0f} s.")
+
+    def _stays_out(self, rank: int) -> bool:
+        """The rank lives, has never saved in this session and has completed no step that it told of."""
+        progress, told_s = self._progress.get(rank, (None, 0.0))
+        if progress is None or self._context.now_s - told_s > FRESH_PROGRESS_S:
+            return False
+        return rank not in self._saved_before and progress.step == progress.saved_step
+
+    def nodes_lost(self, lost: frozenset[str]) -> Iterator[m.Effect]:
+        for attempt in list(self._attempts.values()):
+            if attempt.committing:
+                continue
+            gone = {n.node_id for n in attempt.nodes if n.node_index not in attempt.stored} & lost
+            if gone or (attempt.is_local and self._num_copies(attempt) < 0):
+                error = Unavailable(f"Node(s) {names_of(gone or lost)} died during the save.")
+                yield from self.drop(attempt, error)
+                continue
+            for index, copies in attempt.copies.items():
+                for holder in copies & lost:
+                    copies.discard(holder)
+                    event = m.ReplicaEnded(
+                        attempt=attempt.id, node_index=index, holder=holder, error="the node died"
+                    )
+                    yield from self._replace_holder(attempt, event)
+
+    # -- the end of an attempt -------------------------------------------------------------------------
+
+    def _try_commit(self, attempt: Attempt) -> Iterator[m.Effect]:
+        late = self._context.now_s - attempt.started_s > self._context.options.goal_timeout_s
+        ready = attempt.reaches_goal() or (attempt.is_local and late)
+        if ready and not attempt.committing and attempt.id.attempt in self._attempts:
+            yield from self._commit(attempt)
+
+    def _commit(self, attempt: Attempt) -> Iterator[m.Effect]:
+        """Queue the commit record, at the level reached; never behind a newer step of the session."""
+        step, copies = attempt.id.step, self._num_copies(attempt)
+        if attempt.disagrees:
+            error: CheckpointError = CollectiveError(
+                f"Step {step}: the ranks do not hold the same parameters outside their shards.",
+                hint="Register the same items on every rank. Parameters that differ between ranks must be "
+                "DTensors with a placement (fully_shard, parallelize_module), or one copy would be kept.",
+                step=step,
+            )
+            yield from self.drop(attempt, error)
+        elif self._is_overtaken(attempt):
+            yield from self.drop(attempt, Unavailable(f"Step {step} was overtaken by a newer save."))
+        elif copies < 0:
+            yield from self.drop(attempt, Unavailable(f"Step {step}: a part of it is on no live node."))
+        else:
+            attempt.committing = True
+            self._context.ledger.append(
+                r.Commit(
+                    session=attempt.id.session,
+                    step=step,
+                    attempt=attempt.id.attempt,
+                    level=Level.REPLICATED if copies else Level.LOCAL,
+                    replicas=copies,
+                    world_size=sum(len(n.ranks) for n in attempt.nodes),
+                    num_nodes=len(attempt.nodes),
+                    size_bytes=attempt.size_bytes(),
+                    root_digest=attempt.root(),
+                    metrics=attempt.metrics(),
+                )
+            )
+
+    def _num_copies(self, attempt: Attempt) -> int:
+        return self._context.holders.num_copies(attempt.id.attempt, len(attempt.nodes))
+
+    def _is_overtaken(self, attempt: Attempt) -> bool:
+        step, session = attempt.id.step, attempt.id.session
+        committing = any(a.committing and a.id.step > step for a in self._attempts.values())
+        checkpoints = self._context.history.checkpoints.values()
+        return committing or any(c.id.session == session and c.step > step for c in checkpoints)
+
+    def committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
+        """The record is confirmed: tell the nodes, and give up what is older and still open."""
+        attempt = self._attempts.pop(checkpoint.id.attempt)
+        nodes = tuple(n.node_id for n in attempt.nodes)
+        yield m.Publish(attempt=checkpoint.id, level=checkpoint.level, error=None, nodes=nodes)
+        self.promote_copies(checkpoint)
+        for older in list(self._attempts.values()):
+            if older.id.step < checkpoint.step and not older.committing:
+                error = Unavailable(f"Step {older.id.step} was overtaken by a newer save.")
+                yield from self.drop(older, error)
+
+    def promote_copies(self, checkpoint: CheckpointInfo) -> None:
+        """Record copies that arrived after the commit."""
+        context, name = self._context, checkpoint.id.attempt
+        copies = min(context.holders.num_copies(name, checkpoint.num_nodes), context.options.replicas)
+        if copies > checkpoint.replicas and checkpoint.level < Level.DURABLE:
+            op = r.Promote(attempt=name, level=Level.REPLICATED, replicas=copies)
+            if op not in context.ledger.pending:
+                context.ledger.append(op)
+
+    def shed(self) -> Iterator[m.Effect]:
+        """The store is silent: keep the newest commits waiting, drop the others."""
+        waiting = [op for op in self._context.ledger.waiting() if isinstance(op, r.Commit)]
+        for op in waiting[:-MAX_WAITING_COMMITS]:
+            self._context.ledger.withdraw(op)
+            error = Unavailable(f"Step {op.step}: the storage path did not take its commit record.")
+            yield from self.drop(self._attempts[op.attempt], error)
+
+    def drop(self, attempt: Attempt, error: CheckpointError) -> Iterator[m.Effect]:
+        """Give an attempt up; its nodes delete what they have of it."""
+        context, name = self._context, attempt.id.attempt
+        nodes = {n.node_id for n in attempt.nodes} | context.holders.anywhere(name)
+        nodes = nodes.union(*(n.holders for n in attempt.nodes)) & context.holders.live
+        self._attempts.pop(name, None)
+        context.holders.forget(name)
+        self._dropped.append(name)
+        yield m.Warn(text=f"Step {attempt.id.step} was not saved: {error}")
+        yield m.Publish(attempt=attempt.id, level=None, error=error, nodes=tuple(sorted(nodes)))
+
+
+def _not_collective(attempt: Attempt, missed: Iterable[int]) -> CheckpointError:
+    missing_ranks = tuple(missed)
+    ranks = ", ".join(map(str, missing_ranks))
+    return SaveNotCollective(
+        f"Step {attempt.id.step} was saved by some ranks only: rank(s) {ranks} did not save it.",
+        hint="Call save (or step) on every rank; do not put it under `if rank == 0`.",
+        step=attempt.id.step,
+        missing_ranks=missing_ranks,
+    )

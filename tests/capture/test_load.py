@@ -1,0 +1,359 @@
+"""State through files and back, in one process: capture, safetensors and JSON on disk, then `load_items`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ray_ckpt.capture.arena import Arena
+from ray_ckpt.capture.items import Item, adapt
+from ray_ckpt.capture.load import load_items
+from ray_ckpt.capture.rng import RngItem
+from ray_ckpt.capture.walk import walk
+from ray_ckpt.errors import MismatchError
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.names import make_attempt, shard_file
+from ray_ckpt.format.shard import build_layout
+from ray_ckpt.format.tree import decode_tree, encode_tree
+from ray_ckpt.restore import Source, SourceReader
+from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow
+
+ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0)
+
+
+@pytest.fixture(autouse=True)
+def own_random_state() -> Iterator[None]:
+    before = RngItem().tree()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    RngItem().load(before)
+
+
+def items_of(**objects: Any) -> dict[str, Item]:
+    modules = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
+    return {name: adapt(name, obj, modules) for name, obj in objects.items()}
+
+
+@dataclass(slots=True)
+class Saved:
+    """A checkpoint in a folder; `world_size` ranks save one after another."""
+
+    folder: Path
+    world_size: int = 1
+    rows: list[ManifestRow] = field(default_factory=list)
+    states: dict[int, Any] = field(default_factory=dict)
+
+    def save(self, items: Mapping[str, Item], *, rank: int = 0) -> Saved:
+        walked = walk(items, rank=rank, world_size=self.world_size)
+        owned = {live.slice.key: live for live in walked.owned(rank)}
+        layout = build_layout(live.slice for live in owned.values())
+        arena = self.folder / f"arena-{rank}"
+        arena.write_bytes(bytes(ARENA_PAGE_BYTES + layout.size_bytes))
+        Arena(str(arena), layout).capture(
+            [owned[placed.slice.key].tensor for placed in layout.slices], ATTEMPT.attempt
+        )
+        data, file = arena.read_bytes()[ARENA_PAGE_BYTES:], shard_file(rank, self.world_size)
+        (self.folder / file).write_bytes(data)
+        self.rows += [
+            ManifestRow(
+                kind="slice",
+                file=file,
+                byte_offset=placed.byte_offset,
+                nbytes=placed.nbytes,
+                digest=digest(data[placed.byte_offset : placed.byte_offset + placed.nbytes]),
+                slice=placed.slice,
+            )
+            for placed in layout.slices
+        ]
+        tree = {"step": 10, "world_size": self.world_size, "items": dict(walked.trees)}
+        self.states[rank] = decode_tree(encode_tree(tree))
+        return self
+
+    @property
+    def files(self) -> list[str]:
+        return sorted({row.file for row in self.rows})
+
+    def reader(self, *folders: Path) -> SourceReader:
+        places = folders or (self.folder,)
+        sources = {
+            file: tuple(Source(tier="local", where=f.name, path=str(f / file)) for f in places)
+            for file in self.files
+        }
+        return SourceReader(ATTEMPT, sources, token="")
+
+    def load(
+        self,
+        items: Mapping[str, Item],
+        *,
+        reader: SourceReader | None = None,
+        rank: int = 0,
+        world_size: int | None = None,
+    ) -> SourceReader:
+        reader = reader or self.reader()
+        state = self.states[rank if rank in self.states else 0]
+        load_items(items, state, self.rows, reader, rank=rank, world_size=world_size or self.world_size)
+        return reader
+
+    def damage(self, folder: Path, key: str) -> None:
+        """Flip a byte of a tensor in the copy that lies in `folder`."""
+        row = next(row for row in self.rows if row.slice and row.slice.key == key)
+        data = bytearray((folder / row.file).read_bytes())
+        data[row.byte_offset] ^= 1
+        (folder / row.file).write_bytes(data)
+
+
+class Training:
+    """Everything a small run has."""
+
+    def __init__(self) -> None:
+        self.model: Any = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.5)
+        self.state: dict[str, Any] = {"epoch": 0, "ema": torch.zeros(2), "best": [float("inf"), None]}
+
+    @property
+    def items(self) -> dict[str, Item]:
+        named = items_of(
+            model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, state=self.state
+        )
+        return {**named, "rng": RngItem()}
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            loss = self.model(torch.randn(16, 6)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.state["epoch"] += 1
+            losses.append(loss.item())
+            self.state["ema"].mul_(0.9).add_(losses[-1])
+            self.state["best"][0] = min(self.state["best"][0], losses[-1] + random.random())
+        return losses
+
+    def everything(self) -> list[Any]:
+        optimizer = self.optimizer.state_dict()
+        states = [v for s in optimizer["state"].values() for v in s.values()]
+        tensors = [*self.model.state_dict().values(), *states, self.state["ema"]]
+        return [*(t.tolist() for t in tensors), optimizer["param_groups"], self.scheduler.state_dict()]
+
+
+def test_a_run_continues_on_exactly_its_trajectory(tmp_path: Path) -> None:
+    first = Training()
+    first.train(5)
+    saved = Saved(tmp_path).save(first.items)
+    losses = first.train(5)
+
+    torch.manual_seed(99)
+    second = Training()
+    assert not second.optimizer.state, "a fresh optimizer has no state to fill"
+    reader = saved.load(second.items)
+    assert not reader.damage and not reader.rejected
+    assert second.state["epoch"] == 5
+    assert second.train(5) == losses, "dropout and data continue where they were"
+    assert second.everything() == first.everything()
+
+
+def test_tensors_are_restored_in_place(tmp_path: Path) -> None:
+    first, second = Training(), Training()
+    first.train(2)
+    second.train(1)
+    places = [t.data_ptr() for t in second.model.state_dict().values()]
+    moments = second.optimizer.state[second.model[0].weight]["exp_avg"]
+    Saved(tmp_path).save(first.items).load(second.items)
+    assert [t.data_ptr() for t in second.model.state_dict().values()] == places
+    assert second.optimizer.state[second.model[0].weight]["exp_avg"] is moments
+    assert second.everything() == first.everything()
+
+
+def test_every_byte_is_read_once_and_told(tmp_path: Path) -> None:
+    training = Training()
+    training.train(1)
+    saved = Saved(tmp_path).save(training.items)
+    reader = saved.load(Training().items)
+    assert sum(part.size_bytes for part in reader.parts) == sum(row.nbytes for row in saved.rows)
+    assert {(part.tier, part.where) for part in reader.parts} == {("local", tmp_path.name)}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_a_save_and_keep_their_own(tmp_path: Path, world_size: int) -> None:
+    training = Training()
+    training.train(2)
+    saved = Saved(tmp_path, world_size)
+    own = []
+    for rank in range(world_size):
+        with torch.no_grad():
+            training.model[1].running_mean.fill_(rank)
+        torch.manual_seed(rank)
+        saved.save(training.items, rank=rank)
+        own.append(torch.rand(3).tolist())
+    weights = [row for row in saved.rows if row.slice and row.slice.key == "model.0.weight"]
+    assert len(weights) == 1, "one replica saves it"
+    for rank in range(world_size):
+        other = Training()
+        saved.load(other.items, rank=rank)
+        assert torch.equal(other.model[0].weight, training.model[0].weight)
+        assert other.model[1].running_mean.tolist() == [rank] * 8
+        assert torch.rand(3).tolist() == own[rank]
+
+
+def test_more_ranks_than_saved_get_the_shared_state(tmp_path: Path) -> None:
+    training = Training()
+    training.train(2)
+    saved = Saved(tmp_path, 2)
+    for rank in range(2):
+        saved.save(training.items, rank=rank)
+    other = Training()
+    items = {name: item for name, item in other.items.items() if name != "rng"}
+    saved.load(items, rank=3, world_size=4)
+    assert other.everything() == training.everything()
+
+
+# -- what does not fit -------------------------------------------------------------------------------
+
+
+def test_differences_are_listed_before_anything_is_read(tmp_path: Path) -> None:
+    saved = Saved(tmp_path).save(items_of(model=nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))))
+    other = nn.Sequential(nn.Linear(4, 5), nn.Linear(3, 2, dtype=torch.float64), nn.Linear(2, 2))
+    before = {k: v.clone() for k, v in other.state_dict().items()}
+    reader = saved.reader()
+    with pytest.raises(MismatchError) as caught:
+        saved.load(items_of(model=other), reader=reader)
+    assert set(caught.value.fields["problems"]) == {
+        "model.0.weight: shape (3, 4) in the checkpoint, (5, 4) here",
+        "model.0.bias: shape (3,) in the checkpoint, (5,) here",
+        "model.1.weight: dtype F32 in the checkpoint, F64 here",
+        "model.1.bias: dtype F32 in the checkpoint, F64 here",
+        "model.2.weight: not in the checkpoint",
+        "model.2.bias: not in the checkpoint",
+    }
+    assert "6 differences" in str(caught.value) and "model.2.bias" in str(caught.value)
+    assert not reader.parts
+    assert all(torch.equal(v, before[k]) for k, v in other.state_dict().items())
+
+
+def test_a_parameter_that_is_gone_here_is_a_difference(tmp_path: Path) -> None:
+    saved = Saved(tmp_path).save(items_of(model=nn.Linear(4, 3)))
+    with pytest.raises(MismatchError, match=r"model\.bias"):
+        saved.load(items_of(model=nn.Linear(4, 3, bias=False)))
+
+
+def test_other_items_are_named(tmp_path: Path) -> None:
+    saved = Saved(tmp_path).save(items_of(model=nn.Linear(1, 1), state={"a": 1}))
+    with pytest.raises(MismatchError, match=r"missing in it \['ema'\], unexpected \['state'\]") as caught:
+        saved.load(items_of(model=nn.Linear(1, 1), ema={"a": 1}))
+    assert caught.value.fields == {"missing": ("ema",), "unexpected": ("state",)}
+
+
+def test_other_parameter_groups_leave_the_model_as_it_was(tmp_path: Path) -> None:
+    """What does not fit is found before any byte is read, as `load_items` says."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = Saved(tmp_path).save(items_of(model=model, optimizer=optimizer))
+    other = nn.Linear(2, 2)
+    groups: list[dict[str, Any]] = [{"params": [other.weight]}, {"params": [other.bias]}]
+    before = other.weight.detach().clone()
+    with pytest.raises(MismatchError, match="groups its parameters otherwise"):
+        saved.load(items_of(model=other, optimizer=torch.optim.SGD(groups, lr=0.1)))
+    assert torch.equal(other.weight, before)
+
+
+def test_another_tree_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    saved = Saved(tmp_path).save(items_of(model=nn.Linear(2, 2), state={"a": 1}))
+    other = nn.Linear(2, 2)
+    before = other.weight.detach().clone()
+    with pytest.raises(MismatchError, match="another structure"):
+        saved.load(items_of(model=other, state={"b": 1}))
+    assert torch.equal(other.weight, before)
+
+
+# -- damage ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_copies(tmp_path: Path) -> tuple[Training, Saved, Path, Path]:
+    """A checkpoint on two disks."""
+    training = Training()
+    training.train(3)
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    saved = Saved(one).save(training.items)
+    for file in saved.files:
+        (two / file).write_bytes((one / file).read_bytes())
+    return training, saved, one, two
+
+
+def test_a_damaged_tensor_comes_from_the_next_source(
+    two_copies: tuple[Training, Saved, Path, Path],
+) -> None:
+    training, saved, one, two = two_copies
+    saved.damage(one, "model.0.weight")
+    other = Training()
+    reader = saved.load(other.items, reader=saved.reader(one, two))
+    assert other.everything() == training.everything()
+    assert not reader.damage
+    assert len(reader.rejected) == 1 and "model.0.weight" in reader.rejected[0]
+    assert [(part.where, part.size_bytes) for part in reader.parts][1] == ("two", 6 * 8 * 4)
+
+
+@pytest.mark.parametrize("harm", ["truncated", "missing", "a folder"])
+def test_a_source_that_ends_or_is_gone_gives_way(
+    two_copies: tuple[Training, Saved, Path, Path], harm: str
+) -> None:
+    training, saved, one, two = two_copies
+    path = one / saved.files[0]
+    data = path.read_bytes()
+    path.unlink()
+    if harm == "truncated":
+        path.write_bytes(data[:-100])
+    elif harm == "a folder":
+        path.mkdir()
+    other = Training()
+    reader = saved.load(other.items, reader=saved.reader(one, two))
+    assert other.everything() == training.everything()
+    assert reader.rejected and not reader.damage
+
+
+def test_without_an_intact_source_the_damage_is_named_and_nothing_loaded(
+    two_copies: tuple[Training, Saved, Path, Path],
+) -> None:
+    _, saved, one, two = two_copies
+    for folder in (one, two):
+        saved.damage(folder, "model.0.weight")
+    other = Training()
+    reader = saved.load(other.items, reader=saved.reader(one, two))
+    assert reader.damage == [f"{saved.files[0]}: model.0.weight[0:8, 0:6]"]
+    assert other.state["epoch"] == 0 and not other.optimizer.state
+
+
+def test_an_arena_is_a_source_while_its_seal_is_the_attempts(
+    two_copies: tuple[Training, Saved, Path, Path],
+) -> None:
+    training, saved, one, _ = two_copies
+
+    def reader() -> SourceReader:
+        memory = Source(tier="memory", where="here", path=str(one / "arena-0"))
+        return SourceReader(ATTEMPT, dict.fromkeys(saved.files, (memory,)), token="")
+
+    other = Training()
+    assert not saved.load(other.items, reader=reader()).damage
+    assert other.everything() == training.everything()
+
+    data = bytearray((one / "arena-0").read_bytes())
+    data[:16] = b"fedcba9876543210"
+    (one / "arena-0").write_bytes(data)
+    late = saved.load(Training().items, reader=reader())
+    assert len(late.damage) == len(saved.rows)
+    assert "captured into again" in late.rejected[0]

@@ -1,0 +1,204 @@
+"""One node's staging folder: one owner, complete fragments only, nothing foreign touched."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ray_ckpt.errors import FormatError, InsufficientSpace, StagingError
+from ray_ckpt.format.names import make_attempt
+from ray_ckpt.storage import files, staging
+from ray_ckpt.storage.staging import Staging
+from tests.sample_run import SampleCheckpoint, make_checkpoint
+
+UID = "0123456789abcdef" * 2
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "LOCK_WAIT_S", 0.0)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Staging]:
+    opened = Staging(tmp_path / "stage")
+    yield opened
+    opened.close()
+
+
+def sample(step: int = 10) -> SampleCheckpoint:
+    return make_checkpoint(make_attempt(run_uid=UID, session=1, step=step, attempt=0))
+
+
+def put(stage: Staging, saved: SampleCheckpoint, *, node: int | None = None) -> None:
+    """All files, or those of one node's fragment."""
+    wanted = {f.name for i, x in enumerate(saved.fragments) if node in (None, i) for f in x.files}
+    wanted |= {n for n in saved.files if n.startswith("manifest") and (node is None or f"-{node:05d}-" in n)}
+    for name in sorted(wanted, reverse=True):  # shards first
+        stage.put(UID, saved.attempt.directory, name, [saved.files[name]])
+
+
+def test_a_folder_has_one_owner(stage: Staging) -> None:
+    with pytest.raises(StagingError, match="Another agent owns") as caught:
+        Staging(stage.root)
+    assert "{node_id}" in caught.value.hint
+    stage.close()
+    again = Staging(stage.root)
+    again.close()
+    stage._lock = staging._Lock(stage.root / "agent.lock")  # for the fixture to close
+
+
+def test_a_failed_start_lets_go_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_temporary", fail)
+        with pytest.raises(StagingError, match="full"):
+            Staging(tmp_path)
+    Staging(tmp_path).close()
+
+
+def test_holdings_are_fragments_that_are_complete(stage: Staging) -> None:
+    saved = sample()
+    put(stage, saved, node=0)
+    (holding,) = stage.holdings(UID)
+    assert holding.fragment == saved.fragments[0]
+    assert holding.entry in saved.entries
+    put(stage, saved)
+    assert [h.fragment.node_index for h in stage.holdings(UID)] == [0, 1]
+    assert list(stage.holdings("f" * 32)) == []
+
+
+@pytest.mark.parametrize("harm", ["missing", "short", "long", "no manifest", "torn manifest", "elsewhere"])
+def test_half_written_folders_hold_nothing(stage: Staging, harm: str) -> None:
+    saved = sample()
+    put(stage, saved, node=0)
+    folder = stage.folder(UID, saved.attempt.directory)
+    shard, manifest = next(folder.glob("shard-*")), next(folder.glob("manifest-*"))
+    match harm:
+        case "missing":
+            shard.unlink()
+        case "short":
+            os.truncate(shard, shard.stat().st_size - 1)
+        case "long":
+            os.truncate(shard, shard.stat().st_size + 1)
+        case "no manifest":
+            manifest.unlink()
+        case "torn manifest":
+            os.truncate(manifest, manifest.stat().st_size // 2)
+        case "elsewhere":
+            folder.rename(folder.with_name(sample(99).attempt.directory))
+    assert list(stage.holdings(UID)) == []
+    assert len(stage.directories(UID)) == 1, "but the folder is seen, so that it can be deleted"
+
+
+def test_a_delete_leaves_what_is_not_ours(stage: Staging) -> None:
+    saved = sample()
+    put(stage, saved)
+    folder = stage.folder(UID, saved.attempt.directory)
+    (folder / "notes.txt").write_text("mine")
+    (folder / ".tmp-crashed").write_bytes(b"x")
+    stage.delete(UID, saved.attempt.directory)
+    assert names_in(folder) == ["notes.txt"]
+    (folder / "notes.txt").unlink()
+    stage.delete(UID, saved.attempt.directory)
+    assert stage.directories(UID) == ()
+    stage.delete(UID, saved.attempt.directory)
+
+
+def test_a_delete_removes_data_before_manifests(stage: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash half-way must not leave data that nothing accounts for."""
+    saved = sample()
+    put(stage, saved)
+    order: list[str] = []
+    unlink = Path.unlink
+
+    def note(path: Path, missing_ok: bool = False) -> None:
+        order.append(path.name.split("-")[0])
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", note)
+    stage.delete(UID, saved.attempt.directory)
+    assert order == sorted(order, key=lambda kind: kind == "manifest")
+    assert set(order) == {"shard", "state", "manifest"}
+
+
+def test_foreign_folders_are_not_seen(stage: Staging) -> None:
+    (stage.root / UID).mkdir()
+    (stage.root / UID / "lost+found").mkdir()
+    (stage.root / UID / sample().attempt.directory).write_bytes(b"a file")
+    assert stage.directories(UID) == ()
+    assert list(stage.holdings(UID)) == []
+
+
+@pytest.mark.parametrize(
+    ("uid", "directory", "file"),
+    [
+        ("../x", "000000000010-0123456789abcdef", "checkpoint.json"),
+        (UID, "..", "checkpoint.json"),
+        (UID, "000000000010-0123456789abcdef", "../checkpoint.json"),
+        (UID, "000000000010-0123456789abcdef", "agent.lock"),
+    ],
+)
+def test_names_cannot_leave_the_folder(stage: Staging, uid: str, directory: str, file: str) -> None:
+    with pytest.raises(FormatError):
+        stage.put(uid, directory, file, [b""])
+    with pytest.raises(FormatError):
+        stage.path(uid, directory, file)
+
+
+def test_the_reserve_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "free_bytes", lambda _: 1000)
+    opened = Staging(tmp_path)
+    opened.check_space(600, reserve_bytes=400, what="A shard")
+    with pytest.raises(InsufficientSpace, match="A shard needs 601 bytes") as caught:
+        opened.check_space(601, reserve_bytes=400, what="A shard")
+    assert caught.value.fields["free_bytes"] == 1000 and caught.value.fields["needed_bytes"] == 601
+    assert isinstance(caught.value, OSError)
+    opened.close()
+
+
+def test_a_link_as_root_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(StagingError, match="is a link"):
+        Staging(tmp_path / "link")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_root_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    with pytest.raises(StagingError, match="others"):
+        Staging(tmp_path / "open")
+
+
+def test_a_root_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(StagingError, match="others own it"):
+        Staging(tmp_path)
+
+
+def test_a_root_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StagingError, match="cannot be used") as caught:
+        Staging(tmp_path / "file" / "stage")
+    assert "RAY_CKPT_STAGING" in caught.value.hint
+
+
+def test_the_lock_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_bytes(b"")
+    root = tmp_path / "stage"
+    root.mkdir(mode=0o700)
+    (root / "agent.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(StagingError):
+        Staging(root)
