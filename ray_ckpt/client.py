@@ -153,6 +153,7 @@ class Checkpointer:
         self._save_calls = 0
         self._next_report = 2  # the first save has no committed one before it
         self._step = 0  # the last completed step
+        self._whole_step = -1  # the last step whose `step` has returned
         self._saved_step = 0  # the last step that `save` was called for
         self._restored_step = 0
         self._rng: Any = None  # random state as restored, until the first step
@@ -289,7 +290,7 @@ class Checkpointer:
             for step in range(first, total + 1):
                 yield step
         except GeneratorExit:  # break, or an exception in the body: other ranks may not be with us
-            is_whole = self._step == step  # else the body is half done and its state belongs to no step
+            is_whole = self._whole_step == step  # else the body is half done: its state belongs to no step
             if is_whole:
                 self._save_last()
             self.flush(commit=is_whole)
@@ -311,6 +312,7 @@ class Checkpointer:
             self.save(step, metrics)
         else:
             self._check_outcomes()
+        self._whole_step = step
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save the state after `step`, on every rank. False if it was skipped or could not be captured.

@@ -7,12 +7,14 @@ copied); `load(tree)` puts a restored tree back. Tensors that exist already are 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from ray_ckpt.errors import MismatchError, UnsupportedItem
 
@@ -247,19 +249,28 @@ def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
 def predicted_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of state that the optimizer has not built yet on this rank, found by a step of a meta copy.
 
-    The live optimizer is never stepped. 0 if all state exists, or if the class cannot be copied so.
+    The live optimizer is never stepped. 0 if all state exists, or for a class that cannot be copied so.
     """
-    missing = [p for g in optimizer.param_groups for p in g["params"] if p not in optimizer.state]
+    return sum(_predicted_group_bytes(optimizer, group) for group in optimizer.param_groups)
+
+
+def _predicted_group_bytes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    missing = [local_tensor(p) for p in group["params"] if p not in optimizer.state]
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    options = {k: v for k, v in group.items() if k in accepted and k != "params"}
+    options |= {k: False for k in ("foreach", "fused", "capturable") if k in options}  # for real devices only
     if not missing:
         return 0
-    accepted = inspect.signature(type(optimizer).__init__).parameters
     try:
-        group = {k: v for k, v in optimizer.param_groups[0].items() if k in accepted and k != "params"}
-        copies = [torch.empty_like(local_tensor(p), device="meta").requires_grad_() for p in missing]
-        twin = type(optimizer)(copies, **{**group, "foreach": False} if "foreach" in accepted else group)
-        for copy in copies:
-            copy.grad = torch.zeros_like(copy)
-        twin.step()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            copies = [torch.empty(p.shape, dtype=p.dtype, requires_grad=True) for p in missing]
+            twin = type(optimizer)(copies, **options)
+            for copy in copies:
+                copy.grad = torch.zeros_like(copy)
+            with contextlib.suppress(
+                DataDependentOutputException
+            ):  # needs a value: the state is made by then
+                twin.step()
     except Exception:  # a foreign optimizer may do anything; then its state is counted once it exists
         return 0
     tensors = [v for s in twin.state.values() for v in s.values() if isinstance(v, torch.Tensor)]

@@ -87,13 +87,22 @@ class Walked:
 def walk(items: Mapping[str, Item], *, rank: int, world_size: int) -> Walked:
     """Every tensor of `items` as slices of this rank, nothing copied. UnsupportedLeaf names a bad leaf."""
     slices: list[LiveSlice] = []
+    keys: set[str] = set()
     everyone = tuple(range(world_size))
 
     def visit(value: Any, item: Item, prefix: str, path: tuple[str, ...]) -> Any:
         if isinstance(value, torch.Tensor):
             ranks = everyone if item.is_shared(path) else (rank,)
+            key = ".".join((prefix, *path))
+            if key in keys:
+                raise UnsupportedLeaf(
+                    f"Two tensors would be stored under the name {key}.",
+                    hint="Rename one of their keys; names are joined with dots.",
+                    path=key,
+                )
+            keys.add(key)
             slices.extend(slices_of(value, item=prefix, path=path, ranks=ranks))
-            return TensorRef(".".join((prefix, *path)))
+            return TensorRef(key)
         return map_leaves(value, lambda v, p: visit(v, item, prefix, p), path)
 
     trees = {}
@@ -155,8 +164,9 @@ def slices_of(
     offset, shape = (0,) * tensor.dim(), tuple(tensor.shape)
     create_chunks = getattr(tensor, "__create_chunk_list__", None)
     if create_chunks is not None:
-        chunks = create_chunks()
-        if len(chunks) != 1 or any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
+        is_partial = any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
+        chunks = [] if is_partial else create_chunks()
+        if len(chunks) != 1:
             raise UnsupportedLeaf(
                 f"{item}.{name} has placements {tensor.placements}, "  # type: ignore[attr-defined]
                 "which do not make one region per rank.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from ray_ckpt.core.messages import NodeStored, SessionNode
@@ -18,10 +18,37 @@ class Attempt:
     nodes: tuple[SessionNode, ...]
     started_s: float
     stored: dict[int, NodeStored] = field(default_factory=dict)
+    awaited: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes a copy is on its way to
     copies: dict[int, set[str]] = field(default_factory=dict)  # node_index -> other nodes that hold it
-    failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> holders that could not
-    given_up: set[int] = field(default_factory=set)  # node indexes without any holder left to ask
+    failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes that could not
     committing: bool = False
+
+    def store(self, event: NodeStored) -> None:
+        """A node has everything of its own, and sends its copies now."""
+        if event.node_index not in self.stored:
+            holders = set(self.nodes[event.node_index].holders)
+            self.awaited[event.node_index] = holders - self.copies.get(event.node_index, set())
+        self.stored[event.node_index] = event
+
+    def replace(self, node_index: int, holder: str, live: Set[str]) -> str | None:
+        """A copy did not get there, or is gone: the node to try next, None if there is no other."""
+        node = self.nodes[node_index]
+        failed = self.failed.setdefault(node_index, set())
+        failed.add(holder)
+        awaited = self.awaited.setdefault(node_index, set())
+        awaited.discard(holder)
+        copies = self.copies.setdefault(node_index, set())
+        copies.discard(holder)
+        others = sorted(live - failed - awaited - copies - {node.node_id})
+        if not others:
+            return None
+        awaited.add(others[0])
+        return others[0]
+
+    def arrive(self, node_index: int, holder: str) -> None:
+        """A copy is fsynced on `holder`."""
+        self.awaited.setdefault(node_index, set()).discard(holder)
+        self.copies.setdefault(node_index, set()).add(holder)
 
     @property
     def is_local(self) -> bool:
@@ -38,10 +65,7 @@ class Attempt:
 
     def reaches_goal(self) -> bool:
         """Local everywhere, and each fragment has all the copies that it can still get."""
-        return self.is_local and all(
-            len(self.copies.get(n.node_index, ())) >= len(n.holders) or n.node_index in self.given_up
-            for n in self.nodes
-        )
+        return self.is_local and not any(self.awaited.values())
 
     def files(self) -> tuple[FileEntry, ...]:
         return tuple(f for stored in self.stored.values() for f in stored.files)

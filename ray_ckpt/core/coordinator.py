@@ -26,6 +26,9 @@ from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore
 
+# Until its fence is in the log, a coordinator knows neither what was committed nor that it may speak.
+_BEFORE_THE_FENCE = (m.LogOpened, m.Appended, m.Ticked, m.NodesSeen)
+
 
 class RunMachine:
     """State and decisions of one run. `writer` identifies this coordinator in the log."""
@@ -39,12 +42,16 @@ class RunMachine:
         self._retire_due = False
         self._finishing: list[m.Token] = []
         self._wall_s = 0.0
+        self._early: list[m.Event] = []  # came before the fence; bounded by the callers that wait for it
         self._fenced = False
 
     def handle(self, event: m.Event) -> tuple[m.Effect, ...]:
         """Apply one event; the effects are to be carried out in order."""
         if self._fenced:
             return tuple(self._refuse(event))
+        if not self.is_open and not isinstance(event, _BEFORE_THE_FENCE):
+            self._early.append(event)
+            return ()
         effects = [*self._on(event), *self._decide()]
         if not self._fenced and (append := self._ledger.next(self._wall_s)) is not None:
             effects.append(append)
@@ -116,6 +123,10 @@ class RunMachine:
     def _logged(self, op: r.Op) -> Iterator[m.Effect]:
         """A record is a fact now: its effects may be seen."""
         match op:
+            case r.Epoch():
+                early, self._early = self._early, []
+                for event in early:
+                    yield from self._on(event)
             case r.Session():
                 self._saves.begin_session()
                 yield from self._groups.session_logged()
@@ -148,6 +159,8 @@ class RunMachine:
         error = Fenced(f"Another coordinator wrote record {seq} of run {self.history.run_name}.")
         yield from self._groups.fail(error)
         yield from self._fail_finishing(error)
+        for event in self._early:
+            yield from self._refuse(event)
         yield m.StepDown(error=error)
 
     def _refuse(self, event: m.Event) -> Iterator[m.Effect]:
@@ -255,6 +268,8 @@ class RunMachine:
             yield from self._deletions.redo(retired, self._context.holders.live, self._context.now_s)
 
     def _assign_drains(self) -> Iterator[m.Effect]:
+        for checkpoint in self._drains.give_up_orphans(self._context.holders):
+            yield from self._drain_failed(checkpoint.id, "no live node holds all of it")
         yield from self._drains.assign(self._context.holders, self._context.now_s)
 
     @_on.register

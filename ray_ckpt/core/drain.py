@@ -55,10 +55,18 @@ class Drains:
             for index in sorted(task.todo - set(task.running)):
                 nodes = sorted(holders.of(name, index) & holders.live)
                 tries = task.tries.get(index, 0)
-                if nodes and tries < MAX_TRIES and now_s >= task.not_before_s.get(index, 0.0):
+                if nodes and now_s >= task.not_before_s.get(index, 0.0):
                     task.tries[index] = tries + 1
                     task.running[index] = nodes[(index + tries) % len(nodes)]
                     yield Drain(attempt=task.checkpoint.id, node_index=index, node_id=task.running[index])
+
+    def give_up_orphans(self, holders: Holders) -> Iterator[CheckpointInfo]:
+        """Checkpoints of which no live node holds a part that is still to be uploaded; their drains end."""
+        for name, task in list(self._tasks.items()):
+            waiting = task.todo - set(task.running)
+            if any(not holders.of(name, index) & holders.live for index in waiting):
+                del self._tasks[name]
+                yield task.checkpoint
 
     def ended(self, event: DrainEnded, now_s: float) -> Literal["more", "complete", "given up"]:
         """Note the end of one upload and tell how the checkpoint stands."""
@@ -80,5 +88,9 @@ class Drains:
         self._tasks.pop(attempt, None)
 
     def lost(self, nodes: Set[str]) -> None:
+        """Uploads of dead nodes have ended; that is no failure of the store."""
         for task in self._tasks.values():
-            task.running = {i: n for i, n in task.running.items() if n not in nodes}
+            for index, node in list(task.running.items()):
+                if node in nodes:
+                    del task.running[index]
+                    task.tries[index] -= 1

@@ -51,7 +51,7 @@ class Groups:
         """This coordinator was restarted while a group was at work."""
         self._context.holders.learn(event.inventories, self._context.history.run_uid)
         current = self._context.history.session
-        if current is not None and current.session == event.plan.session and self._context.plan is None:
+        if self._group is None and current is not None and current.session == event.plan.session:
             self._context.plan, self.is_training = event.plan, True
 
     def fail(self, error: CheckpointError) -> Iterator[m.Effect]:

@@ -47,9 +47,10 @@ class Saves:
     def stored(self, event: m.NodeStored) -> Iterator[m.Effect]:
         attempt = self._find(event.attempt)
         if attempt is None:
-            yield from self._answer_late(event)
+            if self._context.ledger.is_open:  # before that nothing is known of what was committed
+                yield from self._answer_late(event)
             return
-        attempt.stored[event.node_index] = event
+        attempt.store(event)
         self._saved_before |= set(attempt.nodes[event.node_index].ranks)
         self._context.holders.add(event.attempt.attempt, event.node_index, event.node_id)
         oldest = min(self._attempts.values(), key=lambda a: a.id.step)
@@ -84,15 +85,18 @@ class Saves:
         attempt = self._attempts.get(name) or self._find(event.attempt)
         known = self._context.history.checkpoints.get(name)
         if attempt is None and (known is None or known.state != "live"):
-            if event.error is None:  # a copy of something that is gone: it may go too
+            if (
+                event.error is None and self._context.ledger.is_open
+            ):  # a copy of something that is gone: it may go too
                 error = Unavailable(f"Step {event.attempt.step} was dropped.")
                 yield m.Publish(attempt=event.attempt, level=None, error=error, nodes=(event.holder,))
             return
-        if event.error is None:
+        alive = event.holder in self._context.holders.live
+        if event.error is None and alive:
             self._context.holders.add(name, event.node_index, event.holder)
         if attempt is not None:
-            if event.error is None:
-                attempt.copies.setdefault(event.node_index, set()).add(event.holder)
+            if event.error is None and alive:
+                attempt.arrive(event.node_index, event.holder)
             else:
                 yield from self._replace_holder(attempt, event)
             yield from self._try_commit(attempt)
@@ -100,18 +104,14 @@ class Saves:
             self.promote_copies(known)
 
     def _replace_holder(self, attempt: Attempt, event: m.ReplicaEnded) -> Iterator[m.Effect]:
-        index = event.node_index
-        failed = attempt.failed.setdefault(index, set())
-        failed.add(event.holder)
+        index, why = event.node_index, event.error or "the node died"
         yield m.Warn(
-            text=f"Step {attempt.id.step}: no copy of fragment {index} on {event.holder[:12]}: {event.error}"
+            text=f"Step {attempt.id.step}: no copy of fragment {index} on {event.holder[:12]}: {why}"
         )
-        node = attempt.nodes[index]
-        taken = failed | attempt.copies.get(index, set()) | set(node.holders) | {node.node_id}
-        if others := sorted(self._context.holders.live - taken):
-            yield m.Replicate(attempt=attempt.id, node_index=index, source=node.node_id, holder=others[0])
-        else:
-            attempt.given_up.add(index)
+        holder = attempt.replace(index, event.holder, self._context.holders.live)
+        if holder is not None:
+            source = attempt.nodes[index].node_id
+            yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=holder)
 
     def refused(self, event: m.SaveRefused) -> Iterator[m.Effect]:
         if (attempt := self._find(event.attempt)) is not None and not attempt.committing:
@@ -165,13 +165,12 @@ class Saves:
                 error = Unavailable(f"Node(s) {names_of(gone or lost)} died during the save.")
                 yield from self.drop(attempt, error)
                 continue
-            for index, copies in attempt.copies.items():
-                for holder in copies & lost:
-                    copies.discard(holder)
-                    event = m.ReplicaEnded(
-                        attempt=attempt.id, node_index=index, holder=holder, error="the node died"
-                    )
+            for index in attempt.stored:
+                gone = (attempt.copies.get(index, set()) | attempt.awaited.get(index, set())) & lost
+                for holder in sorted(gone):
+                    event = m.ReplicaEnded(attempt=attempt.id, node_index=index, holder=holder, error=None)
                     yield from self._replace_holder(attempt, event)
+            yield from self._try_commit(attempt)
 
     # -- the end of an attempt -------------------------------------------------------------------------
 

@@ -59,16 +59,19 @@ def plan_restore(
         if problem := _misfit(target, found):
             problems.append(problem)
             continue
-        filled = 0
+        pieces: list[Copy] = []
         for row in found.values():
             assert row.slice is not None
             if (copy := _intersect(index, target, row.slice)) is not None:
                 place = (row.file, row.byte_offset)
                 copies.setdefault(place, []).append(copy)
                 chosen[place] = row
-                filled += prod(copy.shape)
+                pieces.append(copy)
+        filled = sum(prod(piece.shape) for piece in pieces)
         if filled != target.num_elements:
             problems.append(f"{target.key}: {filled} of {target.num_elements} elements were saved")
+        elif _overlap(pieces):
+            problems.append(f"{target.key}: saved regions overlap, so others are missing")
     reads = tuple(Read(row=chosen[place], copies=tuple(copies[place])) for place in sorted(chosen))
     return RestorePlan(reads=reads, problems=tuple(problems))
 
@@ -96,6 +99,25 @@ def _misfit(target: Slice, found: Mapping[tuple[object, ...], ManifestRow]) -> s
     if saved.dtype != target.dtype:
         return f"{target.key}: dtype {saved.dtype} in the checkpoint, {target.dtype} here"
     return None
+
+
+def _overlap(pieces: Sequence[Copy]) -> bool:
+    """Whether two boxes share an element; sorted by their first dimension, so few pairs are compared."""
+    ordered = sorted(pieces, key=lambda piece: piece.target_start)
+    for at, one in enumerate(ordered):
+        for other in ordered[at + 1 :]:
+            if one.shape and other.target_start[0] >= one.target_start[0] + one.shape[0]:
+                break
+            starts = map(max, one.target_start, other.target_start)
+            ends = (
+                min(a + m, b + n)
+                for a, m, b, n in zip(
+                    one.target_start, one.shape, other.target_start, other.shape, strict=True
+                )
+            )
+            if all(start < end for start, end in zip(starts, ends, strict=True)):
+                return True
+    return False
 
 
 def _intersect(index: int, target: Slice, saved: Slice) -> Copy | None:

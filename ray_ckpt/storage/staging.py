@@ -42,7 +42,11 @@ class Staging:
             files.make_dirs(root)
             self._check_owner()
             self._lock = self._take_lock()
-            files.write_temporary(root, [b"probe"]).unlink()
+            try:
+                files.write_temporary(root, [b"probe"]).unlink()
+            except OSError:
+                self._lock.close()
+                raise
         except OSError as error:
             raise StagingError(
                 f"The staging folder {root} cannot be used: {error}.",

@@ -184,13 +184,17 @@ def test_optimizer_groups_and_values_are_loaded() -> None:
         adapt("o", other, {"m": model}).load(saved)
 
 
-def test_missing_state_is_placed_like_its_parameter() -> None:
-    model = mlp()
-    item = adapt("o", torch.optim.AdamW(model.parameters()), {"m": model})
-    assert item.like(("state", "0.weight", "exp_avg"), (3, 4)) is model[0].weight
-    assert item.like(("state", "0.weight", "step"), ()) is None
-    assert item.like(("state", "nobody", "exp_avg"), (3, 4)) is None
-    assert item.like(("param_groups", "0", "lr"), ()) is None
+def test_missing_state_is_made_as_the_optimizer_would() -> None:
+    model = mlp().to("meta")
+    for fused, device in ((None, "cpu"), (True, "meta")):
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.param_groups[0]["fused"] = fused
+        item = adapt("o", optimizer, {"m": model})
+        moment = item.allocate(("state", "0.weight", "exp_avg"), (3, 4), torch.bfloat16)
+        assert (moment.device.type, moment.dtype, moment.requires_grad) == ("meta", torch.bfloat16, False)
+        assert item.allocate(("state", "0.weight", "row_var"), (3, 1), torch.float32).device.type == "meta"
+        assert item.allocate(("state", "0.weight", "step"), (), torch.float32).device.type == device
+    assert item.allocate(("param_groups", "0", "lr"), (), torch.float32).device.type == "cpu"
 
 
 # -- prediction --------------------------------------------------------------------------------------
@@ -205,7 +209,9 @@ OPTIMIZERS: dict[str, OptimizerOf] = {
     "adafactor": lambda p: torch.optim.Adafactor(p),
     "adagrad": lambda p: torch.optim.Adagrad(p),
     "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
-    "two groups": lambda p: torch.optim.SGD([{"params": p[:1]}, {"params": p[1:], "momentum": 0.9}], lr=0.1),
+    "two groups": lambda p: torch.optim.SGD(
+        [dict[str, Any](params=p[:1]), dict[str, Any](params=p[1:], momentum=0.9)], lr=0.1
+    ),
 }
 
 

@@ -101,7 +101,11 @@ class Saved:
     ) -> SourceReader:
         reader = reader or self.reader()
         state = self.states[rank if rank in self.states else 0]
-        load_items(items, state, self.rows, reader, rank=rank, world_size=world_size or self.world_size)
+        finish = load_items(
+            items, state, self.rows, reader, rank=rank, world_size=world_size or self.world_size
+        )
+        if not reader.damage:
+            finish()
         return reader
 
     def damage(self, folder: Path, key: str) -> None:
@@ -243,6 +247,7 @@ def test_differences_are_listed_before_anything_is_read(tmp_path: Path) -> None:
     assert all(torch.equal(v, before[k]) for k, v in other.state_dict().items())
 
 
+# FAILS: a saved tensor that nothing here takes is allocated, read and forgotten.
 def test_a_parameter_that_is_gone_here_is_a_difference(tmp_path: Path) -> None:
     saved = Saved(tmp_path).save(items_of(model=nn.Linear(4, 3)))
     with pytest.raises(MismatchError, match=r"model\.bias"):
@@ -256,6 +261,7 @@ def test_other_items_are_named(tmp_path: Path) -> None:
     assert caught.value.fields == {"missing": ("ema",), "unexpected": ("state",)}
 
 
+# FAILS: Item.load checks after the tensors have been overwritten.
 def test_other_parameter_groups_leave_the_model_as_it_was(tmp_path: Path) -> None:
     """What does not fit is found before any byte is read, as `load_items` says."""
     model = nn.Linear(2, 2)
@@ -269,6 +275,7 @@ def test_other_parameter_groups_leave_the_model_as_it_was(tmp_path: Path) -> Non
     assert torch.equal(other.weight, before)
 
 
+# FAILS: Item.load checks after the tensors have been overwritten.
 def test_another_tree_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     saved = Saved(tmp_path).save(items_of(model=nn.Linear(2, 2), state={"a": 1}))
     other = nn.Linear(2, 2)

@@ -303,6 +303,7 @@ class Cluster(Harness):
         self.stepped_down = False
         self.generations = dict.fromkeys(nodes, 0)
         self.drain_error: Callable[[m.Drain], str | None] = lambda _: None
+        self.copy_error: Callable[[str], str | None] = lambda _: None  # by holder
         super().__init__(nodes, ranks_per_node=ranks_per_node, **options)
 
     def tell(self, *events: m.Event) -> tuple[m.Effect, ...]:
@@ -315,7 +316,10 @@ class Cluster(Harness):
         return tuple(effects)
 
     def start_coordinator(self) -> tuple[m.Effect, ...]:
-        """What the old one had under way is lost with it; what nodes send reaches the new one."""
+        """What the old one had not sent is lost with it; what it sent arrives before the new one speaks."""
+        sent, self.wire = [message for message in self.wire if isinstance(message, ToNode)], []
+        for message in sent:
+            self.deliver(message)
         self.wire = [message for message in self.wire if isinstance(message, ToNode)]
         return super().start_coordinator()
 
@@ -352,7 +356,8 @@ class Cluster(Harness):
         return super().lose(*nodes)
 
     def join(self, node: str) -> None:
-        """A node comes (back); the coordinator sees it when it next looks."""
+        """A node comes; as in Ray its id is new. The coordinator sees it when it next looks."""
+        self.disks[node], self.machines[node], self.generations[node] = Disk(), n.NodeMachine(), 0
         self.live.add(node)
 
     def deliver(self, message: Message) -> None:
@@ -445,7 +450,8 @@ class Cluster(Harness):
 
     def _copy(self, source: str, attempt: AttemptId, index: int, holder: str) -> None:
         held = self.disks[source].fragments.get((attempt.attempt, index))
-        error = None if held and {source, holder} <= self.live else "the peer does not answer"
+        error = self.copy_error(holder) if {source, holder} <= self.live else "the peer does not answer"
+        error = error if held else "not here"
         if held and error is None:
             self.disks[holder].put(held)
         if source in self.live:

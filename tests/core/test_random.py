@@ -6,6 +6,7 @@ A schedule is a function of its seed. To replay one: pytest tests/core/test_rand
 from __future__ import annotations
 
 import random
+import string
 from collections.abc import Callable
 
 import pytest
@@ -19,9 +20,9 @@ from ray_ckpt.format.names import record_file
 from ray_ckpt.format.records import encode_record
 from ray_ckpt.storage.log_store import read_log
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
-from tests.core.driver import Cluster, Do, Message, ToCoordinator, ToNode, of
+from tests.core.driver import Cluster, Do, Message, ToCoordinator, ToNode
 
-NUM_SCHEDULES = 300
+NUM_SCHEDULES = 600
 NUM_EVENTS = 60
 NODES = "abcd"
 
@@ -48,7 +49,6 @@ class Checked(Cluster):
         self.expected: dict[str, set[Holding]] = {}  # attempt -> who must have what while it is live
         self.captured: dict[str, dict[str, int]] = {}  # attempt -> node -> generation when it was captured
         self.dropped: set[str] = set()
-        self.num_seen = 0
         super().__init__(NODES, ranks_per_node=1, **options)
 
     def capture(self, step: int, *, number: int = 0) -> AttemptId:
@@ -62,13 +62,15 @@ class Checked(Cluster):
             self.history.apply(record, digest)  # raises if it is no chain
             if isinstance(record.op, r.Commit):
                 self._note_holders(self.history.checkpoints[record.op.attempt])
-        effects, self.num_seen = self.transcript[self.num_seen :], len(self.transcript)
-        for publish in of(effects, m.Publish):
-            self._check_publish(publish)
         self._check_disks()
         if self.machine.is_open:
             behind = self.machine.history.next_seq
             assert behind <= self.history.next_seq, "acts on a record that is not in the log"
+
+    def _do(self, effect: m.Effect) -> None:
+        if isinstance(effect, m.Publish):
+            self._check_publish(effect)
+        super()._do(effect)
 
     def _check_record(self, op: r.Op) -> None:
         lineage, live = self.history.lineage(), self.history.live()
@@ -136,6 +138,10 @@ class Schedule:
             remote_every=self.random.choice([1, 2, 5]),
         )
         self.run.drain_error = lambda _: "slow" if self.random.random() < 0.2 else None
+        self.run.copy_error = lambda _: "disk full" if self.random.random() < 0.1 else None
+        self.run.settle()
+        self.run.tell(self.run.group("ab"))
+        self.run.settle()
         self.step = 0
         self.num_tokens = 0
         self.story: list[str] = []
@@ -143,12 +149,12 @@ class Schedule:
     def happen(self) -> None:
         weights: dict[Callable[[], None], int] = {
             self.deliver_some: 50,
-            self.save: 14,
+            self.save: 20,
             self.wait: 10,
-            self.restart_group: 5,
+            self.restart_group: 4,
             self.lose_node: 3,
             self.node_joins: 3,
-            self.store_changes: 8,
+            self.store_changes: 5,
             self.restart_coordinator: 2,
             self.finish: 3,
             self.rank_refuses: 2,
@@ -160,7 +166,7 @@ class Schedule:
 
     def deliver_some(self) -> None:
         """Any messages, early, late or twice."""
-        for _ in range(self.random.randint(1, 12)):
+        for _ in range(self.random.randint(1, 30)):
             if self.run.wire:
                 index = self.random.randrange(min(len(self.run.wire), 6))
                 message = self.run.wire[index]
@@ -184,6 +190,7 @@ class Schedule:
 
     def wait(self) -> None:
         self.run.tick(self.random.choice([0.5, 2, 2, 5, 31, 70]))
+        self.run.tell(m.NodesSeen(live=frozenset(self.run.live)))
 
     def restart_group(self) -> None:
         live = sorted(self.run.live)
@@ -195,12 +202,12 @@ class Schedule:
             self.run.lose(self.random.choice(sorted(self.run.live)))
 
     def node_joins(self) -> None:
-        if gone := sorted(set(NODES) - self.run.live):
-            self.run.join(self.random.choice(gone))
+        if len(self.run.live) < len(NODES):
+            self.run.join(string.ascii_letters[len(self.run.disks)])
             self.run.tell(m.NodesSeen(live=frozenset(self.run.live)))
 
     def store_changes(self) -> None:
-        self.run.store_mode = self.random.choice(["ok", "ok", "silent", "answers lost"])
+        self.run.store_mode = self.random.choice(["ok", "ok", "ok", "silent", "answers lost"])
 
     def restart_coordinator(self) -> None:
         """The old process's last create may still arrive when the new one has read the log."""
@@ -226,12 +233,14 @@ class Schedule:
         """All is well again: a group opens, restores the newest that is left, and saves."""
         run = self.run
         run.drain_error = lambda _: None
+        run.copy_error = lambda _: None
         run.store_mode = "ok"
         for _ in range(4):
             if run.stepped_down or not run.machine.is_open:
                 run.start_coordinator()
                 run.stepped_down = False
             run.tick(70)
+            run.tell(m.NodesSeen(live=frozenset(run.live)))
             run.settle()
             run.check()
         run.tell(run.group("".join(sorted(run.live)), token="last"))
