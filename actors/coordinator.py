@@ -291,9 +291,9 @@ class Coordinator:
             case m.Fail(token=token, error=error):
                 if (future := run.waiting.get(token)) and not future.done():
                     future.set_exception(error)
-            case m.Publish(attempt=attempt, level=level, error=problem, nodes=nodes):
+            case m.Publish(attempt=attempt, level=level, error=problem, nodes=nodes, epoch=epoch):
                 for node in nodes:
-                    self._send(node, "publish", run.run_uid, attempt, level, problem)
+                    self._send(node, "publish", run.run_uid, attempt, level, problem, epoch)
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
                 if holder in self._cards:
                     self._send(
@@ -412,7 +412,7 @@ class Coordinator:
 
     async def _open_on_nodes(self, run: Run, nodes: tuple[str, ...]) -> dict[str, m.Inventory]:
         """Start missing agents, open the run on all of them, and return what each holds."""
-        order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce)
+        order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce, epoch=run.machine.history.epoch)
         answers = await asyncio.gather(*(self._open_on(node, order) for node in nodes))
         inventories = {node: found for node, found in zip(nodes, answers, strict=True) if found is not None}
         run.opened, run.opening = set(inventories), set()
@@ -481,7 +481,7 @@ class Coordinator:
 
     async def _open_on_fresh(self, run: Run, nodes: tuple[str, ...]) -> None:
         """Nodes that joined, or that got a new agent in the middle of a session."""
-        order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce)
+        order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce, epoch=run.machine.history.epoch)
         for node in nodes:
             try:
                 if await self._open_on(node, order) is not None:

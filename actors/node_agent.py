@@ -156,6 +156,7 @@ class NodeAgent:
             staging = await self._in_thread(self._disk_io, self._open_staging, order.spec)
             run = self._runs.setdefault(order.run_uid, NodeRun(order.spec, order.run_uid, staging))
         run.spec = order.spec
+        await self._handle(run, n.EpochSeen(epoch=order.epoch))
         if run.checked_nonce != order.nonce:  # once per coordinator: a hiccup later must not end a group
             await self._in_thread(self._remote_io, run.remote.check_shared, order.nonce, node=self._node_id)
             run.checked_nonce = order.nonce
@@ -179,9 +180,15 @@ class NodeAgent:
         run.started.set()
 
     async def publish(
-        self, run_uid: str, attempt: AttemptId, level: Level | None, error: CheckpointError | None
+        self,
+        run_uid: str,
+        attempt: AttemptId,
+        level: Level | None,
+        error: CheckpointError | None,
+        epoch: int,
     ) -> None:
-        await self._handle(self._runs[run_uid], n.Published(attempt=attempt, level=level, error=error))
+        event = n.Published(attempt=attempt, level=level, error=error, epoch=epoch)
+        await self._handle(self._runs[run_uid], event)
 
     async def meet(self, run_uid: str, endpoints: Mapping[str, str]) -> None:
         """Other agents have new addresses."""

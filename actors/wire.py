@@ -31,6 +31,7 @@ class OpenRun:
     spec: RunSpec
     run_uid: str
     nonce: str
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

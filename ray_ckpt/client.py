@@ -84,7 +84,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class SaveStats:
-    """Counts and seconds of this rank's saves since the start of the process."""
+    """Counts and seconds of this rank's saves by this Checkpointer."""
 
     saved: int = 0
     skipped: int = 0

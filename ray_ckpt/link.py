@@ -23,7 +23,7 @@ MAX_STATE_BYTES = 64 << 20  # non-tensor state travels in a control message; ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who this rank is. `session` changes when the group falls back to an older checkpoint."""
+    """Who this rank is, for the whole life of the link."""
 
     run_uid: str
     run_name: str

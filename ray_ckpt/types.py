@@ -9,7 +9,6 @@ from math import prod
 from typing import Literal, TypeAlias
 
 MetricValue: TypeAlias = float
-RankStateItem = "rank"  # item prefix of per-rank entries: rank0, rank1, ...
 
 
 class Level(enum.IntEnum):

@@ -1,1 +1,1 @@
-"""Live training state to slices and back: the only room that imports torch."""
+"""Live training state to slices and back: with client.py, the only place that imports torch."""

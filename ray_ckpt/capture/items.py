@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from ray_ckpt.errors import MismatchError, UnsupportedItem
+from ray_ckpt.errors import UnsupportedItem
 
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
@@ -30,6 +30,10 @@ class Item(Protocol):
     def tree(self) -> Any: ...
 
     def load(self, tree: Any) -> None: ...
+
+    def problems(self, saved: Any) -> list[str]:
+        """Why a saved tree (with TensorRef leaves) does not fit, found before anything is read."""
+        ...
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
         """Whether all ranks hold the same bytes at `path` by construction, so that one copy is enough.
@@ -71,7 +75,7 @@ def adapt(name: str, obj: object, modules: Mapping[str, nn.Module]) -> Item:
         _refuse_live_iterator(name, obj)
         return StatefulItem(obj)
     if isinstance(obj, MutableMapping | MutableSequence):
-        return TreeItem(name, obj)
+        return TreeItem(obj)
     raise UnsupportedItem(
         f"The item {name!r} ({type(obj).__name__}) cannot be saved.",
         hint="Give it state_dict() and load_state_dict(), or put plain values into a dict.",
@@ -98,6 +102,11 @@ class ModuleItem:
             names = {clean_name(k): k for k in self._module.state_dict()}
             self._module.load_state_dict({names[k]: v for k, v in extra.items()}, strict=False)
 
+    def problems(self, saved: Any) -> list[str]:
+        here = self.tree().keys()
+        gone = [f"{name}: in the checkpoint, not in the model" for name in saved if name not in here]
+        return gone + [f"{name}: not in the checkpoint" for name in here if name not in saved]
+
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return ".".join(path) in self._parameters
 
@@ -116,6 +125,9 @@ class TensorItem:
 
     def load(self, tree: Any) -> None:
         pass  # restored in place
+
+    def problems(self, saved: Any) -> list[str]:
+        return []
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return isinstance(self._tensor, nn.Parameter)
@@ -141,6 +153,9 @@ class StatefulItem:
     def load(self, tree: Any) -> None:
         self._obj.load_state_dict(tree)
 
+    def problems(self, saved: Any) -> list[str]:
+        return []  # the object's own load_state_dict decides
+
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return False
 
@@ -153,15 +168,17 @@ class TreeItem:
 
     per_rank = False
 
-    def __init__(self, name: str, tree: Any) -> None:
-        self._name = name
+    def __init__(self, tree: Any) -> None:
         self._tree = tree
 
     def tree(self) -> Any:
         return self._tree
 
     def load(self, tree: Any) -> None:
-        _assign(self._tree, tree, self._name)
+        _assign(self._tree, tree)
+
+    def problems(self, saved: Any) -> list[str]:
+        return _structure_problems(self._tree, saved, "")
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return False
@@ -205,18 +222,17 @@ class OptimizerItem:
         return {"state": state, "param_groups": groups}
 
     def load(self, tree: Any) -> None:
-        groups, saved = self._optimizer.param_groups, tree["param_groups"]
-        here = [list(g["params"]) for g in self.tree()["param_groups"]]
-        if here != [list(g["params"]) for g in saved]:
-            raise MismatchError(
-                f"{self._name!r} groups its parameters otherwise than the checkpoint does.",
-                hint="Build the optimizer with the same parameter groups in the same order.",
-                item=self._name,
-            )
+        self._optimizer.state.clear()  # what lives here and was not saved does not belong to the saved step
         for param_name, state in tree["state"].items():
             self._optimizer.state[self._params[param_name]] = state
-        for group, values in zip(groups, saved, strict=True):
+        for group, values in zip(self._optimizer.param_groups, tree["param_groups"], strict=True):
             group.update({k: v for k, v in values.items() if k != "params"})
+
+    def problems(self, saved: Any) -> list[str]:
+        here = [list(g["params"]) for g in self.tree()["param_groups"]]
+        if here != [list(g["params"]) for g in saved["param_groups"]]:
+            return ["groups its parameters otherwise than the checkpoint"]
+        return []
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return True
@@ -292,23 +308,24 @@ def _refuse_live_iterator(name: str, obj: object) -> None:
         )
 
 
-def _assign(target: Any, value: Any, path: str) -> None:
-    if isinstance(target, MutableMapping) and isinstance(value, Mapping) and target.keys() == value.keys():
-        for key, new in value.items():
-            _assign_at(target, key, new, f"{path}.{key}")
-    elif isinstance(target, MutableSequence) and isinstance(value, list) and len(target) == len(value):
-        for index, new in enumerate(value):
-            _assign_at(target, index, new, f"{path}.{index}")
+def _structure_problems(target: Any, saved: Any, path: str) -> list[str]:
+    """Where two trees of dicts and lists differ in shape; leaves may differ."""
+    here = isinstance(target, MutableMapping | MutableSequence)
+    if not here and not isinstance(saved, dict | list):
+        return []
+    if isinstance(target, MutableMapping) and isinstance(saved, Mapping) and target.keys() == saved.keys():
+        pairs = [(target[key], saved[key], f"{path}.{key}") for key in target]
+    elif isinstance(target, MutableSequence) and isinstance(saved, list) and len(target) == len(saved):
+        pairs = [(a, b, f"{path}.{i}") for i, (a, b) in enumerate(zip(target, saved, strict=True))]
     else:
-        raise MismatchError(
-            f"{path} has another structure than in the checkpoint.",
-            hint="Register the same keys as when it was saved.",
-            path=path,
-        )
+        return [f"{path.removeprefix('.') or 'the tree'}: has another structure in the checkpoint"]
+    return [problem for pair in pairs for problem in _structure_problems(*pair)]
 
 
-def _assign_at(container: Any, key: Any, new: Any, path: str) -> None:
-    if isinstance(container[key], MutableMapping | MutableSequence):
-        _assign(container[key], new, path)
-    elif new is not container[key]:
-        container[key] = new
+def _assign(target: Any, value: Any) -> None:
+    """Put `value` into containers of the same structure; tensors in it are those of `target` already."""
+    for key, new in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if isinstance(target[key], MutableMapping | MutableSequence):
+            _assign(target[key], new)
+        elif new is not target[key]:
+            target[key] = new

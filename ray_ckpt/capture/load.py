@@ -56,7 +56,7 @@ def load_items(
             item_name, _, _ = key.partition(".")
             found = slices_of(tensor, item=item_name, path=_path_in(key, item_name), ranks=(rank,))
             targets.extend(found)
-        problems += _structure(name, item, set(wanted), {k for k in here if _belongs(k, name)})
+        problems += [f"{name}.{problem}" for problem in item.problems(saved_trees[name])]
     own_file = shard_file(rank, world_size)
     plan = plan_restore([target.slice for target in targets], rows, prefer_file=own_file)
     problems += plan.problems
@@ -116,15 +116,6 @@ def _tensors_by_ref(items: Mapping[str, Item], trees: Mapping[str, Any]) -> dict
 
         visit(item.tree(), ())
     return tensors
-
-
-def _structure(name: str, item: Item, saved: set[str], here: set[str]) -> list[str]:
-    """Tensors that live here and were not saved. A fresh optimizer has fewer, never more."""
-    return [] if item.per_rank else [f"{key}: not in the checkpoint" for key in sorted(here - saved)]
-
-
-def _belongs(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
 
 
 def _path_in(key: str, item_name: str) -> tuple[str, ...]:

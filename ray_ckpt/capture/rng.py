@@ -1,4 +1,4 @@
-"""Random state of this process: python, numpy, torch on the CPU and on every device."""
+"""Random state of this process: python, numpy, torch on the CPU and on every CUDA device."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ class RngItem:
         torch.set_rng_state(tree["torch_cpu"])
         if tree["cuda"] and torch.cuda.device_count() == len(tree["cuda"]):
             torch.cuda.set_rng_state_all(tree["cuda"])
+
+    def problems(self, saved: Any) -> list[str]:
+        return []
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return False

@@ -12,7 +12,7 @@ from ray_ckpt.types import AttemptId, FileEntry
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """Who has stored what. `goal` is the number of copies on other nodes that the commit waits for."""
+    """Who has stored what, and which copies are still on their way."""
 
     id: AttemptId
     nodes: tuple[SessionNode, ...]
@@ -26,8 +26,9 @@ class Attempt:
     def store(self, event: NodeStored) -> None:
         """A node has everything of its own, and sends its copies now."""
         if event.node_index not in self.stored:
-            holders = set(self.nodes[event.node_index].holders)
-            self.awaited[event.node_index] = holders - self.copies.get(event.node_index, set())
+            index = event.node_index  # copies may have ended before this message came
+            ended = self.copies.get(index, set()) | self.failed.get(index, set())
+            self.awaited.setdefault(index, set()).update(set(self.nodes[index].holders) - ended)
         self.stored[event.node_index] = event
 
     def replace(self, node_index: int, holder: str, live: Set[str]) -> str | None:

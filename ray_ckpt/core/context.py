@@ -22,6 +22,8 @@ class Holders:
         self._nodes: dict[str, dict[int, set[str]]] = {}
 
     def add(self, attempt: str, node_index: int, node: str) -> None:
+        if node not in self.live:
+            return  # late words about a dead node
         self._nodes.setdefault(attempt, {}).setdefault(node_index, set()).add(node)
 
     def of(self, attempt: str, node_index: int) -> frozenset[str]:

@@ -135,7 +135,13 @@ class RunMachine:
             case r.Promote(attempt=attempt):
                 checkpoint = self.history.checkpoints[attempt]
                 nodes = self._context.session_nodes()
-                yield m.Publish(attempt=checkpoint.id, level=checkpoint.level, error=None, nodes=nodes)
+                yield m.Publish(
+                    attempt=checkpoint.id,
+                    level=checkpoint.level,
+                    error=None,
+                    nodes=nodes,
+                    epoch=self._ledger.epoch,
+                )
                 self._retire_due = True
             case r.Retired(attempt=attempt):
                 checkpoint = self.history.checkpoints[attempt]

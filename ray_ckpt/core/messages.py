@@ -269,6 +269,7 @@ class Publish:
     level: Level | None
     error: CheckpointError | None
     nodes: tuple[str, ...]
+    epoch: int  # of this coordinator; nodes ignore the words of an older one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,11 +63,19 @@ class FragmentWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """The coordinator has told what became of an attempt."""
+    """The coordinator of that epoch has told what became of an attempt."""
 
     attempt: AttemptId
     level: Level | None
     error: CheckpointError | None
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochSeen:
+    """A coordinator whose fence is in the log speaks to this node."""
+
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +90,7 @@ NodeEvent: TypeAlias = (
     | SaveFailed
     | FragmentWritten
     | Published
+    | EpochSeen
     | CoordinatorReturned
 )
 
@@ -176,6 +185,7 @@ class NodeMachine:
         self.plan: SessionPlan | None = None
         self.here: SessionNode | None = None
         self._saves: dict[str, _Save] = {}
+        self.epoch = 0  # of the newest coordinator heard of
         self.outcomes: OrderedDict[str, Outcome] = OrderedDict()
 
     def handle(self, event: NodeEvent) -> tuple[NodeEffect, ...]:
@@ -188,6 +198,8 @@ class NodeMachine:
 
     @_on.register
     def _(self, event: SessionStarted) -> Iterator[NodeEffect]:
+        if self.plan is not None and event.plan.session < self.plan.session:
+            return  # late words about a group that has ended
         error = RunSuperseded("A newer training group has opened this run.")
         for save in list(self._saves.values()):
             if save.attempt.session != event.plan.session:
@@ -264,6 +276,11 @@ class NodeMachine:
         yield from self._report(save, here)
 
     @_on.register
+    def _(self, event: EpochSeen) -> Iterable[NodeEffect]:
+        self.epoch = max(self.epoch, event.epoch)
+        return ()
+
+    @_on.register
     def _(self, event: CoordinatorReturned) -> Iterator[NodeEffect]:
         if self.here is not None:
             for save in list(self._saves.values()):
@@ -286,7 +303,8 @@ class NodeMachine:
     @_on.register
     def _(self, event: Published) -> Iterator[NodeEffect]:
         known = self.outcomes.get(event.attempt.attempt)
-        if known is None or known.error is None:  # a drop is final
+        is_stale = event.epoch < self.epoch  # the words of a coordinator that has been fenced
+        if not is_stale and (known is None or known.error is None):  # a drop is final
             yield from self._settle(event.attempt, event.level, event.error)
 
     def _forget_oldest(self) -> Iterator[NodeEffect]:

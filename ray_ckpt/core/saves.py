@@ -75,21 +75,29 @@ class Saves:
         name, nodes = event.attempt.attempt, (event.node_id,)
         known = self._context.history.checkpoints.get(name)
         if known is not None and known.state == "live":
-            yield m.Publish(attempt=event.attempt, level=known.level, error=None, nodes=nodes)
-        elif known is None and name not in self._dropped and name not in self._attempts:
+            yield self._publish(event.attempt, known.level, None, nodes)
+        elif known is None and self._is_of_the_past(event.attempt):
             error = RunSuperseded(f"Step {event.attempt.step} belongs to no open attempt of this run.")
-            yield m.Publish(attempt=event.attempt, level=None, error=error, nodes=nodes)
+            yield self._publish(event.attempt, None, error, nodes)
+
+    def _is_of_the_past(self, attempt: AttemptId) -> bool:
+        """Of a session that has ended. The current one may be at work although its group is not found yet."""
+        current = self._context.history.session
+        return (
+            current is None
+            or attempt.session < current.session
+            or attempt.run_uid != self._context.history.run_uid
+        )
 
     def replica_ended(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
         name = event.attempt.attempt
         attempt = self._attempts.get(name) or self._find(event.attempt)
         known = self._context.history.checkpoints.get(name)
         if attempt is None and (known is None or known.state != "live"):
-            if (
-                event.error is None and self._context.ledger.is_open
-            ):  # a copy of something that is gone: it may go too
+            gone = known is not None or name in self._dropped or self._is_of_the_past(event.attempt)
+            if event.error is None and gone and self._context.ledger.is_open:  # so the copy may go too
                 error = Unavailable(f"Step {event.attempt.step} was dropped.")
-                yield m.Publish(attempt=event.attempt, level=None, error=error, nodes=(event.holder,))
+                yield self._publish(event.attempt, None, error, (event.holder,))
             return
         alive = event.holder in self._context.holders.live
         if event.error is None and alive:
@@ -225,7 +233,7 @@ class Saves:
         """The record is confirmed: tell the nodes, and give up what is older and still open."""
         attempt = self._attempts.pop(checkpoint.id.attempt)
         nodes = tuple(n.node_id for n in attempt.nodes)
-        yield m.Publish(attempt=checkpoint.id, level=checkpoint.level, error=None, nodes=nodes)
+        yield self._publish(checkpoint.id, checkpoint.level, None, nodes)
         self.promote_copies(checkpoint)
         for older in list(self._attempts.values()):
             if older.id.step < checkpoint.step and not older.committing:
@@ -258,7 +266,13 @@ class Saves:
         context.holders.forget(name)
         self._dropped.append(name)
         yield m.Warn(text=f"Step {attempt.id.step} was not saved: {error}")
-        yield m.Publish(attempt=attempt.id, level=None, error=error, nodes=tuple(sorted(nodes)))
+        yield self._publish(attempt.id, None, error, tuple(sorted(nodes)))
+
+    def _publish(
+        self, attempt: AttemptId, level: Level | None, error: CheckpointError | None, nodes: tuple[str, ...]
+    ) -> m.Publish:
+        epoch = self._context.ledger.epoch
+        return m.Publish(attempt=attempt, level=level, error=error, nodes=nodes, epoch=epoch)
 
 
 def _not_collective(attempt: Attempt, missed: Iterable[int]) -> CheckpointError:

@@ -390,8 +390,8 @@ class Cluster(Harness):
                 self.replies[token] = value
             case m.Fail(token=token, error=failure):
                 self.failed_tokens[token] = failure
-            case m.Publish(attempt=attempt, level=level, error=error, nodes=nodes_told):
-                published = n.Published(attempt=attempt, level=level, error=error)
+            case m.Publish(attempt=attempt, level=level, error=error, nodes=nodes_told, epoch=epoch):
+                published = n.Published(attempt=attempt, level=level, error=error, epoch=epoch)
                 self.wire += [ToNode(node_told, published) for node_told in nodes_told]
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
                 self._copy(source, attempt, index, holder)

@@ -45,7 +45,7 @@ def written(at: AttemptId, rank: int) -> n.ShardWritten:
 
 
 def published(at: AttemptId, level: Level | None = None, error: CheckpointError | None = None) -> n.Published:
-    return n.Published(attempt=at, level=level, error=error)
+    return n.Published(attempt=at, level=level, error=error, epoch=1)
 
 
 def test_a_save_goes_through_its_phases_in_order() -> None:

@@ -57,18 +57,20 @@ class Checked(Cluster):
         return attempt
 
     def check(self) -> None:
+        self._read_log()
+        self._check_disks()
+        assert self.machine.history.next_seq <= self.history.next_seq, "acts on a record that is not there"
+
+    def _read_log(self) -> None:
         for record, digest in read_log(self.store, start=self.history.next_seq):
             self._check_record(record.op)
             self.history.apply(record, digest)  # raises if it is no chain
             if isinstance(record.op, r.Commit):
                 self._note_holders(self.history.checkpoints[record.op.attempt])
-        self._check_disks()
-        if self.machine.is_open:
-            behind = self.machine.history.next_seq
-            assert behind <= self.history.next_seq, "acts on a record that is not in the log"
 
     def _do(self, effect: m.Effect) -> None:
         if isinstance(effect, m.Publish):
+            self._read_log()
             self._check_publish(effect)
         super()._do(effect)
 
