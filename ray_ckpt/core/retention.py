@@ -24,8 +24,8 @@ def choose_retirements(
     """What may go, oldest first. `live` and `lineage` are in log order; `busy` attempts are never chosen.
 
     Stays: the last `keep_last` of the lineage, and for each level the newest that has reached it, so that
-    no level loses its protection before a newer checkpoint offers it. Of the checkpoints off the lineage (their
-    session was superseded by one that resumed from earlier) only the newest of a level that the
+    no level loses its protection before a newer checkpoint offers it. Of the checkpoints off the lineage
+    (their session was superseded by one that resumed from earlier) only the newest of a level that the
     lineage has not reached stays.
     """
     kept = {c.id.attempt for c in lineage[-keep_last:]} | set(busy)

@@ -15,6 +15,7 @@ import ray
 
 from jobs.local_cluster import LocalCluster, kill_family
 from ray_ckpt.actors.service import open_run
+from ray_ckpt.catalog import Catalog
 from ray_ckpt.config import STAGING_ENV, RunOptions
 from ray_ckpt.errors import (
     ConfigError,
@@ -23,7 +24,9 @@ from ray_ckpt.errors import (
     StagingError,
     StorageNotShared,
     StoragePathError,
+    Unavailable,
 )
+from ray_ckpt.storage import files
 from ray_ckpt.train import CheckpointCallback
 from tests.cluster.ranks import RankGroup, Training
 
@@ -134,3 +137,52 @@ def reserve_memory(run: str, storage: str) -> None:
 def test_too_little_memory_is_named(group: RankGroup, storage: str) -> None:
     with pytest.raises(InsufficientSpace, match=r"shared memory.*Put fewer ranks on a node"):
         group.run(reserve_memory, "memory", storage)
+
+
+def save_while_the_disk_fills_up(run: str, storage: str, mount: str) -> dict[str, Any]:
+    """One rank whose staging disk is full for a while; training never notices."""
+    import torch
+
+    import ray_ckpt
+
+    ray_ckpt.connect(run=run, storage_path=storage, reserve_bytes=4 << 20, max_block_s=10, replicas=0)
+    weights = torch.ones(500_000)
+    ckpt = ray_ckpt.Checkpointer(weights=weights)
+    ckpt.restore()
+    ballast = Path(mount) / "ballast"
+    outcomes = []
+    for step in range(1, 7):
+        if step == 3:
+            ballast.write_bytes(b"x" * (files.free_bytes(Path(mount)) - (5 << 20)))
+        if step == 5:
+            ballast.unlink()
+        weights += 1
+        ckpt.save(step)
+        try:
+            ckpt.wait("local", timeout_s=20)
+            outcomes.append("saved")
+        except Unavailable as error:
+            outcomes.append(str(error))
+    ckpt.close()
+    return {"outcomes": outcomes, "dropped": ckpt.stats.dropped}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "odd-staging"
+    mount.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m,mode=0700", "none", str(mount)], check=True)
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@needs_root
+@pytest.mark.parametrize("odd_node", ["true"], indirect=True)
+def test_a_full_disk_costs_saves_and_nothing_else(small_disk: Path, odd_node: str, storage: str) -> None:
+    group = RankGroup([odd_node])
+    (result,) = group.run(save_while_the_disk_fills_up, "filling", storage, str(small_disk))
+    group.stop()
+    saved = [outcome == "saved" for outcome in result["outcomes"]]
+    assert saved == [True, True, False, False, True, True], result
+    assert "in reserve" in result["outcomes"][2] and result["dropped"] >= 1
+    assert [c.step for c in Catalog(f"{storage}/filling").checkpoints][-2:] == [5, 6]

@@ -280,6 +280,35 @@ def test_training_survives_its_agent_and_is_protected_again(
     assert [r["step"] for r in group.run(full_state, "agent", storage, {})] == [8, 8]
 
 
+def kill_coordinator_in_the_middle(run: str, storage: str) -> list[str]:
+    """Save, lose the coordinator's process, and save on."""
+    import torch.distributed as dist
+
+    training = Training(run, storage, max_block_s=5)
+    training.ckpt.restore()
+    for step in range(1, 9):
+        training.step()
+        training.ckpt.save(step)
+        if step == 3 and training.rank == 0:
+            ray.kill(ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE), no_restart=False)
+        dist.barrier()
+        time.sleep(0.7)
+    training.ckpt.wait("replicated", timeout_s=60)
+    training.ckpt.close()
+    return [run]
+
+
+def test_saves_go_on_after_the_coordinator_dies(group: RankGroup, storage: str) -> None:
+    group.run(kill_coordinator_in_the_middle, "headless", storage)
+    log = sorted((Path(storage) / "headless" / "ray_ckpt" / "log").iterdir())
+    records = [json.loads(p.read_bytes()) for p in log]
+    assert [r["epoch"] for r in records if r["op"] == "epoch"] == [1, 2]
+    assert [r["session"] for r in records if r["op"] == "session"] == [1], "the group was not disturbed"
+    newest = Catalog(f"{storage}/headless").newest(Level.REPLICATED)
+    assert newest is not None and newest.info.step == 8
+    assert [r["step"] for r in group.run(full_state, "headless", storage, {})] == [8, 8]
+
+
 def test_the_log_tells_the_whole_story(group: RankGroup, storage: str) -> None:
     group.run(train, "story", storage, 2, {"every_steps": 2})
     group.run(train, "story", storage, 4, {"every_steps": 2})

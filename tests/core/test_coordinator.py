@@ -159,7 +159,7 @@ def test_a_commit_waits_for_every_node_and_every_replica() -> None:
         metrics={"loss": 0.1},
     )
     assert one(effects, m.Publish) == m.Publish(
-        attempt=attempt, level=Level.REPLICATED, error=None, nodes=("a", "b")
+        attempt=attempt, level=Level.REPLICATED, error=None, nodes=("a", "b"), epoch=1
     )
 
 
