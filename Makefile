@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: check test test-slow demo clean
+.PHONY: check test test-slow soak demo clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -21,8 +21,12 @@ check: $(VENV)/.ready  ## ruff, mypy strict, import rules
 test: $(VENV)/.ready  ## under 8 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(VENV)/.ready
+test-slow: $(VENV)/.ready  ## nodes that die one after another, a minute of random schedules
 	$(BIN)/python -m pytest -m slow
+
+SECONDS ?= 600
+soak: $(VENV)/.ready  ## random schedules for SECONDS; a failure prints the seed that replays it
+	RAY_CKPT_SOAK_S=$(SECONDS) $(BIN)/python -m pytest -m slow tests/core
 
 demo: $(VENV)/.ready  ## train, kill a node, resume, compare bit for bit
 	$(BIN)/python -m jobs.demo

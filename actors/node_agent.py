@@ -6,12 +6,10 @@ One per node, detached and pinned to it. Decisions are the NodeMachine's; this c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import mmap
 import os
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,31 +19,30 @@ import ray
 from typing_extensions import Buffer
 
 from ray_ckpt.actors import names
+from ray_ckpt.actors.arena_memory import ArenaMemory, check_memory
+from ray_ckpt.actors.sources import SourceFinder
 from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, RunSpec, SessionStart
 from ray_ckpt.config import STAGING_ENV, default_staging
 from ray_ckpt.core import node as n
 from ray_ckpt.core.messages import HeldFragment, Inventory, RankProgress, SessionPlan
 from ray_ckpt.errors import (
     CheckpointError,
-    CorruptionError,
-    InsufficientSpace,
-    RestoreError,
     RunSuperseded,
     Unavailable,
 )
-from ray_ckpt.format.digest import digest, root_digest
-from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_fragment, encode_fragment
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file, shard_file, state_file
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.link import SealedShard
-from ray_ckpt.restore import RestoreTicket, Source
+from ray_ckpt.restore import RestoreTicket
 from ray_ckpt.storage.files import checked, read_blocks
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.storage.staging import Holding, Staging
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.transport.wire import FileName, PutRequest
-from ray_ckpt.types import ARENA_PAGE_BYTES, AttemptId, FileEntry, Fragment, Level, ManifestRow, RankRestore
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, RankRestore
 
 log = logging.getLogger("ray_ckpt.agent")
 
@@ -54,37 +51,6 @@ PEER_THREADS = 4  # copies on their way at a time
 REMOTE_THREADS = 4  # uploads at a time
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
 PROGRESS_GATHER_S = 0.3  # ranks speak once a second; this gathers those of a node
-MEMORY_RESERVE = 0.05  # share of memory that arenas never take
-
-
-class ArenaMemory:
-    """One rank's arena on the agent's side: a memfd that the rank maps too."""
-
-    def __init__(self, rank: int, layout: ShardLayout) -> None:
-        self.layout = layout
-        size = ARENA_PAGE_BYTES + layout.size_bytes
-        _check_memory(size)
-        self._fd = os.memfd_create(f"ray_ckpt-rank{rank}", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, size)
-        self._map = mmap.mmap(self._fd, size)
-
-    @property
-    def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    @property
-    def sealed(self) -> str:
-        """The attempt whose capture is complete here, or an empty string."""
-        return self._map[:16].strip(b"\0").decode()
-
-    def data(self) -> memoryview:
-        """The shard file's bytes."""
-        return memoryview(self._map)[ARENA_PAGE_BYTES:]
-
-    def close(self) -> None:
-        os.close(self._fd)
-        with contextlib.suppress(BufferError):  # a write still reads it; the kernel frees it afterwards
-            self._map.close()
 
 
 class NodeRun:
@@ -196,7 +162,7 @@ class NodeAgent:
 
     async def rest(self, run_uid: str) -> None:
         """The run is over: its checkpoints stay on disk, its memory is given back."""
-        self._close_arenas(self._runs[run_uid], keep=())
+        self._close_arenas(self._runs[run_uid])
 
     async def replicate(
         self, run_uid: str, attempt: AttemptId, node_index: int, holder: str, endpoint: str
@@ -234,7 +200,7 @@ class NodeAgent:
         if len(run.restored) == len(here.ranks):
             self._spawn(self._report_restored(run, plan, decision, tuple(run.restored.values())))
         if await asyncio.shield(decision):
-            self._close_arenas(run, keep=here.ranks)
+            self._close_arenas(run)  # of the session before; a zombie of it must not write into ours
             return None
         return await self.get_ticket(run_uid)
 
@@ -244,7 +210,7 @@ class NodeAgent:
         ranks = run.machine.here.ranks if run.machine.here else (rank,)
         run.reserved = {k: size for k, size in run.reserved.items() if k in ranks} | {rank: size_bytes}
         there = sum(run.arenas[k].layout.size_bytes for k in run.reserved if k in run.arenas)
-        _check_memory(sum(run.reserved.values()) - there)
+        check_memory(sum(run.reserved.values()) - there)
         needed = 2 * size_bytes * len(ranks) * (1 + run.spec.options.replicas)
         run.check_space(needed, what="Two checkpoints with copies")
 
@@ -261,9 +227,9 @@ class NodeAgent:
         run.arenas[rank] = ArenaMemory(rank, layout)
         return run.arenas[rank].path
 
-    def _close_arenas(self, run: NodeRun, *, keep: Collection[int]) -> None:
-        for rank in set(run.arenas) - set(keep):
-            run.arenas.pop(rank).close()
+    def _close_arenas(self, run: NodeRun) -> None:
+        while run.arenas:
+            run.arenas.popitem()[1].close()
 
     async def seal(self, run_uid: str, shard: SealedShard) -> None:
         """Take over a capture. Returns when the arena may be captured into again."""
@@ -451,76 +417,20 @@ class NodeAgent:
         if plan.resume is None:
             return RestoreTicket(session=plan.session, checkpoint=None)
         try:
-            ticket: RestoreTicket = await self._in_thread(self._disk_io, self._find_sources, run, plan)
+            finder = SourceFinder(
+                run_uid=run.run_uid,
+                node_id=self._node_id,
+                token=self._token,
+                arenas=run.arenas,
+                staging=run.staging,
+                remote=run.remote,
+                endpoints=run.endpoints,
+            )
+            ticket: RestoreTicket = await self._in_thread(self._disk_io, finder.ticket, plan)
         except (OSError, CheckpointError) as error:  # as bad as a bad slice: the group falls back together
             damage = (f"manifest of step {plan.resume.checkpoint.step}: {_reason(error)}",)
             return RestoreTicket(session=plan.session, checkpoint=plan.resume.checkpoint, damage=damage)
         return ticket
-
-    def _find_sources(self, run: NodeRun, plan: SessionPlan) -> RestoreTicket:
-        """Fetch every fragment, check them against the log's root digest, and list each file's sources."""
-        resume = _require(plan.resume)
-        checkpoint = resume.checkpoint
-        fragments: list[Fragment] = []
-        entries: list[FileEntry] = []
-        sources: dict[str, tuple[Source, ...]] = {}
-        for index, holders in enumerate(resume.holders):
-            name = fragment_file(index, checkpoint.num_nodes)
-            data = self._first_fragment(
-                run, checkpoint.id, name, self._sources(run, checkpoint, name, holders)
-            )
-            fragment = decode_fragment(data)
-            fragments.append(fragment)
-            entries += [*fragment.files, FileEntry(name=name, size_bytes=len(data), digest=digest(data))]
-            for file in fragment.files:
-                sources[file.name] = self._sources(run, checkpoint, file.name, holders)
-        if root_digest(entries) != checkpoint.root_digest:
-            raise CorruptionError(
-                f"The manifest of step {checkpoint.step} is not the one that was committed."
-            )
-        return RestoreTicket(
-            session=plan.session,
-            checkpoint=checkpoint,
-            fragments=tuple(fragments),
-            sources=sources,
-            token=self._token,
-        )
-
-    def _sources(
-        self, run: NodeRun, checkpoint: Any, file: str, holders: tuple[str, ...]
-    ) -> tuple[Source, ...]:
-        attempt: AttemptId = checkpoint.id
-        found: list[Source] = []
-        for rank, arena in run.arenas.items():
-            if arena.sealed == attempt.attempt and file == shard_file(rank, checkpoint.world_size):
-                found.append(Source(tier="memory", where=self._node_id, path=arena.path))
-        local = run.staging.path(run.run_uid, attempt.directory, file)
-        if local.exists():
-            found.append(Source(tier="local", where=self._node_id, path=str(local)))
-        peers = [node for node in holders if node != self._node_id and node in run.endpoints]
-        found += [Source(tier="peer", where=node, endpoint=run.endpoints[node]) for node in peers]
-        if checkpoint.level >= Level.DURABLE:
-            path = str(run.remote.path(attempt.directory, file))
-            found.append(Source(tier="remote", where=path, path=path))
-        return tuple(found)
-
-    def _first_fragment(
-        self, run: NodeRun, attempt: AttemptId, name: str, sources: Iterable[Source]
-    ) -> bytes:
-        """The fragment's bytes from the first source whose bytes decode."""
-        for source in sources:
-            with contextlib.suppress(OSError, CheckpointError):
-                data = self._read_whole(run, attempt, name, source)
-                decode_fragment(data)
-                return data
-        raise RestoreError(f"No source has {name} of step {attempt.step} intact.")
-
-    def _read_whole(self, run: NodeRun, attempt: AttemptId, name: str, source: Source) -> bytes:
-        if source.tier != "peer":
-            return Path(source.path).read_bytes()
-        file = FileName(run_uid=run.run_uid, directory=attempt.directory, file=name)
-        with PeerClient(source.endpoint, token=self._token) as peer:
-            return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)
 
     async def _report_restored(
         self, run: NodeRun, plan: SessionPlan, decision: asyncio.Future[bool], ranks: tuple[RankRestore, ...]
@@ -624,27 +534,3 @@ async def _logged(work: Awaitable[None]) -> None:
         await work
     except Exception:
         log.exception("background work of the agent failed")
-
-
-def available_memory_bytes() -> int:
-    """Memory that this process may still take: the machine's, or what its cgroup leaves of it."""
-    with open("/proc/meminfo") as file:  # noqa: PTH123
-        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            free = min(free, int(Path(limit).read_text()) - int(Path(usage).read_text()))
-    return free
-
-
-def _check_memory(size_bytes: int) -> None:
-    free = available_memory_bytes()
-    if size_bytes > free * (1 - MEMORY_RESERVE):
-        raise InsufficientSpace(
-            f"The arena needs {size_bytes:,} bytes of shared memory; {free:,} are available on this node.",
-            hint="Put fewer ranks on a node, shard the state over more ranks, or give the node more memory.",
-            needed_bytes=size_bytes,
-            free_bytes=free,
-        )

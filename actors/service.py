@@ -13,8 +13,8 @@ import ray
 from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator import Coordinator
 from ray_ckpt.actors.wire import Joined, RunSpec
-from ray_ckpt.client import Connection, set_connection
 from ray_ckpt.config import RunOptions, local_path
+from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.core.messages import GroupNode, RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, ServiceError, Unavailable

@@ -8,7 +8,6 @@ fails is counted and logged and never stops training; only misuse is raised.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections import deque
@@ -26,6 +25,7 @@ from ray_ckpt.capture.items import Item, adapt, predicted_state_bytes
 from ray_ckpt.capture.load import load_items
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import LiveSlice, Walked, walk
+from ray_ckpt.connection import Connection, ProgressThread, get_connection
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import (
@@ -41,13 +41,12 @@ from ray_ckpt.errors import (
 from ray_ckpt.format.names import make_attempt, state_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
-from ray_ckpt.link import MAX_STATE_BYTES, Link, Reporter, SealedShard
+from ray_ckpt.link import MAX_STATE_BYTES, Link, SealedShard
 from ray_ckpt.restore import RestoreTicket, SourceReader
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore, RestoredPart
 
 log = logging.getLogger("ray_ckpt")
 
-PROGRESS_S = 1.0  # how often a rank says where it is, from a thread of its own
 FLUSH_S = 120.0  # how long leaving the loop waits for the last capture to be safe on this node
 RESERVED_ITEMS = frozenset({"rng"})  # registered by the Checkpointer itself
 OUTCOME_SLACK_S = 5.0  # for the answer to travel, beyond what the coordinator waits for
@@ -92,23 +91,7 @@ class SaveStats:
     blocked_s: list[float] = field(default_factory=list)  # per save, the newest 1,000
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """How Checkpointers of this process reach their agent, or why they cannot."""
-
-    link: Link | None = None
-    reporter: Reporter | None = None
-    problem: CheckpointError | None = None
-
-
-_connection = Connection()
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
-
-def set_connection(connection: Connection) -> None:
-    """Make this the connection of Checkpointers that this process builds from now on."""
-    global _connection
-    _connection = connection
 
 
 def close_all() -> None:
@@ -130,10 +113,10 @@ class Checkpointer:
     """
 
     def __init__(self, *, link: Link | None = None, **items: Any) -> None:
-        if link is None and _connection.problem is not None:
-            raise _connection.problem
-        reporter = _connection.reporter if link is None else None
-        link = link or _connection.link
+        connection = get_connection() if link is None else Connection(link=link)
+        if connection.problem is not None:
+            raise connection.problem
+        link, reporter = connection.link, connection.reporter
         if link is None:
             raise NotConnected(
                 "This process belongs to no run.",
@@ -158,7 +141,7 @@ class Checkpointer:
         self._restored_step = 0
         self._rng: Any = None  # random state as restored, until the first step
         self._last_metrics: Mapping[str, Any] | None = None
-        self._watch: _ProgressThread | None = None
+        self._watch: ProgressThread | None = None
         self.stats = SaveStats()
         for name, obj in items.items():
             self.add(name, obj)
@@ -198,12 +181,15 @@ class Checkpointer:
         info = None if ticket.checkpoint is None else _restore_info(ticket.checkpoint, report)
         self._rng = self._items["rng"].tree() if info else None
         self._step = self._saved_step = self._restored_step = info.step if info else 0
-        self._watch = _ProgressThread(self)
+        self._watch = ProgressThread(self._link, self._session, self._progress)
         if info is not None:
             log.info(
                 "restored step %d in %.2f s from %s", info.step, info.seconds, dict(info.bytes_by_tier())
             )
         return info
+
+    def _progress(self) -> RankProgress:
+        return RankProgress(step=self._step, saved_step=self._saved_step)
 
     def _build_items(self) -> None:
         if self._session is not None:
@@ -528,34 +514,6 @@ class Checkpointer:
     def _report(self) -> None:
         if self._reporter is not None:
             self._next_report = self._reporter.report(self._newest, self._save_calls)
-
-
-class _ProgressThread:
-    """Tells the agent once a second where this rank is, off the training thread."""
-
-    def __init__(self, owner: Checkpointer) -> None:
-        self._owner = owner
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ray_ckpt-progress", daemon=True)
-        self._thread.start()
-
-    def send(self) -> None:
-        """Say where the rank is; whatever goes wrong here must not end the thread or the training."""
-        owner = self._owner
-        if owner._session is not None:
-            progress = RankProgress(step=owner._step, saved_step=owner._saved_step)
-            try:
-                owner._link.progress(owner._session, progress)
-            except Exception as error:
-                log.debug("progress was not told: %s", error)
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(PROGRESS_S)
-
-    def _run(self) -> None:
-        while not self._stop.wait(PROGRESS_S):
-            self.send()
 
 
 def _raise_outcome(outcome: Outcome, attempt: AttemptId) -> None:

@@ -357,7 +357,7 @@ def test_a_file_that_cannot_be_read_is_damage(folder: Path, monkeypatch: pytest.
             raise OSError(5, "Input/output error")
         return files.read_blocks(path, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("ray_ckpt.catalog.read_blocks", fail)
+    monkeypatch.setattr("ray_ckpt.verify.read_blocks", fail)
     assert found(folder) == [(SHARD, "unreadable")]
 
 

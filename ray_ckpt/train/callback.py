@@ -15,8 +15,9 @@ import ray.train
 
 from ray_ckpt.actors.service import RayLink, finish_run, open_group, open_run
 from ray_ckpt.actors.wire import Joined, RunSpec
-from ray_ckpt.client import Connection, close_all, set_connection
+from ray_ckpt.client import close_all
 from ray_ckpt.config import RunOptions
+from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.errors import CheckpointError, RunConflict, ServiceError
 from ray_ckpt.train.ray_compat import ControllerCallback, WorkerCallback, WorkerGroupCallback
 from ray_ckpt.train.report import PointerReporter

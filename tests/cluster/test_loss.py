@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from jobs.local_cluster import LocalCluster
 from jobs.train_gpt import build_trainer, parse_args
+from ray_ckpt.actors.service import coordinator
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.types import Level
 
@@ -85,4 +87,23 @@ def test_the_whole_cluster_dies_and_a_new_one_goes_on_from_the_storage_path(
     }
     resumed = [line["step"] for a, line in pairwise(again) if line["step"] <= a["step"]]
     assert resumed == [durable.info.step + 1] and done < 40
+    assert final_digests(tmp_path, "calm") == final_digests(tmp_path, "broken")
+
+
+@pytest.mark.slow
+def test_nodes_die_one_after_another(no_cluster: None, tmp_path: Path) -> None:
+    """Each time the last node of the group; every loss stays the one of the run that lost nothing."""
+    with LocalCluster(tmp_path / "staging", ["node-a", "node-b", "node-c", "node-d"]) as cluster:
+        thread, calm = start(tmp_path, "calm")
+        thread.join(WAIT_S)
+        thread, broken = start(tmp_path, "broken")
+        for step in (12, 27):
+            wait_for(lambda step=step: any(line["step"] >= step for line in losses(broken)))
+            status = ray.get(coordinator().status.remote(f"{tmp_path}/broken"), timeout=30)
+            cluster.kill(cluster.name_of(status.nodes[-1].node_id), wipe=True)
+        thread.join(2 * WAIT_S)
+        assert not thread.is_alive()
+    expected = {line["step"]: line["loss"] for line in losses(calm)}
+    assert all(line["loss"] == expected[line["step"]] for line in losses(broken))
+    assert {line["step"] for line in losses(broken)} == set(expected)
     assert final_digests(tmp_path, "calm") == final_digests(tmp_path, "broken")

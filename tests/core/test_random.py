@@ -5,8 +5,10 @@ A schedule is a function of its seed. To replay one: pytest tests/core/test_rand
 
 from __future__ import annotations
 
+import os
 import random
 import string
+import time
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +24,7 @@ from ray_ckpt.storage.log_store import read_log
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 from tests.core.driver import Cluster, Do, Message, ToCoordinator, ToNode
 
+SOAK_S = float(os.environ.get("RAY_CKPT_SOAK_S", "60"))
 NUM_SCHEDULES = 600
 NUM_EVENTS = 60
 NODES = "abcd"
@@ -275,6 +278,21 @@ def _content(message: Message) -> object:
 
 @pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
 def test_invariants_hold_under_any_schedule(seed: int) -> None:
+    play(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SOAK_S + 60)
+def test_invariants_hold_for_as_long_as_asked() -> None:
+    """Seeds beyond those of every run, for RAY_CKPT_SOAK_S seconds (`make soak SECONDS=...`)."""
+    end_s, seed = time.monotonic() + SOAK_S, NUM_SCHEDULES
+    while time.monotonic() < end_s:
+        play(seed)
+        seed += 1
+    print(f"{seed - NUM_SCHEDULES} schedules of {NUM_EVENTS} events, seeds {NUM_SCHEDULES} to {seed - 1}")
+
+
+def play(seed: int) -> None:
     schedule = Schedule(seed)
     try:
         for _ in range(NUM_EVENTS):

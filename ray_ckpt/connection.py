@@ -1,0 +1,65 @@
+"""How the Checkpointers of this process reach their agent, and how a rank says where it is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ray_ckpt.core.messages import RankProgress
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.link import Link, Reporter
+
+log = logging.getLogger("ray_ckpt")
+
+PROGRESS_S = 1.0  # how often a rank says where it is, from a thread of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A link, or why there is none."""
+
+    link: Link | None = None
+    reporter: Reporter | None = None
+    problem: CheckpointError | None = None
+
+
+_connection = Connection()
+
+
+def set_connection(connection: Connection) -> None:
+    """Make this the connection of Checkpointers that this process builds from now on."""
+    global _connection
+    _connection = connection
+
+
+def get_connection() -> Connection:
+    return _connection
+
+
+class ProgressThread:
+    """Tells the agent once a second where this rank is, off the training thread."""
+
+    def __init__(self, link: Link, session: int, where: Callable[[], RankProgress]) -> None:
+        self._link = link
+        self._session = session
+        self._where = where
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ray_ckpt-progress", daemon=True)
+        self._thread.start()
+
+    def send(self) -> None:
+        """Say it now; whatever goes wrong here must not end the thread or the training."""
+        try:
+            self._link.progress(self._session, self._where())
+        except Exception as error:
+            log.debug("progress was not told: %s", error)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(PROGRESS_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(PROGRESS_S):
+            self.send()
