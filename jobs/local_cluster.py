@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,8 @@ class LocalCluster:
     ) -> None:
         for name, value in FAST_FAILURE_DETECTION.items():
             os.environ.setdefault(name, value)
+        # As in an activated environment, which is how one runs `ray start`: jobs say just `python`.
+        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         self._root = root
         self._cpus = cpus
         self.nodes: dict[str, LocalNode] = {}

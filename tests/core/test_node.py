@@ -170,3 +170,13 @@ def test_outcomes_are_bounded() -> None:
 def test_an_unknown_event_is_an_error() -> None:
     with pytest.raises(TypeError, match="unknown event"):
         n.NodeMachine().handle("hello")  # type: ignore[arg-type]
+
+
+def test_the_last_words_of_a_fenced_coordinator_are_void() -> None:
+    """Else a drop that arrives late would delete what the next coordinator has committed."""
+    machine, at = started("z"), attempt(10)
+    machine.handle(n.EpochSeen(epoch=2))
+    error = Unavailable("dropped by the old one")
+    assert machine.handle(n.Published(attempt=at, level=None, error=error, epoch=1)) == ()
+    (settle,) = machine.handle(n.Published(attempt=at, level=Level.LOCAL, error=None, epoch=2))
+    assert settle == n.Settle(attempt=at, level=Level.LOCAL, error=None)
