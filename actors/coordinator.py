@@ -23,11 +23,12 @@ from ray_ckpt.actors.node_agent import NodeAgent
 from ray_ckpt.actors.wire import AgentCard, Joined, OpenedRun, OpenRun, RunSpec, RunStatus, SessionStart
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.coordinator import RunMachine
+from ray_ckpt.core.ledger import FORMAT_VERSION
 from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import CheckpointDescription, decode_fragment, encode_checkpoint
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, record_file
-from ray_ckpt.format.records import encode_record
+from ray_ckpt.format.records import Create, encode_record
 from ray_ckpt.storage.log_store import LogStore, read_log
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, RankRestore
@@ -117,8 +118,13 @@ class Coordinator:
     async def _take_over(self, found: OpenedRun) -> None:
         """Claim the log of a run that was open, and go on with the group that is at work."""
         log.warning("%s: this coordinator takes over from one that died", found.spec.name)
+        store = RemoteTier(found.spec.storage_path, found.spec.name).log
         while found.spec.key not in self._runs:
             try:
+                records = await self._in_thread(self._control_io, read_log, store)
+                if not records or records[0][0].op != _created(found):
+                    log.error("%s: its log is gone or another's; it is left alone", found.spec.name)
+                    return
                 await self._open(found.spec)
             except (CheckpointError, OSError) as error:
                 log.warning("%s: cannot take over yet: %s", found.spec.name, error)
@@ -576,6 +582,10 @@ def _write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
 
 def _reason(error: Exception) -> str:
     return str(getattr(error, "cause", None) or error).splitlines()[0]
+
+
+def _created(run: OpenedRun) -> Create:
+    return Create(run_uid=run.run_uid, run_name=run.spec.name, format=FORMAT_VERSION)
 
 
 def _session(run: OpenedRun) -> int:

@@ -74,6 +74,7 @@ class NodeRun:
         self.progress: dict[int, RankProgress] = {}
         self.reserved: dict[int, int] = {}  # bytes of each rank's coming arena
         self.checked_nonce = ""
+        self.is_over = False  # finished; a restarted coordinator need not open it again
 
     def check_space(self, needed_bytes: int, *, what: str) -> None:
         self.staging.check_space(needed_bytes, reserve_bytes=self.spec.options.reserve_bytes, what=what)
@@ -105,7 +106,7 @@ class NodeAgent:
 
     async def describe(self) -> tuple[str, tuple[OpenedRun, ...]]:
         """For a restarted coordinator: the service's token, and the runs that are open here."""
-        runs = self._runs.values()
+        runs = [run for run in self._runs.values() if not run.is_over]
         return self._token, tuple(
             OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.machine.plan) for run in runs
         )
@@ -136,7 +137,7 @@ class NodeAgent:
 
     async def start_session(self, start: SessionStart) -> None:
         run = self._runs[start.plan.run_uid]
-        run.spec, run.endpoints = start.spec, dict(start.endpoints)
+        run.spec, run.endpoints, run.is_over = start.spec, dict(start.endpoints), False
         await self._handle(run, n.SessionStarted(plan=start.plan, node_id=self._node_id))
         run.restored = {}
         run.ticket = None
@@ -162,6 +163,7 @@ class NodeAgent:
 
     async def rest(self, run_uid: str) -> None:
         """The run is over: its checkpoints stay on disk, its memory is given back."""
+        self._runs[run_uid].is_over = True
         self._close_arenas(self._runs[run_uid])
 
     async def replicate(

@@ -88,7 +88,7 @@ class SaveStats:
     saved: int = 0
     skipped: int = 0
     dropped: int = 0
-    blocked_s: list[float] = field(default_factory=list)  # per save, the newest 1,000
+    blocked_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # per save, the newest
 
 
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -293,7 +293,7 @@ class Checkpointer:
 
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Say that optimizer step number `step` is complete; saves if that is due."""
-        self._step, self._last_metrics = step, metrics
+        self._step, self._last_metrics = step, _detached(metrics)
         if self.due(step):
             self.save(step, metrics)
         else:
@@ -394,7 +394,7 @@ class Checkpointer:
                     self._lose_agent()
                 self._stay_out(attempt, str(error))
         self._saved_step = step
-        self.stats.blocked_s = [*self.stats.blocked_s[-999:], time.monotonic() - start_s]
+        self.stats.blocked_s.append(time.monotonic() - start_s)
         return saved
 
     def _stay_out(self, attempt: AttemptId, reason: str) -> None:
@@ -533,13 +533,18 @@ def _step_of(ticket: RestoreTicket) -> int:
     return ticket.checkpoint.step if ticket.checkpoint else 0
 
 
+def _detached(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Metrics without the graphs that they hang on, which must not live until the next step."""
+    items = (metrics or {}).items()
+    return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in items}
+
+
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Metrics as numbers; what is none is left out with a warning, for a save must not fail over it."""
     values: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
+    for name, value in _detached(metrics).items():
         try:
-            number = value.detach() if isinstance(value, torch.Tensor) else value
-            values[str(name)[:MAX_METRIC_NAME]] = float(number)
+            values[str(name)[:MAX_METRIC_NAME]] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             log.warning("metric %r is not a number and is left out: %s", name, error)
     return values

@@ -302,10 +302,13 @@ class NodeMachine:
 
     @_on.register
     def _(self, event: Published) -> Iterator[NodeEffect]:
+        if event.epoch < self.epoch:
+            return  # the words of a coordinator that has been fenced
         known = self.outcomes.get(event.attempt.attempt)
-        is_stale = event.epoch < self.epoch  # the words of a coordinator that has been fenced
-        if not is_stale and (known is None or known.error is None):  # a drop is final
+        if known is None or known.error is None:
             yield from self._settle(event.attempt, event.level, event.error)
+        elif event.error is not None:  # a drop is final; said again, because a late copy came back
+            yield DeleteFolder(attempt=event.attempt)
 
     def _forget_oldest(self) -> Iterator[NodeEffect]:
         """The coordinator is silent: wait for the newest saves only. Files stay, they may be committed."""

@@ -95,7 +95,7 @@ class Saves:
         known = self._context.history.checkpoints.get(name)
         if attempt is None and (known is None or known.state != "live"):
             gone = known is not None or name in self._dropped or self._is_of_the_past(event.attempt)
-            if event.error is None and gone and self._context.ledger.is_open:  # so the copy may go too
+            if gone and self._context.ledger.is_open:  # so the copy, or what there is of it, may go too
                 error = Unavailable(f"Step {event.attempt.step} was dropped.")
                 yield self._publish(event.attempt, None, error, (event.holder,))
             return

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -107,3 +109,23 @@ def test_nodes_die_one_after_another(no_cluster: None, tmp_path: Path) -> None:
     assert all(line["loss"] == expected[line["step"]] for line in losses(broken))
     assert {line["step"] for line in losses(broken)} == set(expected)
     assert final_digests(tmp_path, "calm") == final_digests(tmp_path, "broken")
+
+
+@pytest.mark.slow
+def test_a_killed_worker_restores_from_its_node(no_cluster: None, tmp_path: Path) -> None:
+    """SIGKILL of one rank's process: its node lives, and so do its agent's memory and disk."""
+    with LocalCluster(tmp_path / "staging", ["node-a", "node-b"]):
+        thread, history = start(tmp_path, "worker")
+        wait_for(lambda: any(line["step"] >= 17 for line in losses(history)))
+        workers = [
+            p for p in psutil.process_iter(["cmdline"]) if "RayTrainWorker" in " ".join(p.info["cmdline"])
+        ]
+        ours = [p for p in workers if any(q.pid == os.getpid() for q in p.parents())]
+        ours[0].kill()
+        thread.join(2 * WAIT_S)
+        assert not thread.is_alive()
+        status = ray.get(coordinator().status.remote(f"{tmp_path}/worker"), timeout=30)
+    steps = [line["step"] for line in losses(history)]
+    assert max(steps) == 40 and steps.count(17) == 2, "steps after 15 are done again"
+    tiers = {part.tier for rank in status.restores for part in rank.parts if "shard" in part.file}
+    assert "memory" in tiers and "remote" not in tiers

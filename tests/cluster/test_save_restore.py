@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,10 @@ def folders(cluster: LocalCluster, run_uid: str) -> dict[str, set[str]]:
     return {n.name: {p.name for p in (n.staging / run_uid).glob("*")} for n in cluster.nodes.values()}
 
 
-def wait_until(condition: Any, what: str) -> None:
+def wait_until(condition: Callable[[], bool], why_not: Callable[[], object]) -> None:
     deadline = time.monotonic() + SETTLE_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {SETTLE_S} s: {what}"
+        assert time.monotonic() < deadline, f"not within {SETTLE_S} s: {why_not()}"
         time.sleep(0.1)
 
 
@@ -108,13 +109,12 @@ def test_retention_bounds_every_disk(group: RankGroup, cluster: LocalCluster, st
     remote = Path(storage) / "bounded" / "ray_ckpt" / "checkpoints"
     live = {c.directory for c in Catalog(f"{storage}/bounded").checkpoints}
     assert {int(name[:12]) for name in live} == {19, 20}
-    wait_until(
-        lambda: (
-            {p.name for p in remote.iterdir()} <= live
-            and all(names <= live for names in folders(cluster, uid).values())
-        ),
-        "old checkpoints deleted everywhere",
-    )
+
+    def left_over() -> dict[str, set[str]]:
+        places = {"storage": {p.name for p in remote.iterdir()}, **folders(cluster, uid)}
+        return {place: names - live for place, names in places.items() if names - live}
+
+    wait_until(lambda: not left_over(), left_over)
     assert verify_directory(next(p for p in remote.iterdir() if p.name.startswith("000000000020"))).ok
 
 

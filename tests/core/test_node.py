@@ -180,3 +180,13 @@ def test_the_last_words_of_a_fenced_coordinator_are_void() -> None:
     assert machine.handle(n.Published(attempt=at, level=None, error=error, epoch=1)) == ()
     (settle,) = machine.handle(n.Published(attempt=at, level=Level.LOCAL, error=None, epoch=2))
     assert settle == n.Settle(attempt=at, level=Level.LOCAL, error=None)
+
+
+def test_a_drop_that_is_repeated_deletes_what_came_back() -> None:
+    """A copy that was on its way when its attempt was dropped."""
+    machine, at, error = started("z"), attempt(10), Unavailable("dropped")
+    machine.handle(n.Published(attempt=at, level=None, error=error, epoch=1))
+    assert machine.handle(n.Published(attempt=at, level=None, error=error, epoch=1)) == (
+        n.DeleteFolder(attempt=at),
+    )
+    assert machine.handle(n.Published(attempt=at, level=Level.LOCAL, error=None, epoch=1)) == ()
