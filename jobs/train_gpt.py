@@ -38,7 +38,7 @@ import ray_ckpt
 from jobs.gpt import GPT, WarmupCosine, next_byte_loss
 from jobs.text import Batch, ByteLoader, as_batch, cut_blocks, read_text, split_text
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.train import CheckpointCallback
+from ray_ckpt.train import CheckpointCallback, check_storage_path
 
 log = logging.getLogger(__name__)  # Ray Train shows each line once; what workers print it shows twice
 
@@ -186,6 +186,7 @@ def build_trainer(args: argparse.Namespace) -> TorchTrainer:
     num_gpus = int(resources.get("GPU", 0))
     workers = args.workers or num_gpus or max(1, min(2, int(resources.get("CPU", 1))))
     use_gpu = 0 < workers <= num_gpus
+    check_storage_path(args.storage_path, args.name)  # for an error that says what to do
     callback = CheckpointCallback(
         replicas=args.replicas,
         keep_last=args.keep_last,

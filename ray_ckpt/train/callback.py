@@ -19,6 +19,9 @@ from ray_ckpt.client import close_all
 from ray_ckpt.config import RunOptions
 from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.errors import CheckpointError, RunConflict, ServiceError
+from ray_ckpt.format.names import LOG_DIR
+from ray_ckpt.storage.log_store import probe
+from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.train.ray_compat import ControllerCallback, WorkerCallback, WorkerGroupCallback
 from ray_ckpt.train.report import PointerReporter
 
@@ -88,3 +91,12 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
     def before_worker_shutdown(self) -> None:
         close_all()
         set_connection(Connection())
+
+
+def check_storage_path(storage_path: str, name: str) -> None:
+    """ConfigError unless this machine can write the run's folder and keep a commit log in it.
+
+    The callback checks that too, on every node; but Ray Train touches the path before any callback, and ends
+    with a trace of its own if it cannot be written. Call this first for an error that says what to do.
+    """
+    probe(RemoteTier(storage_path, name).root / LOG_DIR)

@@ -16,7 +16,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.train.torch import TorchTrainer
 
 from jobs.local_cluster import LocalCluster
-from jobs.train_gpt import build_trainer, parse_args
+from jobs.train_gpt import build_trainer, main, parse_args
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.train import CheckpointCallback
@@ -96,6 +96,14 @@ def test_a_wrong_storage_path_ends_the_run_before_workers_start(
     from jobs.train_gpt import find_config_error
 
     assert isinstance(find_config_error(caught.value), ConfigError)
+
+
+def test_the_main_job_says_what_is_wrong_with_its_storage_path(
+    cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["--storage-path", str(tmp_path / "file"), "--name", "x", "--steps", "2"]) == 1
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_the_main_job_runs_as_a_submitted_job(cluster: LocalCluster, tmp_path: Path) -> None:
