@@ -8,6 +8,7 @@ fails is counted and logged and never stops training; only misuse is raised.
 from __future__ import annotations
 
 import logging
+import re
 import time
 import weakref
 from collections import deque
@@ -48,7 +49,7 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore, Restor
 log = logging.getLogger("ray_ckpt")
 
 FLUSH_S = 120.0  # how long leaving the loop waits for the last capture to be safe on this node
-RESERVED_ITEMS = frozenset({"rng"})  # registered by the Checkpointer itself
+RESERVED_ITEM = re.compile(r"rng|rank\d+")  # the Checkpointer's own item, and the prefixes of per-rank names
 OUTCOME_SLACK_S = 5.0  # for the answer to travel, beyond what the coordinator waits for
 MAX_METRIC_NAME = 200  # characters; metrics travel in the commit record
 MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
@@ -151,12 +152,11 @@ class Checkpointer:
         """Register one more item. Only before the restore, which is when the set of items is fixed."""
         if self._session is not None:
             raise ConfigError(f"The item {name!r} comes too late.", hint="Add all items before the restore.")
-        if name in RESERVED_ITEMS or name in self._objects or not name.isidentifier():
+        if RESERVED_ITEM.fullmatch(name) or name in self._objects or not name.isidentifier():
             raise ConfigError(f"{name!r} cannot be the name of an item.", hint="Use another identifier.")
         self._objects[name] = obj
-        modules = {n: o for n, o in self._objects.items() if isinstance(o, nn.Module)}
         if not isinstance(obj, torch.optim.Optimizer):  # its parameters may belong to a later item
-            adapt(name, obj, modules)
+            adapt(name, obj, {})
 
     # -- restore -------------------------------------------------------------------------------------
 
@@ -194,8 +194,8 @@ class Checkpointer:
     def _build_items(self) -> None:
         if self._session is not None:
             raise ConfigError("restore() was called twice.", hint="Call it once, before the first step.")
-        modules = {n: o for n, o in self._objects.items() if isinstance(o, nn.Module)}
-        self._items = {name: adapt(name, obj, modules) for name, obj in self._objects.items()}
+        owners = {n: o for n, o in self._objects.items() if isinstance(o, nn.Module | nn.Parameter)}
+        self._items = {name: adapt(name, obj, owners) for name, obj in self._objects.items()}
         self._items["rng"] = RngItem()
         self._warn_incomplete()
 

@@ -63,12 +63,12 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
-def adapt(name: str, obj: object, modules: Mapping[str, nn.Module]) -> Item:
-    """The adapter for `obj`; UnsupportedItem if there is no way to save it."""
+def adapt(name: str, obj: object, owners: Mapping[str, nn.Module | nn.Parameter]) -> Item:
+    """The adapter for `obj`; UnsupportedItem if there is no way to save it. `owners` hold the parameters."""
     if isinstance(obj, nn.Module):
         return ModuleItem(unwrap(obj))
     if isinstance(obj, torch.optim.Optimizer):
-        return OptimizerItem(name, obj, modules)
+        return OptimizerItem(name, obj, owners)
     if isinstance(obj, torch.Tensor):
         return TensorItem(obj)
     if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
@@ -192,10 +192,15 @@ class OptimizerItem:
 
     per_rank = False
 
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        owners: Mapping[str, nn.Module | nn.Parameter],
+    ) -> None:
         self._name = name
         self._optimizer = optimizer
-        self._params = dict(self._named(parameter_names(modules)))
+        self._params = dict(self._named(parameter_names(owners)))
 
     def _named(self, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
         for group in self._optimizer.param_groups:
@@ -252,12 +257,15 @@ class OptimizerItem:
         return torch.zeros(shape, dtype=dtype, device=param.device if on_device else "cpu")
 
 
-def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Name of each parameter by identity: its FQN, behind the item's name if there are several modules."""
-    several = len(modules) > 1
+def parameter_names(owners: Mapping[str, nn.Module | nn.Parameter]) -> dict[int, str]:
+    """Name of each parameter by identity: its FQN, behind the item's name if there are several owners."""
+    several = len(owners) > 1
     names: dict[int, str] = {}
-    for item, module in modules.items():
-        for name, param in unwrap(module).named_parameters():
+    for item, owner in owners.items():
+        if isinstance(owner, nn.Parameter):
+            names.setdefault(id(owner), item)
+            continue
+        for name, param in unwrap(owner).named_parameters():
             names.setdefault(id(param), f"{item}.{clean_name(name)}" if several else clean_name(name))
     return names
 
@@ -309,7 +317,7 @@ def _refuse_live_iterator(name: str, obj: object) -> None:
 
 
 def _structure_problems(target: Any, saved: Any, path: str) -> list[str]:
-    """Where two trees of dicts and lists differ in shape; leaves may differ."""
+    """Where two trees of dicts and lists differ in shape. Leaves may differ, and lists without tensors."""
     here = isinstance(target, MutableMapping | MutableSequence)
     if not here and not isinstance(saved, dict | list):
         return []
@@ -317,13 +325,23 @@ def _structure_problems(target: Any, saved: Any, path: str) -> list[str]:
         pairs = [(target[key], saved[key], f"{path}.{key}") for key in target]
     elif isinstance(target, MutableSequence) and isinstance(saved, list) and len(target) == len(saved):
         pairs = [(a, b, f"{path}.{i}") for i, (a, b) in enumerate(zip(target, saved, strict=True))]
+    elif _is_plain_list(target) and _is_plain_list(saved):
+        return []  # a list of losses, say, that has grown
     else:
         return [f"{path.removeprefix('.') or 'the tree'}: has another structure in the checkpoint"]
     return [problem for pair in pairs for problem in _structure_problems(*pair)]
 
 
+def _is_plain_list(value: Any) -> bool:
+    leaves = (str, bytes, int, float, complex, bool, type(None))
+    return isinstance(value, MutableSequence) and all(isinstance(item, leaves) for item in value)
+
+
 def _assign(target: Any, value: Any) -> None:
     """Put `value` into containers of the same structure; tensors in it are those of `target` already."""
+    if _is_plain_list(target) and _is_plain_list(value):
+        target[:] = value
+        return
     for key, new in value.items() if isinstance(value, Mapping) else enumerate(value):
         if isinstance(target[key], MutableMapping | MutableSequence):
             _assign(target[key], new)

@@ -251,11 +251,27 @@ def test_a_tree_is_updated_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "saved", [{}, {"a": 1, "b": []}, {"a": 1, "b": [1, 2]}, {"a": 1, "b": {"0": 1}}, {"a": [1], "b": [1]}, []]
+    "saved", [{}, {"a": 1, "b": [[2], 3]}, {"a": 1, "b": {"0": 1}}, {"a": [1], "b": [1]}, []]
 )
 def test_another_structure_is_named(saved: Any) -> None:
     (problem,) = adapt("state", {"a": 1, "b": [1]}, {}).problems(saved)
     assert problem.startswith(("a: ", "b: ", "the tree: "))
+
+
+def test_a_list_of_plain_values_may_have_grown() -> None:
+    losses: list[float] = []
+    item, saved = adapt("state", {"losses": losses}, {}), {"losses": [0.5, 0.25]}
+    assert not item.problems(saved)
+    item.load(saved)
+    assert losses == [0.5, 0.25]
+
+
+def test_an_optimizer_over_a_bare_parameter_names_it() -> None:
+    bare = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([bare], lr=0.1, momentum=0.9)
+    bare.sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert list(adapt("o", optimizer, {"bare": bare}).tree()["state"]) == ["bare"]
 
 
 def test_module_extra_state_is_loaded() -> None:
