@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import threading
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,7 @@ import psutil
 import pytest
 import ray
 
-from jobs.local_cluster import LocalCluster
-from jobs.train_gpt import build_trainer, parse_args
+from jobs.local_cluster import LocalCluster, kill_family
 from ray_ckpt.actors.service import coordinator
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.types import Level
@@ -26,25 +28,26 @@ TINY = (
     "--every-steps 5 --remote-every 2 --steps 40 --step-time-s 0.15"
 )
 WAIT_S = 90.0
+PROJECT = Path(__file__).parents[2]
 
 
-def start(storage: Path, name: str) -> tuple[threading.Thread, Path]:
-    """Train in a thread; its errors are expected when the cluster goes."""
+@contextmanager
+def training(
+    cluster: LocalCluster, storage: Path, name: str
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The main job as a process of its own, which dies with the test's block as a driver does with its machine."""
     history = storage / f"{name}.jsonl"
-    args = parse_args(
-        ["--storage-path", str(storage), "--name", name, "--history", str(history), *TINY.split()]
-    )
-    trainer = build_trainer(args)
-
-    def fit() -> None:
-        try:
-            trainer.fit()
-        except BaseException:
-            return
-
-    thread = threading.Thread(target=fit, daemon=True)
-    thread.start()
-    return thread, history
+    command = [sys.executable, "-m", "jobs.train_gpt", "--storage-path", str(storage), "--name", name]
+    command += ["--history", str(history), *TINY.split()]
+    env = {**os.environ, "RAY_ADDRESS": cluster.address}
+    with (storage / f"{name}.log").open("ab") as out:
+        driver = subprocess.Popen(command, cwd=PROJECT, env=env, stdout=out, stderr=out)
+    try:
+        yield driver, history
+    finally:
+        if driver.poll() is None:
+            kill_family(driver.pid)
+        driver.wait()
 
 
 def losses(history: Path) -> list[dict[str, Any]]:
@@ -68,21 +71,22 @@ def test_the_whole_cluster_dies_and_a_new_one_goes_on_from_the_storage_path(
     no_cluster: None, tmp_path: Path
 ) -> None:
     with LocalCluster(tmp_path / "first", ["node-a", "node-b"]) as cluster:
-        thread, calm = start(tmp_path, "calm")
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-        thread, broken = start(tmp_path, "broken")
-        wait_for(lambda: any(line["step"] >= 23 for line in losses(broken)))
-        wait_for(lambda: Catalog(tmp_path / "broken").newest(Level.DURABLE) is not None)
-        for node in ("node-a", "node-b"):
-            cluster.kill(node, wipe=True)
+        with training(cluster, tmp_path, "calm") as (driver, calm):
+            assert driver.wait(WAIT_S) == 0
+        with training(cluster, tmp_path, "broken") as (driver, broken):
+            wait_for(lambda: any(line["step"] >= 23 for line in losses(broken)))
+            wait_for(lambda: Catalog(tmp_path / "broken").newest(Level.DURABLE) is not None)
+            kill_family(driver.pid)
+            for node in ("node-a", "node-b"):
+                cluster.kill(node, wipe=True)
     durable = Catalog(tmp_path / "broken").newest(Level.DURABLE)
     assert durable is not None and durable.info.step in (10, 20)
     done = max(line["step"] for line in losses(broken))
-    with LocalCluster(tmp_path / "second", ["node-c", "node-d"]):
-        thread, _ = start(tmp_path, "broken")
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
+    with (
+        LocalCluster(tmp_path / "second", ["node-c", "node-d"]) as cluster,
+        training(cluster, tmp_path, "broken") as (driver, _),
+    ):
+        assert driver.wait(WAIT_S) == 0
     again = losses(broken)
     assert {line["step"]: line["loss"] for line in losses(calm)} == {
         line["step"]: line["loss"] for line in again
@@ -96,15 +100,14 @@ def test_the_whole_cluster_dies_and_a_new_one_goes_on_from_the_storage_path(
 def test_nodes_die_one_after_another(no_cluster: None, tmp_path: Path) -> None:
     """Each time the last node of the group; every loss stays the one of the run that lost nothing."""
     with LocalCluster(tmp_path / "staging", ["node-a", "node-b", "node-c", "node-d"]) as cluster:
-        thread, calm = start(tmp_path, "calm")
-        thread.join(WAIT_S)
-        thread, broken = start(tmp_path, "broken")
-        for step in (12, 27):
-            wait_for(lambda step=step: any(line["step"] >= step for line in losses(broken)))
-            status = ray.get(coordinator().status.remote(f"{tmp_path}/broken"), timeout=30)
-            cluster.kill(cluster.name_of(status.nodes[-1].node_id), wipe=True)
-        thread.join(2 * WAIT_S)
-        assert not thread.is_alive()
+        with training(cluster, tmp_path, "calm") as (driver, calm):
+            assert driver.wait(WAIT_S) == 0
+        with training(cluster, tmp_path, "broken") as (driver, broken):
+            for step in (12, 27):
+                wait_for(lambda step=step: any(line["step"] >= step for line in losses(broken)))
+                status = ray.get(coordinator().status.remote(f"{tmp_path}/broken"), timeout=30)
+                cluster.kill(cluster.name_of(status.nodes[-1].node_id), wipe=True)
+            assert driver.wait(2 * WAIT_S) == 0
     expected = {line["step"]: line["loss"] for line in losses(calm)}
     assert all(line["loss"] == expected[line["step"]] for line in losses(broken))
     assert {line["step"] for line in losses(broken)} == set(expected)
@@ -114,16 +117,13 @@ def test_nodes_die_one_after_another(no_cluster: None, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_worker_restores_from_its_node(no_cluster: None, tmp_path: Path) -> None:
     """SIGKILL of one rank's process: its node lives, and so do its agent's memory and disk."""
-    with LocalCluster(tmp_path / "staging", ["node-a", "node-b"]):
-        thread, history = start(tmp_path, "worker")
-        wait_for(lambda: any(line["step"] >= 17 for line in losses(history)))
-        workers = [
-            p for p in psutil.process_iter(["cmdline"]) if "RayTrainWorker" in " ".join(p.info["cmdline"])
-        ]
-        ours = [p for p in workers if any(q.pid == os.getpid() for q in p.parents())]
-        ours[0].kill()
-        thread.join(2 * WAIT_S)
-        assert not thread.is_alive()
+    with LocalCluster(tmp_path / "staging", ["node-a", "node-b"]) as cluster:
+        with training(cluster, tmp_path, "worker") as (driver, history):
+            wait_for(lambda: any(line["step"] >= 17 for line in losses(history)))
+            ours = psutil.Process().children(recursive=True)
+            workers = [p for p in ours if "RayTrainWorker" in " ".join(p.cmdline())]
+            workers[0].kill()
+            assert driver.wait(2 * WAIT_S) == 0
         status = ray.get(coordinator().status.remote(f"{tmp_path}/worker"), timeout=30)
     steps = [line["step"] for line in losses(history)]
     assert max(steps) == 40 and steps.count(17) == 2, "steps after 15 are done again"
