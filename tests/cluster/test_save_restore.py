@@ -25,6 +25,7 @@ from ray_ckpt.errors import (
     MismatchError,
     RestoreError,
     SaveNotCollective,
+    Unavailable,
     UnsupportedItem,
     UnsupportedLeaf,
 )
@@ -33,6 +34,8 @@ from tests.cluster.ranks import RankGroup, Training
 
 pytestmark = pytest.mark.cluster
 SETTLE_S = 20.0
+STEP_S = 0.3
+MAX_STEPS = 200  # a minute at least
 
 
 def train(run: str, storage: str, total: int, options: dict[str, Any]) -> list[float]:
@@ -197,7 +200,7 @@ def save_on_rank_zero(run: str, storage: str) -> None:
         if training.rank == 0 and step % 10 == 0:
             training.ckpt.save(step)
         training.ckpt.step(step)
-        time.sleep(0.02)
+        time.sleep(0.02)  # the time of a step
 
 
 def test_save_on_rank_zero_only_is_found_and_named(spare_group: RankGroup, storage: str) -> None:
@@ -252,32 +255,41 @@ def test_resume_must_and_never(group: RankGroup, storage: str) -> None:
     assert group.run(full_state, "modes", storage, {"resume": "never"})[0]["step"] is None
 
 
-def kill_agent_in_the_middle(run: str, storage: str) -> list[bool]:
-    """Save, lose the agent of rank 1's node, and save on."""
+def kill_agent_in_the_middle(run: str, storage: str) -> int:
+    """Save, lose the agent of rank 1's node, and save on until both ranks see a commit; that step."""
+    import torch
     import torch.distributed as dist
 
     training = Training(run, storage, attempt_timeout_s=3, max_block_s=5)
     training.ckpt.restore()
-    saved = []
-    for step in range(1, 9):
+    for step in range(1, MAX_STEPS):
         training.step()
         if step == 3 and training.rank == 1:
             node = ray.get_runtime_context().get_node_id()
             ray.kill(ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE))
         dist.barrier()
-        saved.append(training.ckpt.save(step))
-        time.sleep(1.0)
+        is_safe = training.ckpt.save(step) and step > 3
+        try:
+            training.ckpt.wait("local", timeout_s=10)
+        except Unavailable:
+            is_safe = False
+        agreed = torch.tensor(int(is_safe))
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        if agreed:
+            break
+        time.sleep(STEP_S)  # a step of training; an agent takes seconds to start
     training.ckpt.close()
-    return saved
+    return step
 
 
 def test_training_survives_its_agent_and_is_protected_again(
     group: RankGroup, cluster: LocalCluster, storage: str
 ) -> None:
-    group.run(kill_agent_in_the_middle, "agent", storage)
+    last, other = group.run(kill_agent_in_the_middle, "agent", storage)
+    assert last == other < MAX_STEPS - 1, "protected again before time was up"
     newest = Catalog(f"{storage}/agent").newest()
-    assert newest is not None and newest.info.step == 8
-    assert [r["step"] for r in group.run(full_state, "agent", storage, {})] == [8, 8]
+    assert newest is not None and newest.info.step == last
+    assert [r["step"] for r in group.run(full_state, "agent", storage, {})] == [last, last]
 
 
 def kill_coordinator_in_the_middle(run: str, storage: str) -> list[str]:
@@ -292,7 +304,7 @@ def kill_coordinator_in_the_middle(run: str, storage: str) -> list[str]:
         if step == 3 and training.rank == 0:
             ray.kill(ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE), no_restart=False)
         dist.barrier()
-        time.sleep(0.7)
+        time.sleep(0.7)  # the time of a step: saves go on before, during and after the coordinator's restart
     training.ckpt.wait("replicated", timeout_s=60)
     training.ckpt.close()
     return [run]
