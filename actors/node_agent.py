@@ -517,7 +517,13 @@ class _Served:
 def _held(holding: Holding) -> HeldFragment:
     fragment = holding.fragment
     return HeldFragment(
-        attempt=fragment.attempt, node_index=fragment.node_index, num_nodes=fragment.num_nodes
+        attempt=fragment.attempt,
+        node_index=fragment.node_index,
+        num_nodes=fragment.num_nodes,
+        ranks=fragment.ranks,
+        files=(*fragment.files, holding.entry),
+        replicated=fragment.replicated,
+        metrics=fragment.metrics,
     )
 
 

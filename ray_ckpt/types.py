@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -108,6 +108,8 @@ class Fragment:
     ranks: tuple[int, ...]
     files: tuple[FileEntry, ...]  # without the fragment's own file
     rows: tuple[ManifestRow, ...]
+    replicated: tuple[str, ...] = ()  # digests of what its ranks hold in common with all others
+    metrics: Mapping[str, MetricValue] | None = None  # from the node of rank 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,8 @@ class CheckpointInfo:
     metrics: Mapping[str, MetricValue]
     state: Literal["live", "lost", "retired", "collected"] = "live"
     replicas: int = 0  # copies on other nodes that the commit or a promotion has proven
+    pins: Mapping[str, float | None] = field(default_factory=dict)  # owner -> Unix time when it ends
+    verified_at_s: float | None = None  # Unix time of the last scrub that found every copy good
 
     @property
     def step(self) -> int:
@@ -133,6 +137,20 @@ class CheckpointInfo:
     @property
     def directory(self) -> str:
         return self.id.directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exposure:
+    """What the death of one node would cost right now.
+
+    `step` is the newest checkpoint that would be left, `tier` where its lost parts would come from, and
+    `steps_at_risk` how many completed steps would have to be repeated. Without any: step and tier are None.
+    """
+
+    node_id: str
+    step: int | None
+    tier: Literal["local", "peer", "remote"] | None
+    steps_at_risk: int
 
 
 Tier: TypeAlias = Literal["memory", "local", "peer", "remote"]

@@ -14,9 +14,12 @@ from ray_ckpt.format.records import (
     LogRecord,
     Lost,
     Note,
+    Pin,
     Promote,
     Retired,
     Session,
+    Unpin,
+    Verified,
 )
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
@@ -31,6 +34,9 @@ class SessionInfo:
     world_size: int
     num_nodes: int
     opened_at_s: float
+    service: str = ""
+    owner: str = ""
+    retention: str = ""
 
 
 class RunHistory:
@@ -43,6 +49,7 @@ class RunHistory:
         self.last_digest = ""
         self.epoch = 0
         self.writer = ""
+        self.service = ""  # of the coordinator that wrote the last epoch
         self.sessions: dict[int, SessionInfo] = {}
         self.checkpoints: dict[str, CheckpointInfo] = {}  # by attempt, in log order
 
@@ -57,7 +64,9 @@ class RunHistory:
         match record.op:
             case Create(run_uid=uid, run_name=name):
                 self.run_uid, self.run_name = uid, name
-            case Epoch() | Note():
+            case Epoch(service=service):
+                self.service = service
+            case Note():
                 pass
             case Session() as op:
                 self.sessions[op.session] = SessionInfo(
@@ -67,6 +76,9 @@ class RunHistory:
                     world_size=op.world_size,
                     num_nodes=op.num_nodes,
                     opened_at_s=record.time_s,
+                    service=op.service,
+                    owner=op.owner,
+                    retention=op.retention,
                 )
             case Commit() as op:
                 self.checkpoints[op.attempt] = _committed(op, record, self.run_uid)
@@ -75,6 +87,16 @@ class RunHistory:
                 self.checkpoints[attempt] = replace(
                     old, level=max(old.level, level), replicas=max(old.replicas, copies)
                 )
+            case Pin(attempt=attempt, owner=owner, expires_at_s=expires_at_s):
+                old = self.checkpoints[attempt]
+                self.checkpoints[attempt] = replace(old, pins={**old.pins, owner: expires_at_s})
+            case Unpin(attempt=attempt, owner=owner):
+                old = self.checkpoints[attempt]
+                pins = {name: end for name, end in old.pins.items() if name != owner}
+                self.checkpoints[attempt] = replace(old, pins=pins)
+            case Verified(attempt=attempt):
+                old = self.checkpoints[attempt]
+                self.checkpoints[attempt] = replace(old, verified_at_s=record.time_s)
             case Lost(attempt=attempt):
                 self._set_state(attempt, "lost")
             case Retired(attempt=attempt):
@@ -117,7 +139,15 @@ class RunHistory:
         if isinstance(record.op, Create) != (record.seq == 0):
             raise FormatError(f"{where}: a log starts with one create record.", seq=record.seq)
         match record.op:
-            case Promote(attempt=name) | Lost(attempt=name) | Retired(attempt=name) | Collected(attempt=name):
+            case (
+                Promote(attempt=name)
+                | Lost(attempt=name)
+                | Retired(attempt=name)
+                | Collected(attempt=name)
+                | Pin(attempt=name)
+                | Unpin(attempt=name)
+                | Verified(attempt=name)
+            ):
                 if name not in self.checkpoints:
                     raise FormatError(f"{where} names the unknown checkpoint {name}.", seq=record.seq)
             case Commit() as op:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ray_ckpt.config import Resume
+from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.records import LogRecord
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRestore
@@ -31,6 +32,18 @@ class HeldFragment:
     attempt: AttemptId
     node_index: int
     num_nodes: int
+    ranks: tuple[int, ...] = ()
+    files: tuple[FileEntry, ...] = ()  # the fragment's own file last
+    replicated: tuple[str, ...] = ()
+    metrics: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSpace:
+    """The file system of a node's staging folder, bytes."""
+
+    free_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +81,7 @@ class SessionPlan:
     world_size: int
     nodes: tuple[SessionNode, ...]
     resume: ResumePoint | None
+    owner: str = ""  # the launcher of the group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +104,7 @@ class Ticked:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOpened:
     records: tuple[tuple[LogRecord, str], ...]  # with the digest of each record's bytes
+    history: RunHistory | None = None  # of a snapshot that the records follow; None: they are all there is
     run_name: str
     fresh_uid: str  # used if the log is empty
 
@@ -103,6 +118,9 @@ class Appended:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesSeen:
     live: frozenset[str]
+    draining: frozenset[str] = frozenset()  # live, but leaving
+    domains: Mapping[str, str] = field(default_factory=dict)  # node -> its rack or zone; "" if not known
+    disks: Mapping[str, DiskSpace] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +130,8 @@ class GroupOpened:
     inventories: Mapping[str, Inventory]  # by live node
     resume: Resume
     service: str
+    owner: str = ""  # the launcher: the same id over all groups that it opens
+    dead_owner: str = ""  # a launcher that was found dead: its group may be ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +217,40 @@ class DeleteEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScrubEnded:
+    """A place has read its copy of a fragment against its digests; bad files are in quarantine there."""
+
+    attempt: AttemptId
+    node_index: int
+    place: str  # a node id, or REMOTE
+    damage: tuple[str, ...]  # what differed; empty: every byte is as it was committed
+    error: str | None  # it could not be read at all; says nothing about the bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinAsked:
+    """Keep a checkpoint for `owner`; replied when it is in the log."""
+
+    token: Token
+    attempt: str
+    owner: str
+    expires_at_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpinAsked:
+    token: Token
+    attempt: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotWritten:
+    seq: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishAsked:
     """The run is over: bring its last checkpoint to the storage path, then reply."""
 
@@ -219,6 +273,10 @@ Event: TypeAlias = (
     | DrainEnded
     | DescriptionWritten
     | DeleteEnded
+    | ScrubEnded
+    | PinAsked
+    | UnpinAsked
+    | SnapshotWritten
     | FinishAsked
 )
 
@@ -310,6 +368,39 @@ class DeleteStrays:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evict:
+    """Delete a node's copy of a checkpoint that lives on elsewhere; nobody answers."""
+
+    attempt: AttemptId
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scrub:
+    """Read a copy of a fragment and all its files against their digests; quarantine what is bad."""
+
+    attempt: AttemptId
+    node_index: int
+    place: str  # a node id, or REMOTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteSnapshot:
+    """Create the snapshot of the history up to `seq`; answer with SnapshotWritten."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supersede:
+    """Another service owns the run: these nodes end their session with `error`."""
+
+    nodes: tuple[str, ...]
+    session: int
+    error: CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Warn:
     text: str
 
@@ -333,6 +424,10 @@ Effect: TypeAlias = (
     | WriteDescription
     | Delete
     | DeleteStrays
+    | Evict
+    | Scrub
+    | WriteSnapshot
+    | Supersede
     | Warn
     | StepDown
 )

@@ -255,6 +255,8 @@ class NodeMachine:
                     ranks=here.ranks,
                     files=tuple(f for w in written for f in w.files),
                     rows=tuple(row for w in written for row in w.rows),
+                    replicated=tuple(sorted(save.replicated)),
+                    metrics=save.metrics,
                 )
             )
 

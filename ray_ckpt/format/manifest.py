@@ -84,6 +84,8 @@ def encode_fragment(fragment: Fragment) -> bytes:
         "ranks": list(fragment.ranks),
         "files": _files_json(fragment.files),
         "num_rows": len(fragment.rows),
+        "replicated": list(fragment.replicated),
+        "metrics": None if fragment.metrics is None else jsontext.metrics_json(fragment.metrics),
     }
     metadata = jsontext.dumps_sealed(document, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
     sink = pa.BufferOutputStream()
@@ -119,6 +121,11 @@ def decode_fragment(data: bytes) -> Fragment:
         ranks=tuple(jsontext.integer(r, "ranks") for r in jsontext.array(document.get("ranks"), "ranks")),
         files=_files(document.get("files")),
         rows=_rows(table),
+        replicated=tuple(
+            jsontext.text(d, "replicated")
+            for d in jsontext.array(document.get("replicated", []), "replicated")
+        ),
+        metrics=_metrics(document.get("metrics")),
     )
     _check_fragment(fragment)
     return fragment
@@ -289,6 +296,10 @@ def _attempt(document: Mapping[str, Any]) -> AttemptId:
         step=jsontext.integer(document.get("step"), "step"),
         attempt=jsontext.text(document.get("attempt"), "attempt"),
     )
+
+
+def _metrics(value: object) -> Mapping[str, float] | None:
+    return None if value is None else jsontext.metrics(value, "metrics")
 
 
 def _files_json(files: Iterable[FileEntry]) -> list[list[Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, TypeAlias
 
 from ray_ckpt.errors import ConfigError, FormatError
@@ -36,12 +36,18 @@ class Create:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """A new coordinator takes over; the record's `epoch` is its token."""
+    """A new coordinator takes over for `service`; the record's `epoch` is its token."""
+
+    service: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A training group begins. `after` is the session before it, `resumed_from` the attempt it restores."""
+    """A training group begins. `after` is the session before it, `resumed_from` what it restores.
+
+    `service` and `owner` say who opened it: the checkpoint service of a cluster, and the launcher (driver or
+    a controller) in it. `retention` is its retention policy as `ray_ckpt.core.retention` writes it.
+    """
 
     session: int
     service: str
@@ -49,6 +55,8 @@ class Session:
     resumed_from: str | None
     world_size: int
     num_nodes: int
+    owner: str = ""
+    retention: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +108,39 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """`owner` wants a checkpoint kept, until Unix time `expires_at_s` (null: until the unpin)."""
+
+    attempt: str
+    owner: str
+    expires_at_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpin:
+    """`owner` does not need it any more."""
+
+    attempt: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """A scrub has read every copy of a checkpoint and found or made them good."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Something a person should find in the log; changes nothing."""
 
     text: str
 
 
-Op: TypeAlias = Create | Epoch | Session | Commit | Promote | Lost | Retired | Collected | Note
+Op: TypeAlias = (
+    Create | Epoch | Session | Commit | Promote | Lost | Retired | Collected | Pin | Unpin | Verified | Note
+)
 
 OPS: Mapping[str, type[Op]] = {
     "create": Create,
@@ -117,6 +151,9 @@ OPS: Mapping[str, type[Op]] = {
     "lost": Lost,
     "retired": Retired,
     "collected": Collected,
+    "pin": Pin,
+    "unpin": Unpin,
+    "verified": Verified,
     "note": Note,
 }
 _OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}
@@ -189,13 +226,16 @@ def _op(document: Mapping[str, Any]) -> Op:
             op=name,
         )
     kind: Callable[..., Op] = OPS[name]
-    return kind(**{field.name: _read(document, field.name) for field in fields(OPS[name])})
+    return kind(**{field.name: _read(document, field) for field in fields(OPS[name])})
 
 
-def _read(document: Mapping[str, Any], name: str) -> Any:
-    if name not in document:
+def _read(document: Mapping[str, Any], field: Field[Any]) -> Any:
+    name = field.name
+    if name in document:
+        return _FIELDS[name](document[name], name)
+    if field.default is MISSING:
         raise FormatError(f"Record {document['seq']} ({document['op']}) has no field {name!r}.")
-    return _FIELDS[name](document[name], name)
+    return field.default  # a log from before that field
 
 
 def _to_json(value: Any) -> Any:
@@ -249,6 +289,9 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "format": _format,
     "session": jsontext.integer,
     "service": jsontext.text,
+    "owner": jsontext.text,
+    "retention": jsontext.text,
+    "expires_at_s": _optional(jsontext.number),
     "after": _optional(jsontext.integer),
     "resumed_from": _optional(_attempt),
     "world_size": _count,
