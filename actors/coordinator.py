@@ -6,30 +6,55 @@ It appends to a run's log in a thread of that run, so that a hanging store stops
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_ckpt.actors import names
+from ray_ckpt.actors import names, ray_state
 from ray_ckpt.actors.node_agent import NodeAgent
-from ray_ckpt.actors.wire import AgentCard, Joined, OpenedRun, OpenRun, RunSpec, RunStatus, SessionStart
+from ray_ckpt.actors.wire import (
+    AgentCard,
+    Joined,
+    OpenedRun,
+    OpenRun,
+    RunSpec,
+    RunStatus,
+    ServiceCard,
+    SessionStart,
+)
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.claim import RunMark, check_claim, check_marks
 from ray_ckpt.core.coordinator import RunMachine
-from ray_ckpt.core.ledger import FORMAT_VERSION
-from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
+from ray_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    Fenced,
+    RunConflict,
+    RunSuperseded,
+    Unavailable,
+)
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import CheckpointDescription, decode_fragment, encode_checkpoint
-from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, record_file
-from ray_ckpt.format.records import Create, encode_record
-from ray_ckpt.storage.log_store import LogStore, read_log
+from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file
+from ray_ckpt.format.records import encode_record
+from ray_ckpt.storage.log_store import (
+    LogStore,
+    Outcome,
+    create_record,
+    read_run,
+    trim_log,
+    write_snapshot,
+)
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, RankRestore
 
@@ -40,6 +65,9 @@ TAKE_OVER_AGAIN_S = 5.0
 STORE_TIMEOUT_S = 30.0  # a create that takes longer is answered "unknown"
 AGENT_START_S = 120.0  # a cold node imports torch first
 AGENT_CALL_S = 60.0
+OWNER_GONE_S = 10.0  # a launcher that ends is dead for Ray within seconds; one that lives longer has the run
+DISKS_EVERY_S = 10.0  # between looks at the nodes' file systems
+LOG_THREADS = 4  # per run: calls of a hung store under way, before further ones wait for those
 INVENTORY_AGAIN_S = 1.0
 REMOTE_THREADS = 4  # deletes and descriptions on storage paths, over all runs
 CONTROL_THREADS = 2  # questions to Ray
@@ -49,16 +77,18 @@ OPEN_LOG_TRIES = 3  # races with the last words of a coordinator that died
 class Run:
     """One run: its machine, its store, and those who wait for an answer."""
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, service: str) -> None:
         self.spec = spec
         self.remote = RemoteTier(spec.storage_path, spec.name)
         self.store: LogStore = self.remote.log
-        self.machine = RunMachine(options=spec.options, writer=uuid.uuid4().hex)
+        self.machine = RunMachine(options=spec.options, writer=uuid.uuid4().hex, service=service)
         self.nonce = uuid.uuid4().hex
         self.waiting: dict[m.Token, asyncio.Future[Any]] = {}
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"ray_ckpt-log-{spec.name[:32]}")
+        self.threads = ThreadPoolExecutor(LOG_THREADS, thread_name_prefix=f"ray_ckpt-log-{spec.name[:32]}")
         self.opened: set[str] = set()  # nodes whose agent knows this run
         self.opening: set[str] = set()  # nodes that were asked, or could not
+        self.is_fenced_in = False  # its fence has been in the log
+        self.disks: dict[str, m.DiskSpace] = {}
         self.changed = asyncio.Condition()
 
     @property
@@ -71,6 +101,9 @@ class Coordinator:
 
     def __init__(self) -> None:
         self._token = secrets.token_hex(32)
+        self._service = uuid.uuid4().hex  # of this cluster's service; agents keep it over my restarts
+        self._needed_s: dict[str, float] = {}  # node -> when it was last needed (monotonic)
+        self._looked_s = 0.0  # at the disks
         self._runs: dict[str, Run] = {}  # by RunSpec.key
         self._opening: dict[str, asyncio.Lock] = {}
         self._agents: dict[str, Any] = {}
@@ -104,11 +137,12 @@ class Coordinator:
         for node in set(nodes) & set(await self._live_nodes()):
             try:
                 agent = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
-                self._token, opened = await asyncio.wait_for(agent.describe.remote(), AGENT_CALL_S)
+                found: ServiceCard = await asyncio.wait_for(agent.describe.remote(), AGENT_CALL_S)
+                self._token, self._service = found.token, found.service
                 self._agents[node], self._cards[node] = agent, await agent.card.remote()
             except (ray.exceptions.RayError, ValueError, TimeoutError):
                 continue
-            for run in opened:
+            for run in found.runs:
                 known = runs.get(run.spec.key)
                 if known is None or _session(run) > _session(known):
                     runs[run.spec.key] = run
@@ -118,14 +152,16 @@ class Coordinator:
     async def _take_over(self, found: OpenedRun) -> None:
         """Claim the log of a run that was open, and go on with the group that is at work."""
         log.warning("%s: this coordinator takes over from one that died", found.spec.name)
-        store = RemoteTier(found.spec.storage_path, found.spec.name).log
         while found.spec.key not in self._runs:
             try:
-                records = await self._in_thread(self._control_io, read_log, store)
-                if not records or records[0][0].op != _created(found):
-                    log.error("%s: its log is gone or another's; it is left alone", found.spec.name)
-                    return
-                await self._open(found.spec)
+                await self._open(found.spec, owner=None)
+            except RunSuperseded as error:
+                log.error("%s: %s", found.spec.name, error)
+                await self._end_group(found, error)
+                return
+            except RunConflict as error:
+                log.error("%s: it is left alone: %s", found.spec.name, error)
+                return
             except (CheckpointError, OSError) as error:
                 log.warning("%s: cannot take over yet: %s", found.spec.name, error)
                 await asyncio.sleep(TAKE_OVER_AGAIN_S)
@@ -134,34 +170,69 @@ class Coordinator:
             inventories = await self._open_on_nodes(run, await self._live_nodes())
             self._handle(run, m.GroupFound(plan=found.plan, inventories=inventories))
             for node in inventories:
-                self._send(node, "coordinator_returned", run.run_uid)
+                self._send(run, node, "coordinator_returned", run.run_uid, run.machine.epoch)
+
+    async def _end_group(self, found: OpenedRun, error: CheckpointError) -> None:
+        """Another service has the run: tell the group that is at work here."""
+        if found.plan is None:
+            return
+        for node in {n.node_id for n in found.plan.nodes} & set(self._agents):
+            with contextlib.suppress(ray.exceptions.RayError):
+                await self._agents[node].end_session.remote(
+                    found.run_uid, found.plan.session, error, found.plan.epoch
+                )
 
     # -- launchers -----------------------------------------------------------------------------------
 
-    async def open_run(self, spec: RunSpec) -> str:
-        """Open the run's log, start agents on all live nodes, check every path. Returns the run uid."""
-        await self._ready()
-        return await self._open(spec)
+    async def open_run(self, spec: RunSpec, owner: str) -> str:
+        """Open the run's log, start agents on all live nodes, check every path. Returns the run uid.
 
-    async def _open(self, spec: RunSpec) -> str:
+        RunInUse or RunSuperseded if `owner` may not have it.
+        """
+        await self._ready()
+        uid = await self._open(spec, owner=owner)
+        run = self._run(spec.key)
+        dead_owner = await self._await_dead(run, owner)
+        if (objection := run.machine.objection(owner, dead_owner)) is not None:
+            raise objection
+        return uid
+
+    async def _await_dead(self, run: Run, owner: str) -> str:
+        """The launcher that has the run, once it is found dead; "" if nobody has it or it lives on."""
+        deadline_s = time.monotonic() + OWNER_GONE_S
+        while (rival := run.machine.owner) not in ("", owner):
+            if not await self._in_thread(self._control_io, ray_state.is_alive, rival):
+                return rival
+            if time.monotonic() > deadline_s:
+                break
+            await asyncio.sleep(TICK_S)
+        return ""
+
+    async def _open(self, spec: RunSpec, *, owner: str | None) -> str:
         async with self._opening.setdefault(spec.key, asyncio.Lock()):
             run = self._runs.get(spec.key)
             if self._ticker is None:
                 self._ticker = asyncio.ensure_future(self._tick())
             if run is None or not run.machine.is_open:
-                run = await self._open_log(spec)
+                run = await self._open_log(spec, owner)
             run.spec, run.machine.options = spec, spec.options
             await self._open_on_nodes(run, await self._live_nodes())
             return run.run_uid
 
-    async def open_group(self, key: str, nodes: tuple[m.GroupNode, ...], resume: Any, service: str) -> Joined:
+    async def open_group(self, key: str, nodes: tuple[m.GroupNode, ...], resume: Any, owner: str) -> Joined:
         """A training group begins: choose its checkpoint, log its session, tell its nodes."""
         run = self._run(key)
         inventories = await self._open_on_nodes(run, await self._live_nodes())
+        dead_owner = await self._await_dead(run, owner)
         plan = await self._ask(
             run,
             lambda token: m.GroupOpened(
-                token=token, nodes=nodes, inventories=inventories, resume=resume, service=service
+                token=token,
+                nodes=nodes,
+                inventories=inventories,
+                resume=resume,
+                owner=owner,
+                dead_owner=dead_owner,
             ),
         )
         return Joined(
@@ -175,10 +246,10 @@ class Coordinator:
         """The run is over: wait until its last checkpoint is durable, and return it."""
         run = self._run(key)
         try:
-            asked = self._ask(run, lambda token: m.FinishAsked(token=token))
+            asked = self._ask(run, lambda token: m.FinishAsked(token=token, ends_group=True))
             newest: CheckpointInfo | None = await asyncio.wait_for(asked, timeout_s)
             for node in run.opened:
-                self._send(node, "rest", run.run_uid)
+                self._send(run, node, "rest", run.run_uid)
         except TimeoutError:
             raise Unavailable(
                 f"Run {run.spec.name}: its last checkpoint is not on the storage path in {timeout_s:.0f} s.",
@@ -193,14 +264,26 @@ class Coordinator:
         return RunStatus(
             run_uid=history.run_uid,
             records=tuple(
-                record for record, _ in await self._in_thread(self._control_io, read_log, run.store)
+                record for record, _ in (await self._in_thread(self._control_io, read_run, run.store))[1]
             ),
             newest=lineage[-1] if lineage else None,
             holders=run.machine.holders,
             nodes=run.machine.plan.nodes if run.machine.plan else (),
             restores=run.machine.restores,
             agents=tuple(self._cards.values()),
+            exposure=run.machine.exposure(),
+            copies_missing=run.machine.copies_missing,
         )
+
+    async def pin(self, key: str, attempt: str, owner: str, expires_at_s: float | None) -> None:
+        """Keep a checkpoint for `owner`; ConfigError if it is retired or unknown."""
+        await self._ask(
+            self._run(key),
+            lambda token: m.PinAsked(token=token, attempt=attempt, owner=owner, expires_at_s=expires_at_s),
+        )
+
+    async def unpin(self, key: str, attempt: str, owner: str) -> None:
+        await self._ask(self._run(key), lambda token: m.UnpinAsked(token=token, attempt=attempt, owner=owner))
 
     # -- agents --------------------------------------------------------------------------------------
 
@@ -284,6 +367,7 @@ class Coordinator:
             self._carry_out(run, effect)
 
     def _carry_out(self, run: Run, effect: m.Effect) -> None:
+        epoch = run.machine.epoch
         match effect:
             case m.Append():
                 self._spawn(self._append(run, effect))
@@ -299,12 +383,11 @@ class Coordinator:
                     future.set_exception(error)
             case m.Publish(attempt=attempt, level=level, error=problem, nodes=nodes, epoch=epoch):
                 for node in nodes:
-                    self._send(node, "publish", run.run_uid, attempt, level, problem, epoch)
+                    self._send(run, node, "publish", run.run_uid, attempt, level, problem, epoch)
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
                 if holder in self._cards:
-                    self._send(
-                        source, "replicate", run.run_uid, attempt, index, holder, self._cards[holder].endpoint
-                    )
+                    where = self._cards[holder].endpoint
+                    self._send(run, source, "replicate", run.run_uid, attempt, index, holder, where, epoch)
             case m.Drain():
                 self._spawn(self._drain(run, effect))
             case m.WriteDescription(checkpoint=checkpoint):
@@ -312,25 +395,78 @@ class Coordinator:
             case m.Delete():
                 self._spawn(self._delete(run, effect))
             case m.DeleteStrays(node_id=node, directories=directories):
-                self._send(node, "delete", run.run_uid, directories)
+                self._send(run, node, "delete", run.run_uid, directories, epoch)
+            case m.Evict(attempt=attempt, node_id=node):
+                self._send(run, node, "delete", run.run_uid, (attempt.directory,), epoch)
+            case m.Scrub():
+                self._spawn(self._scrub(run, effect))
+            case m.WriteSnapshot():
+                self._spawn(self._write_snapshot(run, effect))
+            case m.Supersede(nodes=nodes, session=session, error=problem):
+                for node in nodes:
+                    self._send(run, node, "end_session", run.run_uid, session, problem, epoch)
             case m.Warn(text=text):
                 log.warning("%s: %s", run.spec.name, text)
-            case m.StepDown(error=error):
+            case m.StepDown(error=error, is_foreign=is_foreign):
                 log.error("%s: %s This coordinator steps down.", run.spec.name, error)
                 if self._runs.get(run.spec.key) is run:
                     del self._runs[run.spec.key]
-                run.thread.shutdown(wait=False)
+                run.threads.shutdown(wait=False)
+                if run.is_fenced_in and not is_foreign:
+                    # A newer coordinator of this service has the name. If it is me who has it, Ray starts me
+                    # again, and I take over by the book; a zombie ends here.
+                    asyncio.get_running_loop().call_later(TICK_S, os._exit, 1)
 
     async def _append(self, run: Run, effect: m.Append) -> None:
-        record = effect.record
-        create = self._in_log_thread(run, run.store.create, record_file(record.seq), encode_record(record))
+        record, service = effect.record, ""
+        create = self._in_log_thread(run, create_record, run.store, record.seq, encode_record(record))
+        outcome: Literal["ok", "exists", "unknown"] = "unknown"
         try:
-            outcome = (await asyncio.wait_for(create, STORE_TIMEOUT_S)).value
-        except (TimeoutError, OSError):
-            outcome = "unknown"
-        self._handle(run, m.Appended(seq=record.seq, outcome=outcome))
+            match await asyncio.wait_for(create, STORE_TIMEOUT_S):
+                case Outcome.OK:
+                    outcome = "ok"
+                case Outcome.EXISTS:
+                    outcome = "exists"
+                    service = await asyncio.wait_for(self._last_service(run), STORE_TIMEOUT_S)
+        except (TimeoutError, OSError, CheckpointError) as error:
+            log.warning("%s: record %d: %s", run.spec.name, record.seq, error or "no answer in time")
+        self._handle(run, m.Appended(seq=record.seq, outcome=outcome, service=service))
+        run.is_fenced_in = run.is_fenced_in or run.machine.is_open
         async with run.changed:
             run.changed.notify_all()
+
+    async def _last_service(self, run: Run) -> str:
+        """Whose coordinator has written the last epoch of the log."""
+        history, records = await self._in_log_thread(run, read_run, run.store)
+        for record, record_digest in records:
+            history.apply(record, record_digest)
+        return str(history.service)
+
+    async def _scrub(self, run: Run, effect: m.Scrub) -> None:
+        attempt, index, place = effect.attempt, effect.node_index, effect.place
+        damage: tuple[str, ...] = ()
+        error = None
+        try:
+            if place == m.REMOTE:
+                num_nodes = run.machine.history.checkpoints[attempt.attempt].num_nodes
+                node = secrets.choice(sorted(run.opened & set(self._agents)))
+                call = self._agents[node].scrub_remote.remote(run.run_uid, attempt, num_nodes, index)
+            else:
+                call = self._agents[place].scrub.remote(run.run_uid, attempt, index, run.machine.epoch)
+            damage = await call
+        except (ray.exceptions.RayError, KeyError, IndexError) as failure:
+            error = _reason(failure)
+        event = m.ScrubEnded(attempt=attempt, node_index=index, place=place, damage=damage, error=error)
+        self._handle(run, event)
+
+    async def _write_snapshot(self, run: Run, effect: m.WriteSnapshot) -> None:
+        snapshot, error = run.machine.history.to_snapshot(time.time()), None
+        try:
+            await self._in_thread(self._remote_io, write_snapshot, run.store, snapshot)
+            await self._in_thread(self._remote_io, trim_log, run.store, time.time())
+        except (OSError, CheckpointError) as failure:
+            error = str(failure)
+        self._handle(run, m.SnapshotWritten(seq=effect.seq, error=error))
 
     async def _inventory_again(self, run: Run, token: m.Token) -> None:
         await asyncio.sleep(INVENTORY_AGAIN_S)
@@ -358,7 +494,7 @@ class Coordinator:
         error = None
         try:
             agent = self._agents[effect.node_id]
-            await agent.drain.remote(run.run_uid, effect.attempt, effect.node_index)
+            await agent.drain.remote(run.run_uid, effect.attempt, effect.node_index, run.machine.epoch)
         except (ray.exceptions.RayError, KeyError) as failure:
             error = _reason(failure)
         self._handle(
@@ -382,21 +518,31 @@ class Coordinator:
             if effect.place == m.REMOTE:
                 await self._in_thread(self._remote_io, run.remote.delete, effect.directory)
             elif effect.place in self._agents:
-                await self._agents[effect.place].delete.remote(run.run_uid, (effect.directory,))
+                await self._agents[effect.place].delete.remote(
+                    run.run_uid, (effect.directory,), run.machine.epoch
+                )
         except (OSError, ray.exceptions.RayError) as failure:
             error = _reason(failure)
         self._handle(run, m.DeleteEnded(attempt=effect.attempt, place=effect.place, error=error))
 
     # -- runs and nodes --------------------------------------------------------------------------------
 
-    async def _open_log(self, spec: RunSpec) -> Run:
-        """Read the run's log to its tail and put this coordinator's fence there."""
+    async def _open_log(self, spec: RunSpec, owner: str | None) -> Run:
+        """Read the run's log to its tail and put this coordinator's fence there, if it may."""
+        marks = await self._survey(spec)
         for _ in range(OPEN_LOG_TRIES):
-            run = Run(spec)
+            run = Run(spec, self._service)
             await self._in_log_thread(run, run.remote.probe, run.nonce)
-            records = await self._in_log_thread(run, read_log, run.store)
+            history, records = await self._in_log_thread(run, read_run, run.store)
+            read = history.copy()
+            for record, record_digest in records:
+                read.apply(record, record_digest)
+            check_marks(read, run_name=spec.name, marks=marks, resume=spec.options.resume)
+            check_claim(read, service=self._service, owner=owner)
             self._runs[spec.key] = run
-            event = m.LogOpened(records=records, run_name=spec.name, fresh_uid=uuid.uuid4().hex)
+            event = m.LogOpened(
+                records=records, history=history, run_name=spec.name, fresh_uid=uuid.uuid4().hex
+            )
             self._handle(run, event)
             async with run.changed:
                 is_settled = run.changed.wait_for(partial(self._is_settled, run))
@@ -412,6 +558,15 @@ class Coordinator:
             hint="Check that the storage path is healthy and that no other cluster runs it, then try again.",
         )
 
+    async def _survey(self, spec: RunSpec) -> tuple[RunMark, ...]:
+        """What the nodes' disks remember of this run."""
+        answers = await asyncio.gather(*(self._survey_on(node, spec) for node in await self._live_nodes()))
+        return tuple(mark for found in answers for mark in found)
+
+    async def _survey_on(self, node: str, spec: RunSpec) -> tuple[RunMark, ...]:
+        found: tuple[RunMark, ...] | None = await self._ask_agent(node, "survey", spec)
+        return found or ()
+
     def _is_settled(self, run: Run) -> bool:
         """The fence is in the log, or somebody else's is."""
         return run.machine.is_open or self._runs.get(run.spec.key) is not run
@@ -419,21 +574,20 @@ class Coordinator:
     async def _open_on_nodes(self, run: Run, nodes: tuple[str, ...]) -> dict[str, m.Inventory]:
         """Start missing agents, open the run on all of them, and return what each holds."""
         order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce, epoch=run.machine.history.epoch)
-        answers = await asyncio.gather(*(self._open_on(node, order) for node in nodes))
+        answers = await asyncio.gather(*(self._ask_agent(node, "open_run", order) for node in nodes))
         inventories = {node: found for node, found in zip(nodes, answers, strict=True) if found is not None}
         run.opened, run.opening = set(inventories), set()
         self._handle(run, m.NodesSeen(live=frozenset(inventories)))
         return inventories
 
-    async def _open_on(self, node: str, order: OpenRun) -> m.Inventory | None:
-        """What the node holds; None if it is dying. Errors of its configuration are raised."""
+    async def _ask_agent(self, node: str, method: str, *args: Any) -> Any:
+        """The answer of a node's agent, started if need be; None if it is dying. It may raise its own."""
         for _ in range(2):  # once more with a new agent, if the old one died with its process
             try:
                 agent = self._agent(node)
                 if node not in self._cards:
                     self._cards[node] = await asyncio.wait_for(agent.card.remote(), AGENT_START_S)
-                found: m.Inventory = await asyncio.wait_for(agent.open_run.remote(order), AGENT_START_S)
-                return found
+                return await asyncio.wait_for(getattr(agent, method).remote(*args), AGENT_START_S)
             except ray.exceptions.RayTaskError as error:
                 raise error.cause if isinstance(error.cause, CheckpointError) else error from None
             except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
@@ -456,7 +610,7 @@ class Coordinator:
                     max_restarts=0,  # a restarted agent would have to learn its runs again: see open_run
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                 )
-                .remote(node, self._token)
+                .remote(node, self._token, self._service)
             )
         return self._agents[node]
 
@@ -468,19 +622,32 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_S)
             try:
+                for run in list(self._runs.values()):
+                    domain = run.spec.options.failure_domain
+                    nodes = await self._in_thread(self._control_io, ray_state.nodes_now, domain)
+                    self._tick_run(run, nodes)
                 live = frozenset(await self._live_nodes())
                 for node in set(self._agents) - live:
                     self._forget(node)
-                for run in list(self._runs.values()):
-                    self._tick_run(run, live)
+                self._retire_idle_agents()
+                if time.monotonic() - self._looked_s > DISKS_EVERY_S:
+                    self._looked_s = time.monotonic()
+                    self._spawn(self._look_at_disks())
             except Exception:
                 log.exception("the coordinator's tick failed")
 
-    def _tick_run(self, run: Run, live: frozenset[str]) -> None:
+    def _tick_run(self, run: Run, nodes: ray_state.NodesNow) -> None:
         if not run.opened:  # its log is still being opened: time passes, nodes come later
             self._advance(run)
             return
-        self._handle(run, m.NodesSeen(live=live & run.opened))
+        live = frozenset(nodes.live)
+        run.disks = {node: disk for node, disk in run.disks.items() if node in live}
+        seen = m.NodesSeen(
+            live=live & run.opened, draining=nodes.draining, domains=nodes.domains, disks=run.disks
+        )
+        self._handle(run, seen)
+        if not run.machine.needed_nodes():  # between groups: the next one starts the agents that it needs
+            return
         if fresh := live - run.opened - run.opening:
             run.opening |= fresh
             self._spawn(self._open_on_fresh(run, tuple(sorted(fresh))))
@@ -490,12 +657,35 @@ class Coordinator:
         order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce, epoch=run.machine.history.epoch)
         for node in nodes:
             try:
-                if await self._open_on(node, order) is not None:
+                if await self._ask_agent(node, "open_run", order) is not None:
                     run.opened.add(node)
                     run.opening.discard(node)
                     await self._rejoin(run, node)
             except (CheckpointError, ray.exceptions.RayError) as error:  # tried again by the next group
                 log.warning("node %s cannot hold checkpoints of %s: %s", node[:12], run.spec.name, error)
+
+    async def _look_at_disks(self) -> None:
+        for run in list(self._runs.values()):
+            for node in run.opened & set(self._agents):
+                with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
+                    disk = self._agents[node].disk.remote(run.run_uid)
+                    run.disks[node] = await asyncio.wait_for(disk, AGENT_CALL_S)
+
+    def _retire_idle_agents(self) -> None:
+        """End agents whose nodes hold nothing needed, or they would keep the autoscaler from its work."""
+        now_s = time.monotonic()
+        needed = {node for run in self._runs.values() for node in run.machine.needed_nodes()}
+        idle_s = max((run.spec.options.agent_idle_s for run in self._runs.values()), default=0.0)
+        for node in list(self._agents):
+            if node in needed or not self._runs:
+                self._needed_s[node] = now_s
+            elif now_s - self._needed_s.setdefault(node, now_s) > idle_s:
+                log.info("node %s holds nothing needed: its agent ends", node[:12])
+                self._agents[node].retire.remote()
+                self._forget(node)
+                for run in self._runs.values():
+                    run.opened.discard(node)
+        self._needed_s = {node: since for node, since in self._needed_s.items() if node in self._agents}
 
     async def _rejoin(self, run: Run, node: str) -> None:
         """Give a new agent the session at work, and its peers the new agent's address."""
@@ -504,13 +694,13 @@ class Coordinator:
             return
         start = self._session_start(run, plan)
         for peer in {n.node_id for n in plan.nodes} - {node}:
-            self._send(peer, "meet", run.run_uid, start.endpoints)
+            self._send(run, peer, "meet", run.run_uid, start.endpoints)
         if any(n.node_id == node for n in plan.nodes):
             await self._agents[node].start_session.remote(start)
 
     def _session_start(self, run: Run, plan: m.SessionPlan) -> SessionStart:
         endpoints = {node: card.endpoint for node, card in self._cards.items()}
-        return SessionStart(plan=plan, spec=run.spec, endpoints=endpoints)
+        return SessionStart(plan=plan, spec=run.spec, endpoints=endpoints, epoch=run.machine.epoch)
 
     # -- small helpers ---------------------------------------------------------------------------------
 
@@ -525,15 +715,18 @@ class Coordinator:
                 return run
         raise Unavailable(f"No run with uid {run_uid} is open here.")
 
-    def _send(self, node: str, method: str, *args: Any) -> None:
+    def _send(self, run: Run, node: str, method: str, *args: Any) -> None:
         """Tell an agent, and note if it did not hear; what it missed it learns at the next session."""
         if node in self._agents:
-            self._spawn(self._sent(node, method, getattr(self._agents[node], method).remote(*args)))
+            self._spawn(self._sent(run, node, method, getattr(self._agents[node], method).remote(*args)))
 
-    async def _sent(self, node: str, method: str, call: Awaitable[Any]) -> None:
+    async def _sent(self, run: Run, node: str, method: str, call: Awaitable[Any]) -> None:
         try:
             await call
         except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, Fenced):
+                self._handle(run, m.OrderRefused(epoch=cause.fields["epoch"]))
             log.warning("node %s did not take %s: %s", node[:12], method, _reason(error))
 
     async def _live_nodes(self) -> tuple[str, ...]:
@@ -541,7 +734,7 @@ class Coordinator:
         return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
 
     async def _in_log_thread(self, run: Run, work: Any, *args: Any) -> Any:
-        return await self._in_thread(run.thread, work, *args)
+        return await self._in_thread(run.threads, work, *args)
 
     async def _in_thread(self, pool: ThreadPoolExecutor, work: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args))
@@ -582,10 +775,6 @@ def _write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
 
 def _reason(error: Exception) -> str:
     return str(getattr(error, "cause", None) or error).splitlines()[0]
-
-
-def _created(run: OpenedRun) -> Create:
-    return Create(run_uid=run.run_uid, run_name=run.spec.name, format=FORMAT_VERSION)
 
 
 def _session(run: OpenedRun) -> int:

@@ -21,23 +21,21 @@ from typing_extensions import Buffer
 from ray_ckpt.actors import names
 from ray_ckpt.actors.arena_memory import ArenaMemory, check_memory
 from ray_ckpt.actors.sources import SourceFinder
-from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, RunSpec, SessionStart
+from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, RunSpec, ServiceCard, SessionStart
 from ray_ckpt.config import STAGING_ENV, default_staging
 from ray_ckpt.core import node as n
-from ray_ckpt.core.messages import HeldFragment, Inventory, RankProgress, SessionPlan
-from ray_ckpt.errors import (
-    CheckpointError,
-    RunSuperseded,
-    Unavailable,
-)
+from ray_ckpt.core.claim import RunMark
+from ray_ckpt.core.messages import DiskSpace, HeldFragment, Inventory, RankProgress, SessionPlan
+from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file, shard_file, state_file
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.link import SealedShard
 from ray_ckpt.restore import RestoreTicket
-from ray_ckpt.storage.files import checked, read_blocks
+from ray_ckpt.storage.files import checked, free_bytes, read_blocks, total_bytes
 from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.scrub import verify_fragment
 from ray_ckpt.storage.staging import Holding, Staging
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.server import PeerServer
@@ -50,6 +48,7 @@ DISK_THREADS = 4  # local work at a time; more only queue at the device
 PEER_THREADS = 4  # copies on their way at a time
 REMOTE_THREADS = 4  # uploads at a time
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
+RETIRE_AFTER_S = 0.5  # time for the answer to leave
 PROGRESS_GATHER_S = 0.3  # ranks speak once a second; this gathers those of a node
 
 
@@ -61,7 +60,8 @@ class NodeRun:
         self.run_uid = run_uid
         self.staging = staging
         self.remote = RemoteTier(spec.storage_path, spec.name)
-        self.machine = n.NodeMachine()
+        self.machine = n.NodeMachine(epoch=staging.epoch(run_uid))
+        self.end: tuple[int, CheckpointError] | None = None  # the last session that ended here, and why
         self.endpoints: dict[str, str] = {}
         self.arenas: dict[int, ArenaMemory] = {}
         self.sealed: dict[tuple[str, int], SealedShard] = {}
@@ -83,12 +83,13 @@ class NodeRun:
 class NodeAgent:
     """See the module. Methods are called by this node's ranks and by the coordinator."""
 
-    def __init__(self, node_id: str, token: str) -> None:
+    def __init__(self, node_id: str, token: str, service: str) -> None:
         actual = ray.get_runtime_context().get_node_id()
         if actual != node_id:
             raise RuntimeError(f"agent of node {node_id} was started on {actual}")
         self._node_id = node_id
         self._token = token
+        self._service = service
         self._runs: dict[str, NodeRun] = {}
         self._stagings: dict[Path, Staging] = {}
         self._staging_lock = threading.Lock()  # a folder is locked once, whoever asks
@@ -104,26 +105,39 @@ class NodeAgent:
         roots = ", ".join(str(root) for root in self._stagings)
         return AgentCard(node_id=self._node_id, endpoint=self._server.endpoint, staging=roots)
 
-    async def describe(self) -> tuple[str, tuple[OpenedRun, ...]]:
-        """For a restarted coordinator: the service's token, and the runs that are open here."""
+    async def describe(self) -> ServiceCard:
+        """For a restarted coordinator."""
         runs = [run for run in self._runs.values() if not run.is_over]
-        return self._token, tuple(
-            OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.machine.plan) for run in runs
+        return ServiceCard(
+            token=self._token,
+            service=self._service,
+            runs=tuple(OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.machine.plan) for run in runs),
         )
 
-    async def coordinator_returned(self, run_uid: str) -> None:
-        await self._handle(self._runs[run_uid], n.CoordinatorReturned())
+    async def retire(self) -> None:
+        """Nothing on this node is needed: end, so that Ray may give the node back."""
+        log.info("nothing here is needed any more; this agent ends")
+        asyncio.get_running_loop().call_later(RETIRE_AFTER_S, os._exit, 0)
 
     # -- the coordinator's calls -----------------------------------------------------------------------
+
+    async def survey(self, spec: RunSpec) -> tuple[RunMark, ...]:
+        """What this node's disk remembers of runs of this name and storage path."""
+        staging: Staging = await self._in_thread(self._disk_io, self._open_staging, spec)
+        marks: tuple[RunMark, ...] = await self._in_thread(
+            self._disk_io, staging.marks, spec.name, spec.storage_path
+        )
+        return marks
 
     async def open_run(self, order: OpenRun) -> Inventory:
         """Check the staging folder and the storage path of a run, and tell what is here of it."""
         run = self._runs.get(order.run_uid)
         if run is None:
             staging = await self._in_thread(self._disk_io, self._open_staging, order.spec)
+            await self._in_thread(self._disk_io, staging.sync, order.run_uid)
             run = self._runs.setdefault(order.run_uid, NodeRun(order.spec, order.run_uid, staging))
         run.spec = order.spec
-        await self._handle(run, n.EpochSeen(epoch=order.epoch))
+        await self._obey(run, n.EpochSeen(epoch=order.epoch))
         if run.checked_nonce != order.nonce:  # once per coordinator: a hiccup later must not end a group
             await self._in_thread(self._remote_io, run.remote.check_shared, order.nonce, node=self._node_id)
             run.checked_nonce = order.nonce
@@ -133,12 +147,24 @@ class NodeAgent:
         run = self._runs[run_uid]
         held = await self._in_thread(self._disk_io, lambda: tuple(run.staging.holdings(run_uid)))
         directories = await self._in_thread(self._disk_io, run.staging.directories, run_uid)
+        held = [h for h in held if not run.machine.is_deleted(h.fragment.attempt.attempt)]
         return Inventory(fragments=tuple(map(_held, held)), directories=directories)
+
+    async def disk(self, run_uid: str) -> DiskSpace:
+        """The file system of the run's staging folder."""
+        root = self._runs[run_uid].staging.root
+        return DiskSpace(free_bytes=free_bytes(root), total_bytes=total_bytes(root))
 
     async def start_session(self, start: SessionStart) -> None:
         run = self._runs[start.plan.run_uid]
+        order = n.SessionStarted(plan=start.plan, node_id=self._node_id, epoch=start.epoch)
+        ended = run.machine.plan
+        await self._obey(run, order)
+        if run.machine.plan is not start.plan:
+            return  # late words about a group that has ended
+        if ended is not None and (ended.epoch, ended.session) < (start.plan.epoch, start.plan.session):
+            await self._end(run, ended.session, RunSuperseded("A newer training group has opened this run."))
         run.spec, run.endpoints, run.is_over = start.spec, dict(start.endpoints), False
-        await self._handle(run, n.SessionStarted(plan=start.plan, node_id=self._node_id))
         run.restored = {}
         run.ticket = None
         previous, run.decision = run.decision, asyncio.get_running_loop().create_future()
@@ -155,7 +181,14 @@ class NodeAgent:
         epoch: int,
     ) -> None:
         event = n.Published(attempt=attempt, level=level, error=error, epoch=epoch)
-        await self._handle(self._runs[run_uid], event)
+        await self._obey(self._runs[run_uid], event)
+
+    async def coordinator_returned(self, run_uid: str, epoch: int) -> None:
+        await self._obey(self._runs[run_uid], n.CoordinatorReturned(epoch=epoch))
+
+    async def end_session(self, run_uid: str, session: int, error: CheckpointError, epoch: int) -> None:
+        """The run is somebody else's from here on."""
+        await self._obey(self._runs[run_uid], n.SessionEnded(session=session, error=error, epoch=epoch))
 
     async def meet(self, run_uid: str, endpoints: Mapping[str, str]) -> None:
         """Other agents have new addresses."""
@@ -167,20 +200,44 @@ class NodeAgent:
         self._close_arenas(self._runs[run_uid])
 
     async def replicate(
-        self, run_uid: str, attempt: AttemptId, node_index: int, holder: str, endpoint: str
+        self, run_uid: str, attempt: AttemptId, node_index: int, holder: str, endpoint: str, epoch: int
     ) -> None:
         run = self._runs[run_uid]
         run.endpoints[holder] = endpoint
-        await self._send_copy(run, n.SendCopy(attempt=attempt, node_index=node_index, holder=holder))
+        await self._obey(
+            run, n.CopyOrdered(attempt=attempt, node_index=node_index, holder=holder, epoch=epoch)
+        )
 
-    async def drain(self, run_uid: str, attempt: AttemptId, node_index: int) -> None:
+    async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> None:
         """Copy one fragment's files from here to the storage path, the fragment last. Raises if it cannot."""
-        await self._in_thread(self._remote_io, self._drain, self._runs[run_uid], attempt, node_index)
-
-    async def delete(self, run_uid: str, directories: tuple[str, ...]) -> None:
         run = self._runs[run_uid]
-        for directory in directories:
-            await self._in_thread(self._disk_io, run.staging.delete, run_uid, directory)
+        await self._obey(run, n.EpochSeen(epoch=epoch))
+        await self._in_thread(self._remote_io, self._drain, run, attempt, node_index)
+
+    async def delete(self, run_uid: str, directories: tuple[str, ...], epoch: int) -> None:
+        await self._obey(self._runs[run_uid], n.DeleteOrdered(directories=directories, epoch=epoch))
+
+    async def scrub(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> tuple[str, ...]:
+        """Read this node's copy of a fragment and its files from the disk; bad files go to quarantine.
+
+        Returns what differs from its digest. OSError if a file cannot be read at all.
+        """
+        run = self._runs[run_uid]
+        await self._obey(run, n.EpochSeen(epoch=epoch))
+        damage: tuple[str, ...] = await self._in_thread(
+            self._disk_io, self._scrub_staging, run, attempt, node_index
+        )
+        return damage
+
+    async def scrub_remote(
+        self, run_uid: str, attempt: AttemptId, num_nodes: int, node_index: int
+    ) -> tuple[str, ...]:
+        """Read a fragment's files on the storage path. What is bad there is uploaded again, not moved."""
+        remote = self._runs[run_uid].remote
+        damage: tuple[str, ...] = await self._in_thread(
+            self._remote_io, verify_fragment, partial(remote.path, attempt.directory), node_index, num_nodes
+        )
+        return damage
 
     # -- the ranks' calls ------------------------------------------------------------------------------
 
@@ -245,6 +302,13 @@ class NodeAgent:
         await released.wait()
         run.released.pop(key, None)
 
+    async def ended(self, run_uid: str, session: int) -> CheckpointError:
+        """Why the session is over, when it is."""
+        run = self._runs[run_uid]
+        async with run.settled:
+            await run.settled.wait_for(lambda: run.end is not None and run.end[0] >= session)
+        return _require(run.end)[1]  # type: ignore[no-any-return]
+
     async def outcome(self, run_uid: str, attempt: AttemptId, level: Level) -> n.Outcome:
         """How the attempt ended: `level` reached, or dropped."""
         run = self._runs[run_uid]
@@ -286,6 +350,22 @@ class NodeAgent:
         for effect in run.machine.handle(event):
             await self._carry_out(run, effect)
 
+    async def _obey(self, run: NodeRun, order: n.Order) -> None:
+        """Do what a coordinator says; Fenced if a newer one has spoken here."""
+        for effect in run.machine.handle(order):
+            if isinstance(effect, n.RefuseOrder):
+                raise Fenced(
+                    f"Node {self._node_id[:12]} obeys epoch {effect.epoch}, not {order.epoch}.",
+                    epoch=effect.epoch,
+                )
+            await self._carry_out(run, effect)
+
+    async def _end(self, run: NodeRun, session: int, error: CheckpointError) -> None:
+        """Tell whoever asked how long the session lasts."""
+        async with run.settled:
+            run.end = (session, error)
+            run.settled.notify_all()
+
     async def _carry_out(self, run: NodeRun, effect: n.NodeEffect) -> None:
         match effect:
             case n.WriteShard():
@@ -301,8 +381,14 @@ class NodeAgent:
             case n.Settle():
                 async with run.settled:
                     run.settled.notify_all()
-            case n.DeleteFolder(attempt=attempt):
-                await self._in_thread(self._disk_io, run.staging.delete, run.run_uid, attempt.directory)
+            case n.DeleteFolder(directory=directory):
+                await self._in_thread(self._disk_io, run.staging.delete, run.run_uid, directory)
+            case n.PersistEpoch(epoch=epoch):
+                await self._in_thread(self._disk_io, self._persist_epoch, run, epoch)
+            case n.EndSession(session=session, error=error):
+                if run.decision is not None and not run.decision.done():
+                    run.decision.set_exception(error)
+                await self._end(run, session, error)
             case n.TellStored(
                 attempt=attempt, node_index=index, files=files, replicated=common, metrics=metrics
             ):
@@ -404,6 +490,28 @@ class NodeAgent:
             whole = checked(blocks, size_bytes=file.size_bytes, digest=file.digest, what=file.name)
             run.remote.put(attempt.directory, file.name, whole)
 
+    def _persist_epoch(self, run: NodeRun, epoch: int) -> None:
+        name, path = run.spec.name, run.spec.storage_path
+        run.staging.write_mark(run.run_uid, run_name=name, storage_path=path, epoch=epoch)
+
+    def _scrub_staging(self, run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:
+        num_nodes = next(
+            (
+                h.fragment.num_nodes
+                for h in run.staging.holdings(run.run_uid)
+                if h.fragment.attempt == attempt and h.fragment.node_index == node_index
+            ),
+            None,
+        )
+        if num_nodes is None:
+            return (f"fragment {node_index} is not complete here",)
+        damaged = verify_fragment(
+            partial(run.staging.path, run.run_uid, attempt.directory), node_index, num_nodes
+        )
+        for file in damaged:
+            run.staging.quarantine(run.run_uid, attempt.directory, file)
+        return damaged
+
     def _holding(self, run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:
         for holding in run.staging.holdings(run.run_uid):
             if holding.fragment.attempt == attempt and holding.fragment.node_index == node_index:
@@ -417,7 +525,7 @@ class NodeAgent:
     async def _make_ticket(self, run: NodeRun) -> RestoreTicket:
         plan = _require(run.machine.plan)
         if plan.resume is None:
-            return RestoreTicket(session=plan.session, checkpoint=None)
+            return RestoreTicket(session=plan.session, epoch=plan.epoch, checkpoint=None)
         try:
             finder = SourceFinder(
                 run_uid=run.run_uid,
@@ -431,7 +539,9 @@ class NodeAgent:
             ticket: RestoreTicket = await self._in_thread(self._disk_io, finder.ticket, plan)
         except (OSError, CheckpointError) as error:  # as bad as a bad slice: the group falls back together
             damage = (f"manifest of step {plan.resume.checkpoint.step}: {_reason(error)}",)
-            return RestoreTicket(session=plan.session, checkpoint=plan.resume.checkpoint, damage=damage)
+            return RestoreTicket(
+                session=plan.session, epoch=plan.epoch, checkpoint=plan.resume.checkpoint, damage=damage
+            )
         return ticket
 
     async def _report_restored(

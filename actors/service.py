@@ -12,6 +12,7 @@ import ray
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator import Coordinator
+from ray_ckpt.actors.ray_state import owner_here
 from ray_ckpt.actors.wire import Joined, RunSpec
 from ray_ckpt.config import RunOptions, local_path
 from ray_ckpt.connection import Connection, set_connection
@@ -66,15 +67,18 @@ def ask(call: Any, timeout_s: float | None) -> Any:
         raise Unavailable(f"The checkpoint service did not answer: {error}") from error
 
 
-def open_run(name: str, storage_path: str, options: RunOptions) -> RunSpec:
-    """Open a run: its log, an agent on each node, every path checked. ConfigError says what is wrong."""
+def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -> RunSpec:
+    """Open a run for a launcher: its log, an agent on each node, every path checked.
+
+    ConfigError says what is wrong; RunInUse and RunSuperseded, that somebody else has the run.
+    """
     check_run_name(name)
     spec = RunSpec(name=name, storage_path=str(local_path(storage_path)), options=options)
-    ask(coordinator().open_run.remote(spec), OPEN_S)
+    ask(coordinator().open_run.remote(spec, owner), OPEN_S)
     return spec
 
 
-def open_group(spec: RunSpec, nodes: Sequence[str], *, service: str) -> Joined:
+def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
     """Begin a group whose rank k runs on `nodes[k]`: its checkpoint is chosen, its session logged."""
     by_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -83,8 +87,8 @@ def open_group(spec: RunSpec, nodes: Sequence[str], *, service: str) -> Joined:
     for attempt in range(OPEN_TRIES):
         try:
             handle = coordinator()
-            ask(handle.open_run.remote(spec), OPEN_S)  # again: the coordinator may be a restarted one
-            call = handle.open_group.remote(spec.key, group, spec.options.resume, service)
+            ask(handle.open_run.remote(spec, owner), OPEN_S)  # again: the coordinator may be a restarted one
+            call = handle.open_group.remote(spec.key, group, spec.options.resume, owner)
             joined: Joined = ask(call, OPEN_S + spec.options.inventory_wait_s)
             break
         except Unavailable:
@@ -150,6 +154,9 @@ class RayLink:
     def outcome(self, attempt: AttemptId, level: Level) -> Future[Outcome]:
         return self._agent.outcome.remote(self._uid, attempt, level).future()  # type: ignore[no-any-return]
 
+    def ended(self, session: int) -> Future[CheckpointError]:
+        return self._agent.ended.remote(self._uid, session).future()  # type: ignore[no-any-return]
+
     def skip(self, attempt: AttemptId, reason: str) -> None:
         with contextlib.suppress(Unavailable):
             self._agent.skip.remote(self._uid, attempt, self._rank, reason)
@@ -177,8 +184,9 @@ def connect(*, run: str, storage_path: str, rank: int = 0, world_size: int = 1, 
     spec_options = RunOptions.parse(**{"ray_report": False, **options})
     node = ray.get_runtime_context().get_node_id()
     if world_size == 1:
-        spec = open_run(run, storage_path, spec_options)
-        joined = open_group(spec, [node], service="connect")
+        owner = owner_here(by_job=True)  # ranks come and go, their job stays
+        spec = open_run(run, storage_path, spec_options, owner=owner)
+        joined = open_group(spec, [node], owner=owner)
     else:
         joined = _connect_group(run, storage_path, rank, world_size, spec_options, node)
     set_connection(Connection(link=RayLink(joined, rank)))
@@ -199,7 +207,9 @@ def _connect_group(
     answer: list[Any] = [None]
     if rank == 0:
         try:
-            answer = [open_group(open_run(run, storage_path, options), nodes, service="connect")]
+            owner = owner_here(by_job=True)
+            spec = open_run(run, storage_path, options, owner=owner)
+            answer = [open_group(spec, nodes, owner=owner)]
         except CheckpointError as error:
             answer = [error]
         except Exception as error:  # the others wait for an answer, whatever happened

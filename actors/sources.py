@@ -64,6 +64,7 @@ class SourceFinder:
             )
         return RestoreTicket(
             session=plan.session,
+            epoch=plan.epoch,
             checkpoint=checkpoint,
             fragments=tuple(fragments),
             sources=sources,

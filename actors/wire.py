@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.format.records import LogRecord
-from ray_ckpt.types import CheckpointInfo, RankRestore
+from ray_ckpt.types import CheckpointInfo, Exposure, RankRestore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,16 @@ class OpenRun:
     spec: RunSpec
     run_uid: str
     nonce: str
-    epoch: int
+    epoch: int  # of the coordinator that speaks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceCard:
+    """An agent to a restarted coordinator: whose it is, and the runs that are open on it."""
+
+    token: str = field(repr=False)
+    service: str
+    runs: tuple[OpenedRun, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +68,7 @@ class SessionStart:
     plan: SessionPlan
     spec: RunSpec
     endpoints: Mapping[str, str]
+    epoch: int  # of the coordinator that speaks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +92,5 @@ class RunStatus:
     nodes: tuple[SessionNode, ...]  # of the current group
     restores: tuple[RankRestore, ...]  # how the current group got its state
     agents: tuple[AgentCard, ...] = field(default_factory=tuple)
+    exposure: tuple[Exposure, ...] = ()  # what the death of each node of the group would cost now
+    copies_missing: int = 0  # fragment copies that repair has yet to make

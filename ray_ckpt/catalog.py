@@ -7,10 +7,9 @@ error, never a shorter history.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from ray_ckpt.format.manifest import (
     decode_fragment,
     rows_table,
 )
-from ray_ckpt.storage.log_store import PosixLogStore, read_log
+from ray_ckpt.storage.log_store import PosixLogStore, read_covered, read_run
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level
 from ray_ckpt.verify import Damage, Progress, VerifyReport, is_fragment, read_whole, verify_directory
 
@@ -54,7 +53,7 @@ _MAX_NAMED_RUNS = 10  # in a hint
 
 
 class Catalog:
-    """A run's log, replayed once. `path` is `<storage_path>/<run>` or its `ray_ckpt` subfolder.
+    """A run's log, read once from its newest snapshot on. `path` is `<storage_path>/<run>` or its `ray_ckpt`.
 
     `catalog[30]` is the newest live checkpoint of step 30, the current lineage first; iterating gives the
     live checkpoints in log order. Raises ConfigError if there is no run at `path`, StoragePathError if its
@@ -70,28 +69,31 @@ class Catalog:
         """Read the log again. If that fails, the catalog stays as it was."""
         try:
             listed = [seq for name in self._store.list() if (seq := names.record_seq(name)) is not None]
-            found = read_log(self._store)  # after the listing: all that was listed must be here
+            history, found = read_run(self._store)  # after the listing: all that was listed must be here
         except OSError as error:
-            raise StoragePathError(
-                f"The log in {self.path} cannot be read: {error}.",
-                hint="Checkpoints are private to the user that trained; read them as that user.",
-                path=str(self.path),
-            ) from error
-        if max(listed, default=-1) >= len(found):
+            raise self._unreadable(error) from error
+        base = history.copy()
+        for record, record_digest in found:
+            history.apply(record, record_digest)
+        if max(listed, default=-1) >= history.next_seq:
             raise FormatError(
-                f"The log in {self.path} has no record {len(found)}, but record {max(listed)}.",
+                f"The log in {self.path} has no record {history.next_seq}, but record {max(listed)}.",
                 hint="Bring the missing file back from a backup; nothing after it can be trusted.",
                 path=str(self.path),
             )
-        if not found:
+        if history.next_seq == 0:
             raise ConfigError(
                 f"The log in {self.path} has no records.", hint="The run has not begun.", path=str(self.path)
             )
-        history = RunHistory()
-        for record, record_digest in found:
-            history.apply(record, record_digest)
-        self._records, self._history = tuple(record for record, _ in found), history
+        self._base, self._history, self._newest = base, history, tuple(record for record, _ in found)
         self._branch = _whole_lineage(history)
+
+    def _unreadable(self, error: OSError) -> StoragePathError:
+        return StoragePathError(
+            f"The log in {self.path} cannot be read: {error}.",
+            hint="Checkpoints are private to the user that trained; read them as that user.",
+            path=str(self.path),
+        )
 
     @property
     def run_name(self) -> str:
@@ -192,13 +194,22 @@ class Catalog:
         return self.to_arrow().to_pandas()
 
     def events(self) -> pa.Table:
-        """The log, one row per record; what an op lacks is null, `text` is for people."""
-        rows = [self._event(record) for record in self._records]
+        """The log, one row per record; what an op lacks is null, `text` is for people.
+
+        Only records that are still there: of a long log those between the first and the last day or two are
+        in its snapshots alone.
+        """
+        try:
+            covered = read_covered(self._store, self._base)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        log = (*(record for record, _ in covered), *self._newest)
+        rows = [self._event(record) for record in log]
         columns = {
-            "seq": pa.array([r.seq for r in self._records], pa.int64()),
-            "time": _times(r.time_s for r in self._records),
-            "epoch": pa.array([r.epoch for r in self._records], pa.int64()),
-            "writer": pa.array([r.writer for r in self._records], pa.string()),
+            "seq": pa.array([r.seq for r in log], pa.int64()),
+            "time": _times(r.time_s for r in log),
+            "epoch": pa.array([r.epoch for r in log], pa.int64()),
+            "writer": pa.array([r.writer for r in log], pa.string()),
         }
         for name, kind in _EVENT_COLUMNS.items():
             columns[name] = pa.array([row.get(name) for row in rows], kind)
@@ -232,6 +243,10 @@ class Catalog:
                 return f"{size} bytes, {copies} replicas"
             case records.Promote(replicas=copies):
                 return f"{copies} replicas"
+            case records.Epoch(service=service):
+                return service
+            case records.Pin(owner=owner) | records.Unpin(owner=owner):
+                return owner
             case records.Lost(reason=reason) | records.Retired(reason=reason):
                 return reason
             case records.Note(text=text):
@@ -346,9 +361,8 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
 
 def _whole_lineage(history: RunHistory) -> frozenset[str]:
     """Attempts on the current lineage, those that are gone by now included."""
-    then = copy.copy(history)
-    then.checkpoints = {name: replace(c, state="live") for name, c in history.checkpoints.items()}
-    return frozenset(c.id.attempt for c in then.lineage())
+    ends = history.branch_points()
+    return frozenset(name for name, c in history.checkpoints.items() if c.seq <= ends.get(c.id.session, -1))
 
 
 def to_datetime(time_s: float) -> datetime | None:

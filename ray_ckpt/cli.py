@@ -1,4 +1,5 @@
-"""`ray-ckpt`: look at the checkpoints of a run, and verify them, on any machine that sees the storage path.
+"""`ray-ckpt`: look at the checkpoints of a run, verify them, and see what retention would do, on any machine
+that sees the storage path.
 
 Reads only, through the catalog; needs no cluster. Everything is there as JSON too, for scripts.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +34,17 @@ from ray_ckpt.catalog import (
     to_datetime,
     verify_directory,
 )
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.retention import (
+    Decision,
+    Policy,
+    RetentionView,
+    decide,
+    from_text,
+    pinned_by,
+    policies_of,
+    to_text,
+)
 from ray_ckpt.errors import CheckpointError, ConfigError
 from ray_ckpt.format import jsontext, names
 from ray_ckpt.types import CheckpointInfo, Level
@@ -47,7 +60,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    help="Look at the checkpoints of a run, and verify them. Needs no cluster.",
+    help="Look at the checkpoints of a run, verify them, and see what retention would do. Needs no cluster.",
     epilog="Exit codes: 0 fine, 1 damage found, 2 wrong usage or nothing there to read.",
 )
 
@@ -79,6 +92,12 @@ def _root(
     ] = False,
 ) -> None:
     pass
+
+
+def _keep(name: str, text: str, metavar: str | None = None) -> Any:
+    """An option of `gc` that says what to keep."""
+    panel = "Another policy than the last session's"
+    return typer.Option(name, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
 
 
 # ls
@@ -212,6 +231,9 @@ def show(
     _add(facts, "when", _when(view.info.committed_at_s))
     _add(facts, "root digest", view.info.root_digest)
     _add(facts, "metrics", _metrics(view.info.metrics))
+    _add(facts, "pins", _pins(view.info) or "none")
+    verified_at_s = view.info.verified_at_s
+    _add(facts, "last verified", "never" if verified_at_s is None else _when(verified_at_s))
     _add(facts, "path", view.path or "none: it has no files on the storage path")
     console.print(facts)
     if view.path is not None:
@@ -381,6 +403,120 @@ def _print_report(report: VerifyReport) -> None:
         console.print(_plain(line), style="red", soft_wrap=True)
 
 
+# gc
+
+
+@app.command()
+def gc(
+    path: PathArgument,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show it, change nothing. Required.")] = False,
+    keep_last: Annotated[int | None, _keep("--keep-last", "The last so many; 3 if not given.")] = None,
+    keep_every: Annotated[int | None, _keep("--keep-every", "The first from each multiple of it.")] = None,
+    keep_every_s: Annotated[
+        float | None, _keep("--keep-every-s", "The first of each period of so many seconds.")
+    ] = None,
+    keep_best: Annotated[
+        str | None, _keep("--keep-best", "The best, such as loss:min:2.", "METRIC:MODE:COUNT")
+    ] = None,
+    keep_milestones: Annotated[
+        list[float] | None,
+        _keep("--keep-milestone", "The first from this part of --total-steps. Repeatable.", "FRACTION"),
+    ] = None,
+    total_steps: Annotated[int | None, _keep("--total-steps", "Steps of the whole run.")] = None,
+    keep_epochs: Annotated[bool, _keep("--keep-epochs", "The last of each finished epoch.")] = False,
+    ttl_s: Annotated[float | None, _keep("--ttl-s", "None older than so many seconds.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which live checkpoints retention would give up, which would stay, and why.
+
+    Takes the policy of the last training session, or the one given by options, which are those of
+    `CheckpointCallback`. The service of a running training does the work; it keeps what is in use besides.
+
+    Example: `ray-ckpt gc /shared/runs/gpt --dry-run --keep-last 3 --keep-every 1000`
+    """
+    if not dry_run:
+        raise ConfigError(
+            "Checkpoints are deleted only by the service of a running training.",
+            hint="Add --dry-run to see what it would delete, and why.",
+        )
+    catalog = Catalog(path)
+    options = {
+        "keep_last": keep_last,
+        "keep_every": keep_every,
+        "keep_every_s": keep_every_s,
+        "keep_best": _best(keep_best) if keep_best is not None else None,
+        "keep_milestones": tuple(keep_milestones or ()) or None,
+        "total_steps": total_steps,
+        "keep_epochs": keep_epochs or None,
+        "ttl_s": ttl_s,
+    }
+    policies = _policies(catalog, {name: value for name, value in options.items() if value is not None})
+    view = RetentionView(live=catalog.checkpoints, lineage=catalog.lineage, now_s=time.time())
+    decisions = decide(view, policies)
+    if as_json:
+        _print_json(
+            {
+                "run_name": catalog.run_name,
+                "run_uid": catalog.run_uid,
+                "policy": to_text(policies),
+                "checkpoints": [_decision_json(catalog.view(d.checkpoint), d) for d in decisions],
+            }
+        )
+    else:
+        _print_decisions(catalog, policies, decisions)
+
+
+def _best(text: str) -> tuple[str, str, int]:
+    """`loss:min:2` as the option of a run."""
+    head, _, count = text.rpartition(":")
+    metric, _, mode = head.rpartition(":")
+    if not metric or not re.fullmatch("[0-9]{1,9}", count):
+        hint = "Give METRIC:MODE:COUNT, such as loss:min:2."
+        raise ConfigError(f"--keep-best is {text!r}.", hint=hint, option="keep_best")
+    return metric, mode, int(count)
+
+
+def _policies(catalog: Catalog, options: Mapping[str, Any]) -> tuple[Policy, ...]:
+    """Those that the options choose, else those of the last session."""
+    if options:
+        return policies_of(RunOptions.parse(**options))
+    policies = from_text(catalog.sessions[-1].retention) if catalog.sessions else ()
+    if not policies:
+        raise ConfigError(
+            f"The log of run {catalog.run_name} names no retention policy.",
+            hint="Give one by options, such as --keep-last 3.",
+        )
+    return policies
+
+
+def _decision_json(view: CheckpointView, decision: Decision) -> dict[str, Any]:
+    return {**_info_json(view), "kept": decision.kept, "reasons": list(decision.reasons)}
+
+
+def _print_decisions(catalog: Catalog, policies: Iterable[Policy], decisions: Sequence[Decision]) -> None:
+    table = _table("", "step", "level", "session", "size", "when", "why", right=(1, 3, 4))
+    for decision in decisions:
+        info = decision.checkpoint
+        _add(
+            table,
+            "stays" if decision.kept else "goes",
+            info.step,
+            _level(info),
+            info.id.session,
+            decimal(info.size_bytes),
+            _when(info.committed_at_s),
+            ", ".join(decision.reasons),
+            style=None if decision.kept else "red",
+        )
+    going = [decision.checkpoint for decision in decisions if not decision.kept]
+    console = _console()
+    console.print(_plain(f"run {catalog.run_name}  policy {to_text(policies)}"), soft_wrap=True)
+    console.print(table if decisions else "No live checkpoints.")
+    if decisions:
+        size = decimal(sum(info.size_bytes for info in going))
+        console.print(f"{len(going)} of {len(decisions)} would go, {size}; nothing was changed.")
+
+
 # Output
 
 
@@ -399,6 +535,8 @@ def _info_json(view: CheckpointView) -> dict[str, Any]:
         "committed_at_s": info.committed_at_s,
         "root_digest": info.root_digest,
         "metrics": jsontext.metrics_json(info.metrics),
+        "pins": dict(info.pins),
+        "verified_at_s": info.verified_at_s,
         "path": str(view.path) if view.path else None,
     }
 
@@ -455,14 +593,31 @@ def _metrics(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.5g}" for name, value in sorted(metrics.items()))
 
 
+def _pins(info: CheckpointInfo) -> str:
+    """`eval, nightly until 2026-09-21 14:13:20, old (expired)`."""
+    holding = pinned_by(info, time.time())
+    return ", ".join(
+        f"{owner} (expired)"
+        if owner not in holding
+        else owner
+        if end_s is None
+        else f"{owner} until {_moment(end_s)}"
+        for owner, end_s in sorted(info.pins.items())
+    )
+
+
 def _when(time_s: float) -> str:
-    """`3 min ago, 2026-09-21 14:13:20` in the local time zone."""
-    moment = to_datetime(time_s)
-    if moment is None:
+    """`3 min ago, 2026-09-21 14:13:20` in the local time zone; `?` for what no calendar holds."""
+    if to_datetime(time_s) is None:
         return "?"
     past_s = time.time() - time_s
     count, unit = next(((int(past_s // n), unit) for unit, n in _AGO if past_s >= n), (0, "s"))
-    return f"{count} {unit} ago, {moment.astimezone():%Y-%m-%d %H:%M:%S}"
+    return f"{count} {unit} ago, {_moment(time_s)}"
+
+
+def _moment(time_s: float) -> str:
+    moment = to_datetime(time_s)
+    return "?" if moment is None else f"{moment.astimezone():%Y-%m-%d %H:%M:%S}"
 
 
 if __name__ == "__main__":

@@ -128,6 +128,8 @@ class Checkpointer:
         self._objects: dict[str, Any] = {}
         self._items: dict[str, Item] = {}
         self._session: int | None = None
+        self._epoch = 0
+        self._ended: Future[CheckpointError] | None = None
         self._arena: Arena | None = None
         self._arena_key: tuple[Any, ...] = ()
         self._released: Future[None] | None = None
@@ -170,7 +172,7 @@ class Checkpointer:
         self._preflight()
         ticket = self._link.ticket()
         while True:
-            self._session = ticket.session
+            self._session, self._epoch = ticket.session, ticket.epoch
             report, load = self._try_restore(ticket)
             again = self._link.restored(ticket.session, report)
             if again is None:
@@ -178,6 +180,7 @@ class Checkpointer:
             log.warning("step %s has no intact copy of a part; falling back", _step_of(ticket))
             ticket = again
         load()
+        self._ended = self._link.ended(ticket.session)
         info = None if ticket.checkpoint is None else _restore_info(ticket.checkpoint, report)
         self._rng = self._items["rng"].tree() if info else None
         self._step = self._saved_step = self._restored_step = info.step if info else 0
@@ -434,7 +437,11 @@ class Checkpointer:
         count = self._tries.get(step, 0)
         self._tries = {step: count + 1}
         return make_attempt(
-            run_uid=self._link.identity.run_uid, session=self._session, step=step, attempt=count
+            run_uid=self._link.identity.run_uid,
+            epoch=self._epoch,
+            session=self._session,
+            step=step,
+            attempt=count,
         )
 
     def _capture(self, attempt: AttemptId, values: Mapping[str, float]) -> None:
@@ -492,10 +499,22 @@ class Checkpointer:
 
     def _check_outcomes(self) -> None:
         """Look at ended saves without waiting. Misuse and lost tenure are raised, other failures counted."""
+        self._check_tenure()
         ended = [pending for pending in self._pending if not pending.seen and pending.outcome.done()]
         for pending in ended:
             pending.seen = True
             self._settle(pending)
+
+    def _check_tenure(self) -> None:
+        """Raise if the agent has heard that the run is somebody else's; look only, do not wait."""
+        if self._ended is None or not self._ended.done():
+            return
+        ended, self._ended = self._ended, None
+        try:
+            error = ended.result(0)
+        except Exception:  # the agent died: its successor hears of it, and the next save does
+            return
+        raise error
 
     def _settle(self, pending: _Pending) -> None:
         try:

@@ -10,7 +10,12 @@ from typing import Any, Literal, TypeAlias
 from ray_ckpt.errors import ConfigError
 
 STAGING_ENV = "RAY_CKPT_STAGING"  # per node; wins over the option, since only the node knows its disks
+MIB = 1 << 20
 GIB = 1 << 30
+MAX_MILESTONES = 100  # fractions; they stand in each session record of the log, as the metric's name does
+MAX_METRIC_NAME = 200  # characters; longer ones are cut when they are saved
+# Node labels that "auto" takes for a failure domain: the first that a node has.
+FAILURE_DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
 
 Resume: TypeAlias = Literal["auto", "never", "must"]
 
@@ -27,6 +32,26 @@ class RunOptions:
     """Copies of each shard on other nodes; capped at what the live nodes can hold."""
     keep_last: int = 3
     """Checkpoints that retention keeps; the newest of each level is kept besides."""
+    keep_every: int | None = None
+    """Keep the first checkpoint at or after each multiple of this many steps as well."""
+    keep_every_s: float | None = None
+    """Keep the first checkpoint of each period of this length as well."""
+    keep_best: tuple[str, str, int] | None = None
+    """Keep the best ones by a metric as well: (metric, "min" or "max", how many)."""
+    keep_milestones: tuple[float, ...] = ()
+    """Keep the first checkpoint at or after each of these fractions of `total_steps` as well."""
+    total_steps: int | None = None
+    """Steps of the whole run; milestones need it."""
+    keep_epochs: bool = False
+    """Keep the last checkpoint of each finished epoch as well, by the metric "epoch"."""
+    ttl_s: float | None = None
+    """Age beyond which none of the options above keeps a checkpoint. The newest of each level stays, and
+    so does what is pinned or in use."""
+    keep_local: int = 2
+    """The last so many checkpoints stay on the nodes once they are durable; of older durable ones only the
+    copy on the storage path does."""
+    retire_grace_s: float = 60.0
+    """Between retiring a checkpoint and deleting it on the storage path, for those who read it."""
     every_steps: int = 100
     """A save is due after each multiple of this many optimizer steps."""
     remote_every: int = 10
@@ -48,38 +73,81 @@ class RunOptions:
     """How long the end of a run waits for its last checkpoint to reach the storage path."""
     reserve_bytes: int = GIB
     """Free space on each staging disk that checkpoints never use."""
+    high_watermark: float = 0.9
+    """Fraction of a staging disk in use above which checkpoints make room."""
+    low_watermark: float = 0.8
+    """Fraction of a staging disk in use at which they have made room enough."""
+    failure_domain: str = "auto"
+    """Ray node label whose values fail together; copies go to another one. auto: the first of
+    FAILURE_DOMAIN_LABELS that a node has; none: each node for itself."""
+    repair_bytes_per_s: int = 256 * MIB
+    """Bandwidth for new copies in place of lost ones, in the background."""
+    scrub_bytes_per_s: int = 16 * MIB
+    """Bandwidth for reading stored bytes again to find damage; 0 switches it off."""
+    scrub_every_s: float = 7 * 24 * 3600.0
+    """How often each copy is read again."""
+    store_wait_s: float = 10.0
+    """How long a restore waits for a log that does not answer; then it goes on with what the nodes hold."""
+    agent_idle_s: float = 600.0
+    """After this long the agent of a node that holds nothing needed is ended."""
     ray_report: bool = True
     """Report pointers to Ray Train, so that `Result.checkpoint` shows the newest checkpoint."""
 
     def __post_init__(self) -> None:
-        for name, least in (("replicas", 0), ("keep_last", 1), ("every_steps", 1), ("remote_every", 1)):
+        for name, least in _WHOLE.items():
+            self._need(name, _is_whole(getattr(self, name), least), f"an integer of at least {least}")
+        for name, least in _WHOLE_OR_NONE.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(
-                    f"{name} is {value!r}.", hint=f"Set it to an integer of at least {least}.", option=name
-                )
-        for name in (
-            "max_block_s",
-            "goal_timeout_s",
-            "attempt_timeout_s",
-            "inventory_wait_s",
-            "finish_timeout_s",
-        ):
+            good = value is None or _is_whole(value, least)
+            self._need(name, good, f"an integer of at least {least}, or to None")
+        for name in _SECONDS:
+            self._need(name, _is_number(getattr(self, name)), "a number of seconds, 0 or more")
+        for name in _SECONDS_OR_NONE:
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-                raise ConfigError(
-                    f"{name} is {value!r}.", hint="Set it to a number of seconds, 0 or more.", option=name
-                )
-        if not isinstance(self.reserve_bytes, int) or self.reserve_bytes < 0:
+            good = value is None or (_is_number(value) and value > 0)
+            self._need(name, good, "a number of seconds above 0, or to None")
+        self._need("resume", self.resume in ("auto", "never", "must"), "'auto', 'never' or 'must'")
+        self._need("keep_epochs", isinstance(self.keep_epochs, bool), "True or False")
+        domain = self.failure_domain
+        good = isinstance(domain, str) and domain != ""
+        self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")
+        self._check_best()
+        self._check_milestones()
+        self._check_watermarks()
+
+    def _check_best(self) -> None:
+        match self.keep_best:
+            case None:
+                good = True
+            case (str() as metric, "min" | "max", count):
+                good = metric.isprintable() and 0 < len(metric) <= MAX_METRIC_NAME and _is_whole(count, 1)
+            case _:
+                good = False
+        good = good and isinstance(self.keep_best, tuple | None)
+        self._need("keep_best", good, "(metric, 'min' or 'max', how many), such as ('loss', 'min', 2)")
+
+    def _check_milestones(self) -> None:
+        fractions = self.keep_milestones
+        good = isinstance(fractions, tuple) and len(fractions) <= MAX_MILESTONES
+        good = good and all(_is_number(f) and 0 < f <= 1 for f in fractions)
+        wanted = f"a tuple of at most {MAX_MILESTONES} fractions above 0 and up to 1, such as (0.25, 0.5)"
+        self._need("keep_milestones", good, wanted)
+        if fractions and self.total_steps is None:
             raise ConfigError(
-                f"reserve_bytes is {self.reserve_bytes!r}.",
-                hint="Set it to 0 or more bytes.",
-                option="reserve_bytes",
+                "keep_milestones needs total_steps.",
+                hint="Set total_steps to the number of steps of the whole run.",
+                option="total_steps",
             )
-        if self.resume not in ("auto", "never", "must"):
-            raise ConfigError(
-                f"resume is {self.resume!r}.", hint="Use 'auto', 'never' or 'must'.", option="resume"
-            )
+
+    def _check_watermarks(self) -> None:
+        low, high = self.low_watermark, self.high_watermark
+        self._need("high_watermark", _is_number(high) and 0 < high <= 1, "a fraction above 0 and up to 1")
+        good = _is_number(low) and 0 < low < high
+        self._need("low_watermark", good, f"a fraction above 0 and below high_watermark ({high})")
+
+    def _need(self, name: str, good: bool, wanted: str) -> None:
+        if not good:
+            raise ConfigError(f"{name} is {getattr(self, name)!r}.", hint=f"Set it to {wanted}.", option=name)
 
     @classmethod
     def parse(cls, **options: Any) -> RunOptions:
@@ -93,6 +161,40 @@ class RunOptions:
             hint = f"Did you mean {near[0]}? Known: {known}." if near else f"Known: {known}."
             raise ConfigError(f"Unknown option {unknown[0]!r}.", hint=hint, option=unknown[0])
         return cls(**options)
+
+
+_WHOLE = {  # option -> the least it may be
+    "replicas": 0,
+    "keep_last": 1,
+    "keep_local": 1,
+    "every_steps": 1,
+    "remote_every": 1,
+    "reserve_bytes": 0,
+    "repair_bytes_per_s": 1,
+    "scrub_bytes_per_s": 0,
+}
+_WHOLE_OR_NONE = {"keep_every": 1, "total_steps": 1}
+_SECONDS = (
+    "max_block_s",
+    "goal_timeout_s",
+    "attempt_timeout_s",
+    "inventory_wait_s",
+    "finish_timeout_s",
+    "retire_grace_s",
+    "scrub_every_s",
+    "store_wait_s",
+    "agent_idle_s",
+)
+_SECONDS_OR_NONE = ("keep_every_s", "ttl_s")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    """A finite number, 0 or more."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def local_path(storage_path: str) -> Path:

@@ -17,6 +17,7 @@
     |  |- FormatError                    bytes that are not a valid file of this format
     |- RestoreError (RuntimeError)       nothing intact is left to restore from
     |- RunConflict (RuntimeError)        someone else owns this run
+    |  |- RunInUse                       another launcher that is alive in this cluster has the run
     |  |- RunSuperseded                  a newer session owns the run; this one must stop
     |  |- Fenced                         a newer coordinator owns the log
     |- ServiceError (RuntimeError)       the service did not answer as it should
@@ -111,6 +112,10 @@ class RestoreError(CheckpointError, RuntimeError):
 
 class RunConflict(CheckpointError, RuntimeError):
     """Someone else owns this run."""
+
+
+class RunInUse(RunConflict):
+    """Another launcher that is alive in this cluster has the run."""
 
 
 class RunSuperseded(RunConflict):

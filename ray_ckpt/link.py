@@ -14,6 +14,7 @@ from typing import Protocol
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
+from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.restore import RestoreTicket
 from ray_ckpt.types import AttemptId, Level, RankRestore
@@ -74,6 +75,10 @@ class Link(Protocol):
 
     def outcome(self, attempt: AttemptId, level: Level) -> Future[Outcome]:
         """Done when the attempt has reached `level` or was dropped."""
+        ...
+
+    def ended(self, session: int) -> Future[CheckpointError]:
+        """Done, with the reason, when the run has gone over to somebody else."""
         ...
 
     def skip(self, attempt: AttemptId, reason: str) -> None:

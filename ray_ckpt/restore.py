@@ -38,6 +38,7 @@ class RestoreTicket:
     """What a rank needs to restore: the checkpoint, its manifest, and each file's sources, best first."""
 
     session: int
+    epoch: int  # of the coordinator that opened the session
     checkpoint: CheckpointInfo | None
     fragments: tuple[Fragment, ...] = ()
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)

@@ -85,12 +85,17 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptId:
-    """One try at a save. Its directory name is never used by another attempt."""
+    """One try at a save. Its directory name is never used by another attempt.
+
+    `epoch` is that of the coordinator that opened the session: the number of a session that never came into
+    the log may be used again, the two together never.
+    """
 
     run_uid: str
     session: int
     step: int
     attempt: str
+    epoch: int = 0
 
     @property
     def directory(self) -> str:
@@ -137,6 +142,22 @@ class CheckpointInfo:
     @property
     def directory(self) -> str:
         return self.id.directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionInfo:
+    """One training group's tenure; `parent` and `resumed_from` give the branch of the lineage it is on."""
+
+    session: int
+    parent: int | None
+    resumed_from: str | None
+    world_size: int
+    num_nodes: int
+    opened_at_s: float
+    opened_by: int = 0  # the epoch of the coordinator that began it, which may be older than its record
+    service: str = ""
+    owner: str = ""
+    retention: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

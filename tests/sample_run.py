@@ -19,7 +19,7 @@ from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import CheckpointDescription, encode_checkpoint, encode_fragment
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import TensorRef, encode_tree
-from ray_ckpt.storage.log_store import Outcome, PosixLogStore
+from ray_ckpt.storage.log_store import Outcome, PosixLogStore, create_record, read_run, write_snapshot
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, Slice
 
 START_S = 1_790_000_000.0  # the time of record 0
@@ -102,9 +102,19 @@ class RunLog:
             op=op,
         )
         data = records.encode_record(record)
-        store = PosixLogStore(self.folder / names.SERVICE_DIR / names.LOG_DIR)
-        assert store.create(names.record_file(self.seq), data) is Outcome.OK
+        assert create_record(self.store, self.seq, data) is Outcome.OK
         self.seq, self.prev = self.seq + 1, digest(data)
+
+    @property
+    def store(self) -> PosixLogStore:
+        return PosixLogStore(self.folder / names.SERVICE_DIR / names.LOG_DIR)
+
+    def snapshot(self, *, time_s: float) -> None:
+        """A snapshot of all that was appended, as made at Unix time `time_s`."""
+        history, found = read_run(self.store)
+        for record, record_digest in found:
+            history.apply(record, record_digest)
+        assert write_snapshot(self.store, history.to_snapshot(time_s)) is Outcome.OK
 
     def create(self) -> None:
         self.append(records.Create(run_uid=self.run_uid, run_name=self.folder.name, format=1))

@@ -17,6 +17,7 @@ from ray_ckpt.format import names, records
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import decode_checkpoint, decode_fragment, encode_checkpoint, encode_fragment
 from ray_ckpt.storage import files
+from ray_ckpt.storage.log_store import trim_log
 from ray_ckpt.types import AttemptId, FileEntry, Level
 from tests.sample_run import SampleRun, make_checkpoint, write_run
 
@@ -156,6 +157,25 @@ def test_the_table_of_events(branched: SampleRun) -> None:
     assert events[-2]["op"] == "collected" and events[-2]["step"] == 10 and events[-1]["text"] == "a note"
 
 
+def test_a_trimmed_log_tells_the_same(branched: SampleRun) -> None:
+    whole = Catalog(branched.folder)
+    for time_s in (0.0, 1.0):
+        branched.log.snapshot(time_s=time_s)
+        branched.log.append(records.Note(text="goes on"))
+    assert trim_log(branched.log.store, 1e9) == 16
+    catalog = Catalog(branched.folder)
+    assert catalog.sessions == whole.sessions and catalog.list(all=True) == whole.list(all=True)
+    assert catalog.lineage == whole.lineage and catalog.to_arrow() == whole.to_arrow()
+    assert (catalog.run_uid, catalog.run_name) == (whole.run_uid, whole.run_name)
+    assert [e["seq"] for e in catalog.events().to_pylist()] == [0, 17, 18]
+
+
+def test_a_snapshot_alone_hides_no_event(branched: SampleRun) -> None:
+    events = Catalog(branched.folder).events()
+    branched.log.snapshot(time_s=0.0)
+    assert Catalog(branched.folder).events() == events
+
+
 # What it refuses
 
 
@@ -185,6 +205,29 @@ def test_a_gap_in_the_log_is_an_error_not_a_shorter_history(branched: SampleRun)
     with pytest.raises(FormatError, match="no record 5, but record 16"):
         catalog.refresh()
     assert len(catalog) == 4
+
+
+def test_a_gap_after_a_snapshot_is_an_error_and_one_before_it_is_none(branched: SampleRun) -> None:
+    branched.log.snapshot(time_s=0.0)
+    for text in "abc":
+        branched.log.append(records.Note(text=text))
+    store = branched.log.store
+    store.delete(names.record_file(5))
+    assert len(Catalog(branched.folder)) == 4
+    assert [e["seq"] for e in Catalog(branched.folder).events().to_pylist()] == [0, *range(6, 20)]
+    store.delete(names.record_file(18))
+    with pytest.raises(FormatError, match="no record 18, but record 19"):
+        Catalog(branched.folder)
+
+
+def test_a_damaged_snapshot_is_an_error_only_without_its_records(branched: SampleRun) -> None:
+    whole = Catalog(branched.folder)
+    branched.log.snapshot(time_s=0.0)
+    flip(branched.folder / "ray_ckpt" / "log" / names.snapshot_file(16), 200)
+    assert Catalog(branched.folder).list(all=True) == whole.list(all=True)
+    branched.log.store.delete(names.record_file(9))
+    with pytest.raises(FormatError, match="no record 9, but a snapshot of record 16"):
+        Catalog(branched.folder)
 
 
 def test_a_changed_record_is_an_error(branched: SampleRun) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import ray_ckpt
 from ray_ckpt.cli import app, main
-from ray_ckpt.format import names
+from ray_ckpt.format import names, records
 from tests.sample_run import SampleRun, make_checkpoint, write_run
 
 SHARD = "shard-00001-of-00002.safetensors"
@@ -158,6 +158,103 @@ def test_show_of_an_unknown_step(run: SampleRun, capsys: pytest.CaptureFixture[s
     assert (code, out) == (2, "") and "no live checkpoint of step 7. The nearest are 30, 40, 50." in err
 
 
+def test_show_names_pins_and_the_last_verification(run: SampleRun) -> None:
+    assert (as_json("show", run.folder, 50)["pins"], as_json("show", run.folder, 50)["verified_at_s"]) == (
+        {},
+        None,
+    )
+    text = ray_ckpt_cli("show", run.folder, 50)
+    assert "pins           none" in text and "last verified  never" in text
+    attempt = run.checkpoints[50].attempt.attempt
+    for owner, expires_at_s in (("nightly", 4e9), ("eval", None), ("old", 1e9)):
+        run.log.append(records.Pin(attempt=attempt, owner=owner, expires_at_s=expires_at_s))
+    run.log.append(records.Verified(attempt=attempt))
+    document = as_json("show", run.folder, 50)
+    assert document["pins"] == {"nightly": 4e9, "eval": None, "old": 1e9}
+    assert document["verified_at_s"] > document["committed_at_s"]
+    text = ray_ckpt_cli("show", run.folder, 50)
+    assert "eval, nightly until 2096-10-0" in text and "old (expired)" in text
+    assert "last verified" in text and "never" not in text
+
+
+# gc
+
+
+def verdicts(*args: object) -> list[tuple[int, bool]]:
+    """Step and whether it stays, of the live checkpoints."""
+    return [(c["step"], c["kept"]) for c in as_json("gc", *args, "--dry-run")["checkpoints"]]
+
+
+def test_gc_takes_the_policy_of_the_last_session(run: SampleRun) -> None:
+    for number, retention in ((3, "last=1"), (4, "last=1 best=loss:max:2")):
+        session = records.Session(
+            session=number,
+            service="sample",
+            after=number - 1,
+            resumed_from=run.checkpoints[50].attempt.attempt,
+            world_size=2,
+            num_nodes=2,
+            retention=retention,
+        )
+        run.log.append(session)
+    document = as_json("gc", run.folder, "--dry-run")
+    assert document["policy"] == "last=1 best=loss:max:2"
+    assert [(c["step"], c["kept"], c["reasons"]) for c in document["checkpoints"]] == [
+        (30, True, ["1 of 2 best by loss (max)"]),
+        (40, False, ["off the lineage"]),
+        (40, True, ["2 of 2 best by loss (max)"]),
+        (50, True, ["newest local", "newest replicated", "newest durable", "last 1"]),
+    ]
+    assert verdicts(run.folder, "--keep-last", 1) == [(30, False), (40, False), (40, False), (50, True)]
+
+
+def test_gc_with_a_policy_by_options_as_text(run: SampleRun) -> None:
+    before = as_json("ls", run.folder, "--all")
+    lines = ray_ckpt_cli("gc", run.folder, "--dry-run", "--keep-last", 2).splitlines()
+    assert lines[0] == "run gpt  policy last=2"
+    rows = [line.split() for line in lines if line.strip().startswith(("stays", "goes"))]
+    assert [row[:2] for row in rows] == [["goes", "30"], ["goes", "40"], ["stays", "40"], ["stays", "50"]]
+    assert "no policy keeps it" in " ".join(rows[0]) and "last 2" in " ".join(rows[2])
+    assert lines[-1].startswith("2 of 4 would go, 30.")
+    assert as_json("ls", run.folder, "--all") == before
+
+
+def test_gc_takes_every_option_of_retention(run: SampleRun) -> None:
+    options = ["--keep-every", 10, "--keep-every-s", 60, "--keep-best", "a:b:min:1", "--keep-milestone", 0.25]
+    options += ["--keep-milestone", 1, "--total-steps", 90, "--keep-epochs", "--ttl-s", 1e9]
+    text = (
+        "last=3 every_steps=10 every_s=60.0 milestones=90:0.25,1.0 epochs best=a%3Ab:min:1 ttl_s=1000000000.0"
+    )
+    assert as_json("gc", run.folder, "--dry-run", *options)["policy"] == text
+    assert verdicts(run.folder, "--ttl-s", 1) == [(30, False), (40, False), (40, False), (50, True)]
+
+
+def test_gc_shows_that_pins_hold(run: SampleRun) -> None:
+    pin = records.Pin(attempt=run.checkpoints[30].attempt.attempt, owner="eval", expires_at_s=None)
+    run.log.append(pin)
+    assert "pinned by eval" in ray_ckpt_cli("gc", run.folder, "--dry-run", "--keep-last", 1)
+
+
+def test_gc_says_why_it_does_not(run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = write_run(tmp_path, "empty", steps=()).folder
+    for args, message in (
+        ([run.folder], "only by the service of a running training. Add --dry-run"),
+        ([run.folder, "--dry-run"], "names no retention policy. Give one by options"),
+        (
+            [run.folder, "--dry-run", "--keep-best", "loss:least:2"],
+            "keep_best is ('loss', 'least', 2). Set it to",
+        ),
+        ([run.folder, "--dry-run", "--keep-best", "loss:2"], "Give METRIC:MODE:COUNT"),
+        ([run.folder, "--dry-run", "--keep-last", 0], "keep_last is 0. Set it to"),
+        ([run.folder, "--dry-run", "--keep-milestone", 0.5], "needs total_steps"),
+        ([tmp_path / "nothing", "--dry-run", "--keep-last", 1], "There is no run at"),
+    ):
+        code, out, err = fails(capsys, "gc", *args)
+        assert (code, out) == (2, "")
+        assert message in err and err.startswith("ray-ckpt: ") and err.count("\n") == 1
+    assert "No live checkpoints." in ray_ckpt_cli("gc", empty, "--dry-run", "--keep-last", 1)
+
+
 # verify
 
 
@@ -229,7 +326,7 @@ def test_usage_errors_exit_with_2() -> None:
         assert CliRunner().invoke(app, args).exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "gc"])
 def test_every_command_has_an_example(command: str) -> None:
     assert f"Example: ray-ckpt {command}" in ray_ckpt_cli(command, "--help")
 

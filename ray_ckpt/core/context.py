@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
-from ray_ckpt.core.messages import Inventory, SessionPlan, Warn
+from ray_ckpt.core.messages import DiskSpace, Inventory, SessionPlan, Warn
 from ray_ckpt.types import CheckpointInfo, Level
 
 MAX_WARNINGS = 256  # said once each; after that they may repeat
@@ -37,11 +37,26 @@ class Holders:
         """Copies besides the first that every fragment has; -1 if a fragment is held by nobody."""
         return min(len(self.of(attempt, index)) for index in range(num_nodes)) - 1
 
+    def has_all(self, checkpoint: CheckpointInfo) -> bool:
+        """Whether live nodes hold every part of it."""
+        return self.num_copies(checkpoint.id.attempt, checkpoint.num_nodes) >= 0
+
     def can_serve(self, checkpoint: CheckpointInfo) -> bool:
         """Whether every part of it can be read from a live node or the storage path."""
-        return checkpoint.level >= Level.DURABLE or (
-            self.num_copies(checkpoint.id.attempt, checkpoint.num_nodes) >= 0
-        )
+        return checkpoint.level >= Level.DURABLE or self.has_all(checkpoint)
+
+    def count(self, attempt: str, node: str) -> int:
+        """How many fragments of it a node holds."""
+        return sum(node in nodes for nodes in self._nodes.get(attempt, {}).values())
+
+    def remove(self, attempt: str, node_index: int, node: str) -> None:
+        """One copy is no good any more."""
+        self._nodes.get(attempt, {}).get(node_index, set()).discard(node)
+
+    def remove_all(self, attempt: str, node: str) -> None:
+        """A node gives up all that it holds of it."""
+        for nodes in self._nodes.get(attempt, {}).values():
+            nodes.discard(node)
 
     def forget(self, attempt: str) -> None:
         self._nodes.pop(attempt, None)
@@ -73,6 +88,9 @@ class Context:
     ledger: Ledger
     holders: Holders = field(default_factory=Holders)
     plan: SessionPlan | None = None
+    draining: frozenset[str] = frozenset()
+    domains: Mapping[str, str] = field(default_factory=dict)
+    disks: Mapping[str, DiskSpace] = field(default_factory=dict)
     now_s: float = 0.0  # monotonic
     warned: dict[str, None] = field(default_factory=dict)
 

@@ -17,30 +17,43 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.deletions import Deletions
 from ray_ckpt.core.drain import Drains
+from ray_ckpt.core.exposure import exposure
 from ray_ckpt.core.groups import Groups
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
-from ray_ckpt.core.retention import choose_retirements
+from ray_ckpt.core.retention import choose_retirements, policies_of
 from ray_ckpt.core.saves import Saves
-from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
+from ray_ckpt.core.upkeep import Upkeep
+from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore
+from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, RankRestore
+
+SNAPSHOT_EVERY = 1000  # records between two snapshots of the log: what a reader opens one by one
+SNAPSHOT_RETRY_S = 60.0
 
 # Until its fence is in the log, a coordinator knows neither what was committed nor that it may speak.
 _BEFORE_THE_FENCE = (m.LogOpened, m.Appended, m.Ticked, m.NodesSeen)
 
 
 class RunMachine:
-    """State and decisions of one run. `writer` identifies this coordinator in the log."""
+    """State and decisions of one run.
 
-    def __init__(self, *, options: RunOptions, writer: str) -> None:
-        self._context = Context(options, Ledger(writer))
+    `writer` identifies this coordinator in the log, `service` the service of its cluster, over restarts.
+    """
+
+    def __init__(self, *, options: RunOptions, writer: str, service: str) -> None:
+        self._context = Context(options, Ledger(writer=writer, service=service))
         self._groups = Groups(self._context)
         self._saves = Saves(self._context)
         self._drains = Drains()
         self._deletions = Deletions()
+        self._upkeep = Upkeep(self._context)
         self._retire_due = False
-        self._finishing: list[m.Token] = []
+        self._pinning: list[m.PinAsked | m.UnpinAsked] = []  # bounded by the callers that wait
+        self._snapshot_seq = 0  # of the last snapshot of the log that is known
+        self._snapshot_at_s = 0.0  # not before that
+        self._is_writing_snapshot = False
+        self._finishing: list[m.FinishAsked] = []
         self._wall_s = 0.0
         self._early: list[m.Event] = []  # came before the fence; bounded by the callers that wait for it
         self._fenced = False
@@ -53,7 +66,7 @@ class RunMachine:
             self._early.append(event)
             return ()
         effects = [*self._on(event), *self._decide()]
-        if not self._fenced and (append := self._ledger.next(self._wall_s)) is not None:
+        if not self._fenced and (append := self._next_append()) is not None:
             effects.append(append)
         return tuple(effects)
 
@@ -78,6 +91,39 @@ class RunMachine:
         return self._ledger.is_open and not self._fenced
 
     @property
+    def epoch(self) -> int:
+        """This coordinator's token: nodes obey no lower one than the highest that they have heard of."""
+        return self._ledger.epoch
+
+    @property
+    def owner(self) -> str:
+        """The launcher whose group is at work or being opened; "" if there is none."""
+        return self._groups.owner
+
+    @property
+    def copies_missing(self) -> int:
+        """Copies of fragments that repair has yet to make."""
+        return self._upkeep.copies_missing
+
+    def exposure(self) -> tuple[Exposure, ...]:
+        """For each node of the group at work: what its death would cost right now."""
+        nodes = self.plan.nodes if self.plan else ()
+        return exposure(nodes, self.history.lineage(), self._context.holders, self._saves.last_step)
+
+    def needed_nodes(self) -> frozenset[str]:
+        """Nodes that the group at work runs on, that hold its copies, or that alone hold something of it."""
+        plan, holders = self.plan, self._context.holders
+        if plan is None:
+            return frozenset()
+        nodes = {n.node_id for n in plan.nodes}.union(*(n.holders for n in plan.nodes))
+        kept = [c for c in self.history.live() if c.level < Level.DURABLE]
+        return frozenset(nodes.union(*(holders.anywhere(c.id.attempt) for c in kept)))
+
+    def objection(self, owner: str, dead_owner: str) -> CheckpointError | None:
+        """Why this launcher may not open a group now; `dead_owner` was found dead."""
+        return self._groups.objection(owner, dead_owner)
+
+    @property
     def plan(self) -> m.SessionPlan | None:
         """The group at work."""
         return self._context.plan
@@ -98,6 +144,9 @@ class RunMachine:
 
     # -- the log -------------------------------------------------------------------------------------
 
+    def _next_append(self) -> m.Append | None:
+        return self._ledger.next(self._context.now_s, self._wall_s)
+
     @singledispatchmethod
     def _on(self, event: Any) -> Iterable[m.Effect]:
         raise TypeError(f"unknown event {event!r}")
@@ -105,6 +154,7 @@ class RunMachine:
     @_on.register
     def _(self, event: m.LogOpened) -> Iterable[m.Effect]:
         self._ledger.open(event)
+        self._snapshot_seq = event.history.next_seq - 1 if event.history is not None else 0
         return ()
 
     @_on.register
@@ -116,7 +166,7 @@ class RunMachine:
                 f"The log did not answer for record {event.seq}; trying again."
             )
         elif op == "lost":
-            yield from self._step_down(event.seq)
+            yield from self._step_down(f"Another coordinator wrote record {event.seq}", event.service)
         elif not isinstance(op, str):
             yield from self._logged(op)
 
@@ -127,8 +177,9 @@ class RunMachine:
                 early, self._early = self._early, []
                 for event in early:
                     yield from self._on(event)
-            case r.Session():
-                self._saves.begin_session()
+            case r.Session(session=session):
+                if self.plan is None or self.plan.session != session:
+                    self._saves.begin_session()
                 yield from self._groups.session_logged()
             case r.Commit(attempt=attempt):
                 yield from self._committed(self.history.checkpoints[attempt])
@@ -145,7 +196,16 @@ class RunMachine:
                 self._retire_due = True
             case r.Retired(attempt=attempt):
                 checkpoint = self.history.checkpoints[attempt]
-                yield from self._deletions.start(checkpoint, self._context.holders.anywhere(attempt))
+                # Also where no whole fragment is: a copy that was cut off leaves files.
+                places = self._context.holders.anywhere(attempt).union(self._context.session_nodes())
+                yield from self._deletions.start(
+                    checkpoint,
+                    places & self._context.holders.live,
+                    now_s=self._context.now_s,
+                    grace_s=self.options.retire_grace_s,
+                )
+            case r.Pin() | r.Unpin():
+                yield m.Reply(token=self._pinning.pop(0).token, value=None)
             case r.Collected(attempt=attempt):
                 self._context.holders.forget(attempt)
             case _:
@@ -160,75 +220,153 @@ class RunMachine:
         if self.plan is not None and checkpoint.id.session == self.plan.session:
             yield from self._groups.release_strays()
 
-    def _step_down(self, seq: int) -> Iterator[m.Effect]:
+    @_on.register
+    def _(self, event: m.OrderRefused) -> Iterator[m.Effect]:
+        if event.epoch > self.epoch:
+            yield from self._step_down(f"The nodes obey epoch {event.epoch}", self._ledger.service)
+
+    def _step_down(self, why: str, service: str) -> Iterator[m.Effect]:
+        """The log is another's, of that service ("" if it is not known). If it is foreign, the group ends."""
         self._fenced = True
-        error = Fenced(f"Another coordinator wrote record {seq} of run {self.history.run_name}.")
+        error = Fenced(f"{why} of run {self.history.run_name}.")
+        is_foreign = service not in ("", self._ledger.service)
+        if is_foreign and self.plan is not None:
+            superseded = RunSuperseded(
+                f"Another cluster has taken over run {self.history.run_name}.",
+                hint="Stop one of the two, or give them different run names.",
+            )
+            yield m.Supersede(
+                nodes=self._context.session_nodes(), session=self.plan.session, error=superseded
+            )
         yield from self._groups.fail(error)
         yield from self._fail_finishing(error)
-        for event in self._early:
+        for event in [*self._early, *self._pinning]:
             yield from self._refuse(event)
-        yield m.StepDown(error=error)
+        yield m.StepDown(error=error, is_foreign=is_foreign)
 
     def _refuse(self, event: m.Event) -> Iterator[m.Effect]:
-        if isinstance(event, m.GroupOpened | m.NodeRestored | m.FinishAsked):
+        if isinstance(event, m.GroupOpened | m.NodeRestored | m.FinishAsked | m.PinAsked | m.UnpinAsked):
             name = self.history.run_name
             yield m.Fail(token=event.token, error=Fenced(f"Another coordinator owns run {name}."))
 
     # -- decisions on the whole log --------------------------------------------------------------------
 
     def _decide(self) -> Iterator[m.Effect]:
-        if self._fenced or self._ledger.pending or not self.is_open:
+        if self._fenced or not self.is_open:
+            return
+        if self._ledger.pending:
+            yield from self._groups.decide_without_log()
             return
         yield from self._groups.decide()
+        if self._pinning and not self._ledger.pending:
+            yield from self._pin()
         if self._retire_due and not self._ledger.pending:
             self._retire_due = False
             self._retire()
+        if self._groups.owner_has_run and not self._ledger.pending:
+            self._retire_due = self._retire_due or self._upkeep.is_crowded()
+            yield from self._upkeep.decide(wall_s=self._wall_s, busy=self._busy())
         if self._finishing and not self._saves and not self._ledger.pending:
             yield from self._finish()
+        yield from self._snapshot()
+
+    def _busy(self) -> set[str]:
+        """Checkpoints that something reads at the moment."""
+        return self._drains.attempts | self._groups.busy()
 
     def _retire(self) -> None:
         for choice in choose_retirements(
             live=self.history.live(),
             lineage=self.history.lineage(),
-            keep_last=self.options.keep_last,
-            busy=self._drains.attempts | self._groups.busy(),
+            policies=policies_of(self.options),
+            now_s=self._wall_s,
+            busy=self._busy(),
+            pressure=self._upkeep.is_crowded(),
         ):
             self._ledger.append(r.Retired(attempt=choice.attempt, reason=choice.reason))
+
+    def _pin(self) -> Iterator[m.Effect]:
+        """Pins are decided on the whole log: what is retired cannot be kept any more."""
+        asked = self._pinning[0]
+        checkpoint = self.history.checkpoints.get(asked.attempt)
+        if isinstance(asked, m.UnpinAsked) and checkpoint is not None:
+            self._ledger.append(r.Unpin(attempt=asked.attempt, owner=asked.owner))
+        elif isinstance(asked, m.PinAsked) and checkpoint is not None and checkpoint.state == "live":
+            end_s = asked.expires_at_s
+            self._ledger.append(r.Pin(attempt=asked.attempt, owner=asked.owner, expires_at_s=end_s))
+        else:
+            self._pinning.pop(0)
+            state = f"is {checkpoint.state}" if checkpoint else "does not exist"
+            error = ConfigError(
+                f"Checkpoint {asked.attempt} cannot be pinned: it {state}.",
+                hint="Retirement is final; pin one that `ray-ckpt ls` shows as live.",
+            )
+            yield m.Fail(token=asked.token, error=error)
+
+    def _snapshot(self) -> Iterator[m.Effect]:
+        """From time to time the whole history goes into one file, so that readers need few records."""
+        due = self.history.next_seq - 1 - self._snapshot_seq >= SNAPSHOT_EVERY
+        if not due or self._is_writing_snapshot or self._context.now_s < self._snapshot_at_s:
+            return
+        if not self._ledger.pending:
+            self._is_writing_snapshot = True
+            yield m.WriteSnapshot(seq=self.history.next_seq - 1)
+
+    @_on.register
+    def _(self, event: m.SnapshotWritten) -> Iterator[m.Effect]:
+        self._is_writing_snapshot = False
+        if event.error is None:
+            self._snapshot_seq = max(self._snapshot_seq, event.seq)
+        else:
+            self._snapshot_at_s = self._context.now_s + SNAPSHOT_RETRY_S
+            yield from self._context.warn_once(f"The log's snapshot could not be written: {event.error}")
 
     def _finish(self) -> Iterator[m.Effect]:
         lineage = self.history.lineage()
         newest = lineage[-1] if lineage else None
         if newest is None or newest.level >= Level.DURABLE:
-            tokens, self._finishing = self._finishing, []
-            for token in tokens:
-                yield m.Reply(token=token, value=newest)
+            asked, self._finishing = self._finishing, []
+            for event in asked:
+                yield m.Reply(token=event.token, value=newest)
+            if any(event.ends_group for event in asked):
+                self._groups.finished()
         elif newest.id.attempt not in self._drains.attempts:
             self._drains.start(newest)
             yield from self._assign_drains()
 
     def _fail_finishing(self, error: CheckpointError) -> Iterator[m.Effect]:
-        tokens, self._finishing = self._finishing, []
-        for token in tokens:
-            yield m.Fail(token=token, error=error)
+        asked, self._finishing = self._finishing, []
+        for event in asked:
+            yield m.Fail(token=event.token, error=error)
 
     # -- groups and saves ------------------------------------------------------------------------------
 
     @_on.register
     def _(self, event: m.GroupOpened) -> Iterator[m.Effect]:
+        if (objection := self._groups.objection(event.owner, event.dead_owner)) is not None:
+            yield m.Fail(token=event.token, error=objection)
+            return
         error = RunSuperseded("A newer training group has opened this run.")
         yield from self._fail_finishing(error)
         yield from self._saves.end_session(error)
         yield from self._groups.opened(event)
+        yield from self._saves.adopt(event.inventories)
 
     @_on.register
-    def _(self, event: m.InventoryTaken) -> Iterable[m.Effect]:
+    def _(self, event: m.InventoryTaken) -> Iterator[m.Effect]:
         self._groups.inventory_taken(event)
-        return ()
+        if self._groups.is_choosing:
+            yield from self._saves.adopt(event.inventories)
 
     @_on.register
-    def _(self, event: m.GroupFound) -> Iterable[m.Effect]:
-        self._groups.found(event)
-        return ()
+    def _(self, event: m.GroupFound) -> Iterator[m.Effect]:
+        if self._groups.owner_has_run:  # a group has come meanwhile
+            return
+        current = self.history.session
+        if current is not None and event.plan.age > (current.opened_by, current.session):
+            yield from self._saves.adopt(event.inventories)
+        yield from self._groups.found(event)
+        yield from self._saves.resume(event.inventories)
 
     @_on.register
     def _(self, event: m.NodeRestored) -> Iterator[m.Effect]:
@@ -240,6 +378,7 @@ class RunMachine:
 
     @_on.register
     def _(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
+        self._upkeep.copied(event)
         yield from self._saves.replica_ended(event)
 
     @_on.register
@@ -252,7 +391,20 @@ class RunMachine:
 
     @_on.register
     def _(self, event: m.FinishAsked) -> Iterable[m.Effect]:
-        self._finishing.append(event.token)
+        self._finishing.append(event)
+        return ()
+
+    @_on.register
+    def _(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
+        yield from self._upkeep.scrubbed(event)
+        checkpoint = self.history.checkpoints.get(event.attempt.attempt)
+        if event.damage and event.place == m.REMOTE and checkpoint and checkpoint.state == "live":
+            self._drains.start(checkpoint)  # again, over what is there
+            yield from self._assign_drains()
+
+    @_on.register
+    def _(self, event: m.PinAsked | m.UnpinAsked) -> Iterable[m.Effect]:
+        self._pinning.append(event)
         return ()
 
     # -- deletion and draining -------------------------------------------------------------------------
@@ -271,7 +423,12 @@ class RunMachine:
             collecting = {op.attempt for op in self._ledger.pending if isinstance(op, r.Collected)}
             checkpoints = self.history.checkpoints.values()
             retired = [c for c in checkpoints if c.state == "retired" and c.id.attempt not in collecting]
-            yield from self._deletions.redo(retired, self._context.holders.live, self._context.now_s)
+            yield from self._deletions.redo(
+                retired,
+                self._context.holders.live,
+                now_s=self._context.now_s,
+                grace_s=self.options.retire_grace_s,
+            )
 
     def _assign_drains(self) -> Iterator[m.Effect]:
         for checkpoint in self._drains.give_up_orphans(self._context.holders):
@@ -303,7 +460,7 @@ class RunMachine:
         self._drains.finish(event.attempt.attempt)
         if event.error is not None:
             yield from self._drain_failed(event.attempt, event.error)
-        elif checkpoint.state == "live":
+        elif checkpoint.state == "live" and checkpoint.level < Level.DURABLE:
             self._ledger.append(
                 r.Promote(attempt=event.attempt.attempt, level=Level.DURABLE, replicas=checkpoint.replicas)
             )
@@ -323,7 +480,11 @@ class RunMachine:
     @_on.register
     def _(self, event: m.NodesSeen) -> Iterator[m.Effect]:
         lost = self._context.holders.live - event.live
-        self._context.holders.live = event.live
+        context = self._context
+        if event.live != context.holders.live or event.draining != context.draining:
+            self._upkeep.nodes_changed(lost)
+        context.holders.live, context.draining = event.live, event.draining
+        context.domains, context.disks = event.domains, event.disks
         if lost:
             self._context.holders.lose(lost)
             yield from self._saves.nodes_lost(lost)

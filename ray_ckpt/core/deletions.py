@@ -16,14 +16,22 @@ class Deletions:
     def __init__(self) -> None:
         self._places: dict[str, set[str]] = {}
         self._asked: dict[str, set[str]] = {}  # places that have been asked and have not answered
+        self._readers_until_s: dict[str, float] = {}  # until then the storage path keeps its copy
         self._retry_at_s = 0.0
 
-    def start(self, checkpoint: CheckpointInfo, nodes: Iterable[str]) -> Iterator[Delete]:
-        """Delete a checkpoint on these nodes and on the storage path; a place at work is not asked again."""
+    def start(
+        self, checkpoint: CheckpointInfo, nodes: Iterable[str], *, now_s: float, grace_s: float
+    ) -> Iterator[Delete]:
+        """Delete a checkpoint on these nodes and, `grace_s` later, on the storage path.
+
+        A place at work is not asked again. The grace is for those who read the storage path from outside;
+        the nodes' readers are known, and protected from retirement.
+        """
         attempt = checkpoint.id.attempt
         places = self._places.setdefault(attempt, {REMOTE, *nodes})
         asked = self._asked.setdefault(attempt, set())
-        for place in sorted(places - asked):
+        waiting = {REMOTE} if now_s < self._readers_until_s.setdefault(attempt, now_s + grace_s) else set()
+        for place in sorted(places - asked - waiting):
             asked.add(place)
             yield Delete(attempt=attempt, directory=checkpoint.directory, place=place)
 
@@ -44,15 +52,15 @@ class Deletions:
             yield from self._gone(attempt)
 
     def redo(
-        self, retired: Iterable[CheckpointInfo], nodes: Collection[str], now_s: float
+        self, retired: Iterable[CheckpointInfo], nodes: Collection[str], *, now_s: float, grace_s: float
     ) -> Iterator[Delete]:
-        """Ask again where a delete failed, and for what an earlier coordinator left undone."""
+        """Ask where the grace is over or a delete failed, and for what an earlier coordinator left undone."""
         if now_s >= self._retry_at_s:
             self._retry_at_s = now_s + RETRY_S
             for checkpoint in retired:
-                yield from self.start(checkpoint, nodes)
+                yield from self.start(checkpoint, nodes, now_s=now_s, grace_s=grace_s)
 
     def _gone(self, attempt: str) -> Iterator[str]:
         if not self._places[attempt]:
-            del self._places[attempt], self._asked[attempt]
+            del self._places[attempt], self._asked[attempt], self._readers_until_s[attempt]
             yield attempt

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.claim import check_claim
 from ray_ckpt.core.context import Context, names_of
+from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.placement import place_replicas
-from ray_ckpt.errors import CheckpointError, RestoreError, RunSuperseded
+from ray_ckpt.core.retention import policies_of, to_text
+from ray_ckpt.errors import CheckpointError, RestoreError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, RankRestore
 
+MAX_WAITING_SESSIONS = 8  # begun while the store is away; each is a group that failed
 SLOW_RESTORE_S = 60.0  # a group in which some have restored for so long is worth a word
 
 
@@ -32,6 +36,42 @@ class Groups:
 
     # -- opening -------------------------------------------------------------------------------------
 
+    def objection(self, owner: str, dead_owner: str) -> CheckpointError | None:
+        """Why this launcher may not open a group now; `dead_owner` was found dead."""
+        context, rival = self._context, self.owner
+        try:
+            check_claim(context.history, service=context.ledger.service, owner=owner)
+        except RunSuperseded as error:
+            return error
+        if rival in ("", owner, dead_owner):
+            return None
+        return RunInUse(
+            f"Run {context.history.run_name} is at work: its launcher {rival} is alive.",
+            hint="Stop that one first, or choose another run name.",
+            owner=rival,
+        )
+
+    @property
+    def owner_has_run(self) -> bool:
+        """A group is at work or being opened."""
+        return self._group is not None or self._context.plan is not None
+
+    @property
+    def owner(self) -> str:
+        """The launcher whose group is at work or being opened."""
+        if self._group is not None:
+            return self._group.owner
+        return self._context.plan.owner if self._context.plan else ""
+
+    @property
+    def is_choosing(self) -> bool:
+        """A group waits for its checkpoint to be chosen."""
+        return self._choosing
+
+    def finished(self) -> None:
+        """The launcher says that its group has ended."""
+        self._context.plan, self._group, self.is_training = None, None, False
+
     def opened(self, event: m.GroupOpened) -> Iterator[m.Effect]:
         """A new group begins; the one before it, if any, has ended."""
         yield from self.fail(RunSuperseded("A newer training group has opened this run."))
@@ -47,12 +87,44 @@ class Groups:
             self._asked = False
             self._learn(event.inventories)
 
-    def found(self, event: m.GroupFound) -> None:
+    def found(self, event: m.GroupFound) -> Iterator[m.Effect]:
         """This coordinator was restarted while a group was at work."""
-        self._context.holders.learn(event.inventories, self._context.history.run_uid)
-        current = self._context.history.session
-        if self._group is None and current is not None and current.session == event.plan.session:
-            self._context.plan, self.is_training = event.plan, True
+        context, plan = self._context, event.plan
+        context.holders.learn(event.inventories, context.history.run_uid)
+        if self._group is not None or context.plan is not None:
+            return
+        history = context.ledger.projected()
+        current = history.session
+        age = (current.opened_by, current.session) if current else (0, 0)
+        number = current.session if current else 0
+        resumed_from = plan.resume.checkpoint.id.attempt if plan.resume else None
+        if plan.age == age:
+            context.plan, self.is_training = plan, True
+        elif (
+            plan.age > age
+            and plan.session > number
+            and (resumed_from is None or resumed_from in {c.id.attempt for c in history.lineage()})
+        ):  # begun while the store was away; the old coordinator could not log it any more
+            context.plan, self.is_training = plan, True
+            context.ledger.append(
+                r.Session(
+                    session=plan.session,
+                    opened_by=plan.epoch,
+                    service=context.ledger.service,
+                    owner=plan.owner,
+                    retention=to_text(policies_of(context.options)),
+                    after=number or None,
+                    resumed_from=resumed_from,
+                    world_size=plan.world_size,
+                    num_nodes=len(plan.nodes),
+                )
+            )
+        else:
+            yield m.Supersede(
+                nodes=tuple(n.node_id for n in plan.nodes),
+                session=plan.session,
+                error=RunSuperseded(f"Session {plan.session} of run {history.run_name} is over."),
+            )
 
     def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
         """Tell all who wait."""
@@ -64,7 +136,32 @@ class Groups:
     def decide(self) -> Iterator[m.Effect]:
         """Choose if a group waits for it. Called only while nothing is pending: the log is all there is."""
         if self._choosing and not self._asked:
-            yield from self._choose()
+            yield from self._choose(self._context.history)
+
+    def decide_without_log(self) -> Iterator[m.Effect]:
+        """The store is away: go on with what the nodes hold, by the log as it will be when it is back.
+
+        The session is queued behind all that it builds on. If somebody else has written meanwhile, the queue
+        never gets in, and the group hears that it was superseded.
+        """
+        context = self._context
+        if not context.ledger.is_silent(context.now_s, context.options.store_wait_s):
+            return
+        if not self._waiting or context.now_s - self._since_s < context.options.store_wait_s:
+            return
+        waiting = sum(isinstance(op, r.Session) for op in context.ledger.pending)
+        if self._choosing and not self._asked:
+            if waiting >= MAX_WAITING_SESSIONS:
+                error = Unavailable("The log of the run does not answer, and too many groups have failed.")
+                yield from self.fail(error)
+                return
+            yield from self._choose(context.ledger.projected(), from_nodes_only=True)
+        if self._waiting and not self._choosing:
+            yield m.Warn(
+                text="The log does not answer: the group goes on with what the nodes hold, "
+                "and its session is recorded when the storage path is back."
+            )
+            yield from self._begin(context.ledger.projected())
 
     def _learn(self, inventories: Mapping[str, m.Inventory]) -> None:
         history = self._context.history
@@ -73,13 +170,14 @@ class Groups:
         for node, inventory in inventories.items():
             self._strays[node] = tuple(d for d in inventory.directories if d not in live)
 
-    def _choose(self) -> Iterator[m.Effect]:
+    def _choose(self, history: RunHistory, *, from_nodes_only: bool = False) -> Iterator[m.Effect]:
         """Take the newest checkpoint that can be read, or wait for nodes that may bring a newer one."""
         assert self._group is not None
         group, context = self._group, self._context
-        candidates = [] if group.resume == "never" else list(reversed(context.history.lineage()))
+        candidates = [] if group.resume == "never" else list(reversed(history.lineage()))
         candidates = [c for c in candidates if c.id.attempt not in self._excluded]
-        chosen = next((c for c in candidates if context.holders.can_serve(c)), None)
+        can_serve = context.holders.has_all if from_nodes_only else context.holders.can_serve
+        chosen = next((c for c in candidates if can_serve(c)), None)
         waited_s = context.now_s - self._since_s
         if candidates and chosen is not candidates[0] and waited_s < context.options.inventory_wait_s:
             self._asked = True
@@ -94,11 +192,14 @@ class Groups:
                 text=f"Step {skipped} has lost all copies of a part; step {chosen.step} is restored instead."
             )
         self._choosing = False
-        previous = context.history.session
+        previous = history.session
         context.ledger.append(
             r.Session(
                 session=previous.session + 1 if previous else 1,
-                service=group.service,
+                opened_by=context.ledger.epoch,
+                service=context.ledger.service,
+                owner=group.owner,
+                retention=to_text(policies_of(context.options)),
                 after=previous.session if previous else None,
                 resumed_from=chosen.id.attempt if chosen else None,
                 world_size=sum(len(n.ranks) for n in group.nodes),
@@ -117,14 +218,20 @@ class Groups:
     # -- the session is in the log ---------------------------------------------------------------------
 
     def session_logged(self) -> Iterator[m.Effect]:
-        """The record is confirmed: tell the group, unless a newer one has come in the meantime."""
-        context, group, session = self._context, self._group, self._context.history.session
-        if group is None or session is None or self._choosing:
-            return
+        """The record is confirmed: tell the group, unless it was told before or a newer one has come."""
+        if self._group is not None and self._waiting and not self._choosing:
+            yield from self._begin(self._context.history)
+
+    def _begin(self, history: RunHistory) -> Iterator[m.Effect]:
+        """Place the copies and send the plan of the history's last session to its group."""
+        context, group, session = self._context, self._group, history.session
+        assert group is not None and session is not None
         holders = place_replicas(
             training_nodes=[n.node_id for n in group.nodes],
             live_nodes=context.holders.live,
             replicas=context.options.replicas,
+            domains=context.domains,
+            draining=context.draining,
         )
         context.plan = m.SessionPlan(
             run_uid=context.history.run_uid,
@@ -134,7 +241,9 @@ class Groups:
                 m.SessionNode(node_id=n.node_id, node_index=i, ranks=n.ranks, holders=holders[n.node_id])
                 for i, n in enumerate(group.nodes)
             ),
-            resume=self._resume_point(session.resumed_from),
+            resume=self._resume_point(history, session.resumed_from),
+            owner=group.owner,
+            epoch=context.ledger.epoch,
         )
         self._restored, self.is_training, self._since_s = {}, False, context.now_s
         yield from self._warn_of_few_copies(context.plan)
@@ -151,10 +260,10 @@ class Groups:
                 f"{len(context.holders.live)} live node(s) cannot hold {context.options.replicas} replica(s)."
             )
 
-    def _resume_point(self, attempt: str | None) -> m.ResumePoint | None:
+    def _resume_point(self, history: RunHistory, attempt: str | None) -> m.ResumePoint | None:
         if attempt is None:
             return None
-        checkpoint, holders = self._context.history.checkpoints[attempt], self._context.holders
+        checkpoint, holders = history.checkpoints[attempt], self._context.holders
         nodes = tuple(tuple(sorted(holders.of(attempt, i))) for i in range(checkpoint.num_nodes))
         return m.ResumePoint(checkpoint=checkpoint, holders=nodes)
 

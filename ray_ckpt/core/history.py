@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+import copy
+from dataclasses import replace
 
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format.records import (
@@ -21,26 +21,17 @@ from ray_ckpt.format.records import (
     Unpin,
     Verified,
 )
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+from ray_ckpt.format.snapshot import LogSnapshot
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionInfo
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionInfo:
-    """One training group's tenure; `parent` and `resumed_from` give the branch of the lineage it is on."""
-
-    session: int
-    parent: int | None
-    resumed_from: str | None
-    world_size: int
-    num_nodes: int
-    opened_at_s: float
-    service: str = ""
-    owner: str = ""
-    retention: str = ""
+__all__ = ["RunHistory", "SessionInfo"]
 
 
 class RunHistory:
-    """State of one run after records 0..seq. `apply` is the only door."""
+    """State of one run after records 0 to `next_seq` - 1. `apply` is the only door.
+
+    A record costs the same whatever the length of the log; `live` and `lineage` cost the live checkpoints.
+    """
 
     def __init__(self) -> None:
         self.run_uid = ""
@@ -50,85 +41,100 @@ class RunHistory:
         self.epoch = 0
         self.writer = ""
         self.service = ""  # of the coordinator that wrote the last epoch
-        self.sessions: dict[int, SessionInfo] = {}
+        self.sessions: dict[int, SessionInfo] = {}  # by number, in log order
         self.checkpoints: dict[str, CheckpointInfo] = {}  # by attempt, in log order
+        self._live: dict[str, CheckpointInfo] = {}  # those that are live
+
+    @classmethod
+    def from_snapshot(cls, snapshot: LogSnapshot) -> RunHistory:
+        """The history that `to_snapshot` was called on."""
+        history = cls()
+        history.run_uid, history.run_name = snapshot.run_uid, snapshot.run_name
+        history.next_seq, history.last_digest = snapshot.seq + 1, snapshot.last_digest
+        history.epoch, history.writer, history.service = snapshot.epoch, snapshot.writer, snapshot.service
+        history.sessions = {s.session: s for s in snapshot.sessions}
+        history.checkpoints = {c.id.attempt: c for c in snapshot.checkpoints}
+        history._live = {name: c for name, c in history.checkpoints.items() if c.state == "live"}
+        return history
+
+    def to_snapshot(self, time_s: float) -> LogSnapshot:
+        """All of this, as written at Unix time `time_s`. Needs at least one record."""
+        return LogSnapshot(
+            seq=self.next_seq - 1,
+            last_digest=self.last_digest,
+            time_s=time_s,
+            run_uid=self.run_uid,
+            run_name=self.run_name,
+            epoch=self.epoch,
+            writer=self.writer,
+            service=self.service,
+            sessions=tuple(self.sessions.values()),
+            checkpoints=tuple(self.checkpoints.values()),
+        )
+
+    def copy(self) -> RunHistory:
+        """A history of its own that says the same; records may be applied to either."""
+        other = copy.copy(self)
+        other.sessions, other.checkpoints = dict(self.sessions), dict(self.checkpoints)
+        other._live = dict(self._live)
+        return other
 
     @property
     def session(self) -> SessionInfo | None:
         """The current session: the last one in the log."""
-        return self.sessions[max(self.sessions)] if self.sessions else None
+        return next(reversed(self.sessions.values()), None)
 
     def apply(self, record: LogRecord, record_digest: str) -> None:
-        """Add the next record. FormatError, and no change, if it does not continue this history (P3)."""
+        """Add the next record. FormatError, and no change, if it does not continue this history (P3).
+
+        A `promote`, `verified` or `lost` may have waited behind the record that retired its checkpoint; then
+        it is part of the log and changes nothing.
+        """
         self._check(record)
         match record.op:
             case Create(run_uid=uid, run_name=name):
                 self.run_uid, self.run_name = uid, name
             case Epoch(service=service):
                 self.service = service
+            case Session() as op:
+                self.sessions[op.session] = _opened(op, record.time_s)
+            case Commit() as op:
+                self._put(_committed(op, record, self.run_uid, self.sessions[op.session]))
             case Note():
                 pass
-            case Session() as op:
-                self.sessions[op.session] = SessionInfo(
-                    session=op.session,
-                    parent=op.after,
-                    resumed_from=op.resumed_from,
-                    world_size=op.world_size,
-                    num_nodes=op.num_nodes,
-                    opened_at_s=record.time_s,
-                    service=op.service,
-                    owner=op.owner,
-                    retention=op.retention,
-                )
-            case Commit() as op:
-                self.checkpoints[op.attempt] = _committed(op, record, self.run_uid)
-            case Promote(attempt=attempt, level=level, replicas=copies):
-                old = self.checkpoints[attempt]
-                self.checkpoints[attempt] = replace(
-                    old, level=max(old.level, level), replicas=max(old.replicas, copies)
-                )
-            case Pin(attempt=attempt, owner=owner, expires_at_s=expires_at_s):
-                old = self.checkpoints[attempt]
-                self.checkpoints[attempt] = replace(old, pins={**old.pins, owner: expires_at_s})
-            case Unpin(attempt=attempt, owner=owner):
-                old = self.checkpoints[attempt]
-                pins = {name: end for name, end in old.pins.items() if name != owner}
-                self.checkpoints[attempt] = replace(old, pins=pins)
-            case Verified(attempt=attempt):
-                old = self.checkpoints[attempt]
-                self.checkpoints[attempt] = replace(old, verified_at_s=record.time_s)
-            case Lost(attempt=attempt):
-                self._set_state(attempt, "lost")
-            case Retired(attempt=attempt):
-                self._set_state(attempt, "retired")
-            case Collected(attempt=attempt):
-                self._set_state(attempt, "collected")
+            case op:
+                self._put(_changed(self.checkpoints[op.attempt], op, record.time_s))
         self.next_seq = record.seq + 1
         self.last_digest = record_digest
         self.epoch, self.writer = record.epoch, record.writer
 
     def live(self) -> tuple[CheckpointInfo, ...]:
         """Checkpoints that are neither lost nor retired, in log order."""
-        return tuple(c for c in self.checkpoints.values() if c.state == "live")
+        return tuple(self._live.values())
 
     def lineage(self) -> tuple[CheckpointInfo, ...]:
         """Live checkpoints of the session and its ancestors up to their branch points, in log order."""
-        chosen: list[CheckpointInfo] = []
+        ends = self.branch_points()
+        return tuple(c for c in self._live.values() if c.seq <= ends.get(c.id.session, -1))
+
+    def branch_points(self) -> dict[int, int]:
+        """The current session and its ancestors, each with the last record of it that is on the lineage."""
+        ends: dict[int, int] = {}
         session, last_seq = self.session, self.next_seq
         while session is not None:
-            number = session.session
-            chosen += [
-                c
-                for c in self.checkpoints.values()
-                if c.id.session == number and c.seq <= last_seq and c.state == "live"
-            ]
-            branch = self.checkpoints.get(session.resumed_from) if session.resumed_from else None
+            ends[session.session] = last_seq
+            branch = self.checkpoints[session.resumed_from] if session.resumed_from else None
             session = self.sessions[branch.id.session] if branch else None
             last_seq = branch.seq if branch else 0
-        return tuple(sorted(chosen, key=lambda c: c.seq))
+        return ends
 
-    def _set_state(self, attempt: str, state: Literal["lost", "retired", "collected"]) -> None:
-        self.checkpoints[attempt] = replace(self.checkpoints[attempt], state=state)
+    def _put(self, checkpoint: CheckpointInfo) -> None:
+        name = checkpoint.id.attempt
+        self.checkpoints[name] = checkpoint
+        if checkpoint.state == "live":
+            self._live[name] = checkpoint
+        else:
+            self._live.pop(name, None)
 
     def _check(self, record: LogRecord) -> None:
         where = f"Log record {record.seq}"
@@ -139,30 +145,79 @@ class RunHistory:
         if isinstance(record.op, Create) != (record.seq == 0):
             raise FormatError(f"{where}: a log starts with one create record.", seq=record.seq)
         match record.op:
-            case (
-                Promote(attempt=name)
-                | Lost(attempt=name)
-                | Retired(attempt=name)
-                | Collected(attempt=name)
-                | Pin(attempt=name)
-                | Unpin(attempt=name)
-                | Verified(attempt=name)
-            ):
-                if name not in self.checkpoints:
-                    raise FormatError(f"{where} names the unknown checkpoint {name}.", seq=record.seq)
+            case Create() | Epoch() | Note():
+                return
             case Commit() as op:
                 if op.session not in self.sessions or op.attempt in self.checkpoints:
                     raise FormatError(f"{where} commits twice or without a session.", seq=record.seq)
             case Session() as op:
-                if op.session in self.sessions or (op.resumed_from or "") not in {"", *self.checkpoints}:
+                taken = op.session in self.sessions
+                if taken or (op.resumed_from and op.resumed_from not in self.checkpoints):
                     raise FormatError(f"{where} opens an impossible session.", seq=record.seq)
-            case _:
-                return
+            case op:
+                self._check_change(op, where, record.seq)
+
+    def _check_change(self, op: _Change, where: str, seq: int) -> None:
+        """A checkpoint is live or lost, then retired, then collected, and pinned only while it is live."""
+        checkpoint = self.checkpoints.get(op.attempt)
+        if checkpoint is None:
+            raise FormatError(f"{where} names the unknown checkpoint {op.attempt}.", seq=seq)
+        if checkpoint.state not in _STATES_BEFORE.get(type(op), (checkpoint.state,)):
+            raise FormatError(
+                f"{where}: a {checkpoint.state} checkpoint cannot be {_PARTICIPLES[type(op)]}.", seq=seq
+            )
 
 
-def _committed(op: Commit, record: LogRecord, run_uid: str) -> CheckpointInfo:
+_Change = Promote | Lost | Retired | Collected | Pin | Unpin | Verified
+_STATES_BEFORE: dict[type[_Change], tuple[str, ...]] = {
+    Retired: ("live", "lost"),
+    Collected: ("retired",),
+    Pin: ("live",),
+}
+_PARTICIPLES: dict[type[_Change], str] = {Retired: "retired", Collected: "collected", Pin: "pinned"}
+
+
+def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
+    """`old` after a record about it that `_check` has accepted."""
+    match op:
+        case Retired():
+            return replace(old, state="retired")
+        case Collected():
+            return replace(old, state="collected")
+        case Unpin(owner=owner):
+            return replace(old, pins={name: end for name, end in old.pins.items() if name != owner})
+        case _ if old.state != "live":
+            return old
+        case Promote(level=level, replicas=copies):
+            return replace(old, level=max(old.level, level), replicas=max(old.replicas, copies))
+        case Lost():
+            return replace(old, state="lost")
+        case Pin(owner=owner, expires_at_s=expires_at_s):
+            return replace(old, pins={**old.pins, owner: expires_at_s})
+        case Verified():
+            return replace(old, verified_at_s=time_s)
+
+
+def _opened(op: Session, time_s: float) -> SessionInfo:
+    return SessionInfo(
+        session=op.session,
+        parent=op.after,
+        resumed_from=op.resumed_from,
+        world_size=op.world_size,
+        num_nodes=op.num_nodes,
+        opened_at_s=time_s,
+        opened_by=op.opened_by,
+        service=op.service,
+        owner=op.owner,
+        retention=op.retention,
+    )
+
+
+def _committed(op: Commit, record: LogRecord, run_uid: str, session: SessionInfo) -> CheckpointInfo:
     return CheckpointInfo(
-        id=AttemptId(run_uid=run_uid, session=op.session, step=op.step, attempt=op.attempt),
+        id=AttemptId(
+            run_uid=run_uid, session=op.session, step=op.step, attempt=op.attempt, epoch=session.opened_by
+        ),
         seq=record.seq,
         level=Level(op.level),
         world_size=op.world_size,

@@ -21,23 +21,26 @@ class Ledger:
     have written in between without this writer noticing: its create then fails with "exists".
     """
 
-    def __init__(self, writer: str) -> None:
+    def __init__(self, *, writer: str, service: str) -> None:
         self.history = RunHistory()
         self.epoch = 0
+        self.service = service
         self._writer = writer
         self._queue: deque[r.Op] = deque()
         self._inflight: r.LogRecord | None = None
+        self._sent_s = 0.0  # when the record in flight went out first
         self._retry_at_s: float | None = None
 
     def open(self, event: LogOpened) -> None:
         """Replay what is there and queue this coordinator's fence; a new run begins with its create."""
+        self.history = event.history or self.history
         for record, record_digest in event.records:
             self.history.apply(record, record_digest)
-        if not event.records:
+        if self.history.next_seq == 0:
             uid, name = event.fresh_uid, event.run_name
             self.append(r.Create(run_uid=uid, run_name=name, format=FORMAT_VERSION))
         self.epoch = self.history.epoch + 1
-        self.append(r.Epoch())
+        self.append(r.Epoch(service=self.service))
 
     @property
     def is_open(self) -> bool:
@@ -57,24 +60,38 @@ class Ledger:
         """Give up a record that has not gone out yet."""
         self._queue.remove(op)
 
+    def is_silent(self, now_s: float, wait_s: float) -> bool:
+        """The store has not confirmed the record in flight for so long."""
+        return self._inflight is not None and now_s - self._sent_s >= wait_s
+
+    def projected(self) -> RunHistory:
+        """The history as it will be when everything pending is confirmed: for plans that say so."""
+        history, epoch = self.history.copy(), self.epoch
+        for op in self.pending:
+            history.apply(self._record(history, op, epoch, 0.0), "")
+        return history
+
     def waiting(self) -> tuple[r.Op, ...]:
         """Records that have not gone out yet."""
         return tuple(self._queue)
 
-    def next(self, wall_s: float) -> Append | None:
+    def next(self, now_s: float, wall_s: float) -> Append | None:
         """The record to create now, if the one before it is confirmed."""
         if self._inflight is not None or not self._queue:
             return None
-        op = self._queue.popleft()
-        self._inflight = r.LogRecord(
-            seq=self.history.next_seq,
-            epoch=0 if isinstance(op, r.Create) else self.epoch,
+        self._inflight = self._record(self.history, self._queue.popleft(), self.epoch, wall_s)
+        self._sent_s = now_s
+        return Append(record=self._inflight)
+
+    def _record(self, history: RunHistory, op: r.Op, epoch: int, wall_s: float) -> r.LogRecord:
+        return r.LogRecord(
+            seq=history.next_seq,
+            epoch=0 if isinstance(op, r.Create) else epoch,
             writer=self._writer,
-            prev=self.history.last_digest,
+            prev=history.last_digest,
             time_s=wall_s,
             op=op,
         )
-        return Append(record=self._inflight)
 
     def settle(self, event: Appended, now_s: float) -> r.Op | Literal["unknown", "lost", "stale"]:
         """Take the store's answer: the op that is a fact now, or why there is none."""

@@ -82,6 +82,16 @@ class SessionPlan:
     nodes: tuple[SessionNode, ...]
     resume: ResumePoint | None
     owner: str = ""  # the launcher of the group
+    epoch: int = 0  # of the coordinator that opened it
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sessions in the order in which they were opened, also those that never came into the log."""
+        return self.epoch, self.session
+
+    def has(self, attempt: AttemptId) -> bool:
+        """Whether an attempt is of this session."""
+        return attempt.run_uid == self.run_uid and (attempt.epoch, attempt.session) == self.age
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +123,7 @@ class LogOpened:
 class Appended:
     seq: int
     outcome: Literal["ok", "exists", "unknown"]
+    service: str = ""  # if others' bytes are there: the service of the log's last epoch, "" if not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +140,6 @@ class GroupOpened:
     nodes: tuple[GroupNode, ...]
     inventories: Mapping[str, Inventory]  # by live node
     resume: Resume
-    service: str
     owner: str = ""  # the launcher: the same id over all groups that it opens
     dead_owner: str = ""  # a launcher that was found dead: its group may be ended
 
@@ -217,6 +227,13 @@ class DeleteEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OrderRefused:
+    """A node has heard of a coordinator with this higher epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScrubEnded:
     """A place has read its copy of a fragment against its digests; bad files are in quarantine there."""
 
@@ -252,9 +269,10 @@ class SnapshotWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishAsked:
-    """The run is over: bring its last checkpoint to the storage path, then reply."""
+    """Bring the last checkpoint of the run to the storage path, then reply."""
 
     token: Token
+    ends_group: bool = False  # the launcher says that the run is over, too
 
 
 Event: TypeAlias = (
@@ -273,6 +291,7 @@ Event: TypeAlias = (
     | DrainEnded
     | DescriptionWritten
     | DeleteEnded
+    | OrderRefused
     | ScrubEnded
     | PinAsked
     | UnpinAsked
@@ -407,9 +426,12 @@ class Warn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDown:
-    """A newer coordinator owns the log: act no more on this run."""
+    """Somebody else owns the log: act no more on this run."""
 
     error: CheckpointError
+    is_foreign: (
+        bool  # another service; else a newer coordinator of this one, which has the name and the nodes
+    )
 
 
 Effect: TypeAlias = (

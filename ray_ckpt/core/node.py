@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
 from typing import Any, TypeAlias
 
@@ -26,6 +26,16 @@ MAX_SETTLED = 256  # outcomes that late questions can still be answered from
 class SessionStarted:
     plan: SessionPlan
     node_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnded:
+    """The run, from this session on, belongs to somebody else."""
+
+    session: int
+    error: CheckpointError
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +92,34 @@ class EpochSeen:
 class CoordinatorReturned:
     """A new coordinator has taken the run over and knows nothing of what was reported to the old one."""
 
+    epoch: int
 
-NodeEvent: TypeAlias = (
-    SessionStarted
-    | ShardSealed
-    | ShardWritten
-    | SaveFailed
-    | FragmentWritten
-    | Published
-    | EpochSeen
-    | CoordinatorReturned
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOrdered:
+    """Send what this node holds of a fragment to another node."""
+
+    attempt: AttemptId
+    node_index: int
+    holder: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteOrdered:
+    """Checkpoint folders that are to go."""
+
+    directories: tuple[str, ...]
+    epoch: int
+
+
+Order: TypeAlias = (
+    SessionStarted | SessionEnded | Published | EpochSeen | CoordinatorReturned | CopyOrdered | DeleteOrdered
 )
+"""What a coordinator says. The words of one whose epoch is below the highest heard of are void."""
+
+
+NodeEvent: TypeAlias = ShardSealed | ShardWritten | SaveFailed | FragmentWritten | Order
 
 # -- effects -----------------------------------------------------------------------------------------
 
@@ -152,11 +179,43 @@ class Settle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteFolder:
-    attempt: AttemptId
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistEpoch:
+    """Make the highest epoch heard of durable on this node, before the effects that follow."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseOrder:
+    """Tell the coordinator that spoke that one of a higher epoch has spoken here."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndSession:
+    """Whoever waits for a session here gets this error."""
+
+    session: int
+    error: CheckpointError
 
 
 NodeEffect: TypeAlias = (
-    WriteShard | Release | WriteFragment | TellStored | TellRefused | SendCopy | Settle | DeleteFolder
+    WriteShard
+    | Release
+    | WriteFragment
+    | TellStored
+    | TellRefused
+    | SendCopy
+    | Settle
+    | DeleteFolder
+    | PersistEpoch
+    | RefuseOrder
+    | EndSession
 )
 
 
@@ -176,21 +235,34 @@ class Outcome:
 
     level: Level | None
     error: CheckpointError | None
+    is_deleted: bool = False  # what there was of it here has been deleted, or is about to be
 
 
 class NodeMachine:
-    """Saves of one run on one node."""
+    """Saves of one run on one node. `epoch` is the highest that this node's disk remembers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, epoch: int = 0) -> None:
         self.plan: SessionPlan | None = None
         self.here: SessionNode | None = None
         self._saves: dict[str, _Save] = {}
-        self.epoch = 0  # of the newest coordinator heard of
+        self.epoch = epoch  # of the newest coordinator heard of
         self.outcomes: OrderedDict[str, Outcome] = OrderedDict()
 
     def handle(self, event: NodeEvent) -> tuple[NodeEffect, ...]:
         """Apply one event; the effects are to be carried out in order."""
-        return tuple(self._on(event))
+        if not isinstance(event, Order):
+            return tuple(self._on(event))
+        if event.epoch < self.epoch:
+            return (RefuseOrder(epoch=self.epoch),)
+        if event.epoch == self.epoch:
+            return tuple(self._on(event))
+        self.epoch = event.epoch
+        return (PersistEpoch(epoch=event.epoch), *self._on(event))
+
+    def is_deleted(self, attempt: str) -> bool:
+        """What a folder still has of it is on its way out and must not be counted on."""
+        outcome = self.outcomes.get(attempt)
+        return outcome is not None and outcome.is_deleted
 
     @singledispatchmethod
     def _on(self, event: Any) -> Iterable[NodeEffect]:
@@ -198,24 +270,28 @@ class NodeMachine:
 
     @_on.register
     def _(self, event: SessionStarted) -> Iterator[NodeEffect]:
-        if self.plan is not None and event.plan.session < self.plan.session:
+        if self.plan is not None and event.plan.age < self.plan.age:
             return  # late words about a group that has ended
         error = RunSuperseded("A newer training group has opened this run.")
         for save in list(self._saves.values()):
-            if save.attempt.session != event.plan.session:
+            if not event.plan.has(save.attempt):
                 yield from self._settle(save.attempt, None, error, keep_files=True)
         self.plan = event.plan
         self.here = next((n for n in event.plan.nodes if n.node_id == event.node_id), None)
 
     @_on.register
+    def _(self, event: SessionEnded) -> Iterator[NodeEffect]:
+        if self.plan is None or self.plan.session > event.session:
+            return
+        for save in list(self._saves.values()):
+            yield from self._settle(save.attempt, None, event.error, keep_files=True)
+        self.plan = self.here = None
+        yield EndSession(session=event.session, error=event.error)
+
+    @_on.register
     def _(self, event: ShardSealed) -> Iterator[NodeEffect]:
         plan, here, name = self.plan, self.here, event.attempt.attempt
-        if (
-            plan is None
-            or here is None
-            or event.attempt.session != plan.session
-            or event.rank not in here.ranks
-        ):
+        if plan is None or here is None or not plan.has(event.attempt) or event.rank not in here.ranks:
             yield Release(attempt=event.attempt, rank=event.rank)
             error = RunSuperseded(f"Step {event.attempt.step} is of a session that has ended.")
             yield Settle(attempt=event.attempt, level=None, error=error)
@@ -241,7 +317,7 @@ class NodeMachine:
         yield Release(attempt=event.attempt, rank=event.rank)
         save, plan, here = self._saves.get(event.attempt.attempt), self.plan, self.here
         if save is None or plan is None or here is None:
-            yield DeleteFolder(attempt=event.attempt)
+            yield DeleteFolder(directory=event.attempt.directory)
             return
         save.written[event.rank] = event
         if len(save.written) == len(here.ranks):
@@ -272,15 +348,23 @@ class NodeMachine:
     def _(self, event: FragmentWritten) -> Iterator[NodeEffect]:
         save, here = self._saves.get(event.attempt.attempt), self.here
         if save is None or here is None:
-            yield DeleteFolder(attempt=event.attempt)
+            yield DeleteFolder(directory=event.attempt.directory)
             return
         save.fragment = event.entry
         yield from self._report(save, here)
 
     @_on.register
     def _(self, event: EpochSeen) -> Iterable[NodeEffect]:
-        self.epoch = max(self.epoch, event.epoch)
         return ()
+
+    @_on.register
+    def _(self, event: CopyOrdered) -> Iterator[NodeEffect]:
+        yield SendCopy(attempt=event.attempt, node_index=event.node_index, holder=event.holder)
+
+    @_on.register
+    def _(self, event: DeleteOrdered) -> Iterator[NodeEffect]:
+        for directory in event.directories:
+            yield DeleteFolder(directory=directory)
 
     @_on.register
     def _(self, event: CoordinatorReturned) -> Iterator[NodeEffect]:
@@ -304,13 +388,12 @@ class NodeMachine:
 
     @_on.register
     def _(self, event: Published) -> Iterator[NodeEffect]:
-        if event.epoch < self.epoch:
-            return  # the words of a coordinator that has been fenced
         known = self.outcomes.get(event.attempt.attempt)
         if known is None or known.error is None:
             yield from self._settle(event.attempt, event.level, event.error)
         elif event.error is not None:  # a drop is final; said again, because a late copy came back
-            yield DeleteFolder(attempt=event.attempt)
+            self.outcomes[event.attempt.attempt] = replace(known, is_deleted=True)
+            yield DeleteFolder(directory=event.attempt.directory)
 
     def _forget_oldest(self) -> Iterator[NodeEffect]:
         """The coordinator is silent: wait for the newest saves only. Files stay, they may be committed."""
@@ -333,9 +416,10 @@ class NodeMachine:
         coordinator names them as strays.
         """
         self._saves.pop(attempt.attempt, None)
-        self.outcomes[attempt.attempt] = Outcome(level=level, error=error)
+        is_deleted = error is not None and not keep_files
+        self.outcomes[attempt.attempt] = Outcome(level=level, error=error, is_deleted=is_deleted)
         while len(self.outcomes) > MAX_SETTLED:
             self.outcomes.popitem(last=False)
         yield Settle(attempt=attempt, level=level, error=error)
-        if error is not None and not keep_files:
-            yield DeleteFolder(attempt=attempt)
+        if is_deleted:
+            yield DeleteFolder(directory=attempt.directory)

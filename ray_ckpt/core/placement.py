@@ -2,28 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from heapq import heapify, heappop, heappush
 
 
 def place_replicas(
-    *, training_nodes: Sequence[str], live_nodes: Iterable[str], replicas: int
+    *,
+    training_nodes: Sequence[str],
+    live_nodes: Iterable[str],
+    replicas: int,
+    domains: Mapping[str, str] = {},
+    draining: Set[str] = frozenset(),
 ) -> Mapping[str, tuple[str, ...]]:
     """For each training node the nodes that hold its copies, never itself.
 
-    Training nodes form groups of `replicas + 1` in the given order, and each holds the others' copies; a
-    remainder joins the last group. Groups lose data only if a whole group is lost, where a ring loses it
-    with any `replicas + 1` neighbours (GEMINI, SOSP 2023, section 4). With fewer training nodes than a
-    group needs, idle live nodes fill it up; the result has fewer holders where there are not enough nodes.
+    Training nodes form groups of `replicas + 1`, and each holds the others' copies; a remainder joins the
+    last group. Groups lose data only if a whole group is lost, where a ring loses it with any
+    `replicas + 1` neighbours (GEMINI, SOSP 2023, section 4). The members of a group are of different
+    failure domains as far as possible; without domains groups follow the given order. With fewer training
+    nodes than a group needs, idle live nodes fill it up. A node that is draining or dead holds nothing for
+    others; its own copies go where the least is. Where there are not enough nodes, there are fewer holders.
     """
     nodes = list(dict.fromkeys(training_nodes))
-    idle = sorted(set(live_nodes) - set(nodes))
-    size = replicas + 1
-    starts = list(range(0, max(len(nodes) - size, 0) + 1, size)) or [0]
-    groups = [nodes[a:b] for a, b in zip(starts, [*starts[1:], len(nodes)], strict=True)]
+    able = set(live_nodes) - draining
+    members = list(_in_turn([node for node in nodes if node in able], replicas + 1, domains))
+    idle = sorted(able - set(nodes))
     placed: dict[str, tuple[str, ...]] = {}
-    for group in groups:
-        ring = group if len(group) >= size else group + idle[: size - len(group)]
-        for node in group:
-            at = ring.index(node)
-            placed[node] = tuple((ring[at + 1 :] + ring[:at])[:replicas])
-    return placed
+    for group in _cut(members, replicas + 1):
+        ring = [*group, *_spread(group, idle, replicas + 1 - len(group), domains)]
+        for at, node in enumerate(group):
+            placed[node] = _spread([node], ring[at + 1 :] + ring[:at], replicas, domains)
+    load = Counter(holder for holders in placed.values() for holder in holders)
+    for node in nodes:
+        if node not in able:
+            candidates = sorted([*members, *idle], key=load.__getitem__)
+            placed[node] = _spread([node], candidates, replicas, domains)
+            load.update(placed[node])
+    return {node: placed[node] for node in nodes}
+
+
+def domain_of(node: str, domains: Mapping[str, str]) -> str:
+    """What fails together with this node; a node of which nothing is known fails alone."""
+    return domains.get(node) or f"node {node}"
+
+
+def _in_turn(nodes: Sequence[str], size: int, domains: Mapping[str, str]) -> Iterator[str]:
+    """The nodes in rounds of `size` different domains, those with the most nodes left first.
+
+    No domain comes twice in a round; so without a remainder, and with no domain larger than the number of
+    rounds, no group gets two nodes of a domain. Nodes that are alone in their domains keep their order.
+    """
+    order = {node: at for at, node in enumerate(nodes)}
+    queues: dict[str, deque[str]] = {}
+    for node in nodes:
+        queues.setdefault(domain_of(node, domains), deque()).append(node)
+
+    def entry(queue: deque[str]) -> tuple[int, int, deque[str]]:
+        return -len(queue), order[queue[0]], queue
+
+    heap = [entry(queue) for queue in queues.values()]
+    heapify(heap)
+    while heap:
+        taken = [heappop(heap)[2] for _ in range(min(size, len(heap)))]
+        for queue in taken:
+            yield queue.popleft()
+        for queue in filter(None, taken):
+            heappush(heap, entry(queue))
+
+
+def _cut(nodes: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    """Groups of `size` in order; the last one takes the remainder."""
+    last = max(len(nodes) // size - 1, 0) * size
+    for start in range(0, last, size):
+        yield nodes[start : start + size]
+    yield nodes[last:]
+
+
+def _spread(
+    near: Iterable[str], candidates: Sequence[str], count: int, domains: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The first `count` candidates, those of domains new to `near` and to each other before the rest."""
+    taken = {domain_of(node, domains) for node in near}
+    fresh: list[str] = []
+    rest: list[str] = []
+    for node in candidates:
+        (rest if domain_of(node, domains) in taken else fresh).append(node)
+        taken.add(domain_of(node, domains))
+    return tuple([*fresh, *rest][: max(count, 0)])

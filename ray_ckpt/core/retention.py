@@ -1,11 +1,53 @@
-"""Which checkpoints stay. Decided from records alone, so that a restart decides the same."""
+"""Which checkpoints stay, and on which tier. Decided from records alone, so that a restart decides the same.
+
+Policies say what is worth keeping; what one of them keeps stays. They look at the lineage only: a checkpoint
+off it belongs to a session that was superseded by one that resumed from earlier. Three rules hold whatever
+the policies say: what is busy stays, what is pinned stays, and for each level the newest checkpoint that has
+reached it stays, so that no level loses its protection before a newer checkpoint offers it. Retiring gives up
+all copies of a checkpoint, evicting only those on the nodes. Nothing is done here: the run machine writes the
+records, and bytes go after them.
+
+All functions are linear in the number of records. Times are Unix seconds by the coordinators' clocks; a wrong
+clock moves ages, periods and the ends of pins, and no other decision.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+from math import floor, inf, isfinite, isnan
+from typing import Literal, TypeAlias
+from urllib.parse import quote, unquote
 
+from ray_ckpt.config import RunOptions
+from ray_ckpt.errors import FormatError
 from ray_ckpt.types import CheckpointInfo, Level
+
+Mode: TypeAlias = Literal["min", "max"]
+
+EPOCH_METRIC = "epoch"  # the metric by which epochs are told apart; its whole part counts
+MAX_TEXT = 16 * 1024  # characters of the policies' text: more than all options together can make
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionView:
+    """What is decided on. `live` and `lineage` are in log order; `busy` are attempts in use right now."""
+
+    live: tuple[CheckpointInfo, ...]
+    lineage: tuple[CheckpointInfo, ...]
+    now_s: float
+    busy: Collection[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What becomes of a live checkpoint; `reasons`, never empty, are for people."""
+
+    checkpoint: CheckpointInfo
+    kept: bool
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,32 +56,374 @@ class Retirement:
     reason: str
 
 
+# Policies: `kept` gives the attempts of the view's lineage that are worth keeping, each with the reason;
+# `text` is the policy in a session record.
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLast:
+    """The last `count`."""
+
+    count: int
+
+    @property
+    def text(self) -> str:
+        return f"last={self.count}"
+
+    def kept(self, view: RetentionView) -> Mapping[str, str]:
+        return {c.id.attempt: f"last {self.count}" for c in view.lineage[-self.count :]}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEverySteps:
+    """The first at or after each multiple of `steps`; saves need not fall on multiples."""
+
+    steps: int
+
+    @property
+    def text(self) -> str:
+        return f"every_steps={self.steps}"
+
+    def kept(self, view: RetentionView) -> Mapping[str, str]:
+        firsts = _first_of_each((c.step // self.steps, c) for c in view.lineage if c.step >= self.steps)
+        return {c.id.attempt: f"first from step {number * self.steps}" for number, c in firsts.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEverySeconds:
+    """The first that was committed in each period of `seconds`; periods count from 1970."""
+
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        return f"every_s={self.seconds!r}"
+
+    def kept(self, view: RetentionView) -> Mapping[str, str]:
+        firsts = _first_of_each((c.committed_at_s // self.seconds, c) for c in view.lineage)
+        return {c.id.attempt: f"first of {self.seconds:g} s" for c in firsts.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepMilestones:
+    """The first at or after each of these fractions of `total_steps`."""
+
+    total_steps: int
+    fractions: tuple[float, ...]
+
+    @property
+    def text(self) -> str:
+        return f"milestones={self.total_steps}:{','.join(map(repr, self.fractions))}"
+
+    def kept(self, view: RetentionView) -> Mapping[str, str]:
+        ahead = sorted(self.fractions, reverse=True)
+        kept = {}
+        for c in view.lineage:
+            while ahead and c.step / self.total_steps >= ahead[-1]:
+                kept[c.id.attempt] = f"milestone {ahead.pop():g}"
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEpochs:
+    """The last of each epoch, by the metric `EPOCH_METRIC`; the newest is none yet, its epoch may go on."""
+
+    @property
+    def text(self) -> str:
+        return "epochs"
+
+    def kept(self, view: RetentionView) -> Mapping[str, str]:
+        epochs = _measured(view.lineage, EPOCH_METRIC)
+        lasts = {floor(value): c for value, c in epochs if isfinite(value)}
+        return {
+            c.id.attempt: f"end of epoch {epoch}" for epoch, c in lasts.items() if c is not view.lineage[-1]
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest:
+    """The `count` best by a metric; of equal ones the older. Without the metric, or with NaN: never."""
+
+    metric: str
+    mode: Mode
+    count: int
+
+    @property
+    def text(self) -> str:
+        return f"best={quote(self.metric)}:{self.mode}:{self.count}"
+
+    def kept(self, view: RetentionView) -> Mapping[str, str]:
+        sign = 1 if self.mode == "min" else -1
+        best = nsmallest(self.count, _measured(view.lineage, self.metric), key=lambda pair: sign * pair[0])
+        return {
+            c.id.attempt: f"{place} of {self.count} best by {self.metric} ({self.mode})"
+            for place, (_, c) in enumerate(best, 1)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TimeToLive:
+    """Keeps nothing itself: what is older than `seconds` no policy keeps."""
+
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        return f"ttl_s={self.seconds!r}"
+
+
+Keeper: TypeAlias = KeepLast | KeepEverySteps | KeepEverySeconds | KeepMilestones | KeepEpochs | KeepBest
+Policy: TypeAlias = Keeper | TimeToLive
+
+
+def policies_of(options: RunOptions) -> tuple[Policy, ...]:
+    """The policies that a run's options choose."""
+    policies: list[Policy] = [KeepLast(options.keep_last)]
+    if options.keep_every is not None:
+        policies.append(KeepEverySteps(options.keep_every))
+    if options.keep_every_s is not None:
+        policies.append(KeepEverySeconds(float(options.keep_every_s)))
+    if options.keep_milestones and options.total_steps is not None:
+        fractions = tuple(float(fraction) for fraction in options.keep_milestones)
+        policies.append(KeepMilestones(options.total_steps, fractions))
+    if options.keep_epochs:
+        policies.append(KeepEpochs())
+    if options.keep_best is not None:
+        metric, mode, count = options.keep_best
+        policies.append(KeepBest(metric, "min" if mode == "min" else "max", count))
+    if options.ttl_s is not None:
+        policies.append(TimeToLive(float(options.ttl_s)))
+    return tuple(policies)
+
+
+# What is retired
+
+
+def decide(
+    view: RetentionView, policies: Sequence[Policy], *, pressure: bool = False
+) -> tuple[Decision, ...]:
+    """What becomes of each live checkpoint, in log order.
+
+    `pressure`: a staging disk is above its high watermark. Then policies keep durable checkpoints only; the
+    node copies of those can be evicted, while the others take space for as long as they live.
+    """
+    on_lineage = {c.id.attempt for c in view.lineage}
+    ttl_s = _ttl_s(policies)
+    kept = _kept(view, policies, ttl_s, pressure)
+
+    def why_not(c: CheckpointInfo) -> str:
+        if c.id.attempt not in on_lineage:
+            return "off the lineage"
+        if _age_s(c, view) > ttl_s:
+            return f"older than {ttl_s:g} s"
+        return "makes room on the nodes" if pressure else "no policy keeps it"
+
+    return tuple(
+        Decision(checkpoint=c, kept=True, reasons=tuple(reasons))
+        if (reasons := kept.get(c.id.attempt))
+        else Decision(checkpoint=c, kept=False, reasons=(why_not(c),))
+        for c in view.live
+    )
+
+
 def choose_retirements(
     *,
     live: Sequence[CheckpointInfo],
     lineage: Sequence[CheckpointInfo],
-    keep_last: int,
+    policies: Sequence[Policy],
     busy: Collection[str],
+    now_s: float,
+    pressure: bool = False,
 ) -> tuple[Retirement, ...]:
-    """What may go, oldest first. `live` and `lineage` are in log order; `busy` attempts are never chosen.
-
-    Stays: the last `keep_last` of the lineage, and for each level the newest that has reached it, so that
-    no level loses its protection before a newer checkpoint offers it. Of the checkpoints off the lineage
-    (their session was superseded by one that resumed from earlier) only the newest of a level that the
-    lineage has not reached stays.
-    """
-    kept = {c.id.attempt for c in lineage[-keep_last:]} | set(busy)
-    on_lineage = {c.id.attempt for c in lineage}
-    for level in Level:
-        reached = [c for c in lineage if c.level >= level]
-        others = [c for c in live if c.level >= level]
-        if newest := (reached or others)[-1:]:
-            kept.add(newest[0].id.attempt)
+    """What may go, oldest first; see `decide`."""
+    view = RetentionView(live=tuple(live), lineage=tuple(lineage), now_s=now_s, busy=busy)
     return tuple(
-        Retirement(
-            attempt=c.id.attempt,
-            reason=f"older than the last {keep_last}" if c.id.attempt in on_lineage else "off the lineage",
-        )
-        for c in live
-        if c.id.attempt not in kept
+        Retirement(attempt=decision.checkpoint.id.attempt, reason=decision.reasons[0])
+        for decision in decide(view, policies, pressure=pressure)
+        if not decision.kept
     )
+
+
+def _kept(
+    view: RetentionView, policies: Sequence[Policy], ttl_s: float, pressure: bool
+) -> Mapping[str, Sequence[str]]:
+    """Attempt -> why it stays."""
+    young = replace(view, lineage=tuple(c for c in view.lineage if _age_s(c, view) <= ttl_s))
+    durable = {c.id.attempt for c in young.lineage if c.level is Level.DURABLE}
+    kept: dict[str, list[str]] = {}
+    for attempt, reason in _always(view):
+        kept.setdefault(attempt, []).append(reason)
+    for policy in policies:
+        if not isinstance(policy, TimeToLive):
+            for attempt, reason in policy.kept(young).items():
+                if attempt in durable or not pressure:
+                    kept.setdefault(attempt, []).append(reason)
+    return kept
+
+
+def _always(view: RetentionView) -> Iterator[tuple[str, str]]:
+    """What stays whatever the policies say, with the reason."""
+    for attempt in view.busy:
+        yield attempt, "in use"
+    for level in Level:
+        newest = _newest(view.lineage, level) or _newest(view.live, level)
+        if newest is not None:
+            yield newest.id.attempt, f"newest {level.label}"
+    for c in view.live:
+        for owner in pinned_by(c, view.now_s):
+            yield c.id.attempt, f"pinned by {owner}"
+
+
+def pinned_by(checkpoint: CheckpointInfo, now_s: float) -> tuple[str, ...]:
+    """The owners of pins that have not expired."""
+    return tuple(owner for owner, end_s in checkpoint.pins.items() if end_s is None or end_s > now_s)
+
+
+def _ttl_s(policies: Iterable[Policy]) -> float:
+    return min((policy.seconds for policy in policies if isinstance(policy, TimeToLive)), default=inf)
+
+
+def _age_s(checkpoint: CheckpointInfo, view: RetentionView) -> float:
+    return view.now_s - checkpoint.committed_at_s
+
+
+def _newest(checkpoints: Sequence[CheckpointInfo], level: Level) -> CheckpointInfo | None:
+    """The last that has reached `level`."""
+    return next((c for c in reversed(checkpoints) if c.level >= level), None)
+
+
+def _first_of_each(pairs: Iterable[tuple[float, CheckpointInfo]]) -> Mapping[float, CheckpointInfo]:
+    """Group -> its first checkpoint."""
+    firsts: dict[float, CheckpointInfo] = {}
+    for group, c in pairs:
+        firsts.setdefault(group, c)
+    return firsts
+
+
+def _measured(checkpoints: Iterable[CheckpointInfo], metric: str) -> Iterator[tuple[float, CheckpointInfo]]:
+    """Those that have a value of `metric`, with it; NaN is none."""
+    for c in checkpoints:
+        value = c.metrics.get(metric)
+        if value is not None and not isnan(value):
+            yield value, c
+
+
+# What is evicted
+
+
+def choose_evictions(view: RetentionView, *, keep_local: int) -> tuple[str, ...]:
+    """Attempts whose copies on the nodes may go while the one on the storage path stays, oldest first.
+
+    Durable ones beyond the last `keep_local` (at least 1) of the lineage. A checkpoint below durable is never
+    evicted, nor what is busy, nor the newest.
+    """
+    current = view.lineage or view.live  # no lineage: a session from scratch has not committed yet
+    stay = {c.id.attempt for c in current[-keep_local:]}.union(view.busy)
+    return tuple(c.id.attempt for c in view.live if c.level is Level.DURABLE and c.id.attempt not in stay)
+
+
+def choose_evictions_for_space(
+    view: RetentionView,
+    *,
+    held_bytes: Mapping[str, int],
+    free_bytes: int,
+    total_bytes: int,
+    high_watermark: float,
+    low_watermark: float,
+) -> tuple[str, ...]:
+    """Attempts whose copies on one node go because its disk is full, oldest first.
+
+    `held_bytes` is the size of what the node holds, by attempt. Nothing goes while at most `high_watermark`
+    of the disk is in use; else they go until `low_watermark` would be reached. Everything may go that
+    `choose_evictions` gives if only the newest stays.
+    """
+    used_bytes = total_bytes - free_bytes
+    if used_bytes <= high_watermark * total_bytes:
+        return ()
+    chosen: list[str] = []
+    for attempt in choose_evictions(view, keep_local=1):
+        if used_bytes <= low_watermark * total_bytes:
+            break
+        if attempt in held_bytes:
+            chosen.append(attempt)
+            used_bytes -= held_bytes[attempt]
+    return tuple(chosen)
+
+
+# Text
+
+
+def to_text(policies: Iterable[Policy]) -> str:
+    """The policies as a session record has them: `last=3 every_steps=1000 best=loss:min:2`."""
+    return " ".join(policy.text for policy in policies)
+
+
+def from_text(text: str) -> tuple[Policy, ...]:
+    """The policies in `text`; none in the empty text of a session without. FormatError on anything else."""
+    if len(text) > MAX_TEXT:
+        raise FormatError(f"A retention policy has {len(text)} characters; at most {MAX_TEXT} are allowed.")
+    return tuple(map(_policy, text.split()))
+
+
+def _policy(word: str) -> Policy:
+    key, _, value = word.partition("=")
+    read = _READERS.get(key)
+    if read is None:
+        raise FormatError(
+            f"There is no retention policy {key[:80]!r}.",
+            hint=f"This ray_ckpt knows {', '.join(_READERS)}.",
+        )
+    try:
+        return read(value)
+    except ValueError as error:
+        raise FormatError(f"The retention policy {word[:80]!r} is not valid: {error}.") from error
+
+
+def _read_milestones(value: str) -> KeepMilestones:
+    total_steps, _, fractions = value.partition(":")
+    return KeepMilestones(_count(total_steps), tuple(map(_fraction, fractions.split(","))))
+
+
+def _read_best(value: str) -> KeepBest:
+    metric, _, rest = value.partition(":")
+    mode, _, count = rest.partition(":")
+    if not metric or mode not in ("min", "max"):
+        raise ValueError("it needs a metric, and min or max")
+    return KeepBest(unquote(metric, errors="strict"), "min" if mode == "min" else "max", _count(count))
+
+
+def _read_epochs(value: str) -> KeepEpochs:
+    if value:
+        raise ValueError("it takes no value")
+    return KeepEpochs()
+
+
+def _count(value: str) -> int:
+    if not _COUNT.fullmatch(value):
+        raise ValueError(f"{value[:80]!r} is not a whole number of at least 1")
+    return int(value)
+
+
+def _positive(value: str) -> float:
+    number = float(value)
+    if not 0 < number < inf:
+        raise ValueError(f"{value[:80]!r} is not a number above 0")
+    return number
+
+
+def _fraction(value: str) -> float:
+    if (number := _positive(value)) > 1:
+        raise ValueError(f"{value[:80]!r} is above 1")
+    return number
+
+
+_COUNT = re.compile(r"[1-9][0-9]{0,17}")
+_READERS: Mapping[str, Callable[[str], Policy]] = {
+    "last": lambda value: KeepLast(_count(value)),
+    "every_steps": lambda value: KeepEverySteps(_count(value)),
+    "every_s": lambda value: KeepEverySeconds(_positive(value)),
+    "milestones": _read_milestones,
+    "epochs": _read_epochs,
+    "best": _read_best,
+    "ttl_s": lambda value: TimeToLive(_positive(value)),
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.attempts import Attempt
@@ -28,6 +28,11 @@ class Saves:
         self._saved_before: set[int] = set()  # ranks that took part in a save of this session
         self._progress: dict[int, tuple[m.RankProgress, float]] = {}  # with the time of the message
 
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that a rank of the session has told of, 0 if none has."""
+        return max((progress.step for progress, _ in self._progress.values()), default=0)
+
     def __bool__(self) -> bool:
         return bool(self._attempts)
 
@@ -41,6 +46,58 @@ class Saves:
                 yield from self._commit(attempt)
             elif not attempt.committing:
                 yield from self.drop(attempt, error)
+
+    # -- what is held ----------------------------------------------------------------------------------
+
+    def adopt(self, inventories: Mapping[str, m.Inventory]) -> Iterator[m.Effect]:
+        """Commit attempts of the log's last session that are complete on the nodes and not in the log.
+
+        Their coordinator could not record them: it died, or the store was away. Completeness is a fact that
+        the fragments show. Attempts of older sessions stay out; a newer session did not build on them.
+        """
+        context, current = self._context, self._context.ledger.projected().session
+        if current is None:
+            return
+        session = (current.opened_by, current.session)
+        parts: dict[AttemptId, dict[int, tuple[str, m.HeldFragment]]] = {}
+        for node in sorted(inventories):
+            for held in inventories[node].fragments:
+                mine = (held.attempt.epoch, held.attempt.session) == session
+                if mine and self._is_new(held.attempt):
+                    parts.setdefault(held.attempt, {}).setdefault(held.node_index, (node, held))
+        complete = [a for a, found in parts.items() if len(found) == found[min(found)][1].num_nodes]
+        for attempt in sorted(complete, key=lambda a: a.step)[-MAX_WAITING_COMMITS:]:
+            found = [parts[attempt][index] for index in sorted(parts[attempt])]
+            nodes = tuple(
+                m.SessionNode(node_id=node, node_index=held.node_index, ranks=held.ranks, holders=())
+                for node, held in found
+            )
+            adopted = Attempt(id=attempt, nodes=nodes, started_s=context.now_s)
+            for node, held in found:
+                adopted.store(_stored(held, node))
+            self._attempts[attempt.attempt] = adopted
+            yield m.Warn(text=f"Step {attempt.step} was complete on its nodes and not recorded; it is now.")
+            yield from self._commit(adopted)
+
+    def _is_new(self, attempt: AttemptId) -> bool:
+        name, history = attempt.attempt, self._context.history
+        known = name in self._attempts or name in self._dropped or name in history.checkpoints
+        return attempt.run_uid == history.run_uid and not known
+
+    def resume(self, inventories: Mapping[str, m.Inventory]) -> Iterator[m.Effect]:
+        """The group at work was found: what its nodes hold counts as if they had just stored it."""
+        plan = self._context.plan
+        if plan is None:
+            return
+        held = [(node, h) for node in sorted(inventories) for h in inventories[node].fragments]
+        held = [(node, h) for node, h in held if h.num_nodes == len(plan.nodes) and self._find(h.attempt)]
+        for node, copy in held:
+            if node != plan.nodes[copy.node_index].node_id:
+                self._attempts[copy.attempt.attempt].arrive(copy.node_index, node)
+        for node, part in held:
+            attempt = self._attempts.get(part.attempt.attempt)
+            if attempt is not None and part.node_index not in attempt.stored:
+                yield from self.stored(_stored(part, node))
 
     # -- messages ------------------------------------------------------------------------------------
 
@@ -61,7 +118,7 @@ class Saves:
     def _find(self, attempt: AttemptId) -> Attempt | None:
         """The open attempt of that id, opened now if new; None if it is settled or of another session."""
         plan, name = self._context.plan, attempt.attempt
-        if plan is None or attempt.session != plan.session or attempt.run_uid != plan.run_uid:
+        if plan is None or not plan.has(attempt):
             return None
         if name in self._context.history.checkpoints or name in self._dropped:
             return None
@@ -73,21 +130,28 @@ class Saves:
     def _answer_late(self, event: m.NodeStored) -> Iterator[m.Effect]:
         """Repeat what was told already; a message of an ended session is told so."""
         name, nodes = event.attempt.attempt, (event.node_id,)
+        if name in self._attempts:
+            return  # it was adopted, and its commit is on the way
         known = self._context.history.checkpoints.get(name)
         if known is not None and known.state == "live":
             yield self._publish(event.attempt, known.level, None, nodes)
         elif known is None and self._is_of_the_past(event.attempt):
             error = RunSuperseded(f"Step {event.attempt.step} belongs to no open attempt of this run.")
+            self._dropped.append(name)
             yield self._publish(event.attempt, None, error, nodes)
 
     def _is_of_the_past(self, attempt: AttemptId) -> bool:
-        """Of a session that has ended. The current one may be at work although its group is not found yet."""
-        current = self._context.history.session
-        return (
-            current is None
-            or attempt.session < current.session
-            or attempt.run_uid != self._context.history.run_uid
-        )
+        """Of a session that has ended.
+
+        The current one may be at work although its group is not found yet, and so may one that was begun
+        while the store was away and is not in the log.
+        """
+        history = self._context.history
+        if attempt.run_uid != history.run_uid:
+            return True
+        plan, current = self._context.plan, history.session
+        newest = plan.age if plan else (current.opened_by, current.session) if current else (0, 0)
+        return (attempt.epoch, attempt.session) < newest
 
     def replica_ended(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
         name = event.attempt.attempt
@@ -97,6 +161,7 @@ class Saves:
             gone = known is not None or name in self._dropped or self._is_of_the_past(event.attempt)
             if gone and self._context.ledger.is_open:  # so the copy, or what there is of it, may go too
                 error = Unavailable(f"Step {event.attempt.step} was dropped.")
+                self._dropped.append(name)
                 yield self._publish(event.attempt, None, error, (event.holder,))
             return
         alive = event.holder in self._context.holders.live
@@ -116,7 +181,7 @@ class Saves:
         yield m.Warn(
             text=f"Step {attempt.id.step}: no copy of fragment {index} on {event.holder[:12]}: {why}"
         )
-        holder = attempt.replace(index, event.holder, self._context.holders.live)
+        holder = attempt.replace(index, event.holder, self._context.holders.live - self._context.draining)
         if holder is not None:
             source = attempt.nodes[index].node_id
             yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=holder)
@@ -251,7 +316,9 @@ class Saves:
 
     def shed(self) -> Iterator[m.Effect]:
         """The store is silent: keep the newest commits waiting, drop the others."""
-        waiting = [op for op in self._context.ledger.waiting() if isinstance(op, r.Commit)]
+        queue = self._context.ledger.waiting()
+        built_on = {op.resumed_from for op in queue if isinstance(op, r.Session)}
+        waiting = [op for op in queue if isinstance(op, r.Commit) and op.attempt not in built_on]
         for op in waiting[:-MAX_WAITING_COMMITS]:
             self._context.ledger.withdraw(op)
             error = Unavailable(f"Step {op.step}: the storage path did not take its commit record.")
@@ -273,6 +340,17 @@ class Saves:
     ) -> m.Publish:
         epoch = self._context.ledger.epoch
         return m.Publish(attempt=attempt, level=level, error=error, nodes=nodes, epoch=epoch)
+
+
+def _stored(held: m.HeldFragment, node: str) -> m.NodeStored:
+    return m.NodeStored(
+        attempt=held.attempt,
+        node_index=held.node_index,
+        node_id=node,
+        files=held.files,
+        replicated=held.replicated,
+        metrics=held.metrics,
+    )
 
 
 def _not_collective(attempt: Attempt, missed: Iterable[int]) -> CheckpointError:

@@ -286,6 +286,7 @@ def _attempt_json(attempt: AttemptId) -> dict[str, Any]:
         "session": attempt.session,
         "step": attempt.step,
         "attempt": attempt.attempt,
+        "epoch": attempt.epoch,
     }
 
 
@@ -295,6 +296,7 @@ def _attempt(document: Mapping[str, Any]) -> AttemptId:
         session=jsontext.integer(document.get("session"), "session"),
         step=jsontext.integer(document.get("step"), "step"),
         attempt=jsontext.text(document.get("attempt"), "attempt"),
+        epoch=jsontext.integer(document.get("epoch", 0), "epoch"),
     )
 
 

@@ -11,6 +11,7 @@ from ray_ckpt.types import AttemptId
 CHECKPOINT_JSON = "checkpoint.json"
 CHECKPOINTS_DIR = "checkpoints"
 LOG_DIR = "log"
+SNAPSHOT_PREFIX = "snapshot-"  # of the names in the log that are snapshots
 SERVICE_DIR = "ray_ckpt"  # <storage_path>/<run>/ray_ckpt
 
 _DIRECTORY = re.compile(r"(\d{12})-([0-9a-f]{16})\Z")
@@ -19,18 +20,19 @@ _FILE = re.compile(
     r"|manifest-\d{1,6}-of-\d{1,6}\.parquet|checkpoint\.json)\Z"
 )
 _RECORD = re.compile(r"(\d{20})\.json\Z")
+_SNAPSHOT = re.compile(r"snapshot-(\d{20})\.parquet\Z")
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,199}\Z")
 _RUN_UID = re.compile(r"[0-9a-f]{32}\Z")
 
 
-def attempt_name(*, run_uid: str, session: int, step: int, attempt: int) -> str:
-    """The id of an attempt, 16 hex digits: a function of these four, so that every rank computes the same."""
-    return digest(f"{run_uid}/{session}/{step}/{attempt}".encode())[:16]
+def make_attempt(*, run_uid: str, session: int, step: int, attempt: int, epoch: int = 0) -> AttemptId:
+    """The id of try number `attempt` at a step: a function of these five, so that all ranks compute the same.
 
-
-def make_attempt(*, run_uid: str, session: int, step: int, attempt: int) -> AttemptId:
-    name = attempt_name(run_uid=run_uid, session=session, step=step, attempt=attempt)
-    return AttemptId(run_uid=run_uid, session=session, step=step, attempt=name)
+    `epoch` is that of the coordinator which opened the session. A session that it could not bring into the
+    log may have its number used again, but never its number and epoch.
+    """
+    name = digest(f"{run_uid}/{epoch}/{session}/{step}/{attempt}".encode())[:16]
+    return AttemptId(run_uid=run_uid, session=session, step=step, attempt=name, epoch=epoch)
 
 
 def shard_file(rank: int, world_size: int) -> str:
@@ -52,6 +54,16 @@ def record_file(seq: int) -> str:
 def record_seq(name: str) -> int | None:
     """The sequence number of a log file, or None if the name is not one of ours."""
     match = _RECORD.match(name)
+    return int(match.group(1)) if match else None
+
+
+def snapshot_file(seq: int) -> str:
+    return f"{SNAPSHOT_PREFIX}{seq:020d}.parquet"
+
+
+def snapshot_seq(name: str) -> int | None:
+    """The last record that a snapshot file covers, or None if the name is not one of ours."""
+    match = _SNAPSHOT.match(name)
     return int(match.group(1)) if match else None
 
 

@@ -46,7 +46,7 @@ class Session:
     """A training group begins. `after` is the session before it, `resumed_from` what it restores.
 
     `service` and `owner` say who opened it: the checkpoint service of a cluster, and the launcher (driver or
-    a controller) in it. `retention` is its retention policy as `ray_ckpt.core.retention` writes it.
+    a controller) in it; `opened_by` is the epoch of the coordinator that began it. `retention` is its retention policy as `ray_ckpt.core.retention` writes it.
     """
 
     session: int
@@ -55,6 +55,7 @@ class Session:
     resumed_from: str | None
     world_size: int
     num_nodes: int
+    opened_by: int = 0
     owner: str = ""
     retention: str = ""
 
@@ -289,6 +290,7 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "format": _format,
     "session": jsontext.integer,
     "service": jsontext.text,
+    "opened_by": jsontext.integer,
     "owner": jsontext.text,
     "retention": jsontext.text,
     "expires_at_s": _optional(jsontext.number),

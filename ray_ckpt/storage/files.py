@@ -22,6 +22,7 @@ FILE_MODE = 0o600  # weights are private
 DIR_MODE = 0o700
 IO_BLOCK_BYTES = 8 << 20  # large enough for any disk's bandwidth, small enough to bound a buffer
 _TMP_PREFIX = ".tmp-"
+TEMPORARIES = f"{_TMP_PREFIX}*"  # a glob
 
 
 def is_temporary(name: str) -> bool:
@@ -67,7 +68,11 @@ def write_temporary(directory: Path, chunks: Iterable[Buffer]) -> Path:
 
 def write_file(path: Path, chunks: Iterable[Buffer]) -> None:
     """Make `path` hold `chunks`, durably and all at once. Its directory must exist."""
-    temporary = write_temporary(path.parent, chunks)
+    publish(write_temporary(path.parent, chunks), path)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a file of `write_temporary` its name, durably. Visible a moment before it is durable."""
     try:
         temporary.rename(path)
     except BaseException:
@@ -112,6 +117,21 @@ def read_blocks(path: Path, offset: int = 0, nbytes: int | None = None) -> Itera
 def read_range(path: Path, offset: int, nbytes: int) -> bytes:
     """`nbytes` bytes of `path` from `offset`. EOFError if it is too short."""
     return b"".join(read_blocks(path, offset, nbytes))
+
+
+def forget_cached(path: Path) -> None:
+    """Have the next read of a clean file come from its disk: what the cache holds proves nothing."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def total_bytes(path: Path) -> int:
+    """The size of the file system of `path`."""
+    stat = os.statvfs(path)
+    return stat.f_blocks * stat.f_frsize
 
 
 def free_bytes(path: Path) -> int:

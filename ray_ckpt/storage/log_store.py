@@ -1,7 +1,13 @@
 """The seam under the commit log: create-if-absent, read, list, delete. Nothing else is assumed of a store.
 
 A store must give: a create that succeeds for exactly one writer per name and is visible entirely or not
-at all; read-after-write. It need not give compare-and-swap, rename, or atomic listing.
+at all; read-after-write; listing of what was there before the call. It need not give compare-and-swap or
+rename. `probe_store` finds those that do not keep this.
+
+A run's log on such a store is records, numbered without gaps, and snapshots that stand in for the records
+up to their number. Record 0 stays for ever and says whose log it is. Of the other records those that an old
+snapshot covers are deleted (`trim_log`). So that nobody takes the place of a deleted record, a number at or
+below a snapshot is taken, whether something is there or not (`create_record`; SlateDB RFC-0026).
 """
 
 from __future__ import annotations
@@ -11,13 +17,20 @@ import enum
 import os
 import uuid
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from ray_ckpt.errors import StoragePathError
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.errors import FormatError, StoragePathError
 from ray_ckpt.format import names
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.records import LogRecord, decode_record
+from ray_ckpt.format.records import Create, LogRecord, decode_record
+from ray_ckpt.format.snapshot import LogSnapshot, decode_snapshot, encode_snapshot
 from ray_ckpt.storage import files
+
+PROBE_PREFIX = "probe-"  # of the names that a probe leaves if it is killed; no reader takes them for records
+READ_TRIES = 3  # of a log whose records are trimmed while it is read: each time a reader a day late
+TRIM_AFTER_S = 24 * 3600.0  # age of a snapshot before the records that it covers go: for readers at work
+TRIM_BATCH = 1000  # names that one `trim_log` deletes; about a second on an object store, more on some
 
 
 class Outcome(enum.Enum):
@@ -26,13 +39,14 @@ class Outcome(enum.Enum):
     OK = "ok"  # these bytes are there now, durably, under this name
     EXISTS = "exists"  # other bytes are there
     UNKNOWN = "unknown"  # cannot be told: do not acknowledge, do not clean up, ask again
+    UNSUPPORTED = "unsupported"  # the store says that it cannot create conditionally; nothing is there
 
 
 class LogStore(Protocol):
     """Small immutable objects under flat names.
 
-    Every call may be repeated. `create` with bytes that are there already is OK, so an unclear answer is
-    resolved by calling again with the same bytes. Errors other than those below are UNKNOWN, not raised.
+    Every call may be repeated. `create` with bytes that are there already is OK, and looks itself when an
+    answer was unclear; it raises nothing. Nothing is promised about how long a call takes.
     """
 
     def create(self, name: str, data: bytes) -> Outcome: ...
@@ -41,8 +55,12 @@ class LogStore(Protocol):
         """The object's bytes, None if it is not there; OSError if that cannot be told."""
         ...
 
-    def list(self) -> tuple[str, ...]:
-        """Names that exist, in any order. May miss names created during the call."""
+    def list(self, prefix: str = "") -> tuple[str, ...]:
+        """Names that exist, in any order; may miss what is created meanwhile. OSError if unreadable."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """The object is gone afterwards; absent is fine. OSError if that cannot be told."""
         ...
 
 
@@ -58,8 +76,11 @@ class MemoryLogStore:
     def read(self, name: str) -> bytes | None:
         return self.objects.get(name)
 
-    def list(self) -> tuple[str, ...]:
-        return tuple(self.objects)
+    def list(self, prefix: str = "") -> tuple[str, ...]:
+        return tuple(name for name in list(self.objects) if name.startswith(prefix))
+
+    def delete(self, name: str) -> None:
+        self.objects.pop(name, None)
 
 
 class PosixLogStore:
@@ -73,22 +94,23 @@ class PosixLogStore:
         self._directory = directory
 
     def create(self, name: str, data: bytes) -> Outcome:
+        temporary: Path | None = None
         try:
             files.make_dirs(self._directory)
             temporary = files.write_temporary(self._directory, [data])
+            os.link(temporary, self._directory / name)
         except OSError:
-            return self._compare(name, data, absent=Outcome.UNKNOWN)
-        try:
-            with contextlib.suppress(OSError):
-                os.link(temporary, self._directory / name)
-            outcome = self._compare(name, data, absent=Outcome.UNKNOWN)
-            if outcome is Outcome.OK:
-                files.fsync_dir(self._directory)
-        except OSError:
-            return Outcome.UNKNOWN
+            pass  # what is there now tells
         finally:
             with contextlib.suppress(OSError):
-                temporary.unlink()
+                if temporary is not None:
+                    temporary.unlink()
+        outcome = compare(self, name, data, absent=Outcome.UNKNOWN)
+        if outcome is Outcome.OK:
+            try:
+                files.fsync_dir(self._directory)
+            except OSError:
+                return Outcome.UNKNOWN
         return outcome
 
     def read(self, name: str) -> bytes | None:
@@ -97,51 +119,105 @@ class PosixLogStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def list(self) -> tuple[str, ...]:
+    def list(self, prefix: str = "") -> tuple[str, ...]:
         try:
-            return tuple(n for n in os.listdir(self._directory) if not files.is_temporary(n))  # noqa: PTH208
+            found = os.listdir(self._directory)  # noqa: PTH208
         except (FileNotFoundError, NotADirectoryError):
             return ()
+        return tuple(name for name in found if name.startswith(prefix) and not files.is_temporary(name))
 
-    def _compare(self, name: str, data: bytes, *, absent: Outcome) -> Outcome:
-        try:
-            there = self.read(name)
-        except OSError:
-            return Outcome.UNKNOWN
-        if there is None:
-            return absent
-        return Outcome.OK if there == data else Outcome.EXISTS
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            (self._directory / name).unlink()
+
+
+def compare(store: LogStore, name: str, data: bytes, *, absent: Outcome) -> Outcome:
+    """What a create of `data` has come to, by what is there now."""
+    try:
+        there = store.read(name)
+    except OSError:
+        return Outcome.UNKNOWN
+    if there is None:
+        return absent
+    return Outcome.OK if there == data else Outcome.EXISTS
 
 
 def probe(directory: Path) -> None:
-    """Prove that the file system of `directory` can hold a commit log; StoragePathError if it cannot.
-
-    Creates one name twice with different bytes: the second must be refused and the first stay.
-    """
-    name = f"probe-{uuid.uuid4().hex}"
+    """Prove that the file system of `directory` can hold a commit log; StoragePathError if it cannot."""
     try:
         files.make_dirs(directory)
-        store = PosixLogStore(directory)
-        first, second, kept = store.create(name, b"1"), store.create(name, b"2"), store.read(name)
-        with contextlib.suppress(FileNotFoundError):
-            (directory / name).unlink()
     except OSError as error:
-        raise StoragePathError(
-            f"The storage path {directory} cannot be written: {error}.",
-            hint="Give the user that runs Ray write access to it, or choose another storage_path.",
-            path=str(directory),
-        ) from error
+        raise _not_writable(str(directory), error) from error
+    probe_store(PosixLogStore(directory), where=str(directory))
+
+
+def probe_store(store: LogStore, *, where: str) -> None:
+    """Prove that `store` keeps the promises of a log store; StoragePathError, naming `where`, if it does not.
+
+    Creates one name twice with different bytes: the second must be refused and the first stay, be listed,
+    and go when it is deleted.
+    """
+    name = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
+    try:
+        first, second, kept = store.create(name, b"1"), store.create(name, b"2"), store.read(name)
+        listed = name in store.list(PROBE_PREFIX)
+        store.delete(name)
+        gone = store.read(name) is None and name not in store.list(PROBE_PREFIX)
+    except OSError as error:
+        raise _not_writable(where, error) from error
     if (first, second, kept) != (Outcome.OK, Outcome.EXISTS, b"1"):
         raise StoragePathError(
-            f"The file system of {directory} cannot hold a commit log: "
-            f"create gave {first.value}, a second create of the same name {second.value}.",
-            hint="It must be writable and support hard links; choose another storage_path.",
-            path=str(directory),
+            f"{where} cannot hold a commit log: create gave {first.value}, "
+            f"a second create of the same name {second.value}.",
+            hint="It must be writable and create a name once only (POSIX: hard links; object stores: "
+            "If-None-Match or ifGenerationMatch); choose another storage_path.",
+            path=where,
+        )
+    if not (listed and gone):
+        raise StoragePathError(
+            f"{where} cannot hold a commit log: it does not {'delete' if listed else 'list'} what it has.",
+            hint="Reading, listing and deleting must be allowed and consistent; choose another storage_path.",
+            path=where,
         )
 
 
-def read_log(store: LogStore, *, start: int = 0) -> tuple[tuple[LogRecord, str], ...]:
-    """Every record from `start` to the tail, each with the digest of its bytes.
+def _not_writable(where: str, error: OSError) -> StoragePathError:
+    return StoragePathError(
+        f"The storage path {where} cannot be written: {error}.",
+        hint="Give the user that runs Ray write access to it, or choose another storage_path.",
+        path=where,
+    )
+
+
+# A run's log
+
+
+Records: TypeAlias = tuple[tuple[LogRecord, str], ...]
+"""Records in order, each with the digest of its bytes; `RunHistory.apply` checks that they are linked."""
+
+
+def read_run(store: LogStore) -> tuple[RunHistory, Records]:
+    """The history up to the newest sound snapshot, a new one if there is none, and the records after it.
+
+    A snapshot that is damaged is passed over, as long as an older one or record 0 and the records from there
+    on lead past it. FormatError if they do not, or if a record is damaged; OSError if the store cannot be
+    read. An empty log is an empty history.
+    """
+    for _ in range(READ_TRIES):
+        history, damage = _newest_history(store)
+        records = read_log(store, start=history.next_seq)
+        seq = history.next_seq + len(records)
+        newest = max(_snapshots(store), default=-1)  # looked at last: a record trimmed meanwhile is no tail
+        if seq > newest:
+            return history, records
+    raise FormatError(
+        f"The log has no record {seq}, but a snapshot of record {newest} that cannot be used.",
+        hint="Bring the missing or damaged file back from a backup; no shorter history is true.",
+    ) from damage
+
+
+def read_log(store: LogStore, *, start: int = 0) -> Records:
+    """Every record from `start` to the first that is not there, each with the digest of its bytes.
 
     The tail is found by opening numbers, since a listing may lag. OSError if the store cannot be read,
     FormatError if a record is damaged.
@@ -150,3 +226,108 @@ def read_log(store: LogStore, *, start: int = 0) -> tuple[tuple[LogRecord, str],
     while (data := store.read(names.record_file(start + len(found)))) is not None:
         found.append((decode_record(data), digest(data)))
     return tuple(found)
+
+
+def read_covered(store: LogStore, history: RunHistory) -> Records:
+    """The records before `history.next_seq` that are still there: record 0, and those that lead up to it.
+
+    Each is proven by the one after it, so what a stalled writer put in the place of a deleted one is left
+    out. OSError and FormatError as in `read_log`.
+    """
+    found: list[tuple[LogRecord, str]] = []
+    seq, wanted = history.next_seq - 1, history.last_digest
+    while seq >= 0 and (data := store.read(names.record_file(seq))) is not None and digest(data) == wanted:
+        found.append((decode_record(data), wanted))
+        seq, wanted = seq - 1, found[-1][0].prev
+    if seq >= 0 and (data := store.read(names.record_file(0))) is not None:
+        found.append((decode_record(data), digest(data)))
+    return tuple(reversed(found))
+
+
+def create_record(store: LogStore, seq: int, data: bytes) -> Outcome:
+    """Create record `seq`. EXISTS also if a snapshot covers that number: then others have passed it.
+
+    The snapshots are looked at after the create, so a record that was deleted before it is found out, however
+    long this writer was stalled.
+    """
+    outcome = store.create(names.record_file(seq), data)
+    if outcome is not Outcome.OK:
+        return outcome
+    try:
+        covered = any(snapshot >= seq for snapshot in _snapshots(store))
+    except OSError:
+        return Outcome.UNKNOWN
+    return Outcome.EXISTS if covered else Outcome.OK
+
+
+def write_snapshot(store: LogStore, snapshot: LogSnapshot) -> Outcome:
+    """Store a snapshot of what is in the log; EXISTS is as good, since its records are the same.
+
+    FormatError if the history is too large for one; the log then goes on without.
+    """
+    return store.create(names.snapshot_file(snapshot.seq), encode_snapshot(snapshot))
+
+
+def trim_log(store: LogStore, now_s: float) -> int:
+    """Delete what old snapshots make superfluous, at most TRIM_BATCH names. Returns how many; call it again.
+
+    P is the newest snapshot that was made before `now_s` - TRIM_AFTER_S (Unix time) and is not the newest of
+    all. The records 1 to P go, and the snapshots before P; of those after P the first stays, which is the
+    next P, and the last two. Nothing goes while the newest is not sound, and P always is: so one damaged
+    file costs nothing. OSError if the store fails.
+    """
+    found, run_uid = _snapshots(store), _run_uid(store)
+    read = {seq: _read_snapshot(store, seq, run_uid) for seq in found}
+    sound = {seq: snapshot for seq, snapshot in read.items() if isinstance(snapshot, LogSnapshot)}
+    if not found or found[-1] not in sound:
+        return 0
+    boundary = max(
+        (seq for seq in found[:-1] if seq in sound and sound[seq].time_s <= now_s - TRIM_AFTER_S), default=-1
+    )
+    after = [seq for seq in sound if seq > boundary]
+    kept = {boundary, *after[:1], *found[-2:]}
+    records = (seq for name in store.list() if (seq := names.record_seq(name)) is not None)
+    going = [names.snapshot_file(seq) for seq in found if seq not in kept]
+    going += [names.record_file(seq) for seq in sorted(records) if 0 < seq <= boundary]
+    for name in going[:TRIM_BATCH]:
+        store.delete(name)
+    return len(going[:TRIM_BATCH])
+
+
+def _newest_history(store: LogStore) -> tuple[RunHistory, FormatError | None]:
+    """What the newest sound snapshot says, and the first damage met on the way to it."""
+    run_uid, damage = _run_uid(store), None
+    for seq in reversed(_snapshots(store)):
+        snapshot = _read_snapshot(store, seq, run_uid)
+        if isinstance(snapshot, LogSnapshot):
+            return RunHistory.from_snapshot(snapshot), damage
+        damage = damage or snapshot
+    return RunHistory(), damage
+
+
+def _read_snapshot(store: LogStore, seq: int, run_uid: str) -> LogSnapshot | FormatError:
+    """The snapshot up to record `seq` of that run, or why there is none."""
+    name = names.snapshot_file(seq)
+    data = store.read(name)
+    if data is None:
+        return FormatError(f"{name} is gone.")
+    try:
+        snapshot = decode_snapshot(data)
+    except FormatError as error:
+        return error
+    if (snapshot.seq, snapshot.run_uid) != (seq, run_uid):
+        return FormatError(f"{name} is of record {snapshot.seq} of run {snapshot.run_uid}.")
+    return snapshot
+
+
+def _run_uid(store: LogStore) -> str:
+    """The run that record 0 begins; empty if there is none. FormatError if it is damaged."""
+    data = store.read(names.record_file(0))
+    op = None if data is None else decode_record(data).op
+    return op.run_uid if isinstance(op, Create) else ""
+
+
+def _snapshots(store: LogStore) -> list[int]:
+    """The numbers of the snapshots that are there, in rising order."""
+    found = store.list(names.SNAPSHOT_PREFIX)
+    return sorted(seq for name in found if (seq := names.snapshot_seq(name)) is not None)

@@ -6,22 +6,29 @@ import contextlib
 import fcntl
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import Buffer
 
 from ray_ckpt.config import STAGING_ENV
+from ray_ckpt.core.claim import RunMark
 from ray_ckpt.errors import FormatError, InsufficientSpace, StagingError
-from ray_ckpt.format import names
+from ray_ckpt.format import jsontext, names
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import decode_fragment
 from ray_ckpt.storage import files
 from ray_ckpt.storage.remote import delete_checkpoint_dir
 from ray_ckpt.types import FileEntry, Fragment
 
+MARK_FILE = "run.json"  # <staging>/<run uid>/run.json: whose files these are, and the highest epoch heard of
+MAX_MARK_BYTES = 1 << 16
+QUARANTINE_DIR = "quarantine"
+MAX_QUARANTINED = 4  # checkpoints of a run whose bad files are kept for a look; the oldest go
 LOCK_WAIT_S = 20.0  # a killed agent's lock is free within seconds; a live owner's never
 
 
@@ -38,12 +45,14 @@ class Staging:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._publishing = threading.Lock()  # held while something is visible and not durable yet
         try:
             files.make_dirs(root)
             self._check_owner()
             self._lock = self._take_lock()
             try:
                 files.write_temporary(root, [b"probe"]).unlink()
+                self._settle()
             except OSError:
                 self._lock.close()
                 raise
@@ -83,20 +92,71 @@ class Staging:
     def put(self, run_uid: str, directory: str, file: str, chunks: Iterable[Buffer]) -> Path:
         """Write one file of a checkpoint durably."""
         path = self.path(run_uid, directory, file)
-        files.make_dirs(path.parent)
-        files.write_file(path, chunks)
+        with self._publishing:
+            files.make_dirs(path.parent)
+        temporary = files.write_temporary(path.parent, chunks)
+        with self._publishing:
+            files.publish(temporary, path)
         return path
 
     def delete(self, run_uid: str, directory: str) -> None:
-        """Delete one checkpoint's files, data before manifests. Absent is fine."""
-        delete_checkpoint_dir(self.folder(run_uid, directory))
+        """Delete one checkpoint's files durably, data before manifests. Absent is fine."""
+        folder = self.folder(run_uid, directory)
+        delete_checkpoint_dir(folder)
+        with contextlib.suppress(FileNotFoundError):
+            files.fsync_dir(folder.parent)
+
+    def quarantine(self, run_uid: str, directory: str, file: str) -> None:
+        """Move a bad file out of its checkpoint, which is no holding any more; a few are kept for a look."""
+        pen = self.root / names.check_run_uid(run_uid) / QUARANTINE_DIR
+        target = pen / names.check_directory(directory)
+        files.make_dirs(target)
+        source = self.path(run_uid, directory, file)
+        with contextlib.suppress(FileNotFoundError):
+            source.rename(target / file)
+            files.fsync_dir(source.parent)
+        kept = sorted(pen.iterdir(), key=lambda p: p.stat().st_mtime)
+        for old in kept[:-MAX_QUARANTINED]:
+            delete_checkpoint_dir(old)
+
+    def sync(self, run_uid: str) -> None:
+        """Make the names in the run's folders durable. A killed agent may have left a rename that is not."""
+        for folder in self._folders(run_uid):
+            files.fsync_dir(folder)
+
+    # -- marks ---------------------------------------------------------------------------------------
+
+    def write_mark(self, run_uid: str, *, run_name: str, storage_path: str, epoch: int) -> None:
+        """Remember durably whose files these are and the highest epoch that has spoken to this node."""
+        folder = self.root / names.check_run_uid(run_uid)
+        with self._publishing:
+            files.make_dirs(folder)
+        document = {"run_uid": run_uid, "run_name": run_name, "storage_path": storage_path, "epoch": epoch}
+        data = jsontext.dumps(document, what="The run's mark", max_bytes=MAX_MARK_BYTES)
+        files.write_file(folder / MARK_FILE, [data])
+
+    def marks(self, run_name: str, storage_path: str) -> tuple[RunMark, ...]:
+        """What this disk remembers of runs of this name and storage path; normally one."""
+        found = []
+        for path in sorted(self.root.glob(f"*/{MARK_FILE}")):
+            mark = _read_mark(path)
+            if mark is not None and (mark["run_name"], mark["storage_path"]) == (run_name, storage_path):
+                found.append(RunMark(run_uid=path.parent.name, epoch=int(mark["epoch"])))
+        return tuple(found)
+
+    def epoch(self, run_uid: str) -> int:
+        """The highest epoch that has spoken to this node about the run; 0 if none has."""
+        mark = _read_mark(self.root / names.check_run_uid(run_uid) / MARK_FILE)
+        return int(mark["epoch"]) if mark is not None else 0
 
     # -- what is here --------------------------------------------------------------------------------
 
     def holdings(self, run_uid: str) -> Iterator[Holding]:
-        """Every fragment of the run that is complete here, decided by its own list of files and sizes."""
+        """Every fragment of the run that is complete and durable here, by its own list of files and sizes."""
         for folder in self._folders(run_uid):
-            for path in sorted(folder.glob("manifest-*.parquet")):
+            with self._publishing:
+                manifests = sorted(folder.glob("manifest-*.parquet"))
+            for path in manifests:
                 if holding := _holding(path, run_uid):
                     yield holding
 
@@ -109,6 +169,25 @@ class Staging:
         with contextlib.suppress(FileNotFoundError):
             return sorted(p for p in run.iterdir() if names.is_directory_name(p.name) and p.is_dir())
         return []
+
+    def _settle(self) -> None:
+        """Take over from the agent before, which may have been killed at any moment.
+
+        What it left unfinished is removed, and what it made visible is made durable.
+        """
+        runs = [self.root / uid for uid in self._runs()]
+        for folder in (self.root, *runs, *(folder for run in runs for folder in self._folders(run.name))):
+            for path in folder.glob(files.TEMPORARIES):
+                path.unlink()
+            files.fsync_dir(folder)
+        with contextlib.suppress(PermissionError):  # then it was not this user who made the root
+            files.fsync_dir(self.root.parent)
+
+    def _runs(self) -> Iterator[str]:
+        for path in self.root.iterdir():
+            with contextlib.suppress(FormatError):
+                if path.is_dir():
+                    yield names.check_run_uid(path.name)
 
     # -- ownership -----------------------------------------------------------------------------------
 
@@ -150,6 +229,17 @@ class _Lock:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _read_mark(path: Path) -> dict[str, Any] | None:
+    try:
+        data = path.read_bytes()
+        mark = jsontext.mapping(jsontext.loads(data, what="The run's mark", max_bytes=MAX_MARK_BYTES), "mark")
+        jsontext.integer(mark.get("epoch"), "epoch")
+        names.check_run_uid(path.parent.name)
+    except (OSError, FormatError):
+        return None
+    return mark if {"run_name", "storage_path"} <= set(mark) else None
 
 
 def _holding(path: Path, run_uid: str) -> Holding | None:

@@ -13,12 +13,13 @@ from typing import Any
 
 import ray.train
 
+from ray_ckpt.actors.ray_state import owner_here
 from ray_ckpt.actors.service import RayLink, finish_run, open_group, open_run
 from ray_ckpt.actors.wire import Joined, RunSpec
 from ray_ckpt.client import close_all
 from ray_ckpt.config import RunOptions
 from ray_ckpt.connection import Connection, set_connection
-from ray_ckpt.errors import CheckpointError, RunConflict, ServiceError
+from ray_ckpt.errors import CheckpointError, Fenced, ServiceError
 from ray_ckpt.format.names import LOG_DIR
 from ray_ckpt.storage.log_store import probe
 from ray_ckpt.storage.remote import RemoteTier
@@ -37,6 +38,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
     def __init__(self, **options: Any) -> None:
         self._options = RunOptions.parse(**options)
         self._spec: RunSpec | None = None
+        self._owner = ""
         self._joined: Joined | None = None
         self._problem: CheckpointError | None = None
 
@@ -45,21 +47,23 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
     def after_controller_start(self, train_run_context: Any) -> None:
         """Open the run: log, agents, paths. Raised errors end the run before any worker starts."""
         config = train_run_context.run_config
-        self._spec = open_run(config.name, config.storage_path, self._options)
+        self._owner = owner_here(by_job=False)
+        self._spec = open_run(config.name, config.storage_path, self._options, owner=self._owner)
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """The group exists: choose its checkpoint, log its session; this object carries it to workers.
 
         What a new try may mend (a node died just now, the store is slow) goes to the workers, where it
-        counts as their failure and is retried; other errors end the run here.
+        counts as their failure and is retried; other errors end the run here, also that it belongs to another
+        launcher by now: two of them that both retried would take it from each other forever.
         """
         assert self._spec is not None
         ranks = sorted(workers, key=lambda w: w.distributed_context.world_rank)
         nodes = [w.metadata.node_id for w in ranks]
         self._joined, self._problem = None, None
         try:
-            self._joined = open_group(self._spec, nodes, service="ray-train")
-        except (ServiceError, RunConflict) as error:
+            self._joined = open_group(self._spec, nodes, owner=self._owner)
+        except (ServiceError, Fenced) as error:
             log.warning("the group cannot start: %s", error)
             self._problem = error
         return {}

@@ -56,16 +56,16 @@ def test_a_checkpointer_outside_a_run_names_both_ways_in() -> None:
 def test_a_storage_path_that_cannot_be_written(cluster: LocalCluster, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StoragePathError, match=r"cannot be written.*write access"):
-        open_run("run", str(tmp_path / "file" / "storage"), RunOptions())
+        open_run("run", str(tmp_path / "file" / "storage"), RunOptions(), owner="test")
 
 
 def test_a_url_or_a_relative_storage_path_is_refused(cluster: LocalCluster) -> None:
     with pytest.raises(ConfigError, match="not a file system path"):
-        open_run("run", "s3://bucket/runs", RunOptions())
+        open_run("run", "s3://bucket/runs", RunOptions(), owner="test")
     with pytest.raises(ConfigError, match="relative"):
-        open_run("run", "runs", RunOptions())
+        open_run("run", "runs", RunOptions(), owner="test")
     with pytest.raises(ConfigError, match="cannot be a folder name"):
-        open_run("../run", "/tmp/x", RunOptions())
+        open_run("../run", "/tmp/x", RunOptions(), owner="test")
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ needs_root = pytest.mark.skipif(
 )
 def test_a_storage_path_that_is_not_shared_is_found(odd_node: str, tmp_path: Path) -> None:
     with pytest.raises(StorageNotShared, match=rf"{odd_node[:12]} does not see.*every node mounts"):
-        open_run("unshared", str(tmp_path / "storage"), RunOptions())
+        open_run("unshared", str(tmp_path / "storage"), RunOptions(), owner="test")
     assert not list((tmp_path / "storage").rglob("*.safetensors"))
 
 
@@ -116,7 +116,7 @@ def test_a_storage_path_that_is_not_shared_is_found(odd_node: str, tmp_path: Pat
 @pytest.mark.parametrize("odd_node", ["touch TMP/odd-staging"], indirect=True)
 def test_a_staging_folder_that_cannot_be_used_is_named(odd_node: str, tmp_path: Path) -> None:
     with pytest.raises(StagingError, match=r"odd-staging cannot be used.*staging="):
-        open_run("no-staging", str(tmp_path / "storage"), RunOptions())
+        open_run("no-staging", str(tmp_path / "storage"), RunOptions(), owner="test")
 
 
 def train(run: str, storage: str, total: int, options: dict[str, Any]) -> list[float]:

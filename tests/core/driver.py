@@ -25,6 +25,7 @@ from ray_ckpt.storage.log_store import MemoryLogStore, Outcome, read_log
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, RankRestore
 
 RUN = "gpt"
+SERVICE = "service-1"
 RUN_UID = digest(RUN.encode())
 START_S = 1_790_000_000.0
 
@@ -78,7 +79,7 @@ class Harness:
     """A run machine, its log and its nodes' disks. Each method returns the effects, in order."""
 
     def __init__(self, nodes: str = "ab", *, ranks_per_node: int = 1, **options: Any) -> None:
-        self.options = RunOptions(**options)
+        self.options = RunOptions(**{"retire_grace_s": 0.0, "scrub_bytes_per_s": 0, **options})
         self.store = MemoryLogStore()
         self.store_mode: StoreMode = "ok"
         self.ranks_per_node = ranks_per_node
@@ -96,7 +97,9 @@ class Harness:
     def start_coordinator(self) -> tuple[m.Effect, ...]:
         """A new process: it knows nothing but the log."""
         self.num_coordinators += 1
-        self.machine = RunMachine(options=self.options, writer=f"coordinator-{self.num_coordinators}")
+        self.machine = RunMachine(
+            options=self.options, writer=f"coordinator-{self.num_coordinators}", service=SERVICE
+        )
         opened = m.LogOpened(records=read_log(self.store), run_name=RUN, fresh_uid=RUN_UID)
         seen = m.NodesSeen(live=frozenset(self.live))
         return (*self.tick(), *self.tell(opened, seen))
@@ -151,7 +154,15 @@ class Harness:
 
     # -- groups --------------------------------------------------------------------------------------
 
-    def group(self, nodes: str, *, token: str = "", resume: Resume = "auto") -> m.GroupOpened:
+    def group(
+        self,
+        nodes: str,
+        *,
+        token: str = "",
+        resume: Resume = "auto",
+        owner: str = "driver",
+        dead_owner: str = "",
+    ) -> m.GroupOpened:
         """The event of a group on `nodes`, with what the live nodes hold now."""
         if not token:
             self.num_groups += 1
@@ -165,7 +176,8 @@ class Harness:
             ),
             inventories=self.inventories(),
             resume=resume,
-            service="service-1",
+            owner=owner,
+            dead_owner=dead_owner,
         )
 
     def inventory(self, token: str) -> m.InventoryTaken:
@@ -209,23 +221,36 @@ class Harness:
     # -- saves, as events ------------------------------------------------------------------------------
 
     def attempt(self, step: int, *, number: int = 0) -> AttemptId:
-        return make_attempt(run_uid=RUN_UID, session=self.plan.session, step=step, attempt=number)
+        return make_attempt(
+            run_uid=RUN_UID, epoch=self.plan.epoch, session=self.plan.session, step=step, attempt=number
+        )
 
     def stored(self, attempt: AttemptId, node: str, *, replicated: Sequence[str] = ("same",)) -> m.NodeStored:
         here = next(p for p in self.plan.nodes if p.node_id == node)
-        num = len(self.plan.nodes)
-        self.disks[node].put(m.HeldFragment(attempt=attempt, node_index=here.node_index, num_nodes=num))
-        names = [
-            *(shard_file(k, self.plan.world_size) for k in here.ranks),
-            fragment_file(here.node_index, num),
-        ]
+        held = self._held(attempt, here)
+        self.disks[node].put(held)
         return m.NodeStored(
             attempt=attempt,
             node_index=here.node_index,
             node_id=node,
-            files=tuple(entry(name, attempt) for name in names),
+            files=held.files,
             replicated=tuple(replicated),
             metrics={"loss": 1.0 / attempt.step} if 0 in here.ranks else None,
+        )
+
+    def _held(self, attempt: AttemptId, node: m.SessionNode) -> m.HeldFragment:
+        num = len(self.plan.nodes)
+        names = [
+            *(shard_file(k, self.plan.world_size) for k in node.ranks),
+            fragment_file(node.node_index, num),
+        ]
+        return m.HeldFragment(
+            attempt=attempt,
+            node_index=node.node_index,
+            num_nodes=num,
+            ranks=node.ranks,
+            files=tuple(entry(name, attempt) for name in names),
+            replicated=("same",),
         )
 
     def copied(
@@ -234,9 +259,7 @@ class Harness:
         """The event of the copy of `node`'s fragment to `holder`."""
         here = next(p for p in self.plan.nodes if p.node_id == node)
         if error is None:
-            self.disks[holder].put(
-                m.HeldFragment(attempt=attempt, node_index=here.node_index, num_nodes=len(self.plan.nodes))
-            )
+            self.disks[holder].put(self._held(attempt, here))
         return m.ReplicaEnded(attempt=attempt, node_index=here.node_index, holder=holder, error=error)
 
     def save(self, step: int, *, copies: bool = True) -> tuple[m.Effect, ...]:
@@ -329,7 +352,9 @@ class Cluster(Harness):
         if plans:
             plan = max(plans, key=lambda p: p.session)
             self.wire.append(ToCoordinator(m.GroupFound(plan=plan, inventories=self.inventories())))
-            self.wire += [ToNode(node, n.CoordinatorReturned()) for node in sorted(self.live)]
+            self.wire += [
+                ToNode(node, n.CoordinatorReturned(epoch=self.machine.epoch)) for node in sorted(self.live)
+            ]
 
     def settle(self) -> None:
         """Deliver everything in the order in which it was sent."""
@@ -384,7 +409,7 @@ class Cluster(Harness):
                 self.wire += [ToCoordinator(self.ticked), ToCoordinator(self.inventory(token))]
             case m.StartSession(plan=plan):
                 for node in plan.nodes:
-                    started = n.SessionStarted(plan=plan, node_id=node.node_id)
+                    started = n.SessionStarted(plan=plan, node_id=node.node_id, epoch=self.machine.epoch)
                     self.wire.append(ToNode(node.node_id, started))
             case m.Reply(token=token, value=value):
                 self.replies[token] = value
@@ -470,8 +495,18 @@ class Cluster(Harness):
             case n.WriteFragment(fragment=fragment):
                 attempt = fragment.attempt
                 index, num = fragment.node_index, fragment.num_nodes
-                self.disks[node].put(m.HeldFragment(attempt=attempt, node_index=index, num_nodes=num))
                 file = entry(fragment_file(index, num), attempt)
+                self.disks[node].put(
+                    m.HeldFragment(
+                        attempt=attempt,
+                        node_index=index,
+                        num_nodes=num,
+                        ranks=fragment.ranks,
+                        files=(*fragment.files, file),
+                        replicated=fragment.replicated,
+                        metrics=fragment.metrics,
+                    )
+                )
                 self.wire.append(ToNode(node, n.FragmentWritten(attempt=attempt, entry=file)))
             case n.TellStored():
                 stored = m.NodeStored(
@@ -489,8 +524,10 @@ class Cluster(Harness):
                 self._copy(node, attempt, index, holder)
             case n.Settle():
                 self.settled.append((node, effect))
-            case n.DeleteFolder(attempt=attempt):
-                self.disks[node].delete(attempt.attempt)
+            case n.DeleteFolder(directory=directory):
+                self.disks[node].delete(directory.rpartition("-")[2])
+            case n.PersistEpoch() | n.RefuseOrder() | n.EndSession():
+                pass
             case n.Release():
                 pass
 

@@ -20,7 +20,7 @@ from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.format.names import make_attempt, record_file
 from ray_ckpt.types import AttemptId, Level
-from tests.core.driver import RUN, RUN_UID, Cluster, Harness, of, one, ops
+from tests.core.driver import RUN, RUN_UID, SERVICE, Cluster, Harness, of, one, ops
 
 
 def commits(effects: Iterable[object]) -> list[tuple[int, Level, int]]:
@@ -40,12 +40,22 @@ def live_steps(harness: Harness) -> list[int]:
 
 def test_a_new_run_writes_create_and_epoch_then_a_session_per_group() -> None:
     run = Harness("ab")
-    assert run.records == [r.Create(run_uid=RUN_UID, run_name=RUN, format=1), r.Epoch()]
+    assert run.records == [r.Create(run_uid=RUN_UID, run_name=RUN, format=1), r.Epoch(service=SERVICE)]
     assert run.machine.is_open
 
     effects = run.tell(run.group("ab", token="t"))
     assert ops(effects) == [
-        r.Session(session=1, service="service-1", after=None, resumed_from=None, world_size=2, num_nodes=2)
+        r.Session(
+            session=1,
+            service=SERVICE,
+            opened_by=1,
+            owner="driver",
+            retention="last=3",
+            after=None,
+            resumed_from=None,
+            world_size=2,
+            num_nodes=2,
+        )
     ]
     start = one(effects, m.StartSession)
     assert (start.tokens, start.plan.resume) == (("t",), None)
@@ -70,7 +80,7 @@ def test_nothing_is_started_before_its_record_is_confirmed() -> None:
 def test_a_second_coordinator_fences_with_the_next_epoch() -> None:
     run = Harness("ab")
     run.start_coordinator()
-    assert run.records[1:] == [r.Epoch(), r.Epoch()]
+    assert run.records[1:] == [r.Epoch(service=SERVICE), r.Epoch(service=SERVICE)]
     assert run.machine.history.epoch == 2
 
 
@@ -89,15 +99,31 @@ def test_a_restarted_coordinator_goes_on_with_the_group_it_finds() -> None:
     run.open("ab")
     plan, events = run.plan, run.attempt(10)
     stored = [run.stored(events, "a"), run.stored(events, "b")]
-    copied = [run.copied(events, "a", "b"), run.copied(events, "b", "a")]
+    run.copied(events, "a", "b")
+    copied = run.copied(events, "b", "a")
+    run.disks["a"].delete(events.attempt)
     run.start_coordinator()
     run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
     assert run.plan == plan
-    assert commits(run.tell(*stored, *copied)) == [(10, Level.REPLICATED, 1)]
-    other = m.GroupFound(plan=replace(plan, session=7), inventories=run.inventories())
+    assert commits(run.tell(*stored, copied)) == [(10, Level.REPLICATED, 1)]
+    other = m.GroupFound(plan=replace(plan, session=0), inventories=run.inventories())
     run.start_coordinator()
-    run.tell(other)
+    superseded = one(run.tell(other), m.Supersede)
+    assert (superseded.nodes, superseded.session) == (("a", "b"), 0)
     assert run.machine.plan is None, "its session is not the log's last"
+
+
+def test_what_is_complete_on_the_nodes_counts_when_a_group_is_found() -> None:
+    """Also if no agent is left that would report it again."""
+    run = Harness("ab")
+    run.open("ab")
+    plan, attempt = run.plan, run.attempt(10)
+    for node in "ab":
+        run.stored(attempt, node)
+    run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")
+    run.start_coordinator()
+    found = m.GroupFound(plan=plan, inventories=run.inventories())
+    assert commits(run.tell(found)) == [(10, Level.REPLICATED, 1)]
 
 
 def test_a_restarted_coordinator_does_not_end_a_group_before_it_has_looked_for_it() -> None:
@@ -122,7 +148,10 @@ def test_a_group_that_is_found_late_does_not_come_back() -> None:
     assert run.machine.plan is None
     run.tell(*stored)
     run.confirm()
-    assert not [op for op in run.records if isinstance(op, r.Commit)]
+    run.confirm()
+    commit, session = run.records[-2:]
+    assert isinstance(commit, r.Commit) and isinstance(session, r.Session)
+    assert session.resumed_from == commit.attempt, "what was complete is what the new group gets"
 
 
 def test_a_single_node_says_once_that_checkpoints_are_local() -> None:
@@ -744,7 +773,7 @@ def test_retention_keeps_the_last_and_retires_only_what_the_log_says() -> None:
     run.store_mode = "held"
     assert not of(run.save(30), m.Delete)
     effects = run.confirm(hold_next=True)
-    assert ops(effects) == [r.Retired(attempt=first.attempt, reason="older than the last 2")]
+    assert ops(effects) == [r.Retired(attempt=first.attempt, reason="no policy keeps it")]
     assert not of(effects, m.Delete), "the record is not confirmed"
 
     deletes = of(run.confirm(), m.Delete)
@@ -785,7 +814,7 @@ def test_a_new_coordinator_finishes_the_deletes_of_the_old_one() -> None:
     first = run.attempt(10)
     run.save(10)
     run.save(20)
-    assert r.Retired(attempt=first.attempt, reason="older than the last 1") in run.records
+    assert r.Retired(attempt=first.attempt, reason="no policy keeps it") in run.records
     effects = [*run.start_coordinator(), *run.tick(31)]
     assert {d.place for d in of(effects, m.Delete)} == {"a", "b", m.REMOTE}
 

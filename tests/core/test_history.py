@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
+from ray_ckpt.format.snapshot import decode_snapshot, encode_snapshot
 from ray_ckpt.types import Level
 
 UID = digest(b"run")
@@ -115,6 +117,77 @@ def test_retired_ancestors_do_not_cut_the_lineage() -> None:
     assert log.lineage == [10]
 
 
+def test_pins_and_scrubs_of_a_live_checkpoint() -> None:
+    log = begun(commit(10))
+    log.add(r.Pin(attempt=name(10), owner="eval", expires_at_s=5.0))
+    log.add(r.Pin(attempt=name(10), owner="paper", expires_at_s=None))
+    log.add(r.Pin(attempt=name(10), owner="eval", expires_at_s=9.0))
+    log.add(r.Verified(attempt=name(10)))
+    ten = log.history.checkpoints[name(10)]
+    assert ten.pins == {"eval": 9.0, "paper": None} and ten.verified_at_s == 0.0
+    log.add(r.Unpin(attempt=name(10), owner="eval"), r.Unpin(attempt=name(10), owner="nobody"))
+    assert log.history.checkpoints[name(10)].pins == {"paper": None}
+    assert log.history.live() == (log.history.checkpoints[name(10)],)
+
+
+def test_what_waited_behind_a_retirement_changes_nothing() -> None:
+    """A coordinator decides to retire a checkpoint and hears of a copy, a scrub or a loss before that is
+    confirmed: the record comes after it."""
+    log = begun(commit(10), r.Retired(attempt=name(10), reason="old"))
+    before = log.history.checkpoints[name(10)]
+    late = (
+        r.Promote(attempt=name(10), level=Level.DURABLE, replicas=2),
+        r.Verified(attempt=name(10)),
+        r.Lost(attempt=name(10), reason="nodes"),
+    )
+    log.add(*late)
+    assert log.history.checkpoints[name(10)] == before and log.history.live() == ()
+    log.add(r.Collected(attempt=name(10)), *late)
+    assert log.history.checkpoints[name(10)].state == "collected"
+
+
+@pytest.mark.parametrize(
+    ("before", "op"),
+    [
+        ([r.Retired(attempt=name(10), reason="x")], r.Retired(attempt=name(10), reason="x")),
+        ([], r.Collected(attempt=name(10))),
+        ([r.Lost(attempt=name(10), reason="x")], r.Collected(attempt=name(10))),
+        ([r.Lost(attempt=name(10), reason="x")], r.Pin(attempt=name(10), owner="o", expires_at_s=None)),
+        (
+            [r.Retired(attempt=name(10), reason="x")],
+            r.Pin(attempt=name(10), owner="o", expires_at_s=None),
+        ),
+        (
+            [r.Retired(attempt=name(10), reason="x"), r.Collected(attempt=name(10))],
+            r.Collected(attempt=name(10)),
+        ),
+        (
+            [r.Retired(attempt=name(10), reason="x"), r.Collected(attempt=name(10))],
+            r.Retired(attempt=name(10), reason="x"),
+        ),
+    ],
+)
+def test_a_checkpoint_goes_through_its_states_in_order(before: list[r.Op], op: r.Op) -> None:
+    log = begun(commit(10), *before)
+    seen = log.history.to_snapshot(0.0)
+    with pytest.raises(FormatError, match="checkpoint cannot be"):
+        log.add(op)
+    assert log.history.to_snapshot(0.0) == seen
+
+
+def test_a_lost_checkpoint_may_be_retired() -> None:
+    log = begun(commit(10), r.Lost(attempt=name(10), reason="x"), r.Retired(attempt=name(10), reason="x"))
+    assert log.history.checkpoints[name(10)].state == "retired"
+
+
+def test_a_copy_has_a_life_of_its_own() -> None:
+    log = begun(commit(10))
+    copy, before = log.history.copy(), log.history.to_snapshot(0.0)
+    log.add(commit(20), session(2), r.Retired(attempt=name(10), reason="x"))
+    assert copy.to_snapshot(0.0) == before
+    assert [c.step for c in copy.lineage()] == [10] and copy.live() == before.checkpoints
+
+
 @pytest.mark.parametrize(
     "op",
     [
@@ -127,6 +200,9 @@ def test_retired_ancestors_do_not_cut_the_lineage() -> None:
         r.Retired(attempt=name(99), reason="x"),
         r.Collected(attempt=name(99)),
         r.Lost(attempt=name(99), reason="x"),
+        r.Pin(attempt=name(99), owner="o", expires_at_s=None),
+        r.Unpin(attempt=name(99), owner="o"),
+        r.Verified(attempt=name(99)),
     ],
 )
 def test_impossible_records_are_refused_and_change_nothing(op: r.Op) -> None:
@@ -170,3 +246,85 @@ def test_any_branching_gives_a_lineage_that_is_its_sessions_prefix(
             log.add(session(number, resumed_from=at))
             assert log.lineage == ([] if at is None else before[: before.index(at) + 1])
     assert log.lineage == sorted(log.lineage)
+
+
+def random_op(history: RunHistory, random: Random, number: int) -> r.Op:
+    """Some op, often one that `history` takes."""
+    known = list(history.checkpoints) or [name(0)]
+    attempt, current = random.choice(known), history.session
+    owner = random.choice(("eval", "paper"))
+    kinds: list[tuple[int, r.Op]] = [
+        (3, commit(number, of_session=random.choice(list(history.sessions) or [1]))),
+        (1, session((current.session if current else 0) + 1)),
+        (
+            1,
+            replace(
+                session(number + 100),
+                resumed_from=attempt,
+                after=current.session if current else None,
+                owner="driver",
+                retention="last 3",
+            ),
+        ),
+        (1, r.Epoch(service=random.choice("ab"))),
+        (1, r.Note(text="x")),
+        (2, r.Promote(attempt=attempt, level=random.choice(list(Level)), replicas=random.randrange(3))),
+        (1, r.Lost(attempt=attempt, reason="x")),
+        (2, r.Retired(attempt=attempt, reason="x")),
+        (2, r.Collected(attempt=attempt)),
+        (1, r.Pin(attempt=attempt, owner=owner, expires_at_s=random.choice((None, 7.5)))),
+        (1, r.Unpin(attempt=attempt, owner=owner)),
+        (1, r.Verified(attempt=attempt)),
+    ]
+    (op,) = random.choices([op for _, op in kinds], [weight for weight, _ in kinds])
+    return op
+
+
+def grow(log: Log, random: Random, num_ops: int) -> list[tuple[r.LogRecord, str]]:
+    """Add random ops; the records that were accepted. What was refused must not have changed anything."""
+    added = []
+    for _ in range(num_ops):
+        log.epoch += random.randrange(10) == 0
+        op = random_op(log.history, random, log.history.next_seq)
+        if isinstance(op, r.Commit):
+            op = replace(op, metrics={"loss": random.random(), "lr": 0.1} if random.randrange(2) else {})
+        record = replace(log.record(op), time_s=random.uniform(0, 1e9))
+        data, before = digest(r.encode_record(record)), log.history.to_snapshot(0.0)
+        try:
+            log.history.apply(record, data)
+        except FormatError:
+            assert log.history.to_snapshot(0.0) == before
+        else:
+            added.append((record, data))
+    return added
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_history_from_a_snapshot_is_the_same_and_goes_on_the_same(seed: int) -> None:
+    random = Random(seed)
+    log = Log(CREATE)
+    grow(log, random, random.randrange(60))
+    snapshot = log.history.to_snapshot(123.0)
+    again = RunHistory.from_snapshot(decode_snapshot(encode_snapshot(snapshot)))
+    assert again.to_snapshot(123.0) == snapshot
+    for record, record_digest in grow(log, random, 40):
+        again.apply(record, record_digest)
+    assert again.to_snapshot(0.0) == log.history.to_snapshot(0.0)
+    assert (again.live(), again.lineage()) == (log.history.live(), log.history.lineage())
+    assert again.session == log.history.session
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_live_and_lineage_are_what_their_definitions_say(seed: int) -> None:
+    log = Log(CREATE)
+    grow(log, Random(seed), 120)
+    history = log.history
+    known = history.checkpoints.values()
+    assert history.live() == tuple(c for c in known if c.state == "live")
+    lineage, session, last_seq = [], history.session, history.next_seq
+    while session is not None:
+        number = session.session
+        lineage += [c for c in known if c.id.session == number and c.seq <= last_seq and c.state == "live"]
+        branch = history.checkpoints.get(session.resumed_from or "")
+        session, last_seq = (history.sessions[branch.id.session], branch.seq) if branch else (None, 0)
+    assert list(history.lineage()) == sorted(lineage, key=lambda c: c.seq)

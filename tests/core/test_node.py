@@ -24,8 +24,8 @@ def plan(session: int = 1) -> SessionPlan:
 
 
 def started(node: str = "a") -> n.NodeMachine:
-    machine = n.NodeMachine()
-    assert machine.handle(n.SessionStarted(plan=plan(), node_id=node)) == ()
+    machine = n.NodeMachine(epoch=1)
+    assert machine.handle(n.SessionStarted(plan=plan(), node_id=node, epoch=1)) == ()
     return machine
 
 
@@ -87,9 +87,9 @@ def test_a_new_coordinator_is_told_what_is_complete_here() -> None:
     machine.handle(written(at, 2))
     first = machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST))
     machine.handle(sealed(open_, 2))
-    assert machine.handle(n.CoordinatorReturned()) == first
+    assert machine.handle(n.CoordinatorReturned(epoch=1)) == first
     machine.handle(published(at, Level.LOCAL))
-    assert machine.handle(n.CoordinatorReturned()) == ()
+    assert machine.handle(n.CoordinatorReturned(epoch=1)) == ()
 
 
 def test_a_rank_that_seals_twice_is_written_once() -> None:
@@ -113,16 +113,21 @@ def test_a_dropped_attempt_is_deleted_whoever_still_writes(rank: int) -> None:
     machine.handle(sealed(at, 0))
     assert machine.handle(published(at, error=error)) == (
         n.Settle(attempt=at, level=None, error=error),
-        n.DeleteFolder(attempt=at),
+        n.DeleteFolder(directory=at.directory),
     )
     if rank == 0:  # was writing
-        assert machine.handle(written(at, 0)) == (n.Release(attempt=at, rank=0), n.DeleteFolder(attempt=at))
+        assert machine.handle(written(at, 0)) == (
+            n.Release(attempt=at, rank=0),
+            n.DeleteFolder(directory=at.directory),
+        )
     else:  # comes late
         assert machine.handle(sealed(at, 1)) == (
             n.Release(attempt=at, rank=1),
             n.Settle(attempt=at, level=None, error=error),
         )
-    assert machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST)) == (n.DeleteFolder(attempt=at),)
+    assert machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST)) == (
+        n.DeleteFolder(directory=at.directory),
+    )
 
 
 def test_a_failed_rank_refuses_for_the_node_once() -> None:
@@ -132,7 +137,7 @@ def test_a_failed_rank_refuses_for_the_node_once() -> None:
     assert release == n.Release(attempt=at, rank=1)
     assert tell == n.TellRefused(attempt=at, ranks=(1,), reason="disk full")
     assert isinstance(settle, n.Settle) and isinstance(settle.error, Unavailable)
-    assert delete == n.DeleteFolder(attempt=at)
+    assert delete == n.DeleteFolder(directory=at.directory)
     assert machine.handle(n.SaveFailed(attempt=at, rank=0, reason="too")) == (n.Release(attempt=at, rank=0),)
 
 
@@ -140,7 +145,7 @@ def test_a_new_session_ends_saves_but_leaves_their_files() -> None:
     """They may have been committed a moment ago; the coordinator names strays later."""
     machine, at = started(), attempt(10)
     machine.handle(sealed(at, 0))
-    (settle,) = machine.handle(n.SessionStarted(plan=plan(2), node_id="a"))
+    (settle,) = machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
     assert isinstance(settle, n.Settle) and isinstance(settle.error, RunSuperseded)
 
 
@@ -155,8 +160,8 @@ def test_a_rank_of_another_node_or_session_is_released_at_once(node: str) -> Non
 
 def test_an_outcome_for_a_holder_deletes_its_copy() -> None:
     machine, at, error = started("z"), attempt(10), Unavailable("dropped")
-    assert n.DeleteFolder(attempt=at) in machine.handle(published(at, error=error))
-    assert n.DeleteFolder(attempt=at) not in machine.handle(published(at, Level.REPLICATED))
+    assert n.DeleteFolder(directory=at.directory) in machine.handle(published(at, error=error))
+    assert n.DeleteFolder(directory=at.directory) not in machine.handle(published(at, Level.REPLICATED))
 
 
 def test_outcomes_are_bounded() -> None:
@@ -177,7 +182,8 @@ def test_the_last_words_of_a_fenced_coordinator_are_void() -> None:
     machine, at = started("z"), attempt(10)
     machine.handle(n.EpochSeen(epoch=2))
     error = Unavailable("dropped by the old one")
-    assert machine.handle(n.Published(attempt=at, level=None, error=error, epoch=1)) == ()
+    refused = machine.handle(n.Published(attempt=at, level=None, error=error, epoch=1))
+    assert refused == (n.RefuseOrder(epoch=2),)
     (settle,) = machine.handle(n.Published(attempt=at, level=Level.LOCAL, error=None, epoch=2))
     assert settle == n.Settle(attempt=at, level=Level.LOCAL, error=None)
 
@@ -187,6 +193,6 @@ def test_a_drop_that_is_repeated_deletes_what_came_back() -> None:
     machine, at, error = started("z"), attempt(10), Unavailable("dropped")
     machine.handle(n.Published(attempt=at, level=None, error=error, epoch=1))
     assert machine.handle(n.Published(attempt=at, level=None, error=error, epoch=1)) == (
-        n.DeleteFolder(attempt=at),
+        n.DeleteFolder(directory=at.directory),
     )
     assert machine.handle(n.Published(attempt=at, level=Level.LOCAL, error=None, epoch=1)) == ()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ckpt.core.placement import place_replicas
+from ray_ckpt.core.placement import domain_of, place_replicas
 
 clusters = st.tuples(st.integers(1, 40), st.integers(0, 10), st.integers(0, 4))
 
@@ -61,3 +64,132 @@ def test_the_examples() -> None:
     assert placed("a", "a", 3) == {"a": ""}
     assert placed("aab", "ab", 1) == {"a": "b", "b": "a"}
     assert placed("", "ab", 1) == {}
+
+
+# -- failure domains and nodes that leave ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fleet:
+    training: list[str]
+    live: set[str]
+    draining: set[str]
+    domains: dict[str, str]
+    replicas: int
+
+    def place(self) -> dict[str, tuple[str, ...]]:
+        return dict(
+            place_replicas(
+                training_nodes=self.training,
+                live_nodes=self.live,
+                replicas=self.replicas,
+                domains=self.domains,
+                draining=self.draining,
+            )
+        )
+
+    def domain(self, node: str) -> str:
+        return domain_of(node, self.domains)
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Fleet:
+    """Nodes in racks of any size, some without a rack, some idle, draining or dead."""
+    racks = draw(st.lists(st.sampled_from(["r1", "r2", "r3", "r4", ""]), min_size=1, max_size=30))
+    nodes = [f"n{i:02d}" for i in range(len(racks))]
+    kinds = draw(st.lists(st.sampled_from("ttttid-"), min_size=len(nodes), max_size=len(nodes)))
+    training = [n for n, kind in zip(nodes, kinds, strict=True) if kind in "td-"]
+    return Fleet(
+        training=draw(st.permutations(training)),
+        live={n for n, kind in zip(nodes, kinds, strict=True) if kind != "-"},
+        draining={n for n, kind in zip(nodes, kinds, strict=True) if kind == "d"},
+        domains=dict(zip(nodes, racks, strict=True)),
+        replicas=draw(st.integers(0, 4)),
+    )
+
+
+@given(fleets())
+def test_nodes_that_leave_or_are_dead_hold_nothing(fleet: Fleet) -> None:
+    able = fleet.live - fleet.draining
+    placed = fleet.place()
+    assert list(placed) == fleet.training
+    assert placed == fleet.place(), "the same every time"
+    for node, holders in placed.items():
+        assert node not in holders
+        assert set(holders) <= able
+        assert len(set(holders)) == len(holders) == min(fleet.replicas, len(able - {node}))
+
+
+@given(fleets())
+def test_no_holder_is_overloaded(fleet: Fleet) -> None:
+    """A group has at most 2 * replicas + 1 members; nodes that leave are shared out over all others."""
+    held = Counter(h for holders in fleet.place().values() for h in holders)
+    leaving = [n for n in fleet.training if n not in fleet.live - fleet.draining]
+    if held:
+        assert max(held.values()) <= 2 * fleet.replicas + len(leaving)
+
+
+@given(fleets())
+def test_a_copy_is_in_another_domain_wherever_a_group_has_one(fleet: Fleet) -> None:
+    """Two domains or more, and each small enough to give every group at most one node: one may be lost."""
+    members = [n for n in fleet.training if n in fleet.live - fleet.draining]
+    size = fleet.replicas + 1
+    sizes = Counter(map(fleet.domain, members))
+    whole = len(members) % size == 0 and members
+    if fleet.replicas and whole and max(sizes.values()) <= len(members) // size:
+        placed = fleet.place()
+        for node in members:
+            domains = [fleet.domain(n) for n in (node, *placed[node])]
+            assert len(set(domains)) == size
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_with_equal_racks_the_loss_of_one_loses_no_data(
+    replicas: int, more_racks: int, rack_size: int, chance: object
+) -> None:
+    num_racks = replicas + 1 + more_racks
+    domains = {f"n{i:03d}": f"r{i % num_racks}" for i in range(num_racks * rack_size)}
+    training = sorted(domains)
+    chance.shuffle(training)  # type: ignore[attr-defined]
+    placed = place_replicas(training_nodes=training, live_nodes=training, replicas=replicas, domains=domains)
+    for node, holders in placed.items():
+        assert len(holders) == replicas
+        assert {domains[h] for h in holders} - {domains[node]}
+        if num_racks * rack_size % (replicas + 1) == 0:
+            assert len({domains[n] for n in (node, *holders)}) == replicas + 1
+
+
+def test_a_large_rack_is_spread_over_the_groups() -> None:
+    domains = dict.fromkeys("abcd", "big") | dict.fromkeys("ef", "r2") | dict.fromkeys("gh", "r3")
+    placed = place_replicas(training_nodes="abcdefgh", live_nodes="abcdefgh", replicas=1, domains=domains)
+    assert all(domains[node] != domains[holder] for node, (holder,) in placed.items())
+
+
+def test_two_racks_and_a_remainder_still_survive_a_rack() -> None:
+    domains = {"a": "r1", "b": "r2", "c": "r2"}
+    placed = place_replicas(training_nodes="abc", live_nodes="abc", replicas=1, domains=domains)
+    assert placed == {"a": ("c",), "b": ("a",), "c": ("a",)}
+
+
+def test_idle_nodes_of_another_rack_fill_a_group_first() -> None:
+    domains = {"a": "r1", "x": "r1", "y": "r2"}
+    placed = place_replicas(training_nodes="a", live_nodes="axy", replicas=1, domains=domains)
+    assert placed == {"a": ("y",)}
+
+
+def test_the_nodes_that_fill_a_group_are_of_different_racks_too() -> None:
+    domains = {"a": "r1", "x": "r2", "y": "r2", "z": "r3"}
+    placed = place_replicas(training_nodes="a", live_nodes="axyz", replicas=2, domains=domains)
+    assert placed == {"a": ("x", "z")}
+
+
+def test_the_copies_of_leaving_nodes_are_shared_out() -> None:
+    placed = place_replicas(training_nodes="abcdef", live_nodes="abcdef", replicas=1, draining=set("bdef"))
+    assert placed == {"a": ("c",), "b": ("a",), "c": ("a",), "d": ("c",), "e": ("a",), "f": ("c",)}
+
+
+def test_ten_thousand_nodes_are_placed() -> None:
+    nodes = [f"n{i:05d}" for i in range(10_000)]
+    domains = {node: f"r{i // 40}" for i, node in enumerate(nodes)}
+    placed = place_replicas(training_nodes=nodes, live_nodes=nodes, replicas=2, domains=domains)
+    assert all(len({domains[n] for n in (node, *placed[node])}) == 3 for node in nodes)

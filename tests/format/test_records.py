@@ -23,9 +23,12 @@ from ray_ckpt.format.records import (
     Lost,
     Note,
     Op,
+    Pin,
     Promote,
     Retired,
     Session,
+    Unpin,
+    Verified,
     decode_record,
     encode_record,
 )
@@ -55,7 +58,7 @@ digests = st.text("0123456789abcdef", min_size=32, max_size=32)
 levels = st.sampled_from(Level)
 ops: st.SearchStrategy[Op] = st.one_of(
     st.builds(Create, run_uid=digests, run_name=st.just("gpt-1"), format=st.just(1)),
-    st.builds(Epoch),
+    st.builds(Epoch, service=words),
     st.builds(
         Session,
         session=sizes,
@@ -64,6 +67,8 @@ ops: st.SearchStrategy[Op] = st.one_of(
         resumed_from=st.none() | attempts,
         world_size=counts,
         num_nodes=counts,
+        owner=words,
+        retention=words,
     ),
     st.builds(
         Commit,
@@ -82,6 +87,9 @@ ops: st.SearchStrategy[Op] = st.one_of(
     st.builds(Lost, attempt=attempts, reason=words),
     st.builds(Retired, attempt=attempts, reason=words),
     st.builds(Collected, attempt=attempts),
+    st.builds(Pin, attempt=attempts, owner=words, expires_at_s=st.none() | st.floats(0, 1e10)),
+    st.builds(Unpin, attempt=attempts, owner=words),
+    st.builds(Verified, attempt=attempts),
     st.builds(Note, text=words),
 )
 
@@ -124,6 +132,32 @@ def test_unknown_fields_are_tolerated_and_unknown_ops_are_not() -> None:
     with pytest.raises(FormatError, match=r"'teleport'.*newer ray_ckpt") as caught:
         decode_record(json.dumps({**document, "op": "teleport"}).encode() + b"\n")
     assert caught.value.fields["op"] == "teleport"
+
+
+@pytest.mark.parametrize(
+    ("op", "later"),
+    [
+        (Epoch(), ["service"]),
+        (
+            Session(session=1, service="s", after=None, resumed_from=None, world_size=2, num_nodes=1),
+            ["owner", "retention"],
+        ),
+    ],
+)
+def test_records_from_before_a_field_are_read(op: Op, later: list[str]) -> None:
+    record = replace(RECORD, op=op)
+    document = json.loads(encode_record(record))
+    for name in later:
+        assert document.pop(name) == ""
+    assert decode_record(json.dumps(document).encode() + b"\n") == record
+
+
+@pytest.mark.parametrize("value", ["soon", float("inf"), True, []])
+def test_a_pin_ends_at_a_time_or_never(value: object) -> None:
+    pin = Pin(attempt=COMMIT.attempt, owner="eval", expires_at_s=None)
+    document = json.loads(encode_record(replace(RECORD, op=pin)))
+    with pytest.raises(FormatError):
+        decode_record(json.dumps({**document, "expires_at_s": value}).encode() + b"\n")
 
 
 def test_a_run_of_a_newer_format_is_refused() -> None:

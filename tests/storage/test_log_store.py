@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
+from random import Random
+from threading import Barrier, Lock
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
+from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import FormatError, StoragePathError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.names import record_file
-from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, Outcome, PosixLogStore, probe, read_log
+from ray_ckpt.format.names import record_file, record_seq, snapshot_file
+from ray_ckpt.storage import log_store
+from ray_ckpt.storage.log_store import (
+    TRIM_AFTER_S,
+    LogStore,
+    MemoryLogStore,
+    Outcome,
+    PosixLogStore,
+    create_record,
+    probe,
+    probe_store,
+    read_covered,
+    read_log,
+    read_run,
+    trim_log,
+    write_snapshot,
+)
+from ray_ckpt.storage.object_log import ObjectLogStore
 from tests.sample_run import RunLog, write_run
 
 NUM_WRITERS = 16
@@ -49,6 +70,24 @@ class LogStoreTests:
         assert store.create("a", b"12") is Outcome.EXISTS
         assert store.read("a") == b"1"
 
+    def test_a_listing_can_be_narrowed(self, store: LogStore) -> None:
+        for name in ("a-1", "a-2", "b-1"):
+            store.create(name, b"")
+        assert sorted(store.list("a-")) == ["a-1", "a-2"]
+        assert store.list("c") == ()
+
+    def test_delete_can_be_repeated(self, store: LogStore) -> None:
+        store.delete("a")
+        store.create("a", b"1")
+        store.delete("a")
+        store.delete("a")
+        assert (store.read("a"), store.list()) == (None, ())
+        assert store.create("a", b"2") is Outcome.OK
+
+    def test_the_probe_takes_it_and_leaves_nothing(self, store: LogStore) -> None:
+        probe_store(store, where="here")
+        assert store.list() == ()
+
     def test_large_objects(self, store: LogStore) -> None:
         data = bytes(range(256)) * 4096
         assert store.create("a", data) is Outcome.OK
@@ -75,6 +114,162 @@ class LogStoreTests:
         with ThreadPoolExecutor(NUM_WRITERS) as pool:
             outcomes = set(pool.map(lambda _: store.create("a", b"same"), range(NUM_WRITERS)))
         assert outcomes == {Outcome.OK}
+
+
+class CreatesOnce(MemoryFileSystem):  # type: ignore[misc]
+    """fsspec's file system in memory with an atomic create, as object stores have it. Keeps its own objects.
+
+    `after` is what a create does once it is carried out.
+    """
+
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__(global_store=False, skip_instance_cache=True)
+        self.lock = Lock()
+        self.before: Callable[[], object] = bool
+        self.after: Callable[[], object] = bool
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        self.before()
+        with self.lock:
+            super().pipe_file(path, value, mode=mode, **kwargs)
+        self.after()
+
+
+class IgnoresConditions(CreatesOnce):
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        super().pipe_file(path, value, mode="overwrite")
+
+
+class StaleListings(CreatesOnce):
+    """Listings are cached until someone says that they are not to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {}
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        if path not in self.seen:
+            self.seen[path] = super().ls(path, detail=True)
+        return self.seen[path]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.seen.clear()
+
+
+class LosesSight(CreatesOnce):
+    def find(self, path: str, **kwargs: Any) -> Any:
+        return []
+
+
+class KeepsAll(CreatesOnce):
+    def rm_file(self, path: str) -> None:
+        pass
+
+
+class ClientError(Exception):
+    """As botocore's."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"HTTP {status}")
+        self.response = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": str(status)}}
+
+
+def failing(error: BaseException, cause: BaseException | None = None) -> Callable[[], object]:
+    def fail() -> None:
+        raise error from cause
+
+    return fail
+
+
+class TestObjects(LogStoreTests):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> LogStore:
+        return ObjectLogStore(CreatesOnce(), "/bucket/runs/gpt/ray_ckpt/log/")
+
+    @pytest.mark.parametrize(
+        "error",
+        [TimeoutError("no answer"), FileExistsError("412"), OSError(errno.EINVAL, "412"), KeyError("x")],
+    )
+    def test_a_create_that_is_carried_out_and_reported_as_failed(self, error: Exception) -> None:
+        fs = CreatesOnce()
+        store = ObjectLogStore(fs, "bucket/log")
+        fs.after = failing(error)
+        assert store.create("a", b"1") is Outcome.OK
+        assert store.create("a", b"2") is Outcome.EXISTS
+        assert store.read("a") == b"1"
+
+    @pytest.mark.parametrize(
+        ("error", "outcome"),
+        [
+            (TimeoutError("no answer"), Outcome.UNKNOWN),
+            (RuntimeError("closed"), Outcome.UNKNOWN),
+            (OSError(errno.EBUSY, "409"), Outcome.UNKNOWN),
+            (NotImplementedError("mode"), Outcome.UNSUPPORTED),
+            (OSError(errno.ENOSYS, "501"), Outcome.UNSUPPORTED),
+        ],
+    )
+    def test_a_create_that_leaves_nothing(self, error: Exception, outcome: Outcome) -> None:
+        fs = CreatesOnce()
+        store = ObjectLogStore(fs, "bucket/log")
+        fs.before = failing(error)
+        assert store.create("a", b"1") is outcome
+        fs.before = bool
+        assert store.create("a", b"1") is Outcome.OK
+        fs.before = failing(error)
+        assert (store.create("a", b"1"), store.create("a", b"2")) == (Outcome.OK, Outcome.EXISTS)
+
+    @pytest.mark.parametrize(
+        ("status", "outcome"), [(501, Outcome.UNSUPPORTED), (503, Outcome.UNKNOWN), (409, Outcome.UNKNOWN)]
+    )
+    def test_the_status_behind_an_error_counts(self, status: int, outcome: Outcome) -> None:
+        fs = CreatesOnce()
+        fs.before = failing(OSError("translated"), ClientError(status))
+        assert ObjectLogStore(fs, "bucket/log").create("a", b"1") is outcome
+
+    def test_what_cannot_be_read_is_unknown_and_an_os_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise RuntimeError("session is closed")
+
+        fs = CreatesOnce()
+        store = ObjectLogStore(fs, "bucket/log")
+        store.create("a", b"1")
+        for call in ("cat_file", "find", "rm_file"):
+            monkeypatch.setattr(fs, call, refuse)
+        assert store.create("a", b"1") is Outcome.UNKNOWN
+        for ask in (lambda: store.read("a"), store.list, lambda: store.delete("a")):
+            with pytest.raises(OSError, match="session is closed"):
+                ask()
+
+    def test_listings_are_fresh(self) -> None:
+        store = ObjectLogStore(StaleListings(), "bucket/log")
+        for name in ("a", "b"):
+            store.create(name, b"")
+            assert name in store.list()
+
+    @pytest.mark.parametrize(
+        ("fs", "reason"),
+        [
+            (IgnoresConditions(), "second create of the same name ok"),
+            (LosesSight(), "does not list"),
+            (KeepsAll(), "does not delete"),
+        ],
+    )
+    def test_the_probe_refuses_stores_that_cannot_hold_a_log(self, fs: Any, reason: str) -> None:
+        with pytest.raises(StoragePathError, match=reason) as caught:
+            probe_store(ObjectLogStore(fs, "bucket/log"), where="s3://bucket")
+        assert caught.value.hint and caught.value.fields["path"] == "s3://bucket"
+
+    @pytest.mark.parametrize(
+        ("error", "reason"),
+        [(NotImplementedError(), "create gave unsupported"), (PermissionError("403"), "create gave unknown")],
+    )
+    def test_the_probe_refuses_stores_that_create_nothing(self, error: Exception, reason: str) -> None:
+        fs = CreatesOnce()
+        fs.before = failing(error)
+        with pytest.raises(StoragePathError, match=reason):
+            probe_store(ObjectLogStore(fs, "bucket/log"), where="s3://bucket")
 
 
 class TestMemory(LogStoreTests):
@@ -112,6 +307,23 @@ class TestPosix(LogStoreTests):
         store = PosixLogStore(tmp_path)
         assert store.create("a", b"1") is Outcome.OK
         assert store.create("a", b"2") is Outcome.EXISTS
+
+    def test_a_retry_on_a_full_disk_is_not_acknowledged_without_an_fsync(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first try linked the file and could not make that durable; the retry finds it there."""
+        from ray_ckpt.storage import files
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "injected")
+
+        store = PosixLogStore(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "fsync_dir", fail)
+            assert store.create("a", b"1") is Outcome.UNKNOWN
+            patch.setattr(files, "write_temporary", fail)
+            assert store.create("a", b"1") is Outcome.UNKNOWN
+        assert store.create("a", b"1") is Outcome.OK
 
     @pytest.mark.parametrize("call", ["write", "fsync", "link"])
     def test_io_errors_are_unknown_and_leave_no_temporary(
@@ -212,3 +424,324 @@ def test_the_digest_is_that_of_the_bytes(tmp_path: Path) -> None:
     data = (tmp_path / "run" / "ray_ckpt" / "log" / record_file(1)).read_bytes()
     (_, (_, found)) = read_log(PosixLogStore(tmp_path / "run" / "ray_ckpt" / "log"))
     assert found == digest(data) == log.prev
+
+
+# Snapshots
+
+UID = "ab" * 16
+
+
+class Writer:
+    """Writes a log of notes, and snapshots of it."""
+
+    def __init__(self, store: LogStore) -> None:
+        self.store = store
+        self.history = RunHistory()
+
+    def record(self, op: r.Op) -> r.LogRecord:
+        history = self.history
+        return r.LogRecord(
+            seq=history.next_seq, epoch=1, writer="w", prev=history.last_digest, time_s=0.0, op=op
+        )
+
+    def write(self, op: r.Op) -> Outcome:
+        record = self.record(op)
+        data = r.encode_record(record)
+        outcome = create_record(self.store, record.seq, data)
+        if outcome is Outcome.OK:
+            self.history.apply(record, digest(data))
+        return outcome
+
+    def write_to(self, next_seq: int) -> None:
+        while (seq := self.history.next_seq) < next_seq:
+            create = r.Create(run_uid=UID, run_name="gpt", format=1)
+            assert self.write(r.Note(text=f"{seq}") if seq else create) is Outcome.OK
+
+    def snapshot(self, time_s: float) -> int:
+        assert write_snapshot(self.store, self.history.to_snapshot(time_s)) is Outcome.OK
+        return self.history.next_seq - 1
+
+    @classmethod
+    def opened(cls, store: LogStore) -> Writer:
+        """Another one, at the tail."""
+        writer = cls(store)
+        writer.history = replayed(store)
+        return writer
+
+
+def replayed(store: LogStore) -> RunHistory:
+    history, records = read_run(store)
+    for record, record_digest in records:
+        history.apply(record, record_digest)
+    return history
+
+
+def same(one: RunHistory, other: RunHistory) -> bool:
+    return one.to_snapshot(0.0) == other.to_snapshot(0.0)
+
+
+def kept(store: LogStore) -> tuple[list[int], list[int]]:
+    """Numbers of the records and of the snapshots that are there."""
+    records = sorted(seq for name in store.list() if (seq := record_seq(name)) is not None)
+    return records, log_store._snapshots(store)
+
+
+def trim_all(store: LogStore, now_s: float) -> None:
+    while trim_log(store, now_s):
+        pass
+
+
+def damage(store: MemoryLogStore, name: str) -> None:
+    data = bytearray(store.objects[name])
+    data[len(data) // 2] ^= 1
+    store.objects[name] = bytes(data)
+
+
+@pytest.fixture
+def trimmed() -> tuple[MemoryLogStore, Writer]:
+    """Snapshots of 10, 20 and 30 and a tail to 34; records 1 to 10 are gone."""
+    store = MemoryLogStore()
+    writer = Writer(store)
+    for time_s in (0.0, 100.0, 200.0):
+        writer.write_to(writer.history.next_seq + (11 if time_s == 0.0 else 10))
+        writer.snapshot(time_s)
+    writer.write_to(35)
+    trim_all(store, TRIM_AFTER_S)
+    assert kept(store) == ([0, *range(11, 35)], [10, 20, 30])
+    return store, writer
+
+
+def test_an_empty_log_is_an_empty_history() -> None:
+    history, records = read_run(MemoryLogStore())
+    assert (history.next_seq, records) == (0, ())
+
+
+def test_a_run_is_read_from_its_newest_snapshot(trimmed: tuple[MemoryLogStore, Writer]) -> None:
+    store, writer = trimmed
+    history, records = read_run(store)
+    assert history.next_seq == 31 and [record.seq for record, _ in records] == [31, 32, 33, 34]
+    assert same(replayed(store), writer.history)
+
+
+def test_a_damaged_snapshot_is_passed_over(trimmed: tuple[MemoryLogStore, Writer]) -> None:
+    store, writer = trimmed
+    damage(store, snapshot_file(30))
+    history, records = read_run(store)
+    assert history.next_seq == 21 and len(records) == 14
+    assert same(replayed(store), writer.history)
+
+
+def test_without_a_sound_snapshot_the_records_are_read_from_the_beginning() -> None:
+    store = MemoryLogStore()
+    writer = Writer(store)
+    writer.write_to(8)
+    writer.snapshot(0.0)
+    damage(store, snapshot_file(7))
+    history, records = read_run(store)
+    assert (history.next_seq, len(records)) == (0, 8)
+
+
+def test_damage_that_leaves_a_hole_is_an_error_not_a_shorter_log(
+    trimmed: tuple[MemoryLogStore, Writer],
+) -> None:
+    store, _ = trimmed
+    for seq in (10, 20, 30):
+        damage(store, snapshot_file(seq))
+    with pytest.raises(FormatError, match="no record 1, but a snapshot of record 30") as caught:
+        read_run(store)
+    assert isinstance(caught.value.__cause__, FormatError) and caught.value.hint
+
+
+def test_a_log_without_its_first_record_is_refused(trimmed: tuple[MemoryLogStore, Writer]) -> None:
+    store, _ = trimmed
+    store.delete(record_file(0))
+    with pytest.raises(FormatError, match="no record 0"):
+        read_run(store)
+    assert trim_log(store, 1e9) == 0
+
+
+def test_a_snapshot_of_another_run_or_number_is_not_taken() -> None:
+    store = MemoryLogStore()
+    writer = Writer(store)
+    writer.write_to(5)
+    snapshot = writer.history.to_snapshot(0.0)
+    write_snapshot(store, replace(snapshot, run_uid="cd" * 16))
+    store.objects[snapshot_file(3)] = store.objects[snapshot_file(4)]
+    history, records = read_run(store)
+    assert (history.next_seq, len(records)) == (0, 5)
+
+
+def test_a_writer_whose_number_is_below_a_snapshot_has_lost(trimmed: tuple[MemoryLogStore, Writer]) -> None:
+    """Stalled before its create, it finds the number free again: the record there was trimmed."""
+    store, writer = trimmed
+    for seq in (1, 5, 10):
+        stale = replace(writer.record(r.Note(text="late")), seq=seq)
+        assert create_record(store, seq, r.encode_record(stale)) is Outcome.EXISTS
+    assert same(replayed(store), writer.history)
+    trim_all(store, TRIM_AFTER_S)
+    assert kept(store)[0] == [0, *range(11, 35)], "and what it wrote goes again"
+    assert create_record(store, 30, store.objects[record_file(30)]) is Outcome.EXISTS, "the boundary itself"
+    assert writer.write(r.Note(text="next")) is Outcome.OK
+
+
+def test_two_writers_around_a_snapshot() -> None:
+    """One writes a snapshot and is passed by the other; each number goes to one of them."""
+    store = MemoryLogStore()
+    first = Writer(store)
+    first.write_to(10)
+    second = Writer.opened(store)
+    assert first.write(r.Note(text="first")) is Outcome.OK
+    assert second.write(r.Note(text="second")) is Outcome.EXISTS
+    first.snapshot(0.0)
+    assert second.write(r.Note(text="second again")) is Outcome.EXISTS
+    second = Writer.opened(store)
+    assert second.write(r.Note(text="second at last")) is Outcome.OK
+    assert first.write(r.Note(text="first, late")) is Outcome.EXISTS
+    assert write_snapshot(store, first.history.to_snapshot(5.0)) is Outcome.EXISTS
+    assert same(replayed(store), second.history)
+
+
+def test_a_create_is_not_confirmed_while_the_snapshots_cannot_be_listed() -> None:
+    class Blind(MemoryLogStore):
+        def list(self, prefix: str = "") -> tuple[str, ...]:
+            raise OSError(errno.EIO, "injected")
+
+    assert create_record(Blind(), 0, b"x") is Outcome.UNKNOWN
+
+
+def test_nothing_young_is_trimmed_and_the_last_two_snapshots_stay() -> None:
+    store = MemoryLogStore()
+    writer = Writer(store)
+    writer.write_to(10)
+    writer.snapshot(0.0)
+    trim_all(store, 1e12)
+    assert kept(store) == (list(range(10)), [9]), "a single snapshot stands for nothing yet"
+    writer.write_to(20)
+    writer.snapshot(60.0)
+    trim_all(store, TRIM_AFTER_S - 1)
+    assert kept(store) == (list(range(20)), [9, 19])
+    trim_all(store, TRIM_AFTER_S)
+    assert kept(store) == ([0, *range(10, 20)], [9, 19])
+    trim_all(store, 1e12)
+    assert kept(store) == ([0, *range(10, 20)], [9, 19]), "the newest is nobody's boundary"
+
+
+def test_many_snapshots_a_day_are_thinned_and_the_log_is_still_trimmed() -> None:
+    store = MemoryLogStore()
+    writer = Writer(store)
+    for hour in range(100):
+        writer.write_to(10 * hour + 10)
+        writer.snapshot(3600.0 * hour)
+        trim_all(store, 3600.0 * hour)
+        records, snapshots = kept(store)
+        assert len(snapshots) <= 4 and len(records) <= 500
+    assert same(replayed(store), writer.history)
+
+
+def test_records_stay_while_the_newest_snapshot_is_damaged() -> None:
+    store = MemoryLogStore()
+    writer = Writer(store)
+    for seq in (10, 20, 30):
+        writer.write_to(seq)
+        writer.snapshot(0.0)
+    damage(store, snapshot_file(29))
+    trim_all(store, 1e9)
+    assert kept(store) == (list(range(30)), [9, 19, 29])
+    writer.write_to(40)
+    writer.snapshot(1.0)
+    trim_all(store, 1e9)
+    assert kept(store) == ([0, *range(20, 40)], [19, 29, 39])
+    assert same(replayed(store), writer.history)
+
+
+def test_a_damaged_snapshot_does_not_stop_the_trimming_for_ever() -> None:
+    store = MemoryLogStore()
+    writer = Writer(store)
+    for day in range(6):
+        writer.write_to(10 * day + 10)
+        seq = writer.snapshot(day * TRIM_AFTER_S)
+        if day == 1:
+            damage(store, snapshot_file(seq))
+        trim_all(store, day * TRIM_AFTER_S)
+    assert kept(store) == ([0, *range(50, 60)], [49, 59])
+
+
+def test_a_trim_is_bounded_and_may_stop_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_store, "TRIM_BATCH", 3)
+    store = MemoryLogStore()
+    writer = Writer(store)
+    for time_s in range(4):
+        writer.write_to(writer.history.next_seq + 5)
+        writer.snapshot(float(time_s))
+    while (count := trim_log(store, 1e9)) > 0:
+        assert count <= 3
+        assert same(replayed(store), writer.history)
+    assert kept(store) == ([0, *range(15, 20)], [14, 19])
+
+
+class TrimsMeanwhile(MemoryLogStore):
+    """Before a read, sometimes, another process adds snapshots and trims."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self.random = random
+        self.writer = Writer(self)
+        self.is_read = False
+
+    def read(self, name: str) -> bytes | None:
+        if self.is_read and self.random.randrange(6) == 0:
+            self.is_read = False
+            self.writer.write_to(self.writer.history.next_seq + self.random.randrange(1, 6))
+            if self.random.randrange(2):
+                self.writer.snapshot(0.0)
+            trim_log(self, 1e9)
+            self.is_read = True
+        return super().read(name)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_reader_never_sees_a_hole_as_the_tail(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far the log moves on and is trimmed while it is read, the answer is a state that it had."""
+    monkeypatch.setattr(log_store, "READ_TRIES", 1000)  # here a day passes in a moment
+    store = TrimsMeanwhile(Random(seed))
+    store.writer.write_to(20)
+    before = store.writer.history.next_seq
+    store.is_read = True
+    history = replayed(store)
+    store.is_read = False
+    assert before <= history.next_seq <= store.writer.history.next_seq
+    assert int(history.writer == "w") and history.run_uid == UID
+    after = Writer.opened(store)
+    assert same(after.history, store.writer.history)
+
+
+def test_a_reader_that_meets_a_trimmed_record_starts_over() -> None:
+    class Slow(MemoryLogStore):
+        trim_at = ""
+
+        def read(self, name: str) -> bytes | None:
+            if name == self.trim_at:
+                self.trim_at = ""
+                for _ in range(2):
+                    writer.write_to(writer.history.next_seq + 10)
+                    writer.snapshot(0.0)
+                trim_all(self, 1e9)
+            return super().read(name)
+
+    store = Slow()
+    writer = Writer(store)
+    writer.write_to(10)
+    store.trim_at = record_file(5)
+    history, _ = read_run(store)
+    assert history.next_seq == 30
+
+
+def test_covered_records_that_are_still_there_are_proven(trimmed: tuple[MemoryLogStore, Writer]) -> None:
+    store, writer = trimmed
+    history, _ = read_run(store)
+    late = replace(writer.record(r.Note(text="late")), seq=10)
+    create_record(store, 10, r.encode_record(late))
+    covered = read_covered(store, history)
+    assert [record.seq for record, _ in covered] == [0, *range(11, 31)]
+    assert covered == (read_log(store)[0], *read_log(store, start=11)[:20])
+    assert read_covered(store, RunHistory()) == ()

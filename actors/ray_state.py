@@ -1,0 +1,50 @@
+"""What Ray knows of nodes and launchers: each private call to Ray's state in one place.
+
+`tests/cluster/test_ray_compat.py` holds the contract. Tested with Ray 2.60. Blocking; call from a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+import ray._private.state as ray_state
+
+DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesNow:
+    """Live nodes, those of them that are leaving, and the failure domain of each ("" if not known)."""
+
+    live: tuple[str, ...]
+    draining: frozenset[str]
+    domains: Mapping[str, str]
+
+
+def nodes_now(failure_domain: str) -> NodesNow:
+    """`failure_domain`: the node label that names it, "auto" (the first of DOMAIN_LABELS), or "none"."""
+    alive = {node["NodeID"]: node.get("Labels") or {} for node in ray.nodes() if node["Alive"]}
+    keys = {"auto": DOMAIN_LABELS, "none": ()}.get(failure_domain, (failure_domain,))
+    domains = {
+        node: next((labels[key] for key in keys if labels.get(key)), "") for node, labels in alive.items()
+    }
+    draining = frozenset(ray_state.state.get_draining_nodes()) & set(alive)
+    return NodesNow(live=tuple(sorted(alive)), draining=draining, domains=domains)
+
+
+def owner_here(*, by_job: bool) -> str:
+    """The launcher that this process is: its job, or (a controller) its actor."""
+    context = ray.get_runtime_context()
+    actor = None if by_job else context.get_actor_id()
+    return f"actor:{actor}" if actor else f"job:{context.get_job_id()}"
+
+
+def is_alive(owner: str) -> bool:
+    """Whether a launcher of this cluster still lives."""
+    kind, _, name = owner.partition(":")
+    if kind == "actor":
+        found = ray_state.actors(name)
+        return bool(found) and found["State"] != "DEAD"
+    return any(job["JobID"] == name and not job["IsDead"] for job in ray_state.jobs())

@@ -1,0 +1,29 @@
+"""How fast background work may read and copy: a token bucket that is told the time."""
+
+from __future__ import annotations
+
+
+class Budget:
+    """On average `bytes_per_s`, at once at most `burst_bytes`; a rate of 0 allows nothing.
+
+    An item larger than the burst goes through when the bucket is full and leaves a debt, so that it waits
+    its turn and is then paid for like any other.
+    """
+
+    def __init__(self, bytes_per_s: float, burst_bytes: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.burst_bytes = burst_bytes
+        self._left_bytes = burst_bytes  # negative: a debt
+        self._at_s: float | None = None
+
+    def take(self, nbytes: float, now_s: float) -> bool:
+        """Whether `nbytes` may go now (monotonic seconds); if so, they are counted."""
+        if self.bytes_per_s <= 0:
+            return False
+        elapsed_s = 0.0 if self._at_s is None else max(now_s - self._at_s, 0.0)
+        self._at_s = now_s
+        self._left_bytes = min(self._left_bytes + elapsed_s * self.bytes_per_s, self.burst_bytes)
+        if self._left_bytes < min(nbytes, self.burst_bytes):
+            return False
+        self._left_bytes -= nbytes
+        return True

@@ -1,0 +1,69 @@
+"""Whether this service may write a run's log, and whether the log is the one that its nodes know.
+
+Decided on the log before anything is appended to it, so that who may not write leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ray_ckpt.config import Resume
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.errors import RunConflict, RunSuperseded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMark:
+    """What a node remembers of a run on its disk: the highest epoch that has spoken to it."""
+
+    run_uid: str
+    epoch: int
+
+
+def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None:
+    """RunSuperseded if the run belongs to somebody else by now.
+
+    A coordinator that was restarted has no launcher (`owner` None) and may go on only with a session of its
+    own service. A launcher may take over whatever it finds at its first group; once it has had the run and
+    another has come after it, it does not get it back, or two clusters would take it from each other forever.
+    """
+    current = history.session
+    if current is None:
+        return
+    if owner is None:
+        is_ours = current.service == service
+    else:
+        had_it = any(s.service == service and s.owner == owner for s in history.sessions.values())
+        is_ours = not had_it or (current.service == service and current.owner == owner)
+    if not is_ours:
+        raise RunSuperseded(
+            f"Run {history.run_name} was taken over by another launcher in session {current.session}.",
+            hint="Stop one of the two, or give them different run names.",
+            session=current.session,
+        )
+
+
+def check_marks(history: RunHistory, *, run_name: str, marks: Iterable[RunMark], resume: Resume) -> None:
+    """RunConflict if nodes hold a run of this name that the log does not tell of.
+
+    The log is then absent, another run's, or an older state of itself (a wrong mount, a restored backup):
+    writing to it would orphan or delete what the nodes hold. With resume="never" the user has said that
+    what was before does not count.
+    """
+    for mark in marks:
+        if mark.run_uid != history.run_uid:
+            if resume == "never":
+                continue
+            found = f"run {history.run_uid}" if history.run_uid else "no log"
+            problem = f"nodes hold checkpoints of run {mark.run_uid}, and there is {found}"
+        elif mark.epoch > history.epoch:
+            problem = f"nodes have seen epoch {mark.epoch}, and the log ends in epoch {history.epoch}"
+        else:
+            continue
+        raise RunConflict(
+            f"The log of run {run_name} on the storage path is not the one that its nodes know: {problem}.",
+            hint="Check that the right storage is mounted. To start over on purpose use resume='never' "
+            "or another run name; nothing is deleted.",
+            run_uid=mark.run_uid,
+        )

@@ -1,0 +1,57 @@
+"""Exposure: what the death of each node of the group would cost right now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from ray_ckpt.core.context import Holders
+from ray_ckpt.core.messages import SessionNode
+from ray_ckpt.types import CheckpointInfo, Exposure, Level
+
+NOWHERE = ""  # stands for the only holder of a fragment that nobody holds
+
+
+def exposure(
+    plan_nodes: Sequence[SessionNode], lineage: Sequence[CheckpointInfo], holders: Holders, step: int
+) -> tuple[Exposure, ...]:
+    """For each node the newest checkpoint that would be left without it; `step` is the last completed one.
+
+    Checkpoints are looked at once each, newest first, until every node has found one.
+    """
+    found: dict[str, Exposure] = {}
+    waiting = list(plan_nodes)
+    for checkpoint in reversed(lineage):
+        if not waiting:
+            break
+        only = _only_holders(checkpoint, holders)
+        fatal = set(only.values())  # the nodes without which a fragment is on no node
+        left = [n for n in waiting if checkpoint.level >= Level.DURABLE or not fatal & {NOWHERE, n.node_id}]
+        for node in left:
+            found[node.node_id] = Exposure(
+                node_id=node.node_id,
+                step=checkpoint.step,
+                tier=_tier(checkpoint, only, fatal, node, len(plan_nodes)),
+                steps_at_risk=max(step - checkpoint.step, 0),
+            )
+        waiting = [n for n in waiting if n.node_id not in found]
+    for node in waiting:
+        found[node.node_id] = Exposure(node_id=node.node_id, step=None, tier=None, steps_at_risk=step)
+    return tuple(found[n.node_id] for n in plan_nodes)
+
+
+def _only_holders(checkpoint: CheckpointInfo, holders: Holders) -> dict[int, str]:
+    """Fragments with fewer than two live holders, and that holder."""
+    name = checkpoint.id.attempt
+    held = {index: holders.of(name, index) & holders.live for index in range(checkpoint.num_nodes)}
+    return {index: next(iter(nodes), NOWHERE) for index, nodes in held.items() if len(nodes) < 2}
+
+
+def _tier(
+    checkpoint: CheckpointInfo, only: Mapping[int, str], fatal: set[str], node: SessionNode, num_nodes: int
+) -> Literal["peer", "remote"]:
+    """Where the node's part would come from; after a change of the group's size, any part may be needed."""
+    needed = {only[node.node_index]} if node.node_index in only else set[str]()
+    if checkpoint.num_nodes != num_nodes:
+        needed = fatal
+    return "remote" if needed & {NOWHERE, node.node_id} else "peer"

@@ -1,0 +1,206 @@
+"""Repair: after a loss, missing copies are made again in the background.
+
+Every fragment of a checkpoint that is worth copies (`worth_copies`) should be on `replicas + 1` live nodes
+that stay, or on as many as there are. `Repairs` names the copies to make, a few at a time and within a
+budget; the machine sends them, adds what arrives to the holders and tells `ended`. Nothing here is
+recorded: a new coordinator sees from the inventories what is missing. A copy that comes late or twice is
+one copy more, which retention removes with its checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from ray_ckpt.core.budget import Budget
+from ray_ckpt.core.context import Holders
+from ray_ckpt.core.messages import ReplicaEnded, Replicate
+from ray_ckpt.core.placement import domain_of
+from ray_ckpt.types import CheckpointInfo, Level
+
+MAX_ACTIVE = 8  # copies under way: the network is the training's first
+MAX_TRIES = 3  # failures of one fragment on one holder; a later checkpoint tries anew
+RETRY_S = 2.0  # before a fragment is tried again, doubled each time: a peer that restarts
+MAX_RETRY_S = 300.0  # the longest such pause: a disk that is cleared
+REPAIR_TIMEOUT_S = 600.0  # then a copy counts as failed: 60 GB at 100 MB/s
+LOST_AFTER_S = 24 * 3600.0  # a node that has not returned for a day does not return
+
+
+def worth_copies(lineage: Sequence[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
+    """The newest of the lineage, and those that are not on the storage path; newest first."""
+    return tuple(c for c in reversed(lineage) if c is lineage[-1] or c.level < Level.DURABLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Need:
+    """A fragment with too few copies on nodes that stay."""
+
+    checkpoint: CheckpointInfo
+    age: int  # 0: the newest
+    node_index: int
+    staying: frozenset[str]  # its holders, without those that leave
+    leaving: frozenset[str]
+    missing: int
+
+    @property
+    def urgency(self) -> tuple[bool, int, int, int]:
+        """What only leaving nodes hold comes first of all, then the newest checkpoint, then the rarest."""
+        return bool(self.staying), self.age, len(self.staying), self.node_index
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """Failed copies of one fragment. Nobody can tell whose fault it was: source and holder are blamed."""
+
+    blame: Counter[str] = field(default_factory=Counter)  # failures per node
+    pause_s: float = RETRY_S  # after the next one
+    not_before_s: float = 0.0
+
+
+class Repairs:
+    """Which copies are under way, and which did not work."""
+
+    def __init__(self) -> None:
+        self.deficit = 0  # copies that were missing at the last look, of fragments that are somewhere
+        self._active: dict[Replicate, float] = {}  # with the time of its start
+        self._trouble: dict[tuple[str, int], _Trouble] = {}
+
+    def assign(
+        self,
+        *,
+        checkpoints: Sequence[CheckpointInfo],
+        holders: Holders,
+        replicas: int,
+        domains: Mapping[str, str],
+        draining: Set[str],
+        budget: Budget,
+        now_s: float,
+    ) -> Iterator[Replicate]:
+        """Copies to start now. `checkpoints` are those worth copies, newest first."""
+        self._expire(now_s)
+        self._forget_others({c.id.attempt for c in checkpoints})
+        staying = holders.live - draining
+        needs = list(_needs(checkpoints, holders, staying, min(replicas + 1, len(staying))))
+        self.deficit = sum(need.missing for need in needs)
+        if not needs:
+            return
+        load = _load(checkpoints, holders) + Counter(copy.holder for copy in self._active)
+        for need in sorted(needs, key=lambda need: need.urgency):
+            for _ in range(need.missing - len(self._on_their_way(need))):
+                if len(self._active) >= MAX_ACTIVE:
+                    return
+                copy = self._plan(need, staying, domains, load, now_s)
+                if copy is None:
+                    break
+                if not budget.take(need.checkpoint.size_bytes / need.checkpoint.num_nodes, now_s):
+                    return
+                self._active[copy] = now_s
+                load[copy.holder] += 1
+                yield copy
+
+    def ended(self, event: ReplicaEnded, now_s: float) -> None:
+        """A copy has arrived or failed; others than those of repair are ignored."""
+        where = (event.attempt, event.node_index, event.holder)
+        for copy in list(self._active):
+            if (copy.attempt, copy.node_index, copy.holder) == where:
+                del self._active[copy]
+                if event.error is not None:
+                    self._failed(copy, now_s)
+
+    def lost(self, nodes: Set[str]) -> None:
+        """Copies from and to dead nodes have ended; that is nobody's failure."""
+        self._active = {c: at for c, at in self._active.items() if not {c.source, c.holder} & nodes}
+
+    def _plan(
+        self, need: _Need, staying: Set[str], domains: Mapping[str, str], load: Counter[str], now_s: float
+    ) -> Replicate | None:
+        """The next copy of a fragment, from where to where. None if it has to wait or nobody can take it."""
+        attempt, index = need.checkpoint.id, need.node_index
+        trouble = self._trouble.get((attempt.attempt, index), _Trouble())
+        if now_s < trouble.not_before_s:
+            return None
+        copies = need.staying | self._on_their_way(need)
+        others = [n for n in staying - copies if trouble.blame[n] < MAX_TRIES]
+        if not others:
+            return None
+        taken = {domain_of(node, domains) for node in copies}
+        sending = Counter(copy.source for copy in self._active)
+        sources = need.staying or need.leaving
+        return Replicate(
+            attempt=attempt,
+            node_index=index,
+            source=min(sources, key=lambda n: (trouble.blame[n], sending[n], n)),
+            holder=min(others, key=lambda n: (domain_of(n, domains) in taken, trouble.blame[n], load[n], n)),
+        )
+
+    def _on_their_way(self, need: _Need) -> frozenset[str]:
+        where = (need.checkpoint.id, need.node_index)
+        return frozenset(c.holder for c in self._active if (c.attempt, c.node_index) == where)
+
+    def _failed(self, copy: Replicate, now_s: float) -> None:
+        trouble = self._trouble.setdefault((copy.attempt.attempt, copy.node_index), _Trouble())
+        trouble.blame.update((copy.source, copy.holder))
+        trouble.not_before_s = now_s + trouble.pause_s
+        trouble.pause_s = min(2 * trouble.pause_s, MAX_RETRY_S)
+
+    def _expire(self, now_s: float) -> None:
+        for copy, started_s in list(self._active.items()):
+            if now_s - started_s > REPAIR_TIMEOUT_S:
+                del self._active[copy]
+                self._failed(copy, now_s)
+
+    def _forget_others(self, attempts: Set[str]) -> None:
+        """Copies under way of checkpoints that need none any more keep their place until they end."""
+        self._trouble = {key: trouble for key, trouble in self._trouble.items() if key[0] in attempts}
+
+
+def _needs(
+    checkpoints: Sequence[CheckpointInfo], holders: Holders, staying: Set[str], wanted: int
+) -> Iterator[_Need]:
+    """Fragments that are somewhere, and on fewer than `wanted` nodes that stay."""
+    for age, checkpoint in enumerate(checkpoints):
+        for index in range(checkpoint.num_nodes):
+            held = holders.of(checkpoint.id.attempt, index) & holders.live
+            if held and len(held & staying) < wanted:
+                yield _Need(
+                    checkpoint=checkpoint,
+                    age=age,
+                    node_index=index,
+                    staying=held & staying,
+                    leaving=held - staying,
+                    missing=wanted - len(held & staying),
+                )
+
+
+def _load(checkpoints: Sequence[CheckpointInfo], holders: Holders) -> Counter[str]:
+    """How many fragments of these checkpoints each node holds."""
+    load: Counter[str] = Counter()
+    for checkpoint in checkpoints:
+        for index in range(checkpoint.num_nodes):
+            load.update(holders.of(checkpoint.id.attempt, index))
+    return load
+
+
+class Losses:
+    """Since when which checkpoints cannot be read from anywhere. A new coordinator counts from its start."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[str, float] = {}
+
+    def due(
+        self,
+        *,
+        live: Sequence[CheckpointInfo],
+        lineage: Sequence[CheckpointInfo],
+        holders: Holders,
+        now_s: float,
+    ) -> tuple[CheckpointInfo, ...]:
+        """Those to be recorded as lost: no source for LOST_AFTER_S without a break, and not needed either,
+        as a newer one of the lineage can be read."""
+        gone = [c for c in live if not holders.can_serve(c)]
+        self._since_s = {c.id.attempt: self._since_s.get(c.id.attempt, now_s) for c in gone}
+        readable = next((c.seq for c in reversed(lineage) if holders.can_serve(c)), -1)
+        return tuple(
+            c for c in gone if c.seq < readable and now_s - self._since_s[c.id.attempt] >= LOST_AFTER_S
+        )

@@ -1,0 +1,158 @@
+"""Scrub: every copy of every live checkpoint is read again from time to time, before it is needed.
+
+One checkpoint at a time goes through a round: each copy on each live node, and the copy on the storage path
+if it is durable, is read once, one `Scrub` after the other, within a budget. The checkpoint verified
+longest ago is first; it is due `every_s` after that, or after its commit if it never was. The machine
+appends the `Verified` that ends a good round; from it a new coordinator knows what is due. A round that
+died with its coordinator begins anew.
+
+A damaged copy is in quarantine on its node: the machine takes that node from the holders, so that repair
+makes a new copy, or drains the checkpoint again. The round goes on, to find all damage at once, but does
+not count, and the checkpoint has its next round `AGAIN_S` later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ray_ckpt.core.budget import Budget
+from ray_ckpt.core.context import Holders
+from ray_ckpt.core.messages import REMOTE, Scrub, ScrubEnded
+from ray_ckpt.format.records import Verified
+from ray_ckpt.types import CheckpointInfo, Level
+
+SCRUB_TIMEOUT_S = 1800.0  # then a read counts as failed: 60 GB at 33 MB/s, from a busy disk
+MAX_TRIES = 3  # failed reads of one copy in a round; then the round does not count
+AGAIN_S = 3600.0  # between two rounds of a checkpoint, whatever came of the first: time for repairs
+
+
+@dataclass(slots=True, kw_only=True)
+class _Round:
+    """One walk over the copies of a checkpoint, as they were when it began."""
+
+    checkpoint: CheckpointInfo
+    todo: deque[Scrub]
+    tries: Counter[Scrub] = field(default_factory=Counter)  # failed reads
+    good: set[int] = field(default_factory=set)  # fragments of which a copy was found good
+    is_clean: bool = True  # no copy was damaged or unreadable
+
+    @property
+    def is_proof(self) -> bool:
+        return self.is_clean and len(self.good) == self.checkpoint.num_nodes
+
+
+class Scrubs:
+    """The round under way. Bounded by the copies of one checkpoint."""
+
+    def __init__(self) -> None:
+        self._round: _Round | None = None
+        self._running: Scrub | None = None
+        self._started_s = 0.0
+        self._not_before_s: dict[str, float] = {}  # attempts whose last round has just ended
+
+    def assign(
+        self,
+        *,
+        live: Sequence[CheckpointInfo],
+        holders: Holders,
+        every_s: float,
+        budget: Budget,
+        now_s: float,
+        wall_s: float,
+    ) -> Iterator[Scrub | Verified]:
+        """The copy to read now, or the record that ends a good round; at most one of them per call.
+
+        `now_s` is monotonic and for time-outs, `wall_s` Unix time and for what is due.
+        """
+        if self._is_at_work(holders, now_s):
+            return
+        if self._round is not None and self._round.checkpoint.id not in {c.id for c in live}:
+            self._round = None
+        if self._round is None:
+            self._round = self._begin(live, holders, every_s, now_s, wall_s)
+        if self._round is None:
+            return
+        scrub, checkpoint = self._next(self._round, holders), self._round.checkpoint
+        if scrub is None:
+            if self._round.is_proof:
+                yield Verified(attempt=checkpoint.id.attempt)
+            self._not_before_s[checkpoint.id.attempt] = now_s + min(AGAIN_S, every_s)
+            self._round = None
+        elif budget.take(checkpoint.size_bytes / checkpoint.num_nodes, now_s):
+            self._running, self._started_s = self._round.todo.popleft(), now_s
+            yield scrub
+
+    def ended(self, event: ScrubEnded) -> None:
+        """A copy was read. Damage counts however late it is told."""
+        scrub = Scrub(attempt=event.attempt, node_index=event.node_index, place=event.place)
+        if event.damage and self._round is not None and self._round.checkpoint.id == event.attempt:
+            self._round.is_clean = False
+        if scrub != self._running:
+            return
+        self._running = None
+        if event.error is not None:
+            self._failed(scrub)
+        elif self._round is not None and not event.damage:
+            self._round.good.add(event.node_index)
+
+    def _is_at_work(self, holders: Holders, now_s: float) -> bool:
+        """Whether an answer is awaited: not that of a dead node, and not for ever."""
+        scrub = self._running
+        if scrub is None:
+            return False
+        if scrub.place != REMOTE and scrub.place not in holders.live:
+            self._running = None
+        elif now_s - self._started_s > SCRUB_TIMEOUT_S:
+            self._running = None
+            self._failed(scrub)
+        return self._running is not None
+
+    def _failed(self, scrub: Scrub) -> None:
+        """It could not be read: again after the others, a few times."""
+        if self._round is None or self._round.checkpoint.id != scrub.attempt:
+            return
+        self._round.tries[scrub] += 1
+        if self._round.tries[scrub] < MAX_TRIES:
+            self._round.todo.append(scrub)
+        else:
+            self._round.is_clean = False
+
+    def _begin(
+        self, live: Sequence[CheckpointInfo], holders: Holders, every_s: float, now_s: float, wall_s: float
+    ) -> _Round | None:
+        """A round of that due checkpoint which was verified longest ago; one without a source has to wait."""
+        self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
+        due = [
+            c
+            for c in live
+            if abs(wall_s - _last_s(c)) >= every_s  # a time far ahead was written by a clock that was wrong
+            and c.id.attempt not in self._not_before_s
+            and holders.can_serve(c)
+        ]
+        if not due:
+            return None
+        checkpoint = min(due, key=_last_s)
+        return _Round(checkpoint=checkpoint, todo=deque(_copies(checkpoint, holders)))
+
+    def _next(self, round_: _Round, holders: Holders) -> Scrub | None:
+        """The next copy that is still there."""
+        while round_.todo:
+            scrub = round_.todo[0]
+            if scrub.place == REMOTE or scrub.place in holders.of(scrub.attempt.attempt, scrub.node_index):
+                return scrub
+            round_.todo.popleft()
+        return None
+
+
+def _last_s(checkpoint: CheckpointInfo) -> float:
+    """Unix time when its bytes were last known to be good."""
+    return checkpoint.committed_at_s if checkpoint.verified_at_s is None else checkpoint.verified_at_s
+
+
+def _copies(checkpoint: CheckpointInfo, holders: Holders) -> Iterator[Scrub]:
+    for index in range(checkpoint.num_nodes):
+        remote = (REMOTE,) if checkpoint.level >= Level.DURABLE else ()
+        for place in (*sorted(holders.of(checkpoint.id.attempt, index)), *remote):
+            yield Scrub(attempt=checkpoint.id, node_index=index, place=place)

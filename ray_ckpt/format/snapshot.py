@@ -1,0 +1,385 @@
+"""A snapshot of the log: all that records 0 to `seq` say, in one Parquet file, a row per checkpoint.
+
+A snapshot stands in for the records that it covers, so reading is as strict as theirs: damage of any byte is
+a FormatError, and so is a field or column that this version does not know. The reader of the log then goes
+back to an older snapshot or to the records.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from itertools import accumulate, pairwise
+from math import isfinite, nan
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_ckpt.errors import ConfigError, FormatError
+from ray_ckpt.format import jsontext
+from ray_ckpt.format.digest import Digester
+from ray_ckpt.format.names import check_run_name, check_run_uid
+from ray_ckpt.format.records import MAX_STEP
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionInfo
+
+MAX_CHECKPOINTS = 1_000_000  # in one log: one a minute for two years
+MAX_SNAPSHOT_BYTES = 256 * 2**20  # a million checkpoints take about 60 MB; bounds what a reader holds
+MAX_UNPACKED_BYTES = 2**30  # of columns as the file declares them; against compressed nonsense
+METADATA_KEY = b"ray_ckpt"
+
+_NUMBERS = pa.map_(pa.string(), pa.float64())
+COLUMNS = pa.schema(
+    [
+        pa.field("seq", pa.int64()),
+        pa.field("session", pa.int64()),
+        pa.field("step", pa.int64()),
+        pa.field("attempt", pa.string()),
+        pa.field("state", pa.string()),
+        pa.field("level", pa.string()),
+        pa.field("replicas", pa.int64()),
+        pa.field("world_size", pa.int64()),
+        pa.field("num_nodes", pa.int64()),
+        pa.field("size_bytes", pa.int64()),
+        pa.field("root_digest", pa.string()),
+        pa.field("committed_at_s", pa.float64()),
+        pa.field("verified_at_s", pa.float64()),
+        pa.field("metrics", _NUMBERS),
+        pa.field("pins", _NUMBERS),
+    ]
+)
+"""The columns of a snapshot; null are only `verified_at_s` and ends of pins."""
+
+_PLAIN = tuple(field.name for field in COLUMNS if field.type != _NUMBERS)
+_LETTERS = {pa.string(): "text", pa.int64(): "q", pa.float64(): "d"}
+_KINDS = {name: _LETTERS[COLUMNS.field(name).type] for name in _PLAIN} | {
+    f"{name}.{part}": kind
+    for name in ("metrics", "pins")
+    for part, kind in (("count", "q"), ("key", "text"), ("value", "d"))
+}
+"""The lists that hold the columns, in their order: "text", or the letter of `struct`."""
+
+_NULLABLE = {"verified_at_s"}
+_STATES = {"live", "lost", "retired", "collected"}
+_LEVELS = {level.label: level for level in Level}
+_ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
+_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
+_WHOLE = ("session", "replicas", "size_bytes")  # from 0 on
+_COUNTS = ("world_size", "num_nodes")  # from 1 on
+
+Columns: TypeAlias = Mapping[str, list[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSnapshot:
+    """The state of a run after record `seq`, whose bytes have `last_digest`; see `RunHistory`.
+
+    `time_s` is Unix time in seconds by the writer's clock when it was made: when the records that it covers
+    may go depends on it, never what it says. Sessions and checkpoints are in log order.
+    """
+
+    seq: int
+    last_digest: str
+    time_s: float
+    run_uid: str
+    run_name: str
+    epoch: int
+    writer: str
+    service: str
+    sessions: tuple[SessionInfo, ...]
+    checkpoints: tuple[CheckpointInfo, ...]
+
+
+def encode_snapshot(snapshot: LogSnapshot) -> bytes:
+    """`snapshot` as a Parquet file. FormatError if it is beyond the bounds of the format or not sound."""
+    if len(snapshot.checkpoints) > MAX_CHECKPOINTS:
+        raise FormatError(
+            f"A snapshot of {len(snapshot.checkpoints)} checkpoints; the format allows {MAX_CHECKPOINTS}."
+        )
+    try:
+        return _encode(snapshot)
+    except (pa.ArrowException, struct.error, UnicodeError, OverflowError, TypeError) as error:
+        raise FormatError(f"The checkpoints do not fit the columns of a snapshot: {error}.") from error
+
+
+def _encode(snapshot: LogSnapshot) -> bytes:
+    columns = _columns(snapshot.checkpoints)
+    head = {field.name: getattr(snapshot, field.name) for field in fields(snapshot)}
+    del head["checkpoints"]
+    head |= {
+        "format": jsontext.FORMAT_VERSION,
+        "sessions": [asdict(session) for session in snapshot.sessions],
+        "num_rows": len(snapshot.checkpoints),
+        "rows": _rows_digest(columns),
+    }
+    metadata = jsontext.dumps_sealed(head, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)
+    data = _parquet(columns, metadata)
+    decode_snapshot(data)
+    return data
+
+
+def decode_snapshot(data: bytes) -> LogSnapshot:
+    """The snapshot in a Parquet file, checked in full. Raises FormatError."""
+    jsontext.check_size(data, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)
+    metadata, table = _read_parquet(data)
+    head = jsontext.loads_sealed(metadata, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)
+    columns = _lists(table)
+    if (head.get("num_rows"), head.get("rows")) != (table.num_rows, _rows_digest(columns)):
+        raise FormatError("The rows of the snapshot are damaged.")
+    _check_names(head, {*_HEAD, "format", "sessions", "num_rows", "rows"}, "The snapshot")
+    sessions = tuple(_session(entry) for entry in jsontext.array(head["sessions"], "sessions"))
+    snapshot = LogSnapshot(
+        seq=jsontext.integer(head["seq"], "seq"),
+        last_digest=jsontext.hex_digest(head["last_digest"], "last_digest"),
+        time_s=jsontext.number(head["time_s"], "time_s"),
+        run_uid=check_run_uid(jsontext.text(head["run_uid"], "run_uid")),
+        run_name=_run_name(jsontext.text(head["run_name"], "run_name")),
+        epoch=jsontext.integer(head["epoch"], "epoch"),
+        writer=jsontext.text(head["writer"], "writer"),
+        service=jsontext.text(head["service"], "service"),
+        sessions=sessions,
+        checkpoints=_checkpoints(columns, head["run_uid"], {s.session: s.opened_by for s in sessions}),
+    )
+    _check_whole(snapshot)
+    return snapshot
+
+
+_HEAD = {field.name for field in fields(LogSnapshot)} - {"sessions", "checkpoints"}
+
+
+# Checkpoints as columns. A map is three lists: entries per row, keys and values of all rows.
+
+
+def _columns(checkpoints: Sequence[CheckpointInfo]) -> Columns:
+    columns: dict[str, list[Any]] = {
+        "seq": [c.seq for c in checkpoints],
+        "session": [c.id.session for c in checkpoints],
+        "step": [c.id.step for c in checkpoints],
+        "attempt": [c.id.attempt for c in checkpoints],
+        "state": [c.state for c in checkpoints],
+        "level": [c.level.label for c in checkpoints],
+        "replicas": [c.replicas for c in checkpoints],
+        "world_size": [c.world_size for c in checkpoints],
+        "num_nodes": [c.num_nodes for c in checkpoints],
+        "size_bytes": [c.size_bytes for c in checkpoints],
+        "root_digest": [c.root_digest for c in checkpoints],
+        "committed_at_s": [c.committed_at_s for c in checkpoints],
+        "verified_at_s": [c.verified_at_s for c in checkpoints],
+    }
+    for name, maps in (
+        ("metrics", [c.metrics for c in checkpoints]),
+        ("pins", [c.pins for c in checkpoints]),
+    ):
+        columns[f"{name}.count"] = list(map(len, maps))
+        columns[f"{name}.key"] = [key for row in maps for key in row]
+        columns[f"{name}.value"] = [value for row in maps for value in row.values()]
+    return columns
+
+
+def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> tuple[CheckpointInfo, ...]:
+    """The rows as checkpoints; FormatError for a value that no record could have given."""
+    for name in _WHOLE:
+        _check_range(columns[name], name, 0, jsontext.MAX_INT)
+    for name in _COUNTS:
+        _check_range(columns[name], name, 1, jsontext.MAX_INT)
+    _check_range(columns["step"], "step", 0, MAX_STEP)
+    _check_all(map(_ATTEMPT.match, columns["attempt"]), "attempt")
+    _check_all(map(_DIGEST.match, columns["root_digest"]), "root_digest")
+    _check_all(map(_STATES.__contains__, set(columns["state"])), "state")
+    _check_all(map(_LEVELS.__contains__, set(columns["level"])), "level")
+    _check_all((value is not None for value in columns["metrics.value"]), "metric")
+    for name in ("committed_at_s", "verified_at_s", "pins.value"):
+        _check_all((t is None or isfinite(t) for t in columns[name]), name)
+    maps = (_maps(columns, "metrics"), _maps(columns, "pins"))
+    rows = zip(*(columns[name] for name in _PLAIN), *maps, strict=True)
+    return tuple(
+        CheckpointInfo(
+            id=AttemptId(
+                run_uid=run_uid,
+                session=session,
+                step=step,
+                attempt=attempt,
+                epoch=epochs.get(session, 0),
+            ),
+            seq=seq,
+            level=_LEVELS[level],
+            world_size=world_size,
+            num_nodes=num_nodes,
+            size_bytes=size_bytes,
+            root_digest=root,
+            committed_at_s=committed_s,
+            metrics=metrics,
+            state=state,
+            replicas=replicas,
+            pins=pins,
+            verified_at_s=verified_s,
+        )
+        for (
+            seq,
+            session,
+            step,
+            attempt,
+            state,
+            level,
+            replicas,
+            world_size,
+            num_nodes,
+            size_bytes,
+            root,
+            committed_s,
+            verified_s,
+            metrics,
+            pins,
+        ) in rows
+    )
+
+
+def _maps(columns: Columns, name: str) -> Iterator[dict[str, Any]]:
+    keys, values, end = columns[f"{name}.key"], columns[f"{name}.value"], 0
+    for count in columns[f"{name}.count"]:
+        start, end = end, end + count
+        yield dict(zip(keys[start:end], values[start:end], strict=True)) if count else {}
+
+
+def _rows_digest(columns: Columns) -> str:
+    """The digest of all values: numbers as 8 bytes (null as NaN), texts with a line feed after each."""
+    digester = Digester()
+    for name, kind in _KINDS.items():
+        values = columns[name]
+        if kind == "text":
+            digester.update("\n".join((*values, "")).encode())
+        else:
+            plain = [nan if value is None else value for value in values]
+            digester.update(struct.pack(f"<{len(plain)}{kind}", *plain))
+    return digester.hexdigest()
+
+
+# Parquet
+
+
+def _parquet(columns: Columns, metadata: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink,
+        COLUMNS,
+        compression="zstd",
+        write_statistics=False,
+        write_page_checksum=True,
+        store_schema=False,
+    ) as writer:
+        arrays = [pa.array(columns[name], COLUMNS.field(name).type) for name in _PLAIN]
+        maps = [_map_array(columns, name) for name in ("metrics", "pins")]
+        writer.write_table(
+            pa.Table.from_arrays([*arrays, *maps], schema=COLUMNS), row_group_size=MAX_CHECKPOINTS
+        )
+        writer.add_key_value_metadata({METADATA_KEY: metadata})
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def _map_array(columns: Columns, name: str) -> pa.MapArray:
+    ends = list(accumulate(columns[f"{name}.count"], initial=0))
+    keys = pa.array(columns[f"{name}.key"], pa.string())
+    return pa.MapArray.from_arrays(ends, keys, pa.array(columns[f"{name}.value"], pa.float64()))
+
+
+def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
+    """The metadata and the columns of a snapshot, of the right types and null where null may be."""
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        unpacked = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
+        if file.metadata.num_rows > MAX_CHECKPOINTS or unpacked > MAX_UNPACKED_BYTES:
+            raise FormatError(f"it declares {file.metadata.num_rows} rows of {unpacked} bytes")
+        metadata = file.metadata.metadata[METADATA_KEY]
+        table = file.read(use_threads=False).combine_chunks()
+        _check_names(table.column_names, set(COLUMNS.names), "it")
+        table = table.select(COLUMNS.names).cast(COLUMNS)
+        table.validate(full=True)
+        for name in COLUMNS.names:
+            if table.column(name).null_count and name not in _NULLABLE:
+                raise FormatError(f"{name} is null somewhere")
+    except Exception as error:  # the errors of a foreign decoder on foreign bytes have no common class
+        raise FormatError(f"The snapshot is not a Parquet file of one: {error}.") from error
+    return metadata, table
+
+
+def _lists(table: pa.Table) -> Columns:
+    columns: dict[str, list[Any]] = {name: table.column(name).to_pylist() for name in _PLAIN}
+    for name in ("metrics", "pins"):
+        array = table.column(name).combine_chunks()
+        ends = array.offsets.to_pylist()
+        rows = slice(ends[0], ends[-1])
+        columns[f"{name}.count"] = [b - a for a, b in pairwise(ends)]
+        columns[f"{name}.key"] = array.keys[rows].to_pylist()
+        columns[f"{name}.value"] = array.items[rows].to_pylist()
+    return columns
+
+
+# Checks
+
+
+_SESSION_DEFAULTS = {f.name: f.default for f in fields(SessionInfo) if f.default is not MISSING}
+"""What a session has that was written before such a field was there."""
+
+
+def _session(value: object) -> SessionInfo:
+    entry = _SESSION_DEFAULTS | jsontext.mapping(value, "A session")
+    _check_names(entry, {field.name for field in fields(SessionInfo)}, "A session")
+    parent, resumed_from = entry["parent"], entry["resumed_from"]
+    return SessionInfo(
+        session=jsontext.integer(entry["session"], "session"),
+        parent=None if parent is None else jsontext.integer(parent, "parent"),
+        resumed_from=None
+        if resumed_from is None
+        else jsontext.text(resumed_from, "resumed_from", pattern=_ATTEMPT),
+        world_size=jsontext.integer(entry["world_size"], "world_size", low=1),
+        num_nodes=jsontext.integer(entry["num_nodes"], "num_nodes", low=1),
+        opened_at_s=jsontext.number(entry["opened_at_s"], "opened_at_s"),
+        opened_by=jsontext.integer(entry["opened_by"], "opened_by"),
+        service=jsontext.text(entry["service"], "service"),
+        owner=jsontext.text(entry["owner"], "owner"),
+        retention=jsontext.text(entry["retention"], "retention"),
+    )
+
+
+def _check_whole(snapshot: LogSnapshot) -> None:
+    """What the replay of records sees to, so that a history may be built from a snapshot as it is."""
+    sessions = {s.session for s in snapshot.sessions}
+    attempts = {c.id.attempt for c in snapshot.checkpoints}
+    seqs = [c.seq for c in snapshot.checkpoints]
+    if len(sessions) != len(snapshot.sessions) or len(attempts) != len(snapshot.checkpoints):
+        raise FormatError("A session or checkpoint stands twice in the snapshot.")
+    if any(a >= b for a, b in pairwise((0, *seqs, snapshot.seq + 1))):
+        raise FormatError("The checkpoints of the snapshot are not in log order.")
+    if not {c.id.session for c in snapshot.checkpoints} <= sessions:
+        raise FormatError("A checkpoint of the snapshot has no session.")
+    if not {s.resumed_from for s in snapshot.sessions} - {None} <= attempts:
+        raise FormatError("A session of the snapshot resumes from an unknown checkpoint.")
+
+
+def _check_names(found: Iterable[str], expected: set[str], what: str) -> None:
+    if set(found) != expected:
+        names = ", ".join(sorted(set(found) ^ expected))
+        raise FormatError(
+            f"{what} does not have the fields of this version: {names[:200]}.",
+            hint="Open this run with the version of ray_ckpt that wrote it, or a newer one.",
+        )
+
+
+def _check_range(values: list[int], name: str, low: int, high: int) -> None:
+    if values:
+        jsontext.integer(min(values), name, low=low, high=high)
+        jsontext.integer(max(values), name, low=low, high=high)
+
+
+def _check_all(good: Iterable[object], name: str) -> None:
+    if not all(good):
+        raise FormatError(f"A checkpoint of the snapshot has an impossible {name}.")
+
+
+def _run_name(name: str) -> str:
+    try:
+        return check_run_name(name)
+    except ConfigError as error:
+        raise FormatError(f"run_name: {error.message}") from error

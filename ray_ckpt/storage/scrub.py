@@ -1,0 +1,35 @@
+"""Reading a stored fragment and its files against their digests, from the medium and not from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ray_ckpt.errors import CorruptionError
+from ray_ckpt.format.manifest import decode_fragment
+from ray_ckpt.format.names import fragment_file
+from ray_ckpt.storage.files import checked, forget_cached, read_blocks
+
+
+def verify_fragment(path: Callable[[str], Path], node_index: int, num_nodes: int) -> tuple[str, ...]:
+    """Names of files that are missing or differ from what the fragment says; `path` gives a file's place.
+
+    If the fragment itself is bad, it is the only name: nothing can be said of the others. OSError if a file
+    is there and cannot be read.
+    """
+    name = fragment_file(node_index, num_nodes)
+    try:
+        forget_cached(path(name))
+        fragment = decode_fragment(path(name).read_bytes())
+    except (FileNotFoundError, CorruptionError):
+        return (name,)
+    damaged = []
+    for file in fragment.files:
+        try:
+            forget_cached(path(file.name))
+            blocks = read_blocks(path(file.name))
+            for _ in checked(blocks, size_bytes=file.size_bytes, digest=file.digest, what=file.name):
+                pass
+        except (FileNotFoundError, CorruptionError):
+            damaged.append(file.name)
+    return tuple(damaged)

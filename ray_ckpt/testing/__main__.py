@@ -1,0 +1,78 @@
+"""`python -m ray_ckpt.testing --seeds 0:1000 --events 200 [--exhaustive DEPTH]`: how much holds, in numbers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+
+from ray_ckpt.testing import exhaustive, schedules
+from ray_ckpt.testing.oracle import Violation
+
+MAX_SHOWN = 5  # failures that are printed in full
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ray_ckpt.testing", description=__doc__)
+    parser.add_argument("--seeds", default="0:200", help="first:last+1 of the random schedules")
+    parser.add_argument("--events", type=int, default=schedules.NUM_EVENTS, help="of each schedule")
+    parser.add_argument("--exhaustive", type=int, default=0, metavar="DEPTH", help="steps in every order")
+    parser.add_argument("--states", type=int, default=exhaustive.MAX_STATES, help="bound of each scene")
+    arguments = parser.parse_args()
+    first, last = (int(text) for text in arguments.seeds.split(":"))
+    failed = _random(range(first, last), arguments.events)
+    if arguments.exhaustive:
+        failed += _exhaustive(arguments.exhaustive, arguments.states)
+    return 1 if failed else 0
+
+
+def _random(seeds: range, num_events: int) -> int:
+    counts: Counter[str] = Counter()
+    events: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            played = schedules.play(seed, num_events)
+        except (Violation, Exception) as error:
+            counts["violations"] += 1
+            if counts["violations"] <= MAX_SHOWN:
+                _show(error)
+            continue
+        counts["schedules"] += 1
+        counts["events"] += played.events.total()
+        counts["messages"] += played.num_messages
+        counts["records"] += played.num_records
+        counts["commits"] += played.num_commits
+        counts["sessions"] += played.num_sessions
+        events += played.events
+    print(f"random: seeds {seeds.start} to {seeds.stop - 1}, {num_events} events each")
+    for name in ("schedules", "events", "messages", "records", "commits", "sessions"):
+        print(f"  {counts[name]:12,} {name}")
+    for name, count in sorted(events.items()):
+        print(f"  {count:12,} {name}")
+    print(f"  {counts['violations']:12,} violations")
+    return counts["violations"]
+
+
+def _exhaustive(depth: int, max_states: int) -> int:
+    failed = 0
+    for name in exhaustive.SCENES:
+        try:
+            found = exhaustive.explore(name, depth=depth, max_states=max_states)
+        except Violation as error:
+            failed += 1
+            _show(error)
+            continue
+        whole = "all" if found.is_complete else "not all"
+        print(f"exhaustive: {name}, {whole} orders of up to {found.depth} steps")
+        print(f"  {found.num_states:12,} states\n  {found.num_steps:12,} steps\n  {0:12,} violations")
+    return failed
+
+
+def _show(error: BaseException) -> None:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    for note in getattr(error, "__notes__", ()):
+        print(f"  {note}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""Every order in which a few things can happen to a small world, up to a number of steps.
+
+A scene is a world in the middle of something. From there each step is any message that can arrive (a create
+also lost, or applied without an answer), or one of the scene's few faults and moves. What an agent does on its
+own node happens at once. Worlds that are equal but for the order of events are visited once.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.format.digest import digest
+from ray_ckpt.testing.simulator import Create, Launcher, Local, Told, World
+
+MAX_STATES = 200_000  # of a scene; about 10 KB each
+LONG_S = 70.0  # beyond all time-outs of a save
+MAX_REST = 1_000  # deliveries that a scene's preparation may take
+ATONCE = (Local, Told)
+
+Step: TypeAlias = tuple[str, tuple[Any, ...]]  # a method of Scene, and what to call it with
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    num_states: int
+    num_steps: int
+    depth: int
+    is_complete: bool  # no state was left out within the depth
+
+
+@dataclass(slots=True)
+class Scene:
+    """A small world and what may still happen to it besides messages."""
+
+    world: World
+    faults: int = 1  # deaths, lost creates, changes of the store
+    waits: int = 1
+    saves: int = 1  # by all members together
+    launches: int = 1
+
+    def steps(self) -> Iterator[Step]:
+        world = self.world
+        for index, message in enumerate(world.wire):
+            if not world.can_deliver(message) or message in world.wire[:index]:
+                continue
+            yield "deliver", (index, "heard")
+            if self.faults and isinstance(message, Create):
+                yield "lose", (index, "lost")
+                if not message.is_late:
+                    yield "lose", (index, "unheard")
+        for name, process in world.coordinators.items():
+            if process.is_up and process.is_frozen:
+                yield "thaw", (name,)
+            elif process.is_up:
+                if process.takes_over and process.machine.is_open:
+                    yield "take_over", (name,)
+                if self.faults:
+                    yield "kill", (name,)
+        for service in sorted({node.service for node in world.nodes.values()}):
+            current = world._process(service)
+            if current is None or current.is_frozen:
+                yield "start", (service,)
+        if self.waits:
+            yield "wait", ()
+        if self.faults:
+            yield "toggle_store", ()
+        if self.launches:
+            for name, launcher in world.launchers.items():
+                if launcher.state in ("idle", "running"):
+                    yield "launch", (name,)
+        for number, (_, group, member) in enumerate(world.members()):
+            if member.state == "waiting":
+                yield "read", (number,)
+            elif self.saves and world.can_save(group, member):
+                yield "save", (number,)
+
+    def do(self, step: Step) -> None:
+        name, arguments = step
+        getattr(self, name)(*arguments)
+        self.settle(ATONCE)
+
+    def deliver(self, index: int, fate: Any) -> None:
+        self.world.deliver(index, fate)
+
+    def lose(self, index: int, fate: Any) -> None:
+        self.faults -= 1
+        self.world.deliver(index, fate)
+
+    def thaw(self, name: str) -> None:
+        self.world.thaw(name)
+
+    def take_over(self, name: str) -> None:
+        self.world.take_over(name)
+
+    def kill(self, name: str) -> None:
+        self.faults -= 1
+        self.world.kill_coordinator(name)
+
+    def start(self, service: str) -> None:
+        self.world.start_coordinator(service)
+
+    def toggle_store(self) -> None:
+        self.faults -= 1
+        self.world.storage.is_away = not self.world.storage.is_away
+
+    def wait(self) -> None:
+        self.waits -= 1
+        self.world.wait(LONG_S)
+        for name, process in list(self.world.coordinators.items()):
+            if process.is_up and not process.is_frozen:
+                self.world.tick(name)
+
+    def launch(self, name: str) -> None:
+        self.launches -= 1
+        self.world.launch(name, 2)
+
+    def read(self, number: int) -> None:
+        launcher, _, member = list(self.world.members())[number]
+        self.world.read_state(member, launcher.name)
+
+    def save(self, number: int) -> None:
+        self.saves -= 1
+        _, group, member = list(self.world.members())[number]
+        self.world.save(group, member, 1)
+
+    def settle(self, kinds: tuple[type, ...] = (object,)) -> None:
+        """Deliver all messages of these kinds in the order in which they were sent."""
+        world = self.world
+        for _ in range(MAX_REST):
+            ready = (
+                i
+                for i, message in enumerate(world.wire)
+                if isinstance(message, kinds) and world.can_deliver(message)
+            )
+            index = next(ready, None)
+            if index is None:
+                return
+            world.deliver(index)
+        raise AssertionError("the scene does not come to rest")
+
+    def key(self) -> str:
+        """Equal for worlds that differ only in how they came about."""
+        world, parts = self.world, []
+        for part in (
+            (self.faults, self.waits, self.saves, self.launches, world.now_s, world.storage.is_away),
+            [record_digest for _, record_digest in world.storage.records],
+            (world.storage.fragments, world.storage.described),
+            [(d.folders, list(d.fragments), d.epoch) for d in (x.disk for x in world.nodes.values())],
+            [(x.is_alive, x.agent and x.agent.machine) for x in world.nodes.values()],
+            list(world.coordinators.values()),
+            (world.launchers, world.current, world.waiting),
+        ):
+            parts.append(_flat(part))
+        return digest(b"".join(parts) + b"".join(sorted(_flat(message) for message in world.wire)))
+
+
+def _flat(value: object) -> bytes:
+    """Bytes that depend on the value only, not on which of its parts are one object."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=5)
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getvalue()
+
+
+def explore(name: str, *, depth: int, max_states: int = MAX_STATES) -> Explored:
+    """All orders of up to `depth` steps of a scene; the first Violation is raised with its steps."""
+    start = SCENES[name]()
+    seen = {start.key()}
+    level: list[tuple[bytes, tuple[Step, ...]]] = [(_packed(start), ())]
+    num_steps = 0
+    for reached in range(depth):
+        after: list[tuple[bytes, tuple[Step, ...]]] = []
+        for packed, path in level:
+            scene = _unpacked(packed)
+            steps = list(scene.steps())
+            for number, step in enumerate(steps):
+                if number:
+                    scene = _unpacked(packed)
+                try:
+                    scene.do(step)
+                except Exception as error:
+                    error.add_note(f"{name}: {[*path, step]}")
+                    raise
+                num_steps += 1
+                key = scene.key()
+                if key not in seen:
+                    if len(seen) >= max_states:
+                        return Explored(len(seen), num_steps, reached, False)
+                    seen.add(key)
+                    after.append((_packed(scene), (*path, step)))
+        level = after
+    return Explored(len(seen), num_steps, depth, True)
+
+
+def _packed(scene: Scene) -> bytes:
+    return zlib.compress(pickle.dumps(scene, protocol=5), 1)
+
+
+def _unpacked(packed: bytes) -> Scene:
+    scene: Scene = pickle.loads(zlib.decompress(packed))
+    return scene
+
+
+# -- scenes --------------------------------------------------------------------------------------------
+
+
+def _training(clusters: Mapping[str, int], **options: Any) -> Scene:
+    """A group of two nodes of "east" trains and has committed one save."""
+    world = World(RunOptions(**options), clusters)
+    world.launchers = {f"{name}-driver": Launcher(f"{name}-driver", name) for name in clusters}
+    scene = Scene(world)
+    for _ in range(2):
+        world.launch("east-driver", 2)
+        scene.settle()
+    _restore(scene)
+    _save_all(scene)
+    scene.settle()
+    return scene
+
+
+def _restore(scene: Scene) -> None:
+    for launcher, _, member in list(scene.world.members()):
+        scene.world.read_state(member, launcher.name)
+    scene.settle()
+
+
+def _save_all(scene: Scene) -> None:
+    for _, group, member in list(scene.world.members()):
+        scene.world.save(group, member, 1)
+    scene.settle((Local,))
+
+
+def frozen_coordinator() -> Scene:
+    """The coordinator freezes while a save is stored; Ray starts a second one, and the first one thaws."""
+    scene = _training({"east": 2}, keep_last=1)
+    _save_all(scene)
+    scene.world.freeze("east.c0")
+    return replace(scene, faults=0, saves=0, launches=0)
+
+
+def two_clusters() -> Scene:
+    """A second cluster opens the run while the first one has a save on its way."""
+    scene = _training({"east": 2, "west": 2}, keep_last=1)
+    _save_all(scene)
+    scene.world.launch("west-driver", 2)
+    return replace(scene, faults=0, saves=0, waits=0, launches=1)
+
+
+def collector() -> Scene:
+    """A checkpoint is being retired and deleted when the coordinator dies or the group begins again."""
+    scene = _training({"east": 2}, keep_last=1, replicas=0)
+    _save_all(scene)
+    return replace(scene, saves=0)
+
+
+def store_away() -> Scene:
+    """The store is silent while a save is committed and a new group comes."""
+    scene = _training({"east": 2}, keep_last=1, store_wait_s=1.0)
+    _save_all(scene)
+    scene.world.storage.is_away = True
+    return replace(scene, saves=0)
+
+
+SCENES: Mapping[str, Callable[[], Scene]] = {
+    scene.__name__: scene for scene in (frozen_coordinator, two_clusters, collector, store_away)
+}

@@ -1,0 +1,282 @@
+"""What must hold after every step, judged from the store, the disks and what ranks and launchers were told.
+
+The promises are those of the design (P1 to P6, P8). The oracle replays the log for itself and trusts no machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.messages import GroupOpened, SessionPlan
+from ray_ckpt.format import records as r
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.records import LogRecord, encode_record
+from ray_ckpt.storage.log_store import read_log
+from ray_ckpt.testing.stores import Copy, Disk, Storage
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+
+if TYPE_CHECKING:
+    from ray_ckpt.testing.simulator import World
+
+MAX_PENDING = 64  # records that a coordinator may have decided and not written (P8)
+
+
+class Violation(AssertionError):
+    """A promise is broken."""
+
+
+def must(holds: bool, promise: str, text: str) -> None:
+    if not holds:
+        raise Violation(f"{promise}: {text}")
+
+
+@dataclass(slots=True)
+class _Opening:
+    """A group that waits for its session: what its coordinator could know by then."""
+
+    event: GroupOpened
+    at: int  # number of the event
+    stable: dict[str, tuple[int, str]]  # node -> agent and disk that answered
+
+
+@dataclass(slots=True)
+class Oracle:
+    """Told of what happens; raises Violation."""
+
+    history: RunHistory = field(default_factory=RunHistory)
+    num_commits: int = 0
+    plans: dict[str, SessionPlan] = field(default_factory=dict)  # attempt -> of the ranks that saved it
+    stored_on: dict[Copy, set[str]] = field(default_factory=dict)  # disks that ever had it, fsynced
+    failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost parts of it
+    damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) found without a source
+    unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # begun without the log
+    told_go: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) that train
+    openings: dict[str, _Opening] = field(default_factory=dict)  # by coordinator
+    writer: str = ""  # of the last epoch
+    stale: bool = True  # something has changed since the last check of the copies
+
+    # -- the log -------------------------------------------------------------------------------------
+
+    def logged(self, record: LogRecord, world: World) -> None:
+        """A record has been created."""
+        self._check_record(record, world)
+        self.history.apply(record, digest(encode_record(record)))  # raises if it is no chain (P3)
+        self.stale = True
+        if isinstance(record.op, r.Commit):
+            self.num_commits += 1
+
+    def _check_record(self, record: LogRecord, world: World) -> None:
+        op, history = record.op, self.history
+        if isinstance(op, r.Epoch):
+            must(record.epoch > history.epoch, "P3", f"{record} repeats an epoch")
+            self.writer = record.writer
+        elif not isinstance(op, r.Create):
+            must(record.writer == self.writer, "P3", f"{record} is of a fenced writer, not of {self.writer}")
+        match op:
+            case r.Session():
+                self._check_session(op, record, world)
+            case r.Commit():
+                self._check_commit(op, world)
+            case r.Promote(attempt=name, level=level, replicas=copies):
+                checkpoint = history.checkpoints[name]
+                if level is Level.DURABLE and checkpoint.state == "live":
+                    must(world.storage.holds(checkpoint), "P1", f"{op} is not on the storage path")
+                for index in range(checkpoint.num_nodes) if level is Level.REPLICATED else ():
+                    disks = self.stored_on.get((name, index), set())
+                    must(len(disks) > copies, "P2", f"{op}: fragment {index} was on {sorted(disks)} only")
+            case r.Retired(attempt=name):
+                self._check_retired(op, history.checkpoints[name], record)
+            case _:
+                pass
+
+    def _check_session(self, op: r.Session, record: LogRecord, world: World) -> None:
+        current, lineage = self.history.session, self.history.lineage()
+        must(op.after == (current.session if current else None), "P3", f"{op} does not follow the last one")
+        names = [c.id.attempt for c in lineage]
+        must(op.resumed_from is None or op.resumed_from in names, "P3", f"{op} leaves the lineage")
+        opening = self.openings.get(record.writer)
+        if opening is None or opening.event.owner != op.owner:
+            return  # found at work by a coordinator that was not asked for it
+        skipped = lineage[names.index(op.resumed_from) + 1 :] if op.resumed_from else lineage
+        if opening.event.resume == "never":
+            return
+        for checkpoint in skipped:
+            wrong = self._could_serve(checkpoint, op.owner, opening, world)
+            must(not wrong, "P2", f"{op} leaves out step {checkpoint.step}, which can be served")
+        must(op.resumed_from is not None or not lineage, "P2", f"{op} starts from scratch")
+
+    def _could_serve(self, checkpoint: CheckpointInfo, owner: str, opening: _Opening, world: World) -> bool:
+        """Without doubt: known before the group came, and untouched since."""
+        name = checkpoint.id.attempt
+        if (owner, name) in self.damaged:
+            return False
+        if checkpoint.level is Level.DURABLE:
+            return world.storage.holds(checkpoint)
+        return all(
+            any(self._serves(node, opening, (name, index), world) for node in opening.stable)
+            for index in range(checkpoint.num_nodes)
+        )
+
+    def _serves(self, name: str, opening: _Opening, copy: Copy, world: World) -> bool:
+        node, (number, _) = world.nodes[name], opening.stable[name]
+        agent = node.agent
+        return (
+            node.is_alive
+            and agent is not None
+            and agent.number == number
+            and node.disk.has_intact(copy)
+            and node.disk.since.get(copy, opening.at) < opening.at
+            and not agent.machine.is_deleted(copy[0])
+        )
+
+    def _check_commit(self, op: r.Commit, world: World) -> None:
+        current = self.history.session
+        must(
+            current is not None and current.session == op.session,
+            "P3",
+            f"{op} is of a session that has ended",
+        )
+        assert current is not None
+        plan = self.plans.get(op.attempt)
+        must(plan is not None, "P1", f"nobody has saved {op}")
+        assert plan is not None
+        resumed = plan.resume.checkpoint.id.attempt if plan.resume else None
+        must(resumed == current.resumed_from, "P3", f"{op} was saved by a group that resumed from {resumed}")
+        steps = [c.step for c in self.history.checkpoints.values() if c.id.session == op.session]
+        must(not steps or max(steps) < op.step, "P3", f"{op} comes after step {max(steps, default=0)}")
+        for index in range(op.num_nodes):
+            disks = self.stored_on.get((op.attempt, index), set())
+            must(bool(disks), "P1", f"{op}: fragment {index} was never fsynced")
+            must(len(disks) > op.replicas, "P2", f"{op}: fragment {index} was on {sorted(disks)} only")
+
+    def _check_retired(self, op: r.Retired, checkpoint: CheckpointInfo, record: LogRecord) -> None:
+        lineage, live = self.history.lineage(), self.history.live()
+        for level in Level:
+            reached = [c for c in lineage if c.level >= level] or [c for c in live if c.level >= level]
+            newest = reached[-1] if reached else None
+            must(newest != checkpoint, "P5", f"{op} is the newest {level.label}")
+        pins = [o for o, end in checkpoint.pins.items() if end is None or end > record.time_s]
+        must(not pins, "P5", f"{op} is pinned by {pins}")
+        current = self.history.session
+        if current is not None and current.resumed_from == op.attempt:
+            trains = any(session == current.session for session, _ in self.told_go)
+            must(trains, "P5", f"{op} is being restored by session {current.session}")
+
+    # -- groups and saves ------------------------------------------------------------------------------
+
+    def group_opened(self, coordinator: str, event: GroupOpened, world: World) -> None:
+        stable = {}
+        for name in event.inventories:
+            node = world.nodes[name]
+            if node.agent is not None:
+                stable[name] = (node.agent.number, node.disk.name)
+        self.openings[coordinator] = _Opening(event, world.clock, stable)
+
+    def begun(self, plan: SessionPlan, *, store_is_silent: bool) -> None:
+        """A coordinator sends a plan to a group's nodes."""
+        if not self._is_logged(plan):
+            must(store_is_silent, "P3", f"session {plan.session} begins before it is in the log")
+            self.unlogged[plan.session, plan.epoch] = plan
+
+    def _is_logged(self, plan: SessionPlan) -> bool:
+        known = self.history.sessions.get(plan.session)
+        if known is None:
+            return False
+        resumed_from = plan.resume.checkpoint.id.attempt if plan.resume else None
+        return known.resumed_from == resumed_from and known.owner == plan.owner
+
+    def restores(self, plan: SessionPlan) -> None:
+        """Ranks read a plan's checkpoint."""
+        begun = self._is_logged(plan) or (plan.session, plan.epoch) in self.unlogged
+        must(begun, "P3", f"ranks restore for session {plan.session}, which nobody has recorded")
+
+    def read(self, plan: SessionPlan, damage: tuple[str, ...]) -> None:
+        if damage and plan.resume is not None:
+            self.damaged.add((plan.owner, plan.resume.checkpoint.id.attempt))
+
+    def go(self, plan: SessionPlan) -> None:
+        """Ranks were told to train."""
+        self.restores(plan)
+        self.told_go.add((plan.session, plan.epoch))
+
+    def saves(self, attempt: AttemptId, plan: SessionPlan) -> None:
+        self.plans[attempt.attempt] = plan
+
+    def settled(self, attempt: AttemptId, level: Level | None) -> None:
+        """Ranks were told what a save has reached."""
+        if level is not None:
+            known = self.history.checkpoints.get(attempt.attempt)
+            must(known is not None, "P6", f"step {attempt.step} was acknowledged and is not in the log")
+            assert known is not None
+            must(known.level >= level, "P6", f"step {attempt.step} was called {level.label} too early")
+
+    def finished(self, value: object) -> None:
+        """A launcher was told that its last checkpoint is durable."""
+        if isinstance(value, CheckpointInfo):
+            known = self.history.checkpoints[value.id.attempt]
+            must(known.level is Level.DURABLE, "P6", f"step {known.step} was called durable too early")
+
+    # -- bytes ---------------------------------------------------------------------------------------
+
+    def stored(self, disk: Disk, copy: Copy) -> None:
+        """A copy is complete and fsynced."""
+        self.stored_on.setdefault(copy, set()).add(disk.name)
+        self.stale = True
+
+    def destroyed(self, disk: Disk) -> None:
+        self.stale = True
+        for (attempt, _), disks in self.stored_on.items():
+            if disk.name in disks:
+                self.failed.setdefault(attempt, set()).add(disk.name)
+
+    def rotted(self, disk: Disk, copy: Copy) -> None:
+        self.stale = True
+        self.failed.setdefault(copy[0], set()).add(disk.name)
+
+    def deletes(self, disk: Disk, directory: str, storage: Storage) -> None:
+        """A node deletes a folder because it was told to."""
+        self.stale = True
+        for copy, held in disk.fragments.items():
+            known = self.history.checkpoints.get(copy[0])
+            if held.attempt.directory == directory and known is not None and known.state == "live":
+                safe = known.level is Level.DURABLE and storage.holds(known)
+                must(
+                    safe, "P5", f"{disk.name} deletes fragment {copy[1]} of step {known.step}, which is live"
+                )
+
+    def deletes_remote(self, attempt: str) -> None:
+        known = self.history.checkpoints.get(attempt)
+        gone = known is not None and known.state in ("retired", "collected")
+        must(gone, "P5", f"the storage path loses {attempt}, which is not retired")
+        self.stale = True
+
+    def check(self, world: World) -> None:
+        """P2: what the log says of each live checkpoint, the disks still have, but for what has failed."""
+        if not self.stale:
+            return
+        self.stale = False
+        disks = {id(node.disk): node.disk for node in world.nodes.values()}.values()
+        for checkpoint in self.history.live():
+            name = checkpoint.id.attempt
+            if checkpoint.level is Level.DURABLE:
+                must(world.storage.holds(checkpoint), "P2", f"step {checkpoint.step} is not durable any more")
+                continue
+            if len(self.failed.get(name, ())) > checkpoint.replicas:
+                continue  # more was lost than its level covers
+            for index in range(checkpoint.num_nodes):
+                there = any(disk.has_intact((name, index)) for disk in disks)
+                must(
+                    there,
+                    "P2",
+                    f"step {checkpoint.step} has lost fragment {index} at {checkpoint.level.label}",
+                )
+
+    def check_log(self, world: World) -> None:
+        """P3: a reader that starts from the bytes agrees."""
+        history = RunHistory()
+        for record, record_digest in read_log(world.storage.log):
+            history.apply(record, record_digest)
+        must(history.checkpoints == self.history.checkpoints, "P3", "two readers of the log disagree")
+        must(history.sessions == self.history.sessions, "P3", "two readers of the log disagree on sessions")

@@ -1,0 +1,105 @@
+"""What outlives processes: disks of nodes, the storage path with its log. Faults are done to them from outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from ray_ckpt.core.messages import HeldFragment, Inventory
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.names import record_file
+from ray_ckpt.format.records import LogRecord, encode_record
+from ray_ckpt.storage.log_store import MemoryLogStore, Outcome
+from ray_ckpt.types import CheckpointInfo
+
+Copy: TypeAlias = tuple[str, int]  # attempt, fragment
+
+
+@dataclass(slots=True)
+class Disk:
+    """A machine's staging folder. What is here is fsynced; what is still being written is not seen by anyone."""
+
+    name: str
+    folders: dict[str, set[str]] = field(default_factory=dict)  # directory -> files
+    fragments: dict[Copy, HeldFragment] = field(default_factory=dict)
+    since: dict[Copy, int] = field(default_factory=dict)  # number of the event that made a copy complete
+    rotten: set[Copy] = field(default_factory=set)  # copies with damaged bytes; only reading finds out
+    epoch: int = 0
+    is_destroyed: bool = False
+
+    def write(self, directory: str, *files: str) -> None:
+        self.folders.setdefault(directory, set()).update(files)
+
+    def put(self, held: HeldFragment) -> None:
+        """The fragment's own file; its ranks' files are written apart."""
+        self.write(held.attempt.directory, held.files[-1].name)
+        self.fragments[held.attempt.attempt, held.node_index] = held
+
+    def has(self, copy: Copy) -> bool:
+        """The fragment and all files that it names are here; what an inventory tells."""
+        held = self.fragments.get(copy)
+        if held is None:
+            return False
+        folder = self.folders[held.attempt.directory]
+        return all(file.name in folder for file in held.files)
+
+    def has_intact(self, copy: Copy) -> bool:
+        return copy not in self.rotten and self.has(copy)
+
+    def delete(self, directory: str) -> None:
+        self.folders.pop(directory, None)
+        for copy in [c for c, held in self.fragments.items() if held.attempt.directory == directory]:
+            self._forget(copy)
+
+    def quarantine(self, copy: Copy) -> None:
+        """Take one fragment away; its ranks' files stay."""
+        held = self.fragments[copy]
+        self.folders[held.attempt.directory].discard(held.files[-1].name)
+        self._forget(copy)
+
+    def _forget(self, copy: Copy) -> None:
+        del self.fragments[copy]
+        self.since.pop(copy, None)
+        self.rotten.discard(copy)
+
+    def destroy(self) -> None:
+        self.is_destroyed = True
+        self.folders, self.fragments, self.since, self.rotten = {}, {}, {}, set()
+
+    def inventory(self, *, leaving: frozenset[str] = frozenset()) -> Inventory:
+        """What is complete here; attempts in `leaving` are being deleted."""
+        return Inventory(
+            fragments=tuple(
+                held for copy, held in self.fragments.items() if copy[0] not in leaving and self.has(copy)
+            ),
+            directories=tuple(sorted(self.folders)),
+        )
+
+
+@dataclass(slots=True)
+class Storage:
+    """The storage path: a log of records, and fragments with their descriptions."""
+
+    log: MemoryLogStore = field(default_factory=MemoryLogStore)
+    records: list[tuple[LogRecord, str]] = field(default_factory=list)  # the same, decoded, with digests
+    fragments: dict[str, set[int]] = field(default_factory=dict)  # attempt -> its fragments
+    described: set[str] = field(default_factory=set)
+    is_away: bool = False
+
+    def create(self, record: LogRecord) -> tuple[Literal["ok", "exists"], bool]:
+        """The store's answer, and whether the record is new."""
+        data, name = encode_record(record), record_file(record.seq)
+        is_new = name not in self.log.objects
+        outcome = self.log.create(name, data)
+        if is_new:
+            self.records.append((record, digest(data)))
+        return ("ok" if outcome is Outcome.OK else "exists"), is_new
+
+    def holds(self, checkpoint: CheckpointInfo) -> bool:
+        """All of it is here, and says so."""
+        name = checkpoint.id.attempt
+        return name in self.described and self.fragments.get(name) == set(range(checkpoint.num_nodes))
+
+    def delete(self, attempt: str) -> None:
+        self.described.discard(attempt)
+        self.fragments.pop(attempt, None)

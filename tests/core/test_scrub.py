@@ -1,0 +1,325 @@
+"""Scrub: every copy is read in its time, and a good word is only given for what was read and good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from ray_ckpt.core import scrub
+from ray_ckpt.core.budget import Budget
+from ray_ckpt.core.context import Holders
+from ray_ckpt.core.messages import REMOTE, Scrub, ScrubEnded
+from ray_ckpt.core.scrub import AGAIN_S, MAX_TRIES, SCRUB_TIMEOUT_S, Scrubs
+from ray_ckpt.format.records import Verified
+from ray_ckpt.types import CheckpointInfo, Level
+from tests.core.records import checkpoint, holders_of
+
+EVERY_S = 100_000.0
+DUE_S = EVERY_S + 1.0
+
+
+def next_of(
+    scrubs: Scrubs,
+    live: Sequence[CheckpointInfo],
+    holders: Holders,
+    *,
+    now_s: float = 0.0,
+    wall_s: float = DUE_S,
+    budget: Budget | None = None,
+) -> str:
+    """What is to be done: "7.0 a" (read), "verified 7", or ""."""
+    budget = budget or Budget(bytes_per_s=1e12, burst_bytes=1e12)
+    found = list(
+        scrubs.assign(live=live, holders=holders, every_s=EVERY_S, budget=budget, now_s=now_s, wall_s=wall_s)
+    )
+    assert len(found) <= 1
+    for what in found:
+        if isinstance(what, Scrub):
+            return f"{what.attempt.step}.{what.node_index} {what.place}"
+        return f"verified {int(what.attempt, 16)}"
+    return ""
+
+
+def ended(name: str, *damage: str, error: str | None = None) -> ScrubEnded:
+    """The end of the read that is called so, "7.0 a"."""
+    where, place = name.split()
+    step, index = where.split(".")
+    attempt = checkpoint(int(step)).id
+    return ScrubEnded(attempt=attempt, node_index=int(index), place=place, damage=damage, error=error)
+
+
+# -- stories -----------------------------------------------------------------------------------------
+
+
+def test_every_copy_is_read_once_then_the_checkpoint_is_verified() -> None:
+    scrubs, holders = Scrubs(), holders_of("ab", {7: ("ab", "b")})
+    live = [checkpoint(7, num_nodes=2, level=Level.DURABLE)]
+    seen = []
+    while not (what := next_of(scrubs, live, holders)).startswith("verified"):
+        assert next_of(scrubs, live, holders) == "", "one at a time"
+        scrubs.ended(ended(what))
+        seen.append(what)
+    assert seen == ["7.0 a", "7.0 b", "7.0 remote", "7.1 b", "7.1 remote"]
+    assert what == "verified 7"
+    assert next_of(scrubs, live, holders) == "", "although the record is not in the log yet"
+    live = [replace(live[0], verified_at_s=DUE_S)]
+    assert next_of(scrubs, live, holders, now_s=EVERY_S - 1, wall_s=DUE_S + EVERY_S - 1) == ""
+    assert next_of(scrubs, live, holders, now_s=EVERY_S, wall_s=DUE_S + EVERY_S) == "7.0 a"
+
+
+def test_the_one_verified_longest_ago_comes_first() -> None:
+    live = [
+        checkpoint(7, verified_at_s=50.0),
+        checkpoint(8, committed_at_s=40.0),
+        checkpoint(9, committed_at_s=DUE_S),
+    ]
+    holders = holders_of("a", {7: ("a",), 8: ("a",), 9: ("a",)})
+    assert next_of(Scrubs(), live, holders, wall_s=39.0 + EVERY_S) == ""
+    assert next_of(Scrubs(), live, holders, wall_s=40.0 + EVERY_S) == "8.0 a"
+    assert next_of(Scrubs(), live, holders, wall_s=50.0 + EVERY_S) == "8.0 a"
+    assert next_of(Scrubs(), live[:1], holders, wall_s=50.0 + EVERY_S) == "7.0 a"
+
+
+def test_a_time_from_a_clock_that_was_far_ahead_is_not_believed() -> None:
+    live, holders = [checkpoint(7, verified_at_s=9 * EVERY_S)], holders_of("a", {7: ("a",)})
+    assert next_of(Scrubs(), live, holders, wall_s=EVERY_S) == "7.0 a"
+    assert next_of(Scrubs(), live, holders, wall_s=9 * EVERY_S - 3600) == "", "an hour of skew is no cause"
+
+
+def test_damage_is_followed_by_a_whole_round_later() -> None:
+    scrubs, live = Scrubs(), [checkpoint(7, num_nodes=2)]
+    holders = holders_of("abc", {7: ("ab", "b")})
+    assert next_of(scrubs, live, holders) == "7.0 a"
+    scrubs.ended(ended("7.0 a", "shard-0"))
+    for name in ("7.0 b", "7.1 b"):
+        assert next_of(scrubs, live, holders) == name, "what else is bad shall be known too"
+        scrubs.ended(ended(name))
+    assert next_of(scrubs, live, holders) == ""
+    repaired = holders_of("abc", {7: ("bc", "b")})
+    assert next_of(scrubs, live, repaired, now_s=AGAIN_S - 1) == ""
+    for name in ("7.0 b", "7.0 c", "7.1 b"):
+        assert next_of(scrubs, live, repaired, now_s=AGAIN_S) == name
+        scrubs.ended(ended(name))
+    assert next_of(scrubs, live, repaired, now_s=AGAIN_S) == "verified 7"
+
+
+def test_damage_that_is_told_after_the_time_out_spoils_the_round() -> None:
+    scrubs, live, holders = Scrubs(), [checkpoint(7)], holders_of("ab", {7: ("ab",)})
+    assert next_of(scrubs, live, holders) == "7.0 a"
+    late_s = SCRUB_TIMEOUT_S + 1
+    assert next_of(scrubs, live, holders, now_s=late_s) == "7.0 b"
+    scrubs.ended(ended("7.0 a", "shard-0"))
+    scrubs.ended(ended("7.0 b"))
+    assert next_of(scrubs, live, holders, now_s=late_s) == "7.0 a", "the read that timed out, again"
+    scrubs.ended(ended("7.0 a"))
+    assert next_of(scrubs, live, holders, now_s=late_s) == ""
+
+
+def test_what_cannot_be_read_is_tried_again_after_the_others_and_spoils_the_round() -> None:
+    scrubs, live, holders = Scrubs(), [checkpoint(7)], holders_of("ab", {7: ("ab",)})
+    asked = []
+    while (what := next_of(scrubs, live, holders)) != "":
+        asked.append(what)
+        scrubs.ended(ended(what, error="EIO" if what.endswith("a") else None))
+    assert asked == ["7.0 a", "7.0 b", *["7.0 a"] * (MAX_TRIES - 1)]
+
+
+def test_one_failed_read_that_works_later_spoils_nothing() -> None:
+    scrubs, live, holders = Scrubs(), [checkpoint(7)], holders_of("a", {7: ("a",)})
+    assert next_of(scrubs, live, holders) == "7.0 a"
+    scrubs.ended(ended("7.0 a", error="busy"))
+    assert next_of(scrubs, live, holders) == "7.0 a"
+    scrubs.ended(ended("7.0 a"))
+    assert next_of(scrubs, live, holders) == "verified 7"
+
+
+def test_a_copy_that_dies_is_left_out_and_one_good_copy_is_enough() -> None:
+    scrubs, live, holders = Scrubs(), [checkpoint(7)], holders_of("ab", {7: ("ab",)})
+    assert next_of(scrubs, live, holders) == "7.0 a"
+    holders.lose(frozenset("a"))
+    holders.live -= {"a"}
+    assert next_of(scrubs, live, holders) == "7.0 b", "the dead do not answer"
+    scrubs.ended(ended("7.0 a"))
+    scrubs.ended(ended("7.0 b"))
+    assert next_of(scrubs, live, holders) == "verified 7"
+
+
+def test_nothing_is_verified_that_nobody_has_read() -> None:
+    scrubs, live, holders = Scrubs(), [checkpoint(7, num_nodes=2)], holders_of("ab", {7: ("a", "b")})
+    assert next_of(scrubs, live, holders) == "7.0 a"
+    scrubs.ended(ended("7.0 a"))
+    holders.lose(frozenset("b"))
+    holders.live -= {"b"}
+    assert next_of(scrubs, live, holders) == "", "fragment 1 is gone"
+    assert next_of(scrubs, live, holders, now_s=AGAIN_S) == "", "and without it there is no round"
+
+
+def test_a_retired_checkpoint_is_not_read_on() -> None:
+    scrubs, holders = Scrubs(), holders_of("ab", {7: ("ab",), 8: ("a",)})
+    assert next_of(scrubs, [checkpoint(7), checkpoint(8)], holders) == "7.0 a"
+    assert next_of(scrubs, [checkpoint(8)], holders) == "", "its last read is under way"
+    scrubs.ended(ended("7.0 a", "deleted"))
+    assert next_of(scrubs, [checkpoint(8)], holders) == "8.0 a"
+    scrubs.ended(ended("8.0 a"))
+    assert next_of(scrubs, [checkpoint(8)], holders) == "verified 8"
+
+
+def test_words_about_other_reads_change_nothing() -> None:
+    scrubs, live, holders = Scrubs(), [checkpoint(7)], holders_of("ab", {7: ("ab",)})
+    scrubs.ended(ended("7.0 a"))
+    assert next_of(scrubs, live, holders) == "7.0 a"
+    for name in ("7.0 b", "6.0 a", "7.1 a"):
+        scrubs.ended(ended(name))
+        assert next_of(scrubs, live, holders) == ""
+    scrubs.ended(ended("7.0 a"))
+    scrubs.ended(ended("7.0 a"))
+    assert next_of(scrubs, live, holders) == "7.0 b"
+
+
+def test_the_budget_holds_reads_back_and_loses_none() -> None:
+    scrubs, live, holders = Scrubs(), [checkpoint(7, size_bytes=100)], holders_of("ab", {7: ("ab",)})
+    budget = Budget(bytes_per_s=10, burst_bytes=100)
+    assert next_of(scrubs, live, holders, budget=budget) == "7.0 a"
+    scrubs.ended(ended("7.0 a"))
+    assert next_of(scrubs, live, holders, budget=budget, now_s=9.0) == ""
+    assert next_of(scrubs, live, holders, budget=budget, now_s=10.5) == "7.0 b"
+    nothing = Budget(bytes_per_s=0, burst_bytes=100)
+    assert next_of(Scrubs(), live, holders, budget=nothing, now_s=1e9) == ""
+
+
+# -- any faults --------------------------------------------------------------------------------------
+
+
+class World:
+    """Live checkpoints on a few nodes and the storage path, some of their copies bad; a log of `Verified`."""
+
+    START_S = 1_790_000_000.0
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.every_s = 200.0
+        self.budget = Budget(bytes_per_s=100, burst_bytes=100)
+        self.scrubs, self.holders = Scrubs(), Holders()
+        self.nodes = [f"n{i}" for i in range(self.random.randint(2, 5))]
+        self.holders.live = frozenset(self.nodes)
+        self.live: dict[str, CheckpointInfo] = {}
+        self.bad: dict[Scrub, float] = {}  # since when
+        self.read_s: dict[Scrub, float] = {}  # when each copy was last read and found good
+        self.now_s = 0.0
+        self.running: Scrub | None = None
+        for step in range(1, self.random.randint(2, 5)):
+            self.commit(step)
+
+    def commit(self, step: int) -> None:
+        num_nodes, level = self.random.randint(1, 3), self.random.choice(list(Level))
+        c = checkpoint(step, num_nodes=num_nodes, level=level, committed_at_s=self.START_S + self.now_s)
+        self.live[c.id.attempt] = c
+        for index in range(num_nodes):
+            for node in self.random.sample(self.nodes, min(self.random.randint(1, 2), len(self.nodes))):
+                self.holders.add(c.id.attempt, index, node)
+
+    def copies(self, c: CheckpointInfo) -> list[Scrub]:
+        remote = [REMOTE] if c.level >= Level.DURABLE else []
+        return [
+            Scrub(attempt=c.id, node_index=i, place=place)
+            for i in range(c.num_nodes)
+            for place in (*sorted(self.holders.of(c.id.attempt, i)), *remote)
+        ]
+
+    def all_copies(self) -> list[Scrub]:
+        return [copy for c in self.live.values() for copy in self.copies(c)]
+
+    def tick(self, *, faulty: bool) -> None:
+        self.now_s += 1.0
+        if self.running is not None and self.random.random() < 0.7:
+            self.answer(self.running, faulty=faulty)
+        for what in self.scrubs.assign(
+            live=tuple(self.live.values()),
+            holders=self.holders,
+            every_s=self.every_s,
+            budget=self.budget,
+            now_s=self.now_s,
+            wall_s=self.START_S + self.now_s,
+        ):
+            if isinstance(what, Verified):
+                self.verified(what)
+            else:
+                assert what in self.all_copies()
+                self.running = what
+
+    def answer(self, copy: Scrub, *, faulty: bool) -> None:
+        """A read ends, or fails; a damaged copy is replaced by a good one at once."""
+        self.running = None
+        error = "busy" if faulty and self.random.random() < 0.1 else None
+        damage = ("bad",) if copy in self.bad and error is None else ()
+        if not damage and error is None:
+            self.read_s[copy] = self.now_s
+        self.scrubs.ended(
+            ScrubEnded(
+                attempt=copy.attempt,
+                node_index=copy.node_index,
+                place=copy.place,
+                damage=damage,
+                error=error,
+            )
+        )
+        if damage:
+            del self.bad[copy]
+
+    def verified(self, op: Verified) -> None:
+        """Every fragment was read in this round, and what is bad now has become so after it was read."""
+        c = self.live[op.attempt]
+        before_s = -1.0 if c.verified_at_s is None else c.verified_at_s - self.START_S
+        reads = [(copy.node_index, at) for copy, at in self.read_s.items() if copy.attempt == c.id]
+        for index in range(c.num_nodes):
+            assert any(at > before_s for i, at in reads if i == index)
+        for copy in set(self.copies(c)) & set(self.bad):
+            assert self.bad[copy] >= self.read_s[copy]
+        self.live[op.attempt] = replace(c, verified_at_s=self.START_S + self.now_s)
+
+    def disturb(self) -> None:
+        what = self.random.random()
+        copies = self.all_copies()
+        if what < 0.01 and copies:
+            self.bad.setdefault(self.random.choice(copies), self.now_s)
+        elif what < 0.02 and len(self.live) > 1:
+            self.live.pop(self.random.choice(sorted(self.live)))
+        elif what < 0.03 and len(self.live) < 6:
+            self.commit(10 + int(self.now_s))
+        elif what < 0.035 and len(self.holders.live) > 1:
+            node = self.random.choice(sorted(self.holders.live))
+            self.holders.lose(frozenset({node}))
+            self.holders.live -= {node}
+            self.nodes.remove(node)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_everything_is_read_in_the_time_that_its_bytes_need(seed: int) -> None:
+    world = World(seed)
+    num_copies = len(world.all_copies())
+    for _ in range(int(4 * world.every_s)):
+        world.tick(faulty=False)
+    round_s = 5.0 * num_copies  # a copy takes at most a second of the budget, and a few until it is answered
+    for copy in world.all_copies():
+        assert world.now_s - world.read_s[copy] <= world.every_s + round_s + 10, (seed, copy)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bad_copies_are_found_whatever_else_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrub, "AGAIN_S", 20.0)
+    monkeypatch.setattr(scrub, "SCRUB_TIMEOUT_S", 30.0)
+    world = World(seed)
+    for _ in range(1500):
+        world.disturb()
+        world.tick(faulty=True)
+    for _ in range(int(8 * world.every_s)):
+        world.tick(faulty=False)
+    readable = [c for c in world.live.values() if world.holders.can_serve(c)]
+    left = [copy for c in readable for copy in world.copies(c) if copy in world.bad]
+    assert not left, seed
+    for c in readable:
+        assert c.verified_at_s is not None
+        assert world.START_S + world.now_s - c.verified_at_s < 5 * world.every_s, (seed, c.step)

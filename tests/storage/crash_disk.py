@@ -1,0 +1,338 @@
+"""What a disk may hold after a power loss: record the file operations of real code, lose power anywhere.
+
+`recording(root)` notes every change that code makes below `root` through `os` (and so through pathlib), and
+`crashes` gives the directory trees that may be found after a power loss at each point. The disk is as weak as
+POSIX allows:
+
+- bytes of a file are safe once the file was fsynced; of later ones any prefix may be there, and the size may
+  be there before the bytes, which then read as zeros;
+- a change of a directory (create, link, rename, unlink, mkdir, rmdir) is safe once the directory was fsynced;
+  of later ones any subset may have been done, each of them entirely or not at all. A rename between two
+  directories is two changes: both names may be left, or none.
+
+Journaling file systems promise more; `test_power_loss.py` asks them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+Fact: TypeAlias = tuple[str, ...]
+"""Something that was acknowledged, such as ("held", directory, file): from there on it must be true."""
+
+Image: TypeAlias = tuple[tuple[str, bytes | None], ...]
+"""A directory tree: (relative path, bytes of the file or None for a folder), parents first."""
+
+ROOT = 0  # the inode of the recorded folder
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Bytes at the end of a file."""
+
+    inode: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of a directory: each name is an inode from here on, or is gone (None)."""
+
+    directory: int
+    names: tuple[tuple[str, int | None], ...]
+    makes_folder: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """fsync of a file or directory."""
+
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Not an operation: `fact` was acknowledged to somebody."""
+
+    fact: Fact
+
+
+Operation: TypeAlias = Write | Change | Sync | Said
+
+
+class ProcessDied(BaseException):
+    """The recorded process was killed: nothing of it runs any more, no handler either."""
+
+
+class CrashDisk:
+    """Records what the process does below `root`. Made by `recording`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.operations: list[Operation] = []
+        self._actions: dict[int, Callable[[], None]] = {}
+        self._inodes: dict[str, int] = {str(root): ROOT}  # by path
+        self._open_files: dict[int, int] = {}  # descriptor -> inode
+        self._dead = False
+
+    def say(self, *fact: str) -> None:
+        """`fact` is acknowledged now."""
+        self.operations.append(Said(fact))
+
+    def at(self, index: int, action: Callable[[], None]) -> None:
+        """Run `action` once, just before the first operation that has at least `index` others before it."""
+        self._actions[index] = action
+
+    def kill(self) -> None:
+        """End the process: use as an action. Its descriptors and locks go, the page cache stays."""
+        self._dead = True
+        for fd in tuple(self._open_files):
+            self._open_files.pop(fd)
+            _REAL["close"](fd)
+        raise ProcessDied
+
+    def restart(self) -> None:
+        """The next process."""
+        self._dead = False
+
+    # -- the functions of `os` -------------------------------------------------------------------------
+
+    def open(self, path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
+        where = self._inside(path)
+        if where is None:
+            return int(_REAL["open"](path, flags, mode, **more))
+        self._before()
+        fd = int(_REAL["open"](path, flags, mode, **more))
+        if where not in self._inodes:
+            self._add(where)
+        self._open_files[fd] = self._inodes[where]
+        return fd
+
+    def write(self, fd: int, data: Any) -> int:
+        if fd not in self._open_files:
+            return int(_REAL["write"](fd, data))
+        self._before()
+        count = int(_REAL["write"](fd, data))
+        self.operations.append(Write(self._open_files[fd], bytes(memoryview(data)[:count])))
+        return count
+
+    def fsync(self, fd: int) -> None:
+        if fd in self._open_files:
+            self._before()
+        _REAL["fsync"](fd)
+        if fd in self._open_files:
+            self.operations.append(Sync(self._open_files[fd]))
+
+    def close(self, fd: int) -> None:
+        if not self._dead or fd in self._open_files:
+            self._open_files.pop(fd, None)
+            _REAL["close"](fd)
+
+    def link(self, src: Any, dst: Any, **more: Any) -> None:
+        source, target = self._inside(src), self._inside(dst)
+        if source and target:
+            self._before()
+        _REAL["link"](src, dst, **more)
+        if source and target:
+            self._change({target: self._inodes[source]})
+
+    def rename(self, src: Any, dst: Any, **more: Any) -> None:
+        source, target = self._inside(src), self._inside(dst)
+        if source and target:
+            self._before()
+        _REAL["rename"](src, dst, **more)
+        if source and target:
+            self._change({source: None, target: self._inodes[source]})
+
+    def unlink(self, path: Any, **more: Any) -> None:
+        self._remove("unlink", path, more)
+
+    def rmdir(self, path: Any, **more: Any) -> None:
+        self._remove("rmdir", path, more)
+
+    def mkdir(self, path: Any, mode: int = 0o777, **more: Any) -> None:
+        where = self._inside(path)
+        if where:
+            self._before()
+        _REAL["mkdir"](path, mode, **more)
+        if where:
+            self._add(where, folder=True)
+
+    # -- what was done ---------------------------------------------------------------------------------
+
+    def check_complete(self) -> None:
+        """The recorded operations make the tree that is there: so nothing was done past the recorder."""
+        after = _Disk()
+        for operation in self.operations:
+            after.apply(operation)
+        assert after.image(EVERYTHING) == read_image(self.root), "an operation was not recorded"
+
+    def _remove(self, how: str, path: Any, more: dict[str, Any]) -> None:
+        where = self._inside(path)
+        if where:
+            self._before()
+        _REAL[how](path, **more)
+        if where:
+            self._change({where: None})
+
+    def _add(self, where: str, *, folder: bool = False) -> None:
+        self._change({where: len(self.operations) + 1}, makes_folder=folder)
+
+    def _change(self, names: dict[str, int | None], *, makes_folder: bool = False) -> None:
+        parents = {path: os.path.dirname(path) for path in names}  # noqa: PTH120
+        changes = {
+            parent: tuple((os.path.basename(p), names[p]) for p in names if parents[p] == parent)  # noqa: PTH119
+            for parent in parents.values()
+        }
+        for parent, entries in changes.items():
+            self.operations.append(Change(self._inodes[parent], entries, makes_folder))
+        for path, inode in names.items():
+            if inode is None:
+                del self._inodes[path]
+            else:
+                self._inodes[path] = inode
+
+    def _before(self) -> None:
+        if self._dead:
+            raise ProcessDied
+        due = [index for index in self._actions if index <= len(self.operations)]
+        for index in due:
+            self._actions.pop(index)()
+
+    def _inside(self, path: Any) -> str | None:
+        where = os.path.abspath(os.fspath(path))  # noqa: PTH100
+        return where if where == str(self.root) or where.startswith(f"{self.root}/") else None
+
+
+_RECORDED = ("open", "write", "fsync", "close", "link", "rename", "unlink", "rmdir", "mkdir")
+_REAL: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in _RECORDED}
+
+
+@contextlib.contextmanager
+def recording(root: Path) -> Iterator[CrashDisk]:
+    """Record what this process does below `root`, which exists and is empty."""
+    disk = CrashDisk(root)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _RECORDED:
+            patch.setattr(os, name, getattr(disk, name))
+        yield disk
+
+
+# What may be left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crash:
+    """A power loss after the first `index` operations: the tree that is left and what had been said."""
+
+    index: int
+    image: Image
+    said: frozenset[Fact]
+
+
+def crashes(operations: Sequence[Operation], *, seed: int, random_choices: int) -> Iterator[Crash]:
+    """After each operation: nothing unsynced is left, all of it is, and `random_choices` other outcomes."""
+    disk, rng = _Disk(), random.Random(seed)
+    choices = (NOTHING, EVERYTHING, *[_at_random(rng)] * random_choices)
+    said = frozenset[Fact]()
+    for index in range(len(operations) + 1):
+        for choice in choices:
+            yield Crash(index=index, image=disk.image(choice), said=said)
+        if index < len(operations):
+            operation = operations[index]
+            disk.apply(operation)
+            if isinstance(operation, Said):
+                said |= {operation.fact}
+
+
+def read_image(folder: Path) -> Image:
+    """The tree below `folder`."""
+    found = folder.rglob("*")
+    return tuple(sorted((str(p.relative_to(folder)), None if p.is_dir() else p.read_bytes()) for p in found))
+
+
+def write_image(image: Image, folder: Path) -> None:
+    """The tree below the empty `folder`."""
+    for name, data in image:
+        if data is None:
+            (folder / name).mkdir(mode=0o700)
+        else:
+            (folder / name).write_bytes(data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which unsynced changes were done, and what is left of a file's bytes if `safe` were synced."""
+
+    keeps: Callable[[], bool]
+    left_of: Callable[[bytes, int], bytes]
+
+
+NOTHING = _Choice(lambda: False, lambda data, safe: data[:safe])
+EVERYTHING = _Choice(lambda: True, lambda data, _: data)
+
+
+def _at_random(rng: random.Random) -> _Choice:
+    def torn(data: bytes, safe: int) -> bytes:
+        cut = rng.randint(safe, len(data))
+        return rng.choice((data[:safe], data, data[:cut], data[:cut] + bytes(len(data) - cut)))
+
+    return _Choice(lambda: rng.random() < 0.5, torn)
+
+
+class _Disk:
+    """The disk and its cache while the power is on."""
+
+    def __init__(self) -> None:
+        self._folders: dict[int, dict[str, int]] = {ROOT: {}}  # the synced entries of each
+        self._unsynced: list[Change] = []
+        self._data: dict[int, bytes] = {}  # all bytes written to each file
+        self._safe: dict[int, int] = {}  # how many of them are synced
+
+    def apply(self, operation: Operation) -> None:
+        match operation:
+            case Write(inode, data):
+                self._data[inode] = self._data.get(inode, b"") + data
+            case Change():
+                self._unsynced.append(operation)
+                self._folders |= {i: {} for _, i in operation.names if i and operation.makes_folder}
+            case Sync(inode):
+                self._safe[inode] = len(self._data.get(inode, b""))
+                for change in self._unsynced:
+                    if change.directory == inode:
+                        _do(change, self._folders)
+                self._unsynced = [change for change in self._unsynced if change.directory != inode]
+
+    def image(self, choice: _Choice) -> Image:
+        folders = {inode: dict(entries) for inode, entries in self._folders.items()}
+        for change in self._unsynced:
+            if choice.keeps():
+                _do(change, folders)
+        data = {inode: choice.left_of(data, self._safe.get(inode, 0)) for inode, data in self._data.items()}
+        found: dict[str, bytes | None] = {}
+        todo = [("", ROOT)]
+        while todo:
+            prefix, folder = todo.pop()
+            for name, inode in folders[folder].items():
+                is_folder = inode in folders
+                found[prefix + name] = None if is_folder else data.get(inode, b"")
+                if is_folder:
+                    todo.append((f"{prefix}{name}/", inode))
+        return tuple(sorted(found.items()))
+
+
+def _do(change: Change, folders: dict[int, dict[str, int]]) -> None:
+    entries = folders[change.directory]
+    for name, inode in change.names:
+        if inode is None:
+            entries.pop(name, None)
+        else:
+            entries[name] = inode

@@ -1,0 +1,293 @@
+"""What the disk layer's callers do and may rely on afterwards: for tests that take the power away.
+
+A workload is `run(disk, at)`: it says to `disk` what was acknowledged, and something happens to it before
+operation `at` (NEVER: nothing does). Its check raises `Torn` or `Lost` if the folder that is left breaks a
+promise; it reads with new objects, as a restarted process would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from ray_ckpt.format import names, records
+from ray_ckpt.format.digest import digest
+from ray_ckpt.storage import files
+from ray_ckpt.storage.log_store import Outcome, PosixLogStore
+from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.staging import Staging
+from ray_ckpt.verify import verify_directory
+from tests.sample_run import SampleCheckpoint, make_checkpoint
+from tests.storage.crash_disk import CrashDisk, Fact, ProcessDied
+
+NEVER = 10**9  # no operation has this number
+UID = "0123456789abcdef" * 2
+
+
+def _sample(step: int) -> SampleCheckpoint:
+    return make_checkpoint(
+        names.make_attempt(run_uid=UID, session=1, step=step, attempt=0), world_size=4, rows=2
+    )
+
+
+SAVED = {saved.attempt.directory: saved for saved in map(_sample, (10, 20))}
+FIRST, SECOND = SAVED.values()
+
+
+# What the processes do
+
+
+def open_staging(root: Path) -> contextlib.closing[Staging]:
+    return contextlib.closing(Staging(root / "stage"))
+
+
+def put_fragment(disk: CrashDisk, stage: Staging, saved: SampleCheckpoint, node: int) -> None:
+    """What a node does for a save of its own, and for a copy: files, fragment, acknowledgement."""
+    directory, fragment = saved.attempt.directory, saved.fragments[node]
+    manifest = names.fragment_file(node, saved.num_nodes)
+    for name in (*(file.name for file in fragment.files), manifest):
+        data = memoryview(saved.files[name])
+        stage.put(UID, directory, name, [data[: data.nbytes // 2], data[data.nbytes // 2 :]])
+    disk.say("held", directory, manifest)
+
+
+def say_holdings(disk: CrashDisk, stage: Staging) -> None:
+    """Take inventory. What is reported may be committed from then on."""
+    for holding in stage.holdings(UID):
+        disk.say("held", holding.fragment.attempt.directory, holding.entry.name)
+
+
+def meanwhile(disk: CrashDisk, stage: Staging, at: int, action: Callable[[], None]) -> None:
+    """Another thread of the agent does `action` at `at`, or as soon as the lock that it takes is free."""
+
+    def attempt() -> None:
+        if stage._publishing.locked():
+            disk.at(len(disk.operations) + 1, attempt)
+        else:
+            action()
+
+    disk.at(at, attempt)
+
+
+def save(disk: CrashDisk, at: int) -> None:
+    """A node saves; at `at` the agent is asked for its inventory."""
+    with open_staging(disk.root) as stage:
+        meanwhile(disk, stage, at, lambda: say_holdings(disk, stage))
+        put_fragment(disk, stage, FIRST, 0)
+
+
+def save_and_copy(disk: CrashDisk, at: int) -> None:
+    """A node saves; at `at` the copy of another node's part of the same checkpoint comes in between."""
+    with open_staging(disk.root) as stage:
+        meanwhile(disk, stage, at, lambda: put_fragment(disk, stage, FIRST, 1))
+        put_fragment(disk, stage, FIRST, 0)
+
+
+def killed_save(disk: CrashDisk, at: int) -> None:
+    """An agent dies at `at`; the next one takes inventory and saves again."""
+    disk.at(at, disk.kill)
+    for _ in range(2):
+        with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
+            say_holdings(disk, stage)
+            put_fragment(disk, stage, FIRST, 0)
+        disk.restart()
+
+
+def delete(disk: CrashDisk, at: int) -> None:
+    """A checkpoint is deleted while the next one stays; the agent dies at `at`, the delete is repeated."""
+    with open_staging(disk.root) as stage:
+        put_fragment(disk, stage, FIRST, 0)
+        put_fragment(disk, stage, SECOND, 0)
+    disk.say("deleting", FIRST.attempt.directory)
+    disk.at(len(disk.operations) + at, disk.kill)
+    for _ in range(2):
+        with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
+            stage.delete(UID, FIRST.attempt.directory)
+            disk.say("gone", FIRST.attempt.directory)
+        disk.restart()
+
+
+def quarantine(disk: CrashDisk, at: int) -> None:
+    """A file is found bad and put aside; the agent dies at `at`, and the scrub finds it again."""
+    directory, bad = FIRST.attempt.directory, FIRST.fragments[0].files[0].name
+    with open_staging(disk.root) as stage:
+        put_fragment(disk, stage, FIRST, 0)
+    disk.say("deleting", directory)
+    disk.at(len(disk.operations) + at, disk.kill)
+    for _ in range(2):
+        with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
+            stage.quarantine(UID, directory, bad)
+            disk.say("bad", directory, names.fragment_file(0, FIRST.num_nodes))
+        disk.restart()
+
+
+def mark(disk: CrashDisk, at: int) -> None:
+    """An agent hears of two epochs; it dies at `at`, and the next one hears of a third."""
+    disk.at(at, disk.kill)
+    for epochs in ((1, 2), (3,)):
+        with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
+            for epoch in epochs:
+                stage.write_mark(UID, run_name="gpt", storage_path="/shared", epoch=epoch)
+                disk.say("mark", str(epoch))
+        disk.restart()
+
+
+def open_log(disk: CrashDisk) -> PosixLogStore:
+    """The log's folder, which the probe of the storage path has made before."""
+    store = PosixLogStore(disk.root / "log")
+    files.make_dirs(disk.root / "log")
+    return store
+
+
+def read_log(store: PosixLogStore) -> list[tuple[records.LogRecord, str]]:
+    """Every record up to the first number that is not there, with its digest."""
+    found: list[tuple[records.LogRecord, str]] = []
+    while (data := store.read(names.record_file(len(found)))) is not None:
+        found.append((records.decode_record(data), digest(data)))
+    return found
+
+
+def append(disk: CrashDisk, store: PosixLogStore, writer: str) -> None:
+    """A coordinator reads to the end of the log and appends a record."""
+    log = read_log(store)
+    seq = len(log)
+    op = records.Note(text="x" * 50) if seq else records.Create(run_uid=UID, run_name="gpt", format=1)
+    prev = log[-1][1] if log else ""
+    record = records.LogRecord(seq=seq, epoch=0, writer=writer, prev=prev, time_s=0.0, op=op)
+    data = records.encode_record(record)
+    if store.create(names.record_file(seq), data) is Outcome.OK:
+        disk.say("recorded", names.record_file(seq), digest(data))
+
+
+def two_writers(disk: CrashDisk, at: int) -> None:
+    """A coordinator appends three records; at `at` another one reads the log and appends two."""
+    store = open_log(disk)
+
+    def other() -> None:
+        append(disk, store, "b")
+        append(disk, store, "b")
+
+    disk.at(at, other)
+    for _ in range(3):
+        append(disk, store, "a")
+
+
+def killed_writer(disk: CrashDisk, at: int) -> None:
+    """A coordinator dies at `at`, and the next one goes on with the log that it finds."""
+    store = open_log(disk)
+    disk.at(at, disk.kill)
+    for writer in ("a", "b"):
+        with contextlib.suppress(ProcessDied):
+            for _ in range(2):
+                append(disk, store, writer)
+        disk.restart()
+
+
+def drain(disk: CrashDisk, at: int) -> None:
+    """A checkpoint goes to the storage path; at `at` another holder uploads the same."""
+    remote = RemoteTier(str(disk.root), "gpt")
+    files.make_dirs(remote.root / names.CHECKPOINTS_DIR)
+
+    def upload() -> None:
+        for name in sorted(FIRST.files, key=lambda n: n.startswith("manifest")):
+            if name != names.CHECKPOINT_JSON:
+                remote.put(FIRST.attempt.directory, name, [FIRST.files[name]])
+
+    disk.at(at, upload)
+    upload()
+    remote.put(FIRST.attempt.directory, names.CHECKPOINT_JSON, [FIRST.files[names.CHECKPOINT_JSON]])
+    disk.say("durable", FIRST.attempt.directory)
+
+
+# What must be true afterwards
+
+
+class Torn(AssertionError):
+    """Something is visible that is not whole."""
+
+
+class Lost(AssertionError):
+    """Something that was acknowledged is not there."""
+
+
+def check_staging(root: Path, said: frozenset[Fact]) -> None:
+    deleting = {fact[1] for fact in said if fact[0] == "deleting"}
+    gone = {fact[1] for fact in said if fact[0] == "gone"}
+    promised = {fact for fact in said if fact[0] == "held" and fact[1] not in deleting}
+    with open_staging(root) as stage:
+        held = set()
+        for holding in stage.holdings(UID):
+            directory = holding.fragment.attempt.directory
+            for entry in (holding.entry, *holding.fragment.files):
+                if (stage.folder(UID, directory) / entry.name).read_bytes() != SAVED[directory].files[
+                    entry.name
+                ]:
+                    raise Torn(f"{directory}/{entry.name} has other bytes")
+            held.add(("held", directory, holding.entry.name))
+        if promised - held:
+            raise Lost(f"not held any more: {promised - held}")
+        if back := held & {("held", *fact[1:]) for fact in said if fact[0] == "bad"}:
+            raise Torn(f"put aside as bad, but held: {back}")
+        if stage.epoch(UID) < max((int(fact[1]) for fact in said if fact[0] == "mark"), default=0):
+            raise Lost(f"the highest epoch is forgotten: {stage.epoch(UID)}")
+        if gone & set(stage.directories(UID)):
+            raise Lost("a deleted folder came back")
+        if left := [path for path in stage.root.rglob("*") if files.is_temporary(path.name)]:
+            raise Torn(f"unfinished writes stay: {left}")
+        for directory in deleting:
+            stage.delete(UID, directory)
+            assert directory not in stage.directories(UID), "a repeated delete ends what the first began"
+
+
+def check_log(root: Path, said: frozenset[Fact]) -> None:
+    store = PosixLogStore(root / "log")
+    log = read_log(store)
+    numbers = sorted(name for name in store.list() if names.record_seq(name) is not None)
+    if numbers != [names.record_file(seq) for seq in range(len(log))]:
+        raise Torn(f"a log with gaps: {numbers}")
+    there = {("recorded", names.record_file(record.seq), found) for record, found in log}
+    if said - there:
+        raise Lost(f"not in the log any more: {said - there}")
+    for (_, found), (record, _) in itertools.pairwise(log):
+        if record.prev != found:
+            raise Torn(f"record {record.seq} does not follow the one before")
+
+
+def check_remote(root: Path, said: frozenset[Fact]) -> None:
+    remote = RemoteTier(str(root), "gpt")
+    for saved in SAVED.values():
+        description = remote.path(saved.attempt.directory, names.CHECKPOINT_JSON)
+        if description.exists():
+            report = verify_directory(description.parent, root_digest=saved.root_digest)
+            if report.damages:
+                raise Torn(f"described, but {report.damages}")
+        elif ("durable", saved.attempt.directory) in said:
+            raise Lost("a durable checkpoint is not there")
+
+
+Run: TypeAlias = Callable[[CrashDisk, int], None]
+Check: TypeAlias = Callable[[Path, frozenset[Fact]], None]
+WORKLOADS: tuple[tuple[Run, Check], ...] = (
+    (save, check_staging),
+    (save_and_copy, check_staging),
+    (killed_save, check_staging),
+    (delete, check_staging),
+    (quarantine, check_staging),
+    (mark, check_staging),
+    (two_writers, check_log),
+    (killed_writer, check_log),
+    (drain, check_remote),
+)
+
+
+def no_file_sync(patch: pytest.MonkeyPatch) -> None:
+    """A bug to be found: files are not fsynced, directories are."""
+    fsync = os.fsync
+    patch.setattr(os, "fsync", lambda fd: fsync(fd) if stat.S_ISDIR(os.fstat(fd).st_mode) else None)

@@ -1,0 +1,85 @@
+"""The options of a run: what is refused, and that the message says what to set instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ray_ckpt.config import MAX_METRIC_NAME, MAX_MILESTONES, RunOptions
+from ray_ckpt.errors import ConfigError
+
+
+def test_the_defaults_are_good_and_so_is_everything_at_once() -> None:
+    assert RunOptions() == RunOptions.parse()
+    options = RunOptions.parse(
+        keep_every=1000,
+        keep_every_s=600,
+        keep_best=("val/loss", "max", 1),
+        keep_milestones=(0.1, 1),
+        total_steps=10_000,
+        keep_epochs=True,
+        ttl_s=0.5,
+        low_watermark=0.5,
+        high_watermark=1,
+        scrub_bytes_per_s=0,
+        failure_domain="rack",
+    )
+    assert options.keep_best == ("val/loss", "max", 1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("replicas", -1),
+        ("keep_last", 0),
+        ("keep_last", True),
+        ("keep_every", 0),
+        ("keep_every", 1.0),
+        ("keep_every_s", 0),
+        ("ttl_s", float("inf")),
+        ("ttl_s", "1d"),
+        ("keep_best", ["loss", "min", 2]),
+        ("keep_best", ("loss", "least", 2)),
+        ("keep_best", ("loss", "min", 0)),
+        ("keep_best", ("loss", "min")),
+        ("keep_best", ("", "min", 2)),
+        ("keep_best", ("a\nb", "min", 2)),
+        ("keep_best", ("x" * (MAX_METRIC_NAME + 1), "min", 2)),
+        ("keep_milestones", [0.5]),
+        ("keep_milestones", (0,)),
+        ("keep_milestones", (1.1,)),
+        ("keep_milestones", (0.5,) * (MAX_MILESTONES + 1)),
+        ("total_steps", 0),
+        ("keep_epochs", 1),
+        ("keep_local", 0),
+        ("retire_grace_s", -1),
+        ("max_block_s", float("nan")),
+        ("high_watermark", 1.1),
+        ("high_watermark", 90),
+        ("low_watermark", 0),
+        ("low_watermark", 0.9),
+        ("failure_domain", ""),
+        ("failure_domain", None),
+        ("reserve_bytes", -1),
+        ("repair_bytes_per_s", 0),
+        ("scrub_bytes_per_s", 1.5),
+        ("resume", "yes"),
+    ],
+)
+def test_an_impossible_option_is_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunOptions.parse(**{"total_steps": 100, option: value})
+    assert caught.value.fields["option"] == option
+    assert str(caught.value).startswith(f"{option} is {value!r}. Set it to ")
+
+
+def test_milestones_need_the_length_of_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"needs total_steps. Set total_steps") as caught:
+        RunOptions(keep_milestones=(0.5,))
+    assert caught.value.fields["option"] == "total_steps"
+
+
+def test_an_unknown_option_names_the_closest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean keep_milestones"):
+        RunOptions.parse(keep_milestone=(0.5,))
