@@ -641,9 +641,9 @@ class Coordinator:
             self._advance(run)
             return
         live = frozenset(nodes.live)
-        run.disks = {node: disk for node, disk in run.disks.items() if node in live}
+        disks, run.disks = run.disks, {}  # told once per look
         seen = m.NodesSeen(
-            live=live & run.opened, draining=nodes.draining, domains=nodes.domains, disks=run.disks
+            live=live & run.opened, draining=nodes.draining, domains=nodes.domains, disks=disks
         )
         self._handle(run, seen)
         if not run.machine.needed_nodes():  # between groups: the next one starts the agents that it needs

@@ -264,8 +264,9 @@ class RunMachine:
             self._retire_due = False
             self._retire()
         if self._groups.owner_has_run and not self._ledger.pending:
-            self._retire_due = self._retire_due or self._upkeep.is_crowded()
             yield from self._upkeep.decide(wall_s=self._wall_s, busy=self._busy())
+            if self._upkeep.is_crowded and not self._ledger.pending:
+                self._retire()
         if self._finishing and not self._saves and not self._ledger.pending:
             yield from self._finish()
         yield from self._snapshot()
@@ -281,7 +282,7 @@ class RunMachine:
             policies=policies_of(self.options),
             now_s=self._wall_s,
             busy=self._busy(),
-            pressure=self._upkeep.is_crowded(),
+            pressure=self._upkeep.is_crowded,
         ):
             self._ledger.append(r.Retired(attempt=choice.attempt, reason=choice.reason))
 
@@ -419,7 +420,7 @@ class RunMachine:
             self._ledger.append(r.Collected(attempt=attempt))
 
     def _redo_deletes(self) -> Iterator[m.Effect]:
-        if self.is_open:
+        if self.is_open and self._deletions.is_due(self._context.now_s):
             collecting = {op.attempt for op in self._ledger.pending if isinstance(op, r.Collected)}
             checkpoints = self.history.checkpoints.values()
             retired = [c for c in checkpoints if c.state == "retired" and c.id.attempt not in collecting]
@@ -484,7 +485,7 @@ class RunMachine:
         if event.live != context.holders.live or event.draining != context.draining:
             self._upkeep.nodes_changed(lost)
         context.holders.live, context.draining = event.live, event.draining
-        context.domains, context.disks = event.domains, event.disks
+        context.domains, context.disks = event.domains, event.disks or context.disks
         if lost:
             self._context.holders.lose(lost)
             yield from self._saves.nodes_lost(lost)

@@ -55,10 +55,13 @@ class Deletions:
         self, retired: Iterable[CheckpointInfo], nodes: Collection[str], *, now_s: float, grace_s: float
     ) -> Iterator[Delete]:
         """Ask where the grace is over or a delete failed, and for what an earlier coordinator left undone."""
-        if now_s >= self._retry_at_s:
-            self._retry_at_s = now_s + RETRY_S
-            for checkpoint in retired:
-                yield from self.start(checkpoint, nodes, now_s=now_s, grace_s=grace_s)
+        self._retry_at_s = now_s + RETRY_S
+        for checkpoint in retired:
+            yield from self.start(checkpoint, nodes, now_s=now_s, grace_s=grace_s)
+
+    def is_due(self, now_s: float) -> bool:
+        """Time to redo."""
+        return now_s >= self._retry_at_s
 
     def _gone(self, attempt: str) -> Iterator[str]:
         if not self._places[attempt]:

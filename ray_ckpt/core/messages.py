@@ -131,7 +131,7 @@ class NodesSeen:
     live: frozenset[str]
     draining: frozenset[str] = frozenset()  # live, but leaving
     domains: Mapping[str, str] = field(default_factory=dict)  # node -> its rack or zone; "" if not known
-    disks: Mapping[str, DiskSpace] = field(default_factory=dict)
+    disks: Mapping[str, DiskSpace] = field(default_factory=dict)  # if they have just been looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

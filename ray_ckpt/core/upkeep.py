@@ -32,19 +32,12 @@ class Upkeep:
         self._copying = Budget(options.repair_bytes_per_s, options.repair_bytes_per_s * BURST_S)
         self._reading = Budget(options.scrub_bytes_per_s, options.scrub_bytes_per_s * BURST_S)
         self._next_s = 0.0
+        self.is_crowded = False  # a disk is above its high watermark and nothing there may be evicted
 
     @property
     def copies_missing(self) -> int:
         """Copies of fragments that repair has yet to make."""
         return self._repairs.deficit
-
-    def is_crowded(self) -> bool:
-        """A disk stays above its high watermark although all that may be evicted has been."""
-        high = self._context.options.high_watermark
-        return any(
-            disk.total_bytes - disk.free_bytes > high * disk.total_bytes
-            for disk in self._context.disks.values()
-        )
 
     def decide(self, *, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
         """Called while nothing is pending in the log and a group has the run."""
@@ -96,17 +89,24 @@ class Upkeep:
         for attempt in choose_evictions(view, keep_local=options.keep_local):
             for node in sorted(context.holders.anywhere(attempt)):
                 yield self._evicted(attempt, node)
-        for node, disk in sorted(context.disks.items()):
-            for attempt in choose_evictions_for_space(
+        disks, context.disks = context.disks, {}  # a reading is acted on once; the next one shows the effect
+        if disks:
+            self.is_crowded = False
+        for node, disk in sorted(disks.items()):
+            chosen = choose_evictions_for_space(
                 view,
-                held_bytes={c.id.attempt: self._bytes_on(node, c.id.attempt) for c in view.live},
+                held_bytes={
+                    c.id.attempt: size for c in view.live if (size := self._bytes_on(node, c.id.attempt))
+                },
                 free_bytes=disk.free_bytes,
                 total_bytes=disk.total_bytes,
                 high_watermark=options.high_watermark,
                 low_watermark=options.low_watermark,
-            ):
-                if node in context.holders.anywhere(attempt):
-                    yield self._evicted(attempt, node)
+            )
+            for attempt in chosen:
+                yield self._evicted(attempt, node)
+            is_full = disk.total_bytes - disk.free_bytes > options.high_watermark * disk.total_bytes
+            self.is_crowded = self.is_crowded or (is_full and not chosen)
 
     def _evicted(self, attempt: str, node: str) -> m.Evict:
         self._context.holders.remove_all(attempt, node)

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import gc
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -98,6 +100,7 @@ class PosixLogStore:
         try:
             files.make_dirs(self._directory)
             temporary = files.write_temporary(self._directory, [data])
+            files.fsync_dir(self._directory)  # the record that this one follows may be another writer's
             os.link(temporary, self._directory / name)
         except OSError:
             pass  # what is there now tells
@@ -312,12 +315,26 @@ def _read_snapshot(store: LogStore, seq: int, run_uid: str) -> LogSnapshot | For
     if data is None:
         return FormatError(f"{name} is gone.")
     try:
-        snapshot = decode_snapshot(data)
+        with _collector_paused():
+            snapshot = decode_snapshot(data)
     except FormatError as error:
         return error
     if (snapshot.seq, snapshot.run_uid) != (seq, run_uid):
         return FormatError(f"{name} is of record {snapshot.seq} of run {snapshot.run_uid}.")
     return snapshot
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without garbage collection, which would take as long again over many new objects that all stay."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _run_uid(store: LogStore) -> str:

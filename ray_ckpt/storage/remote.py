@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -78,6 +79,8 @@ class RemoteTier:
         """Delete one checkpoint: data first, then manifests, then the folder. Absent is fine."""
         folder = self.root / names.CHECKPOINTS_DIR / names.check_directory(directory)
         delete_checkpoint_dir(folder)
+        with contextlib.suppress(FileNotFoundError):
+            files.fsync_dir(folder.parent)  # what is recorded as gone must not come back
 
 
 def delete_checkpoint_dir(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m ray_ckpt.testing --seeds 0:1000 --events 200 [--exhaustive DEPTH]`: how much holds, in numbers."""
+"""`python -m ray_ckpt.testing --seeds 0:1000 [--exhaustive DEPTH]`: what was tried and what held, in numbers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every order in which a few things can happen to a small world, up to a number of steps.
 
 A scene is a world in the middle of something. From there each step is any message that can arrive (a create
-also lost, or applied without an answer), or one of the scene's few faults and moves. What an agent does on its
-own node happens at once. Worlds that are equal but for the order of events are visited once.
+also lost, or applied without an answer), or one of the scene's few faults and moves. What an agent does on
+its own node happens at once. Worlds that are equal but for the order of events are visited once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ray_ckpt.config import RunOptions
@@ -146,8 +146,8 @@ class Scene:
 
     def key(self) -> str:
         """Equal for worlds that differ only in how they came about."""
-        world, parts = self.world, []
-        for part in (
+        world = self.world
+        parts = (
             (self.faults, self.waits, self.saves, self.launches, world.now_s, world.storage.is_away),
             [record_digest for _, record_digest in world.storage.records],
             (world.storage.fragments, world.storage.described),
@@ -155,9 +155,9 @@ class Scene:
             [(x.is_alive, x.agent and x.agent.machine) for x in world.nodes.values()],
             list(world.coordinators.values()),
             (world.launchers, world.current, world.waiting),
-        ):
-            parts.append(_flat(part))
-        return digest(b"".join(parts) + b"".join(sorted(_flat(message) for message in world.wire)))
+        )
+        wire = sorted(_flat(message) for message in world.wire)  # any of it may come next
+        return digest(b"".join((*map(_flat, parts), *wire)))
 
 
 def _flat(value: object) -> bytes:

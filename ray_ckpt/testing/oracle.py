@@ -1,6 +1,6 @@
 """What must hold after every step, judged from the store, the disks and what ranks and launchers were told.
 
-The promises are those of the design (P1 to P6, P8). The oracle replays the log for itself and trusts no machine.
+The promises are those of the design (P1 to P6, P8). The oracle replays the log for itself and trusts nobody.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ray_ckpt.core.messages import GroupOpened, SessionPlan
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.records import LogRecord, encode_record
-from ray_ckpt.storage.log_store import read_log
+from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.testing.stores import Copy, Disk, Storage
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
@@ -275,8 +275,8 @@ class Oracle:
 
     def check_log(self, world: World) -> None:
         """P3: a reader that starts from the bytes agrees."""
-        history = RunHistory()
-        for record, record_digest in read_log(world.storage.log):
+        history, records = read_run(world.storage.log)
+        for record, record_digest in records:
             history.apply(record, record_digest)
         must(history.checkpoints == self.history.checkpoints, "P3", "two readers of the log disagree")
         must(history.sessions == self.history.sessions, "P3", "two readers of the log disagree on sessions")

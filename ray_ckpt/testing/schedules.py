@@ -68,22 +68,28 @@ class Schedule:
         clusters = {HOME: chance.choice([3, 4, 5])}
         if chance.random() < 0.4:
             clusters["west"] = 3
-        self.world = World(options, clusters, ranks_per_node=chance.choice([1, 1, 2]))
+        self.world = World(
+            options,
+            clusters,
+            ranks_per_node=chance.choice([1, 1, 2]),
+            disk_bytes=chance.choice([5_000, 100_000]),
+        )
         self.launchers = {name: Launcher(f"{name}-driver", name) for name in clusters}
         self.world.launchers = {launcher.name: launcher for launcher in self.launchers.values()}
         self.played = Played()
         self.story: list[str] = []
-        self.faults = chance.choice([0.0, 0.02, 0.05])  # of a message
+        self.faults = chance.choice([0.0, 0.02, 0.05])  # share of messages that are lost, or come twice
+        self.slowness = chance.choice([0.0, 0.1, 0.3])  # share of those that all others overtake
         self._weights: dict[Callable[[], str | None], int] = {
-            self.deliver_some: 60,
-            self.ranks_act: 50,
-            self.time_passes: 16,
-            self.launchers_act: 14,
+            self.deliver_some: 70,
+            self.ranks_act: 60,
+            self.time_passes: 12,
+            self.launchers_act: 8,
             self.store_changes: 3,
-            self.coordinator_restarts: 4,
+            self.coordinator_restarts: 5,
             self.coordinator_dies: 1,
-            self.coordinator_freezes: 2,
-            self.node_goes: 2,
+            self.coordinator_freezes: 3,
+            self.node_goes: 3,
             self.node_comes: 2,
             self.agent_crashes: 1,
             self.agent_revives: 3,
@@ -93,6 +99,7 @@ class Schedule:
             self.clock_jumps: 1,
             self.node_drains: 1,
             self.run_finishes: 1,
+            self.log_is_trimmed: chance.choice([0, 0, 0, 1]),
         }
         self._what = list(self._weights)
         self._cumulative: list[int] = []
@@ -119,7 +126,7 @@ class Schedule:
     def deliver_some(self) -> str | None:
         if not self.world.wire:
             return None
-        number = self.chance.choice([1, 1, 2, 4, 8, 16])
+        number = self.chance.choice([1, 2, 4, 8, 16])
         return "deliver " + " ".join(name for _ in range(number) if (name := self._deliver_one()))
 
     def _deliver_one(self) -> str:
@@ -128,8 +135,8 @@ class Schedule:
             return ""
         index = chance.randrange(min(len(wire), REACH)) if chance.random() < 0.4 else 0
         message = wire[index]
-        if not self.world.can_deliver(message):
-            wire.append(wire.pop(index))  # others overtake it
+        if not self.world.can_deliver(message) or chance.random() < self.slowness:
+            wire.append(wire.pop(index))  # all others overtake it
             return ""
         if isinstance(message, Create) and message.is_late and chance.random() < 0.6:
             wire.append(wire.pop(index))
@@ -213,13 +220,18 @@ class Schedule:
         if not running:
             return None
         launcher = self.chance.choice(running)
-        self.world.finish(launcher.name)
-        return f"{launcher.name} finishes"
+        ends_group = self.chance.random() < 0.2
+        self.world.finish(launcher.name, ends_group=ends_group)
+        return f"{launcher.name} {'finishes' if ends_group else 'wants it durable'}"
+
+    def log_is_trimmed(self) -> str:
+        self.world.trim_log()
+        return "the log is trimmed"
 
     # -- time, store, coordinators -----------------------------------------------------------------------
 
     def time_passes(self) -> str:
-        seconds = self.chance.choice([0.5, 0.5, 2.0, 2.0, 5.0, 11.0, 31.0, LONG_S])
+        seconds = self.chance.choice([0.5, 0.5, 0.5, 2.0, 2.0, 2.0, 5.0, 11.0, 31.0, LONG_S])
         self.world.wait(seconds)
         self._tick_all()
         return f"{seconds} s"
@@ -231,8 +243,11 @@ class Schedule:
             if process.is_up and process.takes_over and process.machine.is_open and not process.is_frozen:
                 self.world.take_over(process.name, self._absent(process.service))
 
-    def store_changes(self) -> str:
+    def store_changes(self) -> str | None:
+        """It comes back sooner than it goes."""
         storage = self.world.storage
+        if not storage.is_away and self.chance.random() < 0.6:
+            return None
         storage.is_away = not storage.is_away
         return "the store goes" if storage.is_away else "the store is back"
 

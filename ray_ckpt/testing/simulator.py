@@ -16,18 +16,19 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node as n
 from ray_ckpt.core.claim import check_claim
 from ray_ckpt.core.coordinator import RunMachine
-from ray_ckpt.errors import CheckpointError, Fenced, RunInUse, RunSuperseded, Unavailable
+from ray_ckpt.errors import CheckpointError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, make_attempt, shard_file
 from ray_ckpt.format.records import LogRecord
+from ray_ckpt.storage.log_store import TRIM_AFTER_S, trim_log, write_snapshot
 from ray_ckpt.testing.oracle import Oracle
-from ray_ckpt.testing.stores import Copy, Disk, Storage
-from ray_ckpt.types import AttemptId, FileEntry, RankRestore
+from ray_ckpt.testing.stores import FILE_BYTES, Copy, Disk, Storage
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, RankRestore
 
 RUN = "gpt"
 RUN_UID = digest(RUN.encode())
 START_S = 1_790_000_000.0  # Unix time at which the world begins
-FILE_BYTES = 100
+DISK_BYTES = 100_000  # of each node; a smaller one makes room by retention
 MAX_AHEAD = 1  # saves that a rank may be ahead of the slowest of its group: training is collective
 
 Fate: TypeAlias = Literal["heard", "lost", "unheard"]
@@ -184,9 +185,17 @@ def _file(attempt: AttemptId, name: str) -> FileEntry:
 class World:
     """See the module."""
 
-    def __init__(self, options: RunOptions, clusters: Mapping[str, int], *, ranks_per_node: int = 1) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        clusters: Mapping[str, int],
+        *,
+        ranks_per_node: int = 1,
+        disk_bytes: int = DISK_BYTES,
+    ) -> None:
         self.options = options
         self.ranks_per_node = ranks_per_node
+        self.disk_bytes = disk_bytes
         self.now_s = 0.0
         self.clock = 0  # events so far
         self.storage = Storage()
@@ -443,15 +452,28 @@ class World:
             member.busy.add(rank)
             self.wire.append(Local(member.node, agent.number, event))
 
-    def finish(self, name: str) -> None:
-        """The launcher's ranks are done: the last checkpoint is to reach the storage path."""
+    def finish(self, name: str, *, ends_group: bool = False) -> None:
+        """A launcher wants the last checkpoint on the storage path, perhaps because its training is over."""
         self.clock += 1
         launcher = self.launchers[name]
         process = self._process(launcher.service)
         if process is not None and not process.is_frozen:
             token = self._token()
             self.waiting[token] = (process.name, launcher)
-            self.wire.append(Answer(process.name, (m.FinishAsked(token=token),)))
+            asked = m.FinishAsked(token=token, ends_group=ends_group)
+            self.wire.append(Answer(process.name, (asked,)))
+        if ends_group:
+            self._end_group(launcher)
+            launcher.state = "done"
+
+    def trim_log(self) -> None:
+        """Somebody writes a snapshot of the log; what the one before covers goes a day later."""
+        self.clock += 1
+        if self.oracle.history.next_seq:
+            wall_s = START_S + self.now_s
+            write_snapshot(self.storage.log, self.oracle.history.to_snapshot(wall_s))
+            trim_log(self.storage.log, wall_s + TRIM_AFTER_S + 1.0)
+        self.oracle.check_log(self)
 
     def members(self) -> Iterator[tuple[Launcher, Group, Member]]:
         for launcher in self.launchers.values():
@@ -549,8 +571,7 @@ class World:
         machine = RunMachine(options=self.options, writer=name, service=service)
         self.coordinators[name] = process = Coordinator(name, service, machine, *skews)
         self.current[service] = name
-        opened = m.LogOpened(records=tuple(self.storage.records), run_name=RUN, fresh_uid=RUN_UID)
-        self._tell(name, opened)
+        self._tell(name, self.storage.opened(run_name=RUN, fresh_uid=RUN_UID))
         return process
 
     def _process(self, service: str) -> Coordinator | None:
@@ -631,6 +652,7 @@ class World:
             live=live,
             draining=frozenset(node.name for node in nodes if node.is_draining),
             domains={node.name: node.domain for node in nodes},
+            disks={node.name: node.disk.space(self.disk_bytes) for node in nodes},
         )
 
     def _live(self, service: str) -> set[str]:
@@ -737,6 +759,11 @@ class World:
                     self.oracle.deletes_remote(gone)
                     self.storage.delete(gone)
                 answer = m.DeleteEnded(attempt=gone, place=m.REMOTE, error=error)
+            case m.WriteSnapshot(seq=seq):
+                history = self.coordinators[name].machine.history
+                if done and history.next_seq == seq + 1:
+                    write_snapshot(self.storage.log, history.to_snapshot(START_S + self.now_s))
+                answer = m.SnapshotWritten(seq=seq, error=error)
             case m.Scrub(attempt=attempt, node_index=index, place=place):
                 answer = self._scrub(attempt, index, place, error)
             case _:
@@ -751,7 +778,8 @@ class World:
         return True
 
     def _scrub(self, attempt: AttemptId, index: int, place: str, error: str | None) -> m.ScrubEnded:
-        copy, damage = (attempt.attempt, index), ()
+        copy = (attempt.attempt, index)
+        damage: tuple[str, ...] = ()
         node = self.nodes.get(place)
         if node is not None:
             if node.agent is None or not node.disk.has(copy):
@@ -838,7 +866,7 @@ class World:
                 files = (_file(attempt, file),)
                 self._agent_does(node.name, n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=()))
             case n.WriteFragment(fragment=fragment):
-                held = _held(fragment)
+                held = fragment_on_disk(fragment)
                 node.disk.put(held)
                 self._arrived(node, (held.attempt.attempt, held.node_index))
                 self._agent_does(node.name, n.FragmentWritten(attempt=held.attempt, entry=held.files[-1]))
@@ -956,7 +984,8 @@ def _resumed_step(plan: m.SessionPlan) -> int:
     return plan.resume.checkpoint.step if plan.resume is not None else 0
 
 
-def _held(fragment: Any) -> m.HeldFragment:
+def fragment_on_disk(fragment: Fragment) -> m.HeldFragment:
+    """What an inventory tells of a fragment that has been written."""
     own = _file(fragment.attempt, fragment_file(fragment.node_index, fragment.num_nodes))
     return m.HeldFragment(
         attempt=fragment.attempt,
@@ -968,5 +997,3 @@ def _held(fragment: Any) -> m.HeldFragment:
         metrics=fragment.metrics,
     )
 
-
-__all__ = ["Fenced", "World"]

@@ -1,23 +1,25 @@
-"""What outlives processes: disks of nodes, the storage path with its log. Faults are done to them from outside."""
+"""What outlives processes: disks of nodes, and the storage path with its log. Faults come from outside."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ray_ckpt.core.messages import HeldFragment, Inventory
+from ray_ckpt.core.messages import DiskSpace, HeldFragment, Inventory, LogOpened
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.names import record_file
+from ray_ckpt.format.names import SNAPSHOT_PREFIX, record_file
 from ray_ckpt.format.records import LogRecord, encode_record
-from ray_ckpt.storage.log_store import MemoryLogStore, Outcome
+from ray_ckpt.storage.log_store import MemoryLogStore, Outcome, create_record, read_run
 from ray_ckpt.types import CheckpointInfo
 
 Copy: TypeAlias = tuple[str, int]  # attempt, fragment
 
+FILE_BYTES = 100  # of every file here
+
 
 @dataclass(slots=True)
 class Disk:
-    """A machine's staging folder. What is here is fsynced; what is still being written is not seen by anyone."""
+    """A machine's staging folder. What is here is fsynced; what is being written is seen by nobody."""
 
     name: str
     folders: dict[str, set[str]] = field(default_factory=dict)  # directory -> files
@@ -66,6 +68,10 @@ class Disk:
         self.is_destroyed = True
         self.folders, self.fragments, self.since, self.rotten = {}, {}, {}, set()
 
+    def space(self, total_bytes: int) -> DiskSpace:
+        used = FILE_BYTES * sum(len(files) for files in self.folders.values())
+        return DiskSpace(free_bytes=max(0, total_bytes - used), total_bytes=total_bytes)
+
     def inventory(self, *, leaving: frozenset[str] = frozenset()) -> Inventory:
         """What is complete here; attempts in `leaving` are being deleted."""
         return Inventory(
@@ -87,13 +93,21 @@ class Storage:
     is_away: bool = False
 
     def create(self, record: LogRecord) -> tuple[Literal["ok", "exists"], bool]:
-        """The store's answer, and whether the record is new."""
-        data, name = encode_record(record), record_file(record.seq)
-        is_new = name not in self.log.objects
-        outcome = self.log.create(name, data)
-        if is_new:
+        """The store's answer, and whether the record is a new fact."""
+        data = encode_record(record)
+        is_new = record_file(record.seq) not in self.log.objects
+        outcome = create_record(self.log, record.seq, data)
+        if is_new and outcome is Outcome.OK:
             self.records.append((record, digest(data)))
-        return ("ok" if outcome is Outcome.OK else "exists"), is_new
+            return "ok", True
+        return ("ok" if outcome is Outcome.OK else "exists"), False
+
+    def opened(self, *, run_name: str, fresh_uid: str) -> LogOpened:
+        """What a coordinator reads."""
+        if not self.log.list(SNAPSHOT_PREFIX):
+            return LogOpened(records=tuple(self.records), run_name=run_name, fresh_uid=fresh_uid)
+        history, records = read_run(self.log)
+        return LogOpened(records=records, history=history, run_name=run_name, fresh_uid=fresh_uid)
 
     def holds(self, checkpoint: CheckpointInfo) -> bool:
         """All of it is here, and says so."""

@@ -53,7 +53,7 @@ def make_durable(storage: str, run: str) -> None:
 
 def folders(cluster: LocalCluster, run_uid: str) -> dict[str, set[str]]:
     """Checkpoint folders of the run per node."""
-    return {n.name: {p.name for p in (n.staging / run_uid).glob("*")} for n in cluster.nodes.values()}
+    return {n.name: {p.name for p in (n.staging / run_uid).glob("*-*")} for n in cluster.nodes.values()}
 
 
 def wait_until(condition: Callable[[], bool], why_not: Callable[[], object]) -> None:
@@ -105,7 +105,7 @@ def verify_files(folder: Path) -> int:
 
 def test_retention_bounds_every_disk(group: RankGroup, cluster: LocalCluster, storage: str) -> None:
     group.run(
-        train, "bounded", storage, 20, {"every_steps": 1, "keep_last": 2, "remote_every": 7, "max_block_s": 5}
+        train, "bounded", storage, 20, {"every_steps": 1, "keep_last": 2, "remote_every": 7, "max_block_s": 5, "retire_grace_s": 0}
     )
     make_durable(storage, "bounded")
     uid = status_of(storage, "bounded").run_uid

@@ -1,0 +1,26 @@
+"""Every order of a few steps, from worlds that are in the middle of something."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_ckpt.testing.exhaustive import SCENES, explore
+
+DEPTH = 6
+NUM_STATES = 4_000  # of a scene, in each run of the tests
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_the_promises_hold_in_every_order(name: str) -> None:
+    found = explore(name, depth=DEPTH, max_states=NUM_STATES)
+    assert found.num_states > 500
+    assert found.is_complete or found.num_states == NUM_STATES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3_600)
+@pytest.mark.parametrize("name", SCENES)
+def test_the_promises_hold_in_every_order_of_twelve_steps(name: str) -> None:
+    found = explore(name, depth=12)
+    print(f"{name}: {found}")
+    assert found.is_complete or found.depth >= 10

@@ -1,0 +1,179 @@
+"""The simulator is worth something if it finds the bugs that matter: each is planted, and must be found.
+
+Every bug is put into the real machines for one test. The same seeds find nothing without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ray_ckpt.core import coordinator, saves
+from ray_ckpt.core import messages as m
+from ray_ckpt.core import node as n
+from ray_ckpt.core.coordinator import RunMachine
+from ray_ckpt.core.ledger import Ledger
+from ray_ckpt.core.node import NodeMachine
+from ray_ckpt.core.retention import Retirement
+from ray_ckpt.format import records as r
+from ray_ckpt.testing.oracle import Violation
+from ray_ckpt.testing.schedules import play
+from ray_ckpt.testing.simulator import fragment_on_disk
+
+SEEDS = range(100)
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def plant_effects(
+    patch: pytest.MonkeyPatch, machine: type, change: Callable[[Any, Any, Any], Iterator[Any]]
+) -> None:
+    """Let `change(machine, event, effect)` say what comes instead of each effect."""
+    real = machine.handle
+
+    def handle(self: Any, event: Any) -> tuple[Any, ...]:
+        return tuple(new for effect in real(self, event) for new in change(self, event, effect))
+
+    patch.setattr(machine, "handle", handle)
+
+
+def commit_before_fsync(patch: pytest.MonkeyPatch) -> None:
+    """A node reports its fragment when it begins to write it."""
+
+    def change(machine: NodeMachine, event: Any, effect: Any) -> Iterator[Any]:
+        yield effect
+        if isinstance(effect, n.WriteFragment):
+            held = fragment_on_disk(effect.fragment)
+            yield n.TellStored(
+                attempt=held.attempt,
+                node_index=held.node_index,
+                files=held.files,
+                replicated=held.replicated,
+                metrics=held.metrics,
+            )
+
+    plant_effects(patch, NodeMachine, change)
+
+
+def missing_fence_in_the_log(patch: pytest.MonkeyPatch) -> None:
+    """A coordinator writes on in the epoch that it finds."""
+    real = Ledger.open
+
+    def opened(self: Ledger, event: m.LogOpened) -> None:
+        real(self, event)
+        if self.history.epoch:
+            self._queue.clear()
+            self.epoch = self.history.epoch
+
+    patch.setattr(Ledger, "open", opened)
+
+
+def missing_fence_on_the_nodes(patch: pytest.MonkeyPatch) -> None:
+    """A node obeys whoever speaks."""
+    real = NodeMachine.handle
+
+    def handle(self: NodeMachine, event: n.NodeEvent) -> tuple[n.NodeEffect, ...]:
+        if isinstance(event, n.Order) and event.epoch < self.epoch:
+            return tuple(self._on(event))
+        return real(self, event)
+
+    patch.setattr(NodeMachine, "handle", handle)
+
+
+def delete_before_retire(patch: pytest.MonkeyPatch) -> None:
+    """Bytes go when the retirement is decided, not when it is in the log."""
+
+    def change(machine: RunMachine, event: Any, effect: Any) -> Iterator[Any]:
+        yield effect
+        if isinstance(effect, m.Append) and isinstance(effect.record.op, r.Retired):
+            checkpoint = machine.history.checkpoints[effect.record.op.attempt]
+            for nodes in machine.holders.get(checkpoint.id.attempt, {}).values():
+                for node in nodes:
+                    yield m.Delete(
+                        attempt=checkpoint.id.attempt, directory=checkpoint.directory, place=node
+                    )
+
+    plant_effects(patch, RunMachine, change)
+
+
+def retire_the_last_durable(patch: pytest.MonkeyPatch) -> None:
+    """Retention keeps the newest checkpoint, whatever level that has."""
+
+    def choose(*, live: Any, lineage: Any, busy: Any, **_: Any) -> Iterator[Retirement]:
+        for checkpoint in lineage[:-1]:
+            if checkpoint.id.attempt not in busy:
+                yield Retirement(attempt=checkpoint.id.attempt, reason="planted")
+
+    patch.setattr(coordinator, "choose_retirements", choose)
+
+
+def guess_on_unknown(patch: pytest.MonkeyPatch) -> None:
+    """No answer from the store counts as a good one."""
+    real = Ledger.settle
+
+    def settle(self: Ledger, event: m.Appended, now_s: float) -> Any:
+        if event.outcome == "unknown":
+            event = m.Appended(seq=event.seq, outcome="ok")
+        return real(self, event, now_s)
+
+    patch.setattr(Ledger, "settle", settle)
+
+
+def restore_without_a_session(patch: pytest.MonkeyPatch) -> None:
+    """A group is told what to restore before the choice is in the log."""
+
+    def change(machine: RunMachine, event: Any, effect: Any) -> Iterator[Any]:
+        yield effect
+        if isinstance(effect, m.Append) and isinstance(effect.record.op, r.Session):
+            groups = machine._groups
+            if groups._waiting and not groups._choosing:
+                yield from groups._begin(machine._ledger.projected())
+
+    plant_effects(patch, RunMachine, change)
+
+
+def drop_what_is_being_committed(patch: pytest.MonkeyPatch) -> None:
+    """A coordinator calls a save lost as soon as a node of it dies, even if its commit is on its way."""
+
+    def change(machine: RunMachine, event: Any, effect: Any) -> Iterator[Any]:
+        yield effect
+        if isinstance(effect, m.Append) and isinstance(effect.record.op, r.Commit):
+            for attempt in list(machine._saves._attempts.values()):
+                if attempt.id.attempt == effect.record.op.attempt:
+                    nodes = tuple(node.node_id for node in attempt.nodes)
+                    error = saves.Unavailable("planted")
+                    yield m.Publish(
+                        attempt=attempt.id, level=None, error=error, nodes=nodes, epoch=machine.epoch
+                    )
+
+    plant_effects(patch, RunMachine, change)
+
+
+BUGS: tuple[tuple[Plant, str], ...] = (
+    (commit_before_fsync, "P1"),
+    (missing_fence_in_the_log, "P3"),
+    (missing_fence_on_the_nodes, "P2|P5"),
+    (delete_before_retire, "P5"),
+    (retire_the_last_durable, "P5"),
+    (guess_on_unknown, "P6"),
+    (restore_without_a_session, "P3"),
+    (drop_what_is_being_committed, "P2|P5"),
+)
+
+
+def play_all(seeds: range) -> None:
+    for seed in seeds:
+        play(seed)
+
+
+@pytest.mark.parametrize(("plant", "promise"), BUGS, ids=[plant.__name__ for plant, _ in BUGS])
+def test_a_planted_bug_is_found(plant: Plant, promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Violation, match=f"^({promise}): "):
+        play_all(SEEDS)
+
+
+def test_the_same_seeds_find_nothing_without_a_bug() -> None:
+    play_all(SEEDS)

@@ -1,0 +1,62 @@
+"""Schedules by chance: whatever happens, the promises hold after each step, and in the end all works again.
+
+A schedule is a function of its seed. To replay one: python -m ray_ckpt.testing --seeds SEED:SEED+1
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from ray_ckpt.testing.oracle import Violation
+from ray_ckpt.testing.schedules import HOME, NUM_EVENTS, Schedule, play
+
+SOAK_S = float(os.environ.get("RAY_CKPT_SOAK_S", "60"))
+NUM_SCHEDULES = 1_000
+CHUNK = 50  # schedules of one test
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, CHUNK))
+def test_the_promises_hold_under_any_schedule(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        assert play(seed).events.total() == NUM_EVENTS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SOAK_S + 60)
+def test_the_promises_hold_for_as_long_as_asked() -> None:
+    """Seeds beyond those of every run, for RAY_CKPT_SOAK_S seconds (`make soak SECONDS=...`)."""
+    end_s, seed = time.monotonic() + SOAK_S, NUM_SCHEDULES
+    while time.monotonic() < end_s:
+        play(seed)
+        seed += 1
+    print(f"{seed - NUM_SCHEDULES} schedules of {NUM_EVENTS} events, seeds {NUM_SCHEDULES} to {seed - 1}")
+
+
+def test_a_seed_replays() -> None:
+    assert play(7) == play(7)
+
+
+def test_schedules_do_what_they_are_for() -> None:
+    """Enough commits, sessions and faults happen that the checks have something to look at."""
+    played = [play(seed, num_events=100) for seed in range(40)]
+    events = sum((p.events for p in played), start=type(played[0].events)())
+    assert sum(p.num_commits for p in played) > 100
+    assert sum(p.num_sessions for p in played) > 100
+    assert {"node_goes", "coordinator_restarts", "coordinator_freezes", "store_changes"} <= set(events)
+
+
+def test_the_oracle_sees_a_lost_checkpoint() -> None:
+    """The checks are only worth something if they fail when they should."""
+    schedule = Schedule(0)
+    schedule.heal()
+    world = schedule.world
+    (checkpoint, *_) = [c for c in world.oracle.history.live() if c.level < 3]
+    for node in world.nodes.values():
+        node.disk.delete(checkpoint.directory)
+    world.oracle.stale = True
+    with pytest.raises(Violation, match=f"P2: step {checkpoint.step} has lost fragment 0"):
+        world.oracle.check(world)
+    assert world._process(HOME) is not None
