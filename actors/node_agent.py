@@ -134,7 +134,6 @@ class NodeAgent:
         run = self._runs.get(order.run_uid)
         if run is None:
             staging = await self._in_thread(self._disk_io, self._open_staging, order.spec)
-            await self._in_thread(self._disk_io, staging.sync, order.run_uid)
             run = self._runs.setdefault(order.run_uid, NodeRun(order.spec, order.run_uid, staging))
         run.spec = order.spec
         await self._obey(run, n.EpochSeen(epoch=order.epoch))

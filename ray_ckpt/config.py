@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -17,7 +18,8 @@ MAX_METRIC_NAME = 200  # characters; longer ones are cut when they are saved
 # Node labels that "auto" takes for a failure domain: the first that a node has.
 FAILURE_DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
 
-Resume: TypeAlias = Literal["auto", "never", "must"]
+Resume: TypeAlias = str  # "auto", "never", "must" or "step:N"
+_STEP = re.compile(r"step:(\d{1,12})\Z")
 
 
 def default_staging() -> str:
@@ -60,7 +62,8 @@ class RunOptions:
     """Local folder on each node, best on NVMe. `{node_id}` in it is replaced; the environment variable
     RAY_CKPT_STAGING of a node wins. Default: /tmp/ray_ckpt-<uid>."""
     resume: Resume = "auto"
-    """auto: restore if there is a checkpoint; never: start from scratch; must: an error if there is none."""
+    """auto: restore if there is a checkpoint; never: start from scratch; must: an error if there is none;
+    step:N: go back to the checkpoint of step N."""
     max_block_s: float = 0.0
     """How long a save may wait for the one before it; then it is skipped and counted."""
     goal_timeout_s: float = 60.0
@@ -106,7 +109,8 @@ class RunOptions:
             value = getattr(self, name)
             good = value is None or (_is_number(value) and value > 0)
             self._need(name, good, "a number of seconds above 0, or to None")
-        self._need("resume", self.resume in ("auto", "never", "must"), "'auto', 'never' or 'must'")
+        is_known = self.resume in ("auto", "never", "must") or resume_step(self.resume) is not None
+        self._need("resume", is_known, "'auto', 'never', 'must' or 'step:N'")
         self._need("keep_epochs", isinstance(self.keep_epochs, bool), "True or False")
         domain = self.failure_domain
         good = isinstance(domain, str) and domain != ""
@@ -195,6 +199,12 @@ def _is_whole(value: object, least: int) -> bool:
 def _is_number(value: object) -> bool:
     """A finite number, 0 or more."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def resume_step(resume: Resume) -> int | None:
+    """The step that a run is to be rolled back to; None if it is to go on from the newest."""
+    found = _STEP.match(resume) if isinstance(resume, str) else None
+    return int(found[1]) if found else None
 
 
 def local_path(storage_path: str) -> Path:

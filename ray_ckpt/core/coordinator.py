@@ -21,7 +21,7 @@ from ray_ckpt.core.exposure import exposure
 from ray_ckpt.core.groups import Groups
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
-from ray_ckpt.core.retention import choose_retirements, policies_of
+from ray_ckpt.core.retention import RetentionView, decide, policies_of
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.upkeep import Upkeep
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
@@ -276,15 +276,16 @@ class RunMachine:
         return self._drains.attempts | self._groups.busy()
 
     def _retire(self) -> None:
-        for choice in choose_retirements(
-            live=self.history.live(),
-            lineage=self.history.lineage(),
-            policies=policies_of(self.options),
-            now_s=self._wall_s,
-            busy=self._busy(),
-            pressure=self._upkeep.is_crowded,
-        ):
-            self._ledger.append(r.Retired(attempt=choice.attempt, reason=choice.reason))
+        """Decide what goes; what stays for longer than its place among the last goes to the storage path."""
+        lineage = self.history.lineage()
+        view = RetentionView(live=self.history.live(), lineage=lineage, now_s=self._wall_s, busy=self._busy())
+        old = {c.id.attempt for c in lineage[: -self.options.keep_last]}
+        for choice in decide(view, policies_of(self.options), pressure=self._upkeep.is_crowded):
+            checkpoint = choice.checkpoint
+            if not choice.kept:
+                self._ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=choice.reasons[0]))
+            elif checkpoint.level < Level.DURABLE and checkpoint.id.attempt in old:
+                self._drains.start(checkpoint)
 
     def _pin(self) -> Iterator[m.Effect]:
         """Pins are decided on the whole log: what is retired cannot be kept any more."""

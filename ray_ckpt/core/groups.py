@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from ray_ckpt.config import resume_step
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.claim import check_claim
 from ray_ckpt.core.context import Context, names_of
@@ -14,6 +15,7 @@ from ray_ckpt.errors import CheckpointError, RestoreError, RunInUse, RunSupersed
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, RankRestore
 
+MAX_NAMED = 20  # steps in an error
 MAX_WAITING_SESSIONS = 8  # begun while the store is away; each is a group that failed
 SLOW_RESTORE_S = 60.0  # a group in which some have restored for so long is worth a word
 
@@ -175,6 +177,11 @@ class Groups:
         assert self._group is not None
         group, context = self._group, self._context
         candidates = [] if group.resume == "never" else list(reversed(history.lineage()))
+        if (step := resume_step(group.resume)) is not None:
+            if all(c.step != step for c in candidates):
+                yield from self.fail(self._no_such_step(step, candidates))
+                return
+            candidates = [c for c in candidates if c.step == step]
         candidates = [c for c in candidates if c.id.attempt not in self._excluded]
         can_serve = context.holders.has_all if from_nodes_only else context.holders.can_serve
         chosen = next((c for c in candidates if can_serve(c)), None)
@@ -213,6 +220,13 @@ class Groups:
             f"No checkpoint of run {self._context.history.run_name} can be restored "
             f"(recorded steps without a full set of copies: {steps}).",
             hint="Bring back the nodes that held them, or start over with resume='never' or another name.",
+        )
+
+    def _no_such_step(self, step: int, candidates: list[CheckpointInfo]) -> RestoreError:
+        steps = ", ".join(str(c.step) for c in candidates[:MAX_NAMED]) or "none"
+        return RestoreError(
+            f"Run {self._context.history.run_name} has no checkpoint of step {step} to go back to.",
+            hint=f"It has steps {steps}.",
         )
 
     # -- the session is in the log ---------------------------------------------------------------------

@@ -317,7 +317,7 @@ class NodeMachine:
         yield Release(attempt=event.attempt, rank=event.rank)
         save, plan, here = self._saves.get(event.attempt.attempt), self.plan, self.here
         if save is None or plan is None or here is None:
-            yield DeleteFolder(directory=event.attempt.directory)
+            yield from self._written_late(event.attempt)
             return
         save.written[event.rank] = event
         if len(save.written) == len(here.ranks):
@@ -348,10 +348,15 @@ class NodeMachine:
     def _(self, event: FragmentWritten) -> Iterator[NodeEffect]:
         save, here = self._saves.get(event.attempt.attempt), self.here
         if save is None or here is None:
-            yield DeleteFolder(directory=event.attempt.directory)
+            yield from self._written_late(event.attempt)
             return
         save.fragment = event.entry
         yield from self._report(save, here)
+
+    def _written_late(self, attempt: AttemptId) -> Iterator[NodeEffect]:
+        """Of a save that was settled meanwhile: a drop removes it, else the coordinator decides."""
+        if self.is_deleted(attempt.attempt):
+            yield DeleteFolder(directory=attempt.directory)
 
     @_on.register
     def _(self, event: EpochSeen) -> Iterable[NodeEffect]:

@@ -32,7 +32,7 @@ from ray_ckpt.storage import files
 PROBE_PREFIX = "probe-"  # of the names that a probe leaves if it is killed; no reader takes them for records
 READ_TRIES = 3  # of a log whose records are trimmed while it is read: each time a reader a day late
 TRIM_AFTER_S = 24 * 3600.0  # age of a snapshot before the records that it covers go: for readers at work
-TRIM_BATCH = 1000  # names that one `trim_log` deletes; about a second on an object store, more on some
+TRIM_BATCH = 2000  # names that one `trim_log` deletes: more than is written between two snapshots
 
 
 class Outcome(enum.Enum):

@@ -119,11 +119,6 @@ class Staging:
         for old in kept[:-MAX_QUARANTINED]:
             delete_checkpoint_dir(old)
 
-    def sync(self, run_uid: str) -> None:
-        """Make the names in the run's folders durable. A killed agent may have left a rename that is not."""
-        for folder in self._folders(run_uid):
-            files.fsync_dir(folder)
-
     # -- marks ---------------------------------------------------------------------------------------
 
     def write_mark(self, run_uid: str, *, run_name: str, storage_path: str, epoch: int) -> None:

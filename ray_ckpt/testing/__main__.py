@@ -1,4 +1,4 @@
-"""`python -m ray_ckpt.testing --seeds 0:1000 [--exhaustive DEPTH]`: what was tried and what held, in numbers."""
+"""`python -m ray_ckpt.testing --seeds 0:1000 [--exhaustive DEPTH]`: what was tried and held, in numbers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.format.digest import digest
-from ray_ckpt.testing.simulator import Create, Launcher, Local, Told, World
+from ray_ckpt.testing.parts import Create, Launcher, Local, Told
+from ray_ckpt.testing.simulator import World
 
 MAX_STATES = 200_000  # of a scene; about 10 KB each
 LONG_S = 70.0  # beyond all time-outs of a save
@@ -63,7 +64,7 @@ class Scene:
                 if self.faults:
                     yield "kill", (name,)
         for service in sorted({node.service for node in world.nodes.values()}):
-            current = world._process(service)
+            current = world.process_of(service)
             if current is None or current.is_frozen:
                 yield "start", (service,)
         if self.waits:

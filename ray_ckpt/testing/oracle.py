@@ -18,7 +18,7 @@ from ray_ckpt.testing.stores import Copy, Disk, Storage
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 if TYPE_CHECKING:
-    from ray_ckpt.testing.simulator import World
+    from ray_ckpt.testing.nodes import Nodes
 
 MAX_PENDING = 64  # records that a coordinator may have decided and not written (P8)
 
@@ -59,7 +59,7 @@ class Oracle:
 
     # -- the log -------------------------------------------------------------------------------------
 
-    def logged(self, record: LogRecord, world: World) -> None:
+    def logged(self, record: LogRecord, world: Nodes) -> None:
         """A record has been created."""
         self._check_record(record, world)
         self.history.apply(record, digest(encode_record(record)))  # raises if it is no chain (P3)
@@ -67,7 +67,7 @@ class Oracle:
         if isinstance(record.op, r.Commit):
             self.num_commits += 1
 
-    def _check_record(self, record: LogRecord, world: World) -> None:
+    def _check_record(self, record: LogRecord, world: Nodes) -> None:
         op, history = record.op, self.history
         if isinstance(op, r.Epoch):
             must(record.epoch > history.epoch, "P3", f"{record} repeats an epoch")
@@ -91,7 +91,7 @@ class Oracle:
             case _:
                 pass
 
-    def _check_session(self, op: r.Session, record: LogRecord, world: World) -> None:
+    def _check_session(self, op: r.Session, record: LogRecord, world: Nodes) -> None:
         current, lineage = self.history.session, self.history.lineage()
         must(op.after == (current.session if current else None), "P3", f"{op} does not follow the last one")
         names = [c.id.attempt for c in lineage]
@@ -107,7 +107,7 @@ class Oracle:
             must(not wrong, "P2", f"{op} leaves out step {checkpoint.step}, which can be served")
         must(op.resumed_from is not None or not lineage, "P2", f"{op} starts from scratch")
 
-    def _could_serve(self, checkpoint: CheckpointInfo, owner: str, opening: _Opening, world: World) -> bool:
+    def _could_serve(self, checkpoint: CheckpointInfo, owner: str, opening: _Opening, world: Nodes) -> bool:
         """Without doubt: known before the group came, and untouched since."""
         name = checkpoint.id.attempt
         if (owner, name) in self.damaged:
@@ -119,7 +119,7 @@ class Oracle:
             for index in range(checkpoint.num_nodes)
         )
 
-    def _serves(self, name: str, opening: _Opening, copy: Copy, world: World) -> bool:
+    def _serves(self, name: str, opening: _Opening, copy: Copy, world: Nodes) -> bool:
         node, (number, _) = world.nodes[name], opening.stable[name]
         agent = node.agent
         return (
@@ -131,7 +131,7 @@ class Oracle:
             and not agent.machine.is_deleted(copy[0])
         )
 
-    def _check_commit(self, op: r.Commit, world: World) -> None:
+    def _check_commit(self, op: r.Commit, world: Nodes) -> None:
         current = self.history.session
         must(
             current is not None and current.session == op.session,
@@ -166,7 +166,7 @@ class Oracle:
 
     # -- groups and saves ------------------------------------------------------------------------------
 
-    def group_opened(self, coordinator: str, event: GroupOpened, world: World) -> None:
+    def group_opened(self, coordinator: str, event: GroupOpened, world: Nodes) -> None:
         stable = {}
         for name in event.inventories:
             node = world.nodes[name]
@@ -252,7 +252,7 @@ class Oracle:
         must(gone, "P5", f"the storage path loses {attempt}, which is not retired")
         self.stale = True
 
-    def check(self, world: World) -> None:
+    def check(self, world: Nodes) -> None:
         """P2: what the log says of each live checkpoint, the disks still have, but for what has failed."""
         if not self.stale:
             return
@@ -273,7 +273,7 @@ class Oracle:
                     f"step {checkpoint.step} has lost fragment {index} at {checkpoint.level.label}",
                 )
 
-    def check_log(self, world: World) -> None:
+    def check_log(self, world: Nodes) -> None:
         """P3: a reader that starts from the bytes agrees."""
         history, records = read_run(world.storage.log)
         for record, record_digest in records:

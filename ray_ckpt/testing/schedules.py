@@ -15,7 +15,7 @@ from typing import Literal
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.testing.oracle import MAX_PENDING, Violation, must
-from ray_ckpt.testing.simulator import (
+from ray_ckpt.testing.parts import (
     NETWORK,
     Answer,
     Create,
@@ -25,8 +25,8 @@ from ray_ckpt.testing.simulator import (
     Local,
     Member,
     Message,
-    World,
 )
+from ray_ckpt.testing.simulator import World
 from ray_ckpt.types import Level
 
 NUM_EVENTS = 200
@@ -37,6 +37,7 @@ MAX_COORDINATORS = 12
 REACH = 8  # a message overtakes at most so many others
 LONG_S = 70.0  # beyond all time-outs of a save
 HEAL_ROUNDS = 60  # of delivering everything and waiting; a world that needs more does not come to rest
+MAX_TIDYING = 4  # groups after which every stray has been some group's to delete
 MAX_DELIVERIES = 4_000  # in a round
 
 
@@ -118,7 +119,7 @@ class Schedule:
         self.played.events[what.__name__] += 1
         self.story.append(told)
         for process in self.world.coordinators.values():
-            pending = len(process.machine._ledger.pending) if process.is_up else 0
+            pending = process.num_pending if process.is_up else 0
             must(pending <= MAX_PENDING, "P8", f"{process.name} has {pending} records in its queue")
 
     # -- messages ------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ class Schedule:
 
     def _absent(self, service: str) -> frozenset[str]:
         """Agents that do not answer when all are asked."""
-        live = sorted(self.world._live(service))
+        live = sorted(self.world.live(service))
         return frozenset(live[-1:]) if self.chance.random() < self.faults else frozenset()
 
     def ranks_die(self) -> str | None:
@@ -255,7 +256,7 @@ class Schedule:
         """Ray starts a new process if the one of that name is dead, or seems to be."""
         missing = []
         for service in self.launchers:
-            process = self.world._process(service)
+            process = self.world.process_of(service)
             if process is None or process.is_frozen:
                 missing.append(service)
         if not missing or len(self.world.coordinators) >= MAX_COORDINATORS:
@@ -295,7 +296,7 @@ class Schedule:
 
     def node_goes(self) -> str | None:
         service = self.chance.choice(sorted(self.launchers))
-        live = sorted(self.world._live(service))
+        live = sorted(self.world.live(service))
         if len(live) <= MIN_NODES - 1:
             return None
         name = self.chance.choice(live)
@@ -358,12 +359,10 @@ class Schedule:
         for name in list(world.launchers):
             world.kill_launcher(name)
         for _ in range(4):
-            if world._process(HOME) is None:
+            if world.process_of(HOME) is None:
                 world.start_coordinator(HOME)
             self._rest(LONG_S)
         last = world.launchers["last"] = Launcher("last", HOME)
-        self._train(last)
-        world.kill_ranks(last.name)  # so that what the first group found left over goes with the second
         attempt = self._train(last)
         world.finish(last.name)
         for _ in range(HEAL_ROUNDS):
@@ -412,12 +411,20 @@ class Schedule:
             self._rest(LONG_S)
         left = [c.step for c in history.checkpoints.values() if c.state == "retired"]
         must(not left, "P8", f"steps {left} are retired and never collected")
-        live = {c.directory for c in history.live()}
-        for node in world.nodes.values():
-            if node.is_alive and node.service == HOME:
-                strays = set(node.disk.folders) - live
-                must(not strays, "P8", f"{node.name} keeps {sorted(strays)}")
+        for _ in range(MAX_TIDYING):
+            if not (strays := self._strays()):
+                break
+            world.kill_ranks(launcher.name)  # what was left over while it was live goes with the next group
+            self._train(launcher)
+            self._rest(LONG_S)
+        must(not strays, "P8", f"folders stay on nodes: {strays}")
         world.oracle.check_log(world)
+
+    def _strays(self) -> list[tuple[str, str]]:
+        """Folders on live nodes that belong to no live checkpoint."""
+        live = {c.directory for c in self.world.oracle.history.live()}
+        nodes = [self.world.nodes[name] for name in sorted(self.world.live(HOME))]
+        return [(node.name, d) for node in nodes for d in node.disk.folders if d not in live]
 
     def _rest(self, seconds: float = 0.0) -> None:
         """Everything arrives, then time passes."""

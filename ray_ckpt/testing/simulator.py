@@ -7,210 +7,35 @@ A world knows neither chance nor a clock: the scheduler passes both in. It can b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Literal
 
-from ray_ckpt.config import Resume, RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node as n
-from ray_ckpt.core.claim import check_claim
-from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.errors import CheckpointError, RunInUse, RunSuperseded, Unavailable
-from ray_ckpt.format.digest import digest
-from ray_ckpt.format.names import fragment_file, make_attempt, shard_file
-from ray_ckpt.format.records import LogRecord
+from ray_ckpt.format.names import make_attempt
 from ray_ckpt.storage.log_store import TRIM_AFTER_S, trim_log, write_snapshot
-from ray_ckpt.testing.oracle import Oracle
-from ray_ckpt.testing.stores import FILE_BYTES, Copy, Disk, Storage
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, RankRestore
-
-RUN = "gpt"
-RUN_UID = digest(RUN.encode())
-START_S = 1_790_000_000.0  # Unix time at which the world begins
-DISK_BYTES = 100_000  # of each node; a smaller one makes room by retention
-MAX_AHEAD = 1  # saves that a rank may be ahead of the slowest of its group: training is collective
-
-Fate: TypeAlias = Literal["heard", "lost", "unheard"]
-"""Of a message: carried out and answered; not carried out; carried out, but the answer is lost."""
-
-
-# -- who there is ------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Agent:
-    """The process of a node that keeps its disk; a new one gets a new number."""
-
-    number: int
-    machine: n.NodeMachine
+from ray_ckpt.testing.coordinators import START_S, Coordinators
+from ray_ckpt.testing.parts import (
+    Answer,
+    Create,
+    Fate,
+    Group,
+    Launcher,
+    Local,
+    Member,
+    Message,
+    Order,
+    Report,
+    Told,
+    Work,
+)
+from ray_ckpt.testing.stores import Copy
+from ray_ckpt.types import RankRestore
 
 
-@dataclass(slots=True)
-class Node:
-    name: str
-    service: str
-    disk: Disk
-    domain: str
-    since: int  # number of the event with which it came
-    agent: Agent | None = None
-    is_alive: bool = True
-    is_draining: bool = False
-
-
-@dataclass(slots=True)
-class Coordinator:
-    """One process, for one claim of the run. Whoever has stepped down is down for good."""
-
-    name: str
-    service: str
-    machine: RunMachine
-    skew_s: float  # of its monotonic clock
-    wall_skew_s: float
-    opened: set[str] = field(default_factory=set)  # nodes whose agents know the run from it
-    starting: dict[tuple[m.Token, ...], set[str]] = field(default_factory=dict)  # and who has not answered
-    is_up: bool = True
-    is_frozen: bool = False
-    takes_over: bool = False  # it is to look for the group at work once it is open
-    ticked_s: float | None = None
-    waits_since_s: float | None = None  # the store has not answered
-
-
-@dataclass(slots=True)
-class Member:
-    """The ranks of a training group on one node."""
-
-    node: str
-    ranks: tuple[int, ...]
-    state: Literal["waiting", "reading", "training", "ended"] = "waiting"
-    plan: m.SessionPlan | None = None
-    saved: int = 0  # how many of the group's saves it has made
-    busy: set[int] = field(default_factory=set)  # ranks whose arena is not given back yet
-    error: CheckpointError | None = None  # that its ranks were told
-
-
-@dataclass(slots=True)
-class Group:
-    members: list[Member]
-    steps: list[int] = field(default_factory=list)  # that are saved, in order
-
-
-@dataclass(slots=True)
-class Launcher:
-    """A driver: it opens group after group until it is done, or the run is somebody else's."""
-
-    name: str
-    service: str
-    resume: Resume = "auto"
-    state: Literal["idle", "asking", "running", "done", "dead"] = "idle"
-    group: Group | None = None
-    error: CheckpointError | None = None
-    dead_owner: str = ""
-    finished: bool = False
-
-
-# -- what is under way -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A coordinator's call to an agent."""
-
-    node: str
-    event: n.NodeEvent
-    sender: str
-    answer: tuple[Any, ...] = ()  # what the sender waits for: ("start", tokens) or ("delete", attempt)
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """An agent's call to the coordinator of its service, by name."""
-
-    service: str
-    event: m.Event
-    token: m.Token = ""  # set if it waits for a reply
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """To one coordinator process; void if that is gone."""
-
-    coordinator: str
-    events: tuple[m.Event, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Create:
-    """A record on its way to the store. Nobody waits for it any more once it is late."""
-
-    coordinator: str
-    record: LogRecord
-    is_late: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """An effect that a coordinator's shell carries out outside of the machine."""
-
-    coordinator: str
-    effect: m.Effect
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """Work of one agent process on its node, or a word of the node's ranks to it."""
-
-    node: str
-    agent: int
-    work: n.NodeEvent | n.WriteShard | n.WriteFragment | n.SendCopy | n.DeleteFolder
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A reply to whoever waits under this token."""
-
-    token: m.Token
-    value: object
-    error: CheckpointError | None
-
-
-Message: TypeAlias = Order | Report | Answer | Create | Work | Local | Told
-NETWORK = (Order, Report, Work)  # may be lost and doubled
-
-
-def _file(attempt: AttemptId, name: str) -> FileEntry:
-    return FileEntry(name=name, size_bytes=FILE_BYTES, digest=digest(f"{attempt.attempt}/{name}".encode()))
-
-
-class World:
+class World(Coordinators):
     """See the module."""
-
-    def __init__(
-        self,
-        options: RunOptions,
-        clusters: Mapping[str, int],
-        *,
-        ranks_per_node: int = 1,
-        disk_bytes: int = DISK_BYTES,
-    ) -> None:
-        self.options = options
-        self.ranks_per_node = ranks_per_node
-        self.disk_bytes = disk_bytes
-        self.now_s = 0.0
-        self.clock = 0  # events so far
-        self.storage = Storage()
-        self.oracle = Oracle()
-        self.nodes: dict[str, Node] = {}
-        self.coordinators: dict[str, Coordinator] = {}
-        self.current: dict[str, str] = {}  # service -> the coordinator that its name leads to
-        self.launchers: dict[str, Launcher] = {}
-        self.wire: list[Message] = []
-        self.waiting: dict[m.Token, tuple[str, Launcher | Member]] = {}  # with the coordinator that was asked
-        self.num_tokens = 0
-        self.num_agents = 0
-        for service, size in clusters.items():
-            for _ in range(size):
-                self.join(service)
 
     # -- what can happen: messages ---------------------------------------------------------------------
 
@@ -258,7 +83,7 @@ class World:
         """A coordinator looks at the clock and at its nodes."""
         self.clock += 1
         process = self.coordinators[name]
-        live = self._live(process.service)
+        live = self.live(process.service)
         if process.opened:
             seen = frozenset(live) & process.opened
             self._tell(name, self._seen(seen))
@@ -271,7 +96,7 @@ class World:
     def start_coordinator(self, service: str) -> None:
         """Ray starts a process under the service's name again; it looks for agents with open runs."""
         self.clock += 1
-        agents = [a for node in sorted(self._live(service)) if (a := self.nodes[node].agent) is not None]
+        agents = [a for node in sorted(self.live(service)) if (a := self.nodes[node].agent) is not None]
         plans = [a.machine.plan for a in agents if a.machine.plan is not None]
         if not agents:
             self.current.pop(service, None)
@@ -330,15 +155,6 @@ class World:
 
     # -- what can happen: nodes ------------------------------------------------------------------------
 
-    def join(self, service: str, disk: Disk | None = None) -> Node:
-        """A machine comes; its node id is new, its disk may be one of before."""
-        self.clock += 1
-        name = f"{service}-{len(self.nodes)}"
-        domain = f"rack-{len(self.nodes) % 2}"
-        node = Node(name, service, disk or Disk(f"disk-{name}"), domain, since=self.clock)
-        self.nodes[name] = node
-        return node
-
     def lose_node(self, name: str, *, disk: Literal["destroyed", "kept"]) -> None:
         """A machine goes, for good or until its disk comes back."""
         self.clock += 1
@@ -366,7 +182,7 @@ class World:
     def revive(self, name: str) -> None:
         """A rank has found that its agent is gone."""
         self.clock += 1
-        process = self._process(self.nodes[name].service)
+        process = self.process_of(self.nodes[name].service)
         if process is not None:
             self._open_later(process, name)
 
@@ -385,7 +201,7 @@ class World:
         launcher = self.launchers[name]
         self._end_group(launcher)
         launcher.state = "idle"
-        process = self._process(launcher.service)
+        process = self.process_of(launcher.service)
         if process is None or not process.is_up:
             if not self.storage.is_away:
                 try:
@@ -456,7 +272,7 @@ class World:
         """A launcher wants the last checkpoint on the storage path, perhaps because its training is over."""
         self.clock += 1
         launcher = self.launchers[name]
-        process = self._process(launcher.service)
+        process = self.process_of(launcher.service)
         if process is not None and not process.is_frozen:
             token = self._token()
             self.waiting[token] = (process.name, launcher)
@@ -474,434 +290,6 @@ class World:
             write_snapshot(self.storage.log, self.oracle.history.to_snapshot(wall_s))
             trim_log(self.storage.log, wall_s + TRIM_AFTER_S + 1.0)
         self.oracle.check_log(self)
-
-    def members(self) -> Iterator[tuple[Launcher, Group, Member]]:
-        for launcher in self.launchers.values():
-            if launcher.group is not None:
-                for member in launcher.group.members:
-                    yield launcher, launcher.group, member
-
-    def can_save(self, group: Group, member: Member) -> bool:
-        slowest = min(other.saved for other in group.members)
-        return member.state == "training" and member.saved <= slowest + MAX_AHEAD - 1
-
-    # -- the coordinator's shell -------------------------------------------------------------------------
-
-    def _tell(self, name: str, *events: m.Event) -> None:
-        process = self.coordinators[name]
-        if process.is_up and process.ticked_s != self.now_s:
-            process.ticked_s = self.now_s
-            wall_s = START_S + self.now_s + process.wall_skew_s
-            self._carry_out(process, m.Ticked(now_s=self.now_s + process.skew_s, wall_s=wall_s))
-        for event in events:
-            if process.is_up:
-                self._carry_out(process, event)
-
-    def _carry_out(self, process: Coordinator, event: m.Event) -> None:
-        if isinstance(event, m.Appended) and event.outcome == "ok":
-            process.waits_since_s = None
-        for effect in process.machine.handle(event):
-            self._do(process, effect)
-
-    def _do(self, process: Coordinator, effect: m.Effect) -> None:
-        name, epoch = process.name, process.machine.epoch
-        match effect:
-            case m.Append(record=record):
-                process.waits_since_s = self.now_s if process.waits_since_s is None else process.waits_since_s
-                self.wire.append(Create(name, record))
-            case m.StartSession(tokens=tokens, plan=plan):
-                process.starting[tokens] = {node.node_id for node in plan.nodes}
-                self.oracle.begun(plan, store_is_silent=self._is_silent(process))
-                for node in plan.nodes:
-                    self._send_plan(process, node.node_id, plan, ("start", tokens, plan))
-            case m.Reply(token=token, value=value):
-                self.wire.append(Told(token, value, None))
-            case m.Fail(token=token, error=failure):
-                self.wire.append(Told(token, None, failure))
-            case m.Publish(attempt=attempt, level=level, error=failed, nodes=nodes):
-                told = n.Published(attempt=attempt, level=level, error=failed, epoch=effect.epoch)
-                self.wire += [Order(node_told, told, name) for node_told in nodes]
-            case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
-                copy = n.CopyOrdered(attempt=attempt, node_index=index, holder=holder, epoch=epoch)
-                self.wire.append(Order(source, copy, name))
-            case m.Delete(attempt=gone, directory=directory, place=place) if place != m.REMOTE:
-                order = n.DeleteOrdered(directories=(directory,), epoch=epoch)
-                self.wire.append(Order(place, order, name, ("delete", gone)))
-            case m.DeleteStrays(node_id=place, directories=directories):
-                self.wire.append(Order(place, n.DeleteOrdered(directories=directories, epoch=epoch), name))
-            case m.Evict(attempt=attempt, node_id=place):
-                order = n.DeleteOrdered(directories=(attempt.directory,), epoch=epoch)
-                self.wire.append(Order(place, order, name))
-            case m.Supersede(nodes=nodes, session=session, error=failure):
-                ended = n.SessionEnded(session=session, error=failure, epoch=epoch)
-                self.wire += [Order(node_told, ended, name) for node_told in nodes]
-            case m.StepDown(error=failure):
-                self._step_down(process, failure)
-            case m.Warn():
-                pass
-            case _:
-                self.wire.append(Work(name, effect))
-
-    def _is_silent(self, process: Coordinator) -> bool:
-        since_s = process.waits_since_s
-        return since_s is not None and self.now_s - since_s >= self.options.store_wait_s
-
-    def _step_down(self, process: Coordinator, error: CheckpointError) -> None:
-        process.is_up = False
-        if self.current.get(process.service) == process.name:
-            del self.current[process.service]
-        self._lose_tokens(process.name, error)
-
-    def _lose_tokens(self, name: str, error: CheckpointError) -> None:
-        for token, (asked, _) in self.waiting.items():
-            if asked == name:
-                self.wire.append(Told(token, None, error))
-
-    def _open_log(self, service: str, *, owner: str | None, raises: bool = False) -> Coordinator | None:
-        """Read the log, and claim it if that is allowed."""
-        try:
-            check_claim(self.oracle.history, service=service, owner=owner)
-        except RunSuperseded:
-            if raises:
-                raise
-            return None
-        number = len(self.coordinators)
-        name = f"{service}.c{number}"
-        skews = (1_000.0 * number, 3_600.0 * (number % 3 - 1))
-        machine = RunMachine(options=self.options, writer=name, service=service)
-        self.coordinators[name] = process = Coordinator(name, service, machine, *skews)
-        self.current[service] = name
-        self._tell(name, self.storage.opened(run_name=RUN, fresh_uid=RUN_UID))
-        return process
-
-    def _process(self, service: str) -> Coordinator | None:
-        process = self.coordinators.get(self.current.get(service, ""))
-        return process if process is not None and process.is_up else None
-
-    def _supersede(self, service: str, plans: Iterable[m.SessionPlan]) -> None:
-        """A restarted coordinator finds that the run is another service's: its ranks must stop."""
-        history = self.oracle.history
-        error = RunSuperseded("The run was taken over by another service.")
-        for plan in plans:
-            for node in plan.nodes:
-                ended = n.SessionEnded(session=plan.session, error=error, epoch=history.epoch)
-                self.wire.append(Order(node.node_id, ended, ""))
-        self.current.pop(service, None)
-
-    def _gather(self, process: Coordinator, absent: frozenset[str]) -> dict[str, m.Inventory]:
-        """Open the run on all live nodes but those that do not answer; what they hold."""
-        inventories = {}
-        for node in sorted(self._live(process.service) - absent):
-            if not process.is_up:
-                break
-            if (inventory := self._open_on(process, node)) is not None:
-                inventories[node] = inventory
-        process.opened = set(inventories)
-        return inventories
-
-    def _open_on(self, process: Coordinator, name: str) -> m.Inventory | None:
-        """Start the node's agent if there is none, tell it the epoch, take inventory."""
-        node = self.nodes[name]
-        if node.agent is None:
-            self.num_agents += 1
-            node.agent = Agent(self.num_agents, n.NodeMachine(epoch=node.disk.epoch))
-        agent = node.agent
-        if not self._agent_does(name, n.EpochSeen(epoch=process.machine.epoch), process.name):
-            return None
-        leaving = frozenset(held[0] for held in node.disk.fragments if agent.machine.is_deleted(held[0]))
-        return node.disk.inventory(leaving=leaving)
-
-    def _open_later(self, process: Coordinator, node: str) -> None:
-        order = Order(node, n.EpochSeen(epoch=process.machine.epoch), process.name, ("open",))
-        if order not in self.wire:
-            self.wire.append(order)
-
-    def _open_group(
-        self, process: Coordinator, launcher: Launcher, size: int, absent: frozenset[str]
-    ) -> None:
-        inventories = self._gather(process, absent)
-        nodes = sorted(inventories)[:size]
-        if not nodes or not process.is_up:
-            return
-        token, width = self._token(), self.ranks_per_node
-        event = m.GroupOpened(
-            token=token,
-            nodes=tuple(
-                m.GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
-                for i, node in enumerate(nodes)
-            ),
-            inventories=inventories,
-            resume=launcher.resume,
-            owner=launcher.name,
-            dead_owner=launcher.dead_owner,
-        )
-        launcher.state, launcher.error = "asking", None
-        self.waiting[token] = (process.name, launcher)
-        self.oracle.group_opened(process.name, event, self)
-        self.wire.append(Answer(process.name, (self._seen(frozenset(inventories)), event)))
-
-    def _send_plan(
-        self, process: Coordinator, node: str, plan: m.SessionPlan, answer: tuple[Any, ...]
-    ) -> None:
-        event = n.SessionStarted(plan=plan, node_id=node, epoch=process.machine.epoch)
-        self.wire.append(Order(node, event, process.name, answer))
-
-    def _seen(self, live: frozenset[str]) -> m.NodesSeen:
-        nodes = [self.nodes[name] for name in sorted(live)]
-        return m.NodesSeen(
-            live=live,
-            draining=frozenset(node.name for node in nodes if node.is_draining),
-            domains={node.name: node.domain for node in nodes},
-            disks={node.name: node.disk.space(self.disk_bytes) for node in nodes},
-        )
-
-    def _live(self, service: str) -> set[str]:
-        return {node.name for node in self.nodes.values() if node.is_alive and node.service == service}
-
-    # -- delivery ------------------------------------------------------------------------------------
-
-    def _order(self, message: Order, fate: Fate) -> None:
-        node = self.nodes[message.node]
-        reached = fate != "lost" and node.is_alive
-        if reached and message.answer == ("open",):
-            self._opened_late(message)
-        elif reached and node.agent is not None:
-            reached = self._agent_does(message.node, message.event, message.sender)
-        else:
-            reached = False
-        process = self.coordinators.get(message.sender)
-        if process is None or not process.is_up:
-            return
-        match message.answer:
-            case ("start", tokens, plan):
-                self._started(process, tokens, plan, message.node, reached and fate == "heard")
-            case ("delete", attempt):
-                is_gone = not node.is_alive or (reached and fate == "heard")
-                error = None if is_gone else "the agent did not answer"
-                ended = m.DeleteEnded(attempt=attempt, place=message.node, error=error)
-                self.wire.append(Answer(process.name, (ended,)))
-
-    def _opened_late(self, message: Order) -> None:
-        """A node that joined, or that has a new agent, gets the session at work."""
-        process = self.coordinators[message.sender]
-        if not process.is_up or self._open_on(process, message.node) is None:
-            return
-        process.opened.add(message.node)
-        plan = process.machine.plan
-        if plan is not None and message.node in {node.node_id for node in plan.nodes}:
-            self._send_plan(process, message.node, plan, ())
-
-    def _started(
-        self, process: Coordinator, tokens: tuple[str, ...], plan: m.SessionPlan, node: str, is_told: bool
-    ) -> None:
-        """All nodes have the plan: its tokens get it. One has not: they get an error."""
-        missing = process.starting.get(tokens)
-        if missing is None:
-            return
-        missing.discard(node)
-        if is_told and missing:
-            return
-        del process.starting[tokens]
-        error = None if is_told else Unavailable(f"A node did not take session {plan.session}.")
-        self.wire += [Told(token, plan if error is None else None, error) for token in tokens]
-
-    def _report(self, message: Report, fate: Fate) -> None:
-        process = self._process(message.service)
-        if process is None or fate == "lost":
-            if message.token:
-                self.wire.append(Told(message.token, None, Unavailable("The coordinator did not answer.")))
-            return
-        if message.token in self.waiting:
-            self.waiting[message.token] = (process.name, self.waiting[message.token][1])
-        self._tell(process.name, message.event)
-
-    def _create(self, message: Create, fate: Fate) -> None:
-        """lost: the create may still come to the store later, when nobody waits for it."""
-        if fate == "lost" or self.storage.is_away:
-            outcome: Literal["ok", "exists", "unknown"] = "unknown"
-            if not message.is_late:
-                self.wire.append(Create(message.coordinator, message.record, is_late=True))
-        else:
-            outcome, is_new = self.storage.create(message.record)
-            if is_new:
-                self.oracle.logged(message.record, self)
-            outcome = "unknown" if fate == "unheard" else outcome
-        if not message.is_late:
-            service = self.oracle.history.service if outcome == "exists" else ""
-            answer = m.Appended(seq=message.record.seq, outcome=outcome, service=service)
-            self.wire.append(Answer(message.coordinator, (answer,)))
-
-    def _work(self, name: str, effect: m.Effect, fate: Fate) -> None:
-        done = fate != "lost" and not self.storage.is_away
-        error = None if done and fate == "heard" else "time-out"
-        answer: m.Event
-        match effect:
-            case m.AskInventory(token=token):
-                self.now_s += 1  # as long as it takes to ask
-                process = self.coordinators[name]
-                inventories = self._gather(process, frozenset()) if process.is_up else {}
-                seen = self._seen(frozenset(inventories))
-                self.wire.append(Answer(name, (seen, m.InventoryTaken(token=token, inventories=inventories))))
-                return
-            case m.Drain(attempt=attempt, node_index=index, node_id=node):
-                if done and not self._upload(node, attempt.attempt, index):
-                    error = "not here"
-                answer = m.DrainEnded(attempt=attempt, node_index=index, node_id=node, error=error)
-            case m.WriteDescription(checkpoint=checkpoint):
-                whole = set(range(checkpoint.num_nodes))
-                if self.storage.fragments.get(checkpoint.id.attempt) != whole:
-                    error = "a fragment is missing"
-                elif done:
-                    self.storage.described.add(checkpoint.id.attempt)
-                answer = m.DescriptionWritten(attempt=checkpoint.id, error=error)
-            case m.Delete(attempt=gone):
-                if done:
-                    self.oracle.deletes_remote(gone)
-                    self.storage.delete(gone)
-                answer = m.DeleteEnded(attempt=gone, place=m.REMOTE, error=error)
-            case m.WriteSnapshot(seq=seq):
-                history = self.coordinators[name].machine.history
-                if done and history.next_seq == seq + 1:
-                    write_snapshot(self.storage.log, history.to_snapshot(START_S + self.now_s))
-                answer = m.SnapshotWritten(seq=seq, error=error)
-            case m.Scrub(attempt=attempt, node_index=index, place=place):
-                answer = self._scrub(attempt, index, place, error)
-            case _:
-                raise TypeError(f"the world cannot do {effect!r}")
-        self.wire.append(Answer(name, (answer,)))
-
-    def _upload(self, name: str, attempt: str, index: int) -> bool:
-        node = self.nodes[name]
-        if node.agent is None or not node.disk.has((attempt, index)) or (attempt, index) in node.disk.rotten:
-            return False
-        self.storage.fragments.setdefault(attempt, set()).add(index)
-        return True
-
-    def _scrub(self, attempt: AttemptId, index: int, place: str, error: str | None) -> m.ScrubEnded:
-        copy = (attempt.attempt, index)
-        damage: tuple[str, ...] = ()
-        node = self.nodes.get(place)
-        if node is not None:
-            if node.agent is None or not node.disk.has(copy):
-                error = "not here"
-            elif copy in node.disk.rotten and error is None:
-                node.disk.quarantine(copy)  # into quarantine
-                damage = ("a slice",)
-        return m.ScrubEnded(attempt=attempt, node_index=index, place=place, damage=damage, error=error)
-
-    # -- the agent's shell -----------------------------------------------------------------------------
-
-    def _agent_does(self, name: str, event: n.NodeEvent, sender: str = "") -> bool:
-        """False if the agent has heard of a higher epoch."""
-        agent = self.nodes[name].agent
-        assert agent is not None
-        taken = True
-        for effect in agent.machine.handle(event):
-            if isinstance(effect, n.RefuseOrder):
-                taken = False
-                if sender in self.coordinators:
-                    self._tell(sender, m.OrderRefused(epoch=effect.epoch))
-            else:
-                self._node_does(name, agent, effect)
-        return taken
-
-    def _node_does(self, name: str, agent: Agent, effect: n.NodeEffect) -> None:
-        node = self.nodes[name]
-        service = node.service
-        match effect:
-            case n.PersistEpoch(epoch=epoch):
-                node.disk.epoch = max(node.disk.epoch, epoch)
-            case n.WriteShard(attempt=attempt, rank=rank):
-                file = self._shard(agent, rank)
-                if file:
-                    node.disk.write(attempt.directory)
-                    self.wire.append(Local(name, agent.number, effect))
-            case n.WriteFragment() | n.SendCopy() | n.DeleteFolder():
-                self.wire.append(Local(name, agent.number, effect))
-            case n.TellStored():
-                stored = m.NodeStored(
-                    attempt=effect.attempt,
-                    node_index=effect.node_index,
-                    node_id=name,
-                    files=effect.files,
-                    replicated=effect.replicated,
-                    metrics=effect.metrics,
-                )
-                self.wire.append(Report(service, stored))
-            case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
-                refused = m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
-                self.wire.append(Report(service, refused))
-            case n.Release(rank=rank):
-                for member in self._members(name):
-                    member.busy.discard(rank)
-            case n.Settle(attempt=attempt, level=level, error=error):
-                self.oracle.settled(attempt, level)
-                if isinstance(error, RunSuperseded):
-                    self._end_members(name, attempt.session)
-            case n.EndSession(session=session):
-                self._end_members(name, session)
-
-    def _end_members(self, name: str, session: int) -> None:
-        for member in self._members(name):
-            if member.plan is not None and member.plan.session <= session:
-                member.state = "ended"
-
-    def _shard(self, agent: Agent, rank: int) -> str:
-        plan = agent.machine.plan
-        return shard_file(rank, plan.world_size) if plan is not None else ""
-
-    def _local(self, message: Local, fate: Fate) -> None:
-        """lost: the disk or the peer failed."""
-        node = self.nodes[message.node]
-        agent = node.agent
-        if agent is None or agent.number != message.agent:
-            return
-        match message.work:
-            case n.WriteShard(attempt=attempt, rank=rank):
-                if fate == "lost":
-                    self._agent_does(node.name, n.SaveFailed(attempt=attempt, rank=rank, reason="disk full"))
-                    return
-                file = self._shard(agent, rank)
-                node.disk.write(attempt.directory, file)
-                files = (_file(attempt, file),)
-                self._agent_does(node.name, n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=()))
-            case n.WriteFragment(fragment=fragment):
-                held = fragment_on_disk(fragment)
-                node.disk.put(held)
-                self._arrived(node, (held.attempt.attempt, held.node_index))
-                self._agent_does(node.name, n.FragmentWritten(attempt=held.attempt, entry=held.files[-1]))
-            case n.SendCopy(attempt=attempt, node_index=index, holder=holder):
-                error = self._send_copy(node, (attempt.attempt, index), holder, fate)
-                ended = m.ReplicaEnded(attempt=attempt, node_index=index, holder=holder, error=error)
-                self.wire.append(Report(node.service, ended))
-            case n.DeleteFolder(directory=directory):
-                self.oracle.deletes(node.disk, directory, self.storage)
-                node.disk.delete(directory)
-            case event:
-                self._agent_does(node.name, event)
-
-    def _send_copy(self, source: Node, copy: Copy, name: str, fate: Fate) -> str | None:
-        """To the other node's disk, the fragment last; what is cut off leaves the other files there."""
-        holder = self.nodes[name]
-        held = source.disk.fragments.get(copy)
-        if held is None or not source.disk.has(copy) or copy in source.disk.rotten:
-            return "not here"
-        if not holder.is_alive or holder.agent is None:
-            return "the peer does not answer"
-        holder.disk.write(held.attempt.directory, *(file.name for file in held.files[:-1]))
-        if fate == "lost":
-            return "the peer went away"
-        holder.disk.put(held)
-        self._arrived(holder, copy)
-        return None if fate == "heard" else "the peer did not answer"
-
-    def _arrived(self, node: Node, copy: Copy) -> None:
-        if node.disk.has_intact(copy):
-            node.disk.since[copy] = self.clock
-            self.oracle.stored(node.disk, copy)
-
-    def _lose_local(self, name: str) -> None:
-        self.wire = [w for w in self.wire if not (isinstance(w, Local) and w.node == name)]
 
     # -- ranks and launchers ---------------------------------------------------------------------------
 
@@ -970,30 +358,6 @@ class World:
                 member.state = "ended"
         launcher.group = None
 
-    def _members(self, node: str) -> Iterator[Member]:
-        for _, _, member in self.members():
-            if member.node == node and member.state != "ended":
-                yield member
-
-    def _token(self) -> m.Token:
-        self.num_tokens += 1
-        return f"token-{self.num_tokens}"
-
 
 def _resumed_step(plan: m.SessionPlan) -> int:
     return plan.resume.checkpoint.step if plan.resume is not None else 0
-
-
-def fragment_on_disk(fragment: Fragment) -> m.HeldFragment:
-    """What an inventory tells of a fragment that has been written."""
-    own = _file(fragment.attempt, fragment_file(fragment.node_index, fragment.num_nodes))
-    return m.HeldFragment(
-        attempt=fragment.attempt,
-        node_index=fragment.node_index,
-        num_nodes=fragment.num_nodes,
-        ranks=fragment.ranks,
-        files=(*fragment.files, own),
-        replicated=fragment.replicated,
-        metrics=fragment.metrics,
-    )
-

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 import ray.train
@@ -66,6 +67,9 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         except (ServiceError, Fenced) as error:
             log.warning("the group cannot start: %s", error)
             self._problem = error
+        else:
+            # What `resume` asks for holds for the first group; after it the run goes on from its own newest.
+            self._spec = replace(self._spec, options=replace(self._spec.options, resume="auto"))
         return {}
 
     async def before_controller_shutdown(self) -> None:

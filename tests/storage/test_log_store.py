@@ -149,9 +149,9 @@ class StaleListings(CreatesOnce):
         super().__init__()
         self.seen: dict[str, Any] = {}
 
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+    def find(self, path: str, **kwargs: Any) -> Any:
         if path not in self.seen:
-            self.seen[path] = super().ls(path, detail=True)
+            self.seen[path] = super().find(path, **kwargs)
         return self.seen[path]
 
     def invalidate_cache(self, path: str | None = None) -> None:

@@ -59,4 +59,4 @@ def test_the_oracle_sees_a_lost_checkpoint() -> None:
     world.oracle.stale = True
     with pytest.raises(Violation, match=f"P2: step {checkpoint.step} has lost fragment 0"):
         world.oracle.check(world)
-    assert world._process(HOME) is not None
+    assert world.process_of(HOME) is not None

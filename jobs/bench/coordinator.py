@@ -1,0 +1,205 @@
+"""What a save costs the run machine, by the number of nodes: CPU time, without Ray and without a store.
+
+A `Fleet` speaks to a real RunMachine as `ray_ckpt.actors.coordinator` does: time passes before each event and
+twice a second, and each effect that wants an answer gets one. Steps take a second and each one is saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from jobs.bench.row import Row, measure
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.coordinator import RunMachine
+from ray_ckpt.format.names import fragment_file, make_attempt, shard_file, state_file
+from ray_ckpt.types import AttemptId, FileEntry, Level, RankRestore
+
+RANKS_PER_NODE = 8
+SIZES = (100, 1_000, 10_000)  # nodes
+LIMIT_MS = 50.0  # DESIGN section 7: per commit, at LIMIT_NODES
+LIMIT_NODES = 1_000
+STEP_S = 1.0  # between saves; every rank tells its progress once a second
+WARM_SAVES = 5  # until as many are retired as committed
+FILE_BYTES = 1 << 20
+RUN_UID = "0" * 32
+
+
+class Fleet:
+    """A run machine and a training group of `num_nodes` nodes that has begun to train."""
+
+    def __init__(self, num_nodes: int) -> None:
+        options = RunOptions(retire_grace_s=0.0, scrub_bytes_per_s=0, remote_every=1_000_000)
+        self.machine = RunMachine(options=options, writer="bench", service="bench")
+        self.nodes = tuple(f"{index:056x}" for index in range(num_nodes))  # as long as Ray's ids
+        self.now_s = 0.0
+        self.step = 0
+        self.answers: deque[m.Event] = deque()  # of the nodes and the storage path; those of the log come at once
+        self._open()
+
+    def _open(self) -> None:
+        live = frozenset(self.nodes)
+        width = RANKS_PER_NODE
+        self.tell(m.NodesSeen(live=live))
+        self.tell(m.LogOpened(records=(), run_name="bench", fresh_uid=RUN_UID))
+        nodes = tuple(
+            m.GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
+            for i, node in enumerate(self.nodes)
+        )
+        empty = m.Inventory(fragments=(), directories=())
+        inventories = dict.fromkeys(self.nodes, empty)
+        self.tell(m.GroupOpened(token="group", nodes=nodes, inventories=inventories, resume="auto"))
+        for node in self.plan.nodes:
+            ranks = tuple(RankRestore(rank=rank) for rank in node.ranks)
+            session = self.plan.session
+            self.tell(m.NodeRestored(token=node.node_id, session=session, node_id=node.node_id, ranks=ranks))
+
+    @property
+    def plan(self) -> m.SessionPlan:
+        assert self.machine.plan is not None
+        return self.machine.plan
+
+    def tell(self, event: m.Event, *, after_s: float = 0.0) -> None:
+        """Time passes, then the event happens."""
+        self.now_s += after_s
+        todo = deque([event])
+        while todo:
+            ticked = m.Ticked(now_s=self.now_s, wall_s=self.now_s)
+            for effect in (*self.machine.handle(ticked), *self.machine.handle(todo.popleft())):
+                if isinstance(effect, m.Append):
+                    todo.append(m.Appended(seq=effect.record.seq, outcome="ok"))
+                elif (answer := _answer(effect)) is not None:
+                    self.answers.append(answer)
+
+    def save_events(self) -> list[m.Event]:
+        """All that the nodes tell while the next step is saved.
+
+        First all store, then all copies arrive, each in the order of the nodes: of all orders the one in
+        which the machine has to look longest for a copy that it still awaits.
+        """
+        self.step += 1
+        attempt = make_attempt(
+            run_uid=self.plan.run_uid,
+            epoch=self.plan.epoch,
+            session=self.plan.session,
+            step=self.step,
+            attempt=0,
+        )
+        stored: list[m.Event] = [_stored(attempt, node, self.plan) for node in self.plan.nodes]
+        copied: list[m.Event] = [
+            m.ReplicaEnded(attempt=attempt, node_index=node.node_index, holder=holder, error=None)
+            for node in self.plan.nodes
+            for holder in node.holders
+        ]
+        progress = m.RankProgress(step=self.step, saved_step=self.step)
+        told: list[m.Event] = [
+            m.RanksProgressed(session=self.plan.session, ranks=dict.fromkeys(node.ranks, progress))
+            for node in self.plan.nodes
+        ]
+        seen = m.NodesSeen(live=frozenset(self.nodes))
+        half = len(told) // 2
+        return [*_mixed(stored, told[:half]), seen, *_mixed(copied, told[half:]), seen]
+
+    def save(self) -> float:
+        """CPU seconds of one save, from its first event until retention has decided after its commit."""
+        events = self.save_events()
+        used_s = self._cpu_s(events, after_s=STEP_S / len(events))
+        newest = self.machine.history.lineage()[-1]
+        assert (newest.step, newest.level) == (self.step, Level.REPLICATED)
+        return used_s
+
+    def answer_all(self) -> float:
+        """CPU seconds for the answers to what the machine has asked for until now, and what they lead to."""
+        used_s = 0.0
+        while self.answers:
+            events = list(self.answers)
+            self.answers.clear()
+            used_s += self._cpu_s(events, after_s=STEP_S / len(events))
+        return used_s
+
+    def finish(self) -> float:
+        """CPU seconds to bring the newest checkpoint to the storage path, once its first events are under way."""
+        self.tell(m.FinishAsked(token="finish"))
+        used_s = self.answer_all()
+        assert self.machine.history.lineage()[-1].level is Level.DURABLE
+        return used_s
+
+    def _cpu_s(self, events: Sequence[m.Event], *, after_s: float) -> float:
+        started_s = time.process_time()
+        for event in events:
+            self.tell(event, after_s=after_s)
+        return time.process_time() - started_s
+
+
+def _mixed(events: Sequence[m.Event], others: Sequence[m.Event]) -> list[m.Event]:
+    """Both, each in its order and evenly spread."""
+    placed = [(i / len(part), event) for part in (events, others) for i, event in enumerate(part)]
+    return [event for _, event in sorted(placed, key=lambda pair: pair[0])]
+
+
+def _stored(attempt: AttemptId, node: m.SessionNode, plan: m.SessionPlan) -> m.NodeStored:
+    world, index = plan.world_size, node.node_index
+    names = [
+        *(shard_file(rank, world) for rank in node.ranks),
+        *(state_file(rank, world) for rank in node.ranks),
+        fragment_file(index, len(plan.nodes)),
+    ]
+    files = tuple(
+        FileEntry(name=name, size_bytes=FILE_BYTES, digest=f"{attempt.step:08x}{index:08x}{place:016x}")
+        for place, name in enumerate(names)
+    )
+    return m.NodeStored(
+        attempt=attempt,
+        node_index=index,
+        node_id=node.node_id,
+        files=files,
+        replicated=("f" * 32,),
+        metrics={"loss": 1.0} if index == 0 else None,
+    )
+
+
+def _answer(effect: m.Effect) -> m.Event | None:
+    match effect:
+        case m.Delete(attempt=name, place=place):
+            return m.DeleteEnded(attempt=name, place=place, error=None)
+        case m.Drain(attempt=attempt, node_index=index, node_id=node):
+            return m.DrainEnded(attempt=attempt, node_index=index, node_id=node, error=None)
+        case m.WriteDescription(checkpoint=checkpoint):
+            return m.DescriptionWritten(attempt=checkpoint.id, error=None)
+        case _:
+            return None
+
+
+def rows(repeat: int, sizes: Iterable[int] = SIZES) -> Iterator[Row]:
+    """A save, the deletes of a retired checkpoint and a drain, at each size."""
+    for size in sizes:
+        yield from _rows_at(size, repeat)
+
+
+def _rows_at(size: int, repeat: int) -> Iterator[Row]:
+    fleet = Fleet(size)
+    for _ in range(WARM_SAVES):
+        fleet.save()
+        fleet.answer_all()
+    deletes_ms: list[float] = []
+
+    def save_ms() -> float:
+        used_ms = fleet.save() * 1e3
+        deletes_ms.append(fleet.answer_all() * 1e3)
+        return used_ms
+
+    def drain_ms() -> float:
+        fleet.save()
+        fleet.answer_all()
+        return fleet.finish() * 1e3
+
+    where = f"{size:,} nodes x {RANKS_PER_NODE} ranks"
+    limit = LIMIT_MS if size == LIMIT_NODES else None
+    yield measure(
+        f"save-{size}", f"CPU of a save up to its commit, {where}", "ms", save_ms, repeat=repeat, limit=limit
+    )
+    left_ms = iter(deletes_ms)
+    yield measure(f"deletes-{size}", f"CPU of a retirement, {where}", "ms", lambda: next(left_ms), repeat=repeat)
+    yield measure(f"drain-{size}", f"CPU of a drain, {where}", "ms", drain_ms, repeat=repeat)

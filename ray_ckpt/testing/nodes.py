@@ -1,0 +1,204 @@
+"""Nodes with their disks, and the agents on them: what `actors/node_agent.py` does around a NodeMachine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core import messages as m
+from ray_ckpt.core import node as n
+from ray_ckpt.errors import RunSuperseded
+from ray_ckpt.format.names import shard_file
+from ray_ckpt.testing.oracle import Oracle
+from ray_ckpt.testing.parts import (
+    Agent,
+    Coordinator,
+    Fate,
+    Group,
+    Launcher,
+    Local,
+    Member,
+    Message,
+    Node,
+    Report,
+    file_entry,
+    fragment_on_disk,
+)
+from ray_ckpt.testing.stores import Copy, Disk, Storage
+
+DISK_BYTES = 100_000  # of each node; a smaller one makes room by retention
+
+
+class Nodes:
+    """The state of a world, and the part of it that lies on nodes."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        clusters: Mapping[str, int],
+        *,
+        ranks_per_node: int = 1,
+        disk_bytes: int = DISK_BYTES,
+    ) -> None:
+        self.options = options
+        self.ranks_per_node = ranks_per_node
+        self.disk_bytes = disk_bytes
+        self.now_s = 0.0
+        self.clock = 0  # events so far
+        self.storage = Storage()
+        self.oracle = Oracle()
+        self.nodes: dict[str, Node] = {}
+        self.coordinators: dict[str, Coordinator] = {}
+        self.current: dict[str, str] = {}  # service -> the coordinator that its name leads to
+        self.launchers: dict[str, Launcher] = {}
+        self.wire: list[Message] = []
+        self.waiting: dict[m.Token, tuple[str, Launcher | Member]] = {}  # with the coordinator that was asked
+        self.num_tokens = 0
+        self.num_agents = 0
+        for service, size in clusters.items():
+            for _ in range(size):
+                self.join(service)
+
+    def join(self, service: str, disk: Disk | None = None) -> Node:
+        """A machine comes; its node id is new, its disk may be one of before."""
+        self.clock += 1
+        name = f"{service}-{len(self.nodes)}"
+        domain = f"rack-{len(self.nodes) % 2}"
+        node = Node(name, service, disk or Disk(f"disk-{name}"), domain, since=self.clock)
+        self.nodes[name] = node
+        return node
+
+    def members(self) -> Iterator[tuple[Launcher, Group, Member]]:
+        for launcher in self.launchers.values():
+            if launcher.group is not None:
+                for member in launcher.group.members:
+                    yield launcher, launcher.group, member
+
+    def can_save(self, group: Group, member: Member) -> bool:
+        """Training is collective: nobody is ahead of the slowest by more than one save."""
+        slowest = min(other.saved for other in group.members)
+        return member.state == "training" and member.saved == slowest
+
+    def _members(self, node: str) -> Iterator[Member]:
+        for _, _, member in self.members():
+            if member.node == node and member.state != "ended":
+                yield member
+
+    def live(self, service: str) -> set[str]:
+        return {node.name for node in self.nodes.values() if node.is_alive and node.service == service}
+
+    def _token(self) -> m.Token:
+        self.num_tokens += 1
+        return f"token-{self.num_tokens}"
+
+    # -- the agent's shell -----------------------------------------------------------------------------
+
+    def _agent_does(self, name: str, event: n.NodeEvent) -> int | None:
+        """The epoch for which the agent refuses this, if it has heard of a higher one."""
+        agent = self.nodes[name].agent
+        assert agent is not None
+        refused = None
+        for effect in agent.machine.handle(event):
+            if isinstance(effect, n.RefuseOrder):
+                refused = effect.epoch
+            else:
+                self._node_does(name, agent, effect)
+        return refused
+
+    def _node_does(self, name: str, agent: Agent, effect: n.NodeEffect) -> None:
+        node = self.nodes[name]
+        service = node.service
+        match effect:
+            case n.PersistEpoch(epoch=epoch):
+                node.disk.epoch = max(node.disk.epoch, epoch)
+            case n.WriteShard(attempt=attempt, rank=rank):
+                file = self._shard(agent, rank)
+                if file:
+                    node.disk.write(attempt.directory)
+                    self.wire.append(Local(name, agent.number, effect))
+            case n.WriteFragment() | n.SendCopy() | n.DeleteFolder():
+                self.wire.append(Local(name, agent.number, effect))
+            case n.TellStored():
+                stored = m.NodeStored(
+                    attempt=effect.attempt,
+                    node_index=effect.node_index,
+                    node_id=name,
+                    files=effect.files,
+                    replicated=effect.replicated,
+                    metrics=effect.metrics,
+                )
+                self.wire.append(Report(service, stored))
+            case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
+                refused = m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
+                self.wire.append(Report(service, refused))
+            case n.Release(rank=rank):
+                for member in self._members(name):
+                    member.busy.discard(rank)
+            case n.Settle(attempt=attempt, level=level, error=error):
+                self.oracle.settled(attempt, level)
+                if isinstance(error, RunSuperseded):
+                    self._end_members(name, attempt.session)
+            case n.EndSession(session=session):
+                self._end_members(name, session)
+
+    def _end_members(self, name: str, session: int) -> None:
+        for member in self._members(name):
+            if member.plan is not None and member.plan.session <= session:
+                member.state = "ended"
+
+    def _shard(self, agent: Agent, rank: int) -> str:
+        plan = agent.machine.plan
+        return shard_file(rank, plan.world_size) if plan is not None else ""
+
+    def _local(self, message: Local, fate: Fate) -> None:
+        """lost: the disk or the peer failed."""
+        node = self.nodes[message.node]
+        agent = node.agent
+        if agent is None or agent.number != message.agent:
+            return
+        match message.work:
+            case n.WriteShard(attempt=attempt, rank=rank):
+                if fate == "lost":
+                    self._agent_does(node.name, n.SaveFailed(attempt=attempt, rank=rank, reason="disk full"))
+                    return
+                file = self._shard(agent, rank)
+                node.disk.write(attempt.directory, file)
+                files = (file_entry(attempt, file),)
+                self._agent_does(node.name, n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=()))
+            case n.WriteFragment(fragment=fragment):
+                held = fragment_on_disk(fragment)
+                node.disk.put(held)
+                self._arrived(node, (held.attempt.attempt, held.node_index))
+                self._agent_does(node.name, n.FragmentWritten(attempt=held.attempt, entry=held.files[-1]))
+            case n.SendCopy(attempt=attempt, node_index=index, holder=holder):
+                error = self._send_copy(node, (attempt.attempt, index), holder, fate)
+                ended = m.ReplicaEnded(attempt=attempt, node_index=index, holder=holder, error=error)
+                self.wire.append(Report(node.service, ended))
+            case n.DeleteFolder(directory=directory):
+                self.oracle.deletes(node.disk, directory, self.storage)
+                node.disk.delete(directory)
+            case event:
+                self._agent_does(node.name, event)
+
+    def _send_copy(self, source: Node, copy: Copy, name: str, fate: Fate) -> str | None:
+        """To the other node's disk, the fragment last; what is cut off leaves the other files there."""
+        holder = self.nodes[name]
+        held = source.disk.fragments.get(copy)
+        if held is None or not source.disk.has(copy) or copy in source.disk.rotten:
+            return "not here"
+        if not holder.is_alive or holder.agent is None:
+            return "the peer does not answer"
+        holder.disk.write(held.attempt.directory, *(file.name for file in held.files[:-1]))
+        if fate == "lost":
+            return "the peer went away"
+        holder.disk.put(held)
+        self._arrived(holder, copy)
+        return None if fate == "heard" else "the peer did not answer"
+
+    def _arrived(self, node: Node, copy: Copy) -> None:
+        if node.disk.has_intact(copy):
+            node.disk.since[copy] = self.clock
+            self.oracle.stored(node.disk, copy)
+
+    def _lose_local(self, name: str) -> None:
+        self.wire = [w for w in self.wire if not (isinstance(w, Local) and w.node == name)]

@@ -1,0 +1,168 @@
+"""A training group whose processes a test may kill: what its ranks see goes into the journal.
+
+The training is a function of step and rank alone, so a state after step k has one digest, however often
+the group died on the way there.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import xxhash
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_ckpt.errors import Unavailable
+from tests.cluster.ranks import CALL_S, Rank, Training
+from tests.fault.journal import Journal
+
+LEVELS = ("local", "replicated", "durable")
+ACK_S = 10.0  # how long rank 0 waits for a level; then it goes on without an acknowledgement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a group trains: a run, and how hard its ranks listen for acknowledgements."""
+
+    run: str
+    storage: str
+    journal: str
+    total: int = 1_000_000
+    pace_s: float = 0.1
+    waits: tuple[int, int, int] = (8, 2, 0)  # of ten saves, how many wait for local, replicated, durable
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class FaultRank(Rank):
+    """A rank that tells its process id."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Group:
+    """`len(nodes)` ranks, rank k on `nodes[k]`; each dies by itself, and the group with it."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self.nodes = tuple(nodes)
+        self.calls: list[Any] = []
+        self.actors = [
+            ray.remote(FaultRank)
+            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            .remote()
+            for node in nodes
+        ]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        try:
+            ray.get([a.join.remote(k, len(nodes), port) for k, a in enumerate(self.actors)], timeout=CALL_S)
+            self.pids: list[int] = ray.get([a.pid.remote() for a in self.actors], timeout=CALL_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def start(self, job: Job) -> None:
+        """Begin to train; returns at once."""
+        self.calls = [actor.run.remote(train, job) for actor in self.actors]
+
+    def ended(self) -> bool:
+        """A rank is through, or dead, or has raised."""
+        return bool(ray.wait(self.calls, timeout=0)[0])
+
+    def result(self) -> list[int]:
+        """The step that each rank has reached; raises what a rank has raised."""
+        return self._get(self.calls)
+
+    def restore(self, job: Job) -> list[tuple[int, str]]:
+        """Only restore: step and digest on each rank."""
+        return self._get([actor.run.remote(restore, job) for actor in self.actors])
+
+    def _get(self, calls: list[Any]) -> list[Any]:
+        try:
+            return list(ray.get(calls, timeout=CALL_S))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+    def stop(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+def train(job: Job) -> int:
+    """Restore, and train; each state that is saved is in the journal before it is saved."""
+    training = Training(job.run, job.storage, **job.options)
+    journal = Journal(Path(job.journal), training.rank)
+    ckpt = training.ckpt
+    first = True
+    step = 0
+    for step in ckpt.steps(total=job.total):
+        if first:
+            journal.write("restored", step - 1, digest=state_digest(training))
+            first = False
+        training.step()
+        if ckpt.due(step):
+            journal.write("reached", step, digest=state_digest(training))
+        ckpt.step(step)
+        if ckpt.due(step) and training.rank == 0:
+            _await_ack(ckpt, journal, step, job)
+        time.sleep(job.pace_s)
+    ckpt.close()
+    return step
+
+
+def restore(job: Job) -> tuple[int, str]:
+    """What the newest checkpoint gives; the group does not train."""
+    training = Training(job.run, job.storage, **job.options)
+    info = training.ckpt.restore()
+    step, digest = info.step if info else 0, state_digest(training)
+    Journal(Path(job.journal), training.rank).write("restored", step, digest=digest)
+    training.ckpt.close()
+    return step, digest
+
+
+def _await_ack(ckpt: Any, journal: Journal, step: int, job: Job) -> None:
+    choice = random.Random(step).randrange(10)  # not the module's own state, which belongs to the training
+    bounds = [sum(job.waits[: k + 1]) for k in range(len(LEVELS))]
+    level = next((name for name, bound in zip(LEVELS, bounds, strict=True) if choice < bound), None)
+    if level is None or not ckpt._pending:
+        return
+    attempt = ckpt._pending[-1].attempt
+    try:
+        ckpt.wait(level, timeout_s=ACK_S)
+    except Unavailable:
+        return
+    journal.write("acked", attempt.step, session=attempt.session, attempt=attempt.attempt, level=level)
+
+
+def state_digest(training: Training) -> str:
+    """Digest of everything of this rank that a restore must bring back."""
+    state = {
+        "model": _locals(training.model.state_dict()),
+        "optimizer": _locals(training.optimizer.state_dict()),
+        "scheduler": training.scheduler.state_dict(),
+        "extra": _locals(training.extra),
+        "torch": _locals(torch.get_rng_state()),
+        "python": random.getstate(),
+    }
+    return str(xxhash.xxh3_128_hexdigest(repr(state).encode()))
+
+
+def _locals(value: Any) -> Any:
+    """Tensors as the bytes that this rank holds, in containers that print the same every time."""
+    if isinstance(value, torch.Tensor):
+        tensor = value.to_local() if hasattr(value, "to_local") else value
+        return str(tensor.dtype), tuple(tensor.shape), tensor.detach().contiguous().numpy().tobytes()
+    if isinstance(value, dict):
+        return [(str(key), _locals(value[key])) for key in sorted(value, key=str)]
+    if isinstance(value, list | tuple):
+        return [_locals(item) for item in value]
+    return value
