@@ -37,6 +37,7 @@ from ray_ckpt.core.claim import RunMark, check_claim, check_marks
 from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.errors import (
     CheckpointError,
+    ConfigError,
     CorruptionError,
     Fenced,
     RunConflict,
@@ -56,7 +57,7 @@ from ray_ckpt.storage.log_store import (
     write_snapshot,
 )
 from ray_ckpt.storage.remote import RemoteTier
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, RankRestore
+from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, RankRestore
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
@@ -271,19 +272,26 @@ class Coordinator:
             nodes=run.machine.plan.nodes if run.machine.plan else (),
             restores=run.machine.restores,
             agents=tuple(self._cards.values()),
-            exposure=run.machine.exposure(),
+            exposure=await self.exposure(key),
             copies_missing=run.machine.copies_missing,
         )
 
-    async def pin(self, key: str, attempt: str, owner: str, expires_at_s: float | None) -> None:
-        """Keep a checkpoint for `owner`; ConfigError if it is retired or unknown."""
+    async def exposure(self, key: str) -> tuple[Exposure, ...]:
+        return self._run(key).machine.exposure()
+
+    async def pin(self, key: str, step: int, owner: str, expires_in_s: float | None) -> None:
+        """Keep the newest checkpoint of a step for `owner`; ConfigError if there is no live one."""
+        run = self._run(key)
+        end_s = None if expires_in_s is None else time.time() + expires_in_s
+        attempt = _attempt_of(run, step)
         await self._ask(
-            self._run(key),
-            lambda token: m.PinAsked(token=token, attempt=attempt, owner=owner, expires_at_s=expires_at_s),
+            run, lambda token: m.PinAsked(token=token, attempt=attempt, owner=owner, expires_at_s=end_s)
         )
 
-    async def unpin(self, key: str, attempt: str, owner: str) -> None:
-        await self._ask(self._run(key), lambda token: m.UnpinAsked(token=token, attempt=attempt, owner=owner))
+    async def unpin(self, key: str, step: int, owner: str) -> None:
+        run = self._run(key)
+        attempt = _attempt_of(run, step)
+        await self._ask(run, lambda token: m.UnpinAsked(token=token, attempt=attempt, owner=owner))
 
     # -- agents --------------------------------------------------------------------------------------
 
@@ -771,6 +779,16 @@ def _write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
         root_digest=checkpoint.root_digest,
     )
     remote.put(checkpoint.directory, CHECKPOINT_JSON, [encode_checkpoint(description)])
+
+
+def _attempt_of(run: Run, step: int) -> str:
+    """The newest live checkpoint of a step."""
+    found = [c for c in run.machine.history.live() if c.step == step]
+    if not found:
+        raise ConfigError(
+            f"Run {run.spec.name} has no live checkpoint of step {step}.", hint="`ray-ckpt ls` shows them."
+        )
+    return found[-1].id.attempt
 
 
 def _reason(error: Exception) -> str:

@@ -23,7 +23,7 @@ from ray_ckpt.format.names import check_run_name
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.link import Identity, SealedShard
 from ray_ckpt.restore import RestoreTicket
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore
+from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, RankRestore
 
 log = logging.getLogger("ray_ckpt")
 
@@ -103,6 +103,31 @@ def finish_run(spec: RunSpec) -> CheckpointInfo | None:
     timeout_s = spec.options.finish_timeout_s
     newest: CheckpointInfo | None = ask(coordinator().finish.remote(spec.key, timeout_s), timeout_s + CALL_S)
     return newest
+
+
+def exposure(*, run: str, storage_path: str) -> tuple[Exposure, ...]:
+    """What the death of each node of the run's group would cost right now. Unavailable if it is not open."""
+    key = RunSpec(name=run, storage_path=str(local_path(storage_path)), options=RunOptions()).key
+    found: tuple[Exposure, ...] = ask(coordinator().exposure.remote(key), CALL_S)
+    return found
+
+
+def pin(*, run: str, storage_path: str, step: int, owner: str, expires_in_s: float | None = None) -> None:
+    """Keep a checkpoint whatever retention says, until it expires or is unpinned.
+
+    ConfigError if the run has no live checkpoint of that step, Unavailable if the service has not opened it.
+    """
+    _change_pin("pin", run, storage_path, step, owner, expires_in_s)
+
+
+def unpin(*, run: str, storage_path: str, step: int, owner: str) -> None:
+    """End what `pin` began."""
+    _change_pin("unpin", run, storage_path, step, owner)
+
+
+def _change_pin(method: str, run: str, storage_path: str, step: int, *args: Any) -> None:
+    key = RunSpec(name=run, storage_path=str(local_path(storage_path)), options=RunOptions()).key
+    ask(getattr(coordinator(), method).remote(key, step, *args), CALL_S)
 
 
 class RayLink:

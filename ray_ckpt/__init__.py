@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ray_ckpt.actors.service import connect
+    from ray_ckpt.actors.service import connect, exposure, pin, unpin
     from ray_ckpt.catalog import Catalog
     from ray_ckpt.client import Checkpointer, RestoreInfo
 
@@ -19,9 +19,21 @@ _HOMES = {
     "Checkpointer": "ray_ckpt.client",
     "RestoreInfo": "ray_ckpt.client",
     "connect": "ray_ckpt.actors.service",
+    "exposure": "ray_ckpt.actors.service",
+    "pin": "ray_ckpt.actors.service",
+    "unpin": "ray_ckpt.actors.service",
 }
 
-__all__ = ["Catalog", "Checkpointer", "RestoreInfo", "__version__", "connect"]
+__all__ = [
+    "Catalog",
+    "Checkpointer",
+    "RestoreInfo",
+    "__version__",
+    "connect",
+    "exposure",
+    "pin",
+    "unpin",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -291,7 +291,7 @@ class Saves:
     def _is_overtaken(self, attempt: Attempt) -> bool:
         step, session = attempt.id.step, attempt.id.session
         committing = any(a.committing and a.id.step > step for a in self._attempts.values())
-        checkpoints = self._context.history.checkpoints.values()
+        checkpoints = self._context.history.live()
         return committing or any(c.id.session == session and c.step > step for c in checkpoints)
 
     def committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:

@@ -53,6 +53,7 @@ class Nodes:
         self.launchers: dict[str, Launcher] = {}
         self.wire: list[Message] = []
         self.waiting: dict[m.Token, tuple[str, Launcher | Member]] = {}  # with the coordinator that was asked
+        self.pins: dict[m.Token, tuple[str, str]] = {}  # asked for: attempt, owner
         self.num_tokens = 0
         self.num_agents = 0
         for service, size in clusters.items():

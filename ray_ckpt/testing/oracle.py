@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.messages import GroupOpened, SessionPlan
+from ray_ckpt.errors import FormatError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.records import LogRecord, encode_record
@@ -54,6 +55,7 @@ class Oracle:
     unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # begun without the log
     told_go: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) that train
     openings: dict[str, _Opening] = field(default_factory=dict)  # by coordinator
+    pins: set[tuple[str, str]] = field(default_factory=set)  # that ever were in the log: attempt, owner
     writer: str = ""  # of the last epoch
     stale: bool = True  # something has changed since the last check of the copies
 
@@ -62,7 +64,10 @@ class Oracle:
     def logged(self, record: LogRecord, world: Nodes) -> None:
         """A record has been created."""
         self._check_record(record, world)
-        self.history.apply(record, digest(encode_record(record)))  # raises if it is no chain (P3)
+        try:
+            self.history.apply(record, digest(encode_record(record)))
+        except FormatError as error:
+            raise Violation(f"P3: {error}") from error
         self.stale = True
         if isinstance(record.op, r.Commit):
             self.num_commits += 1
@@ -86,6 +91,8 @@ class Oracle:
                 for index in range(checkpoint.num_nodes) if level is Level.REPLICATED else ():
                     disks = self.stored_on.get((name, index), set())
                     must(len(disks) > copies, "P2", f"{op}: fragment {index} was on {sorted(disks)} only")
+            case r.Pin(attempt=name, owner=owner):
+                self.pins.add((name, owner))
             case r.Retired(attempt=name):
                 self._check_retired(op, history.checkpoints[name], record)
             case _:
@@ -217,6 +224,11 @@ class Oracle:
         if isinstance(value, CheckpointInfo):
             known = self.history.checkpoints[value.id.attempt]
             must(known.level is Level.DURABLE, "P6", f"step {known.step} was called durable too early")
+
+    def told_pinned(self, attempt: str, owner: str) -> None:
+        must(
+            (attempt, owner) in self.pins, "P6", f"the pin of {owner} was acknowledged and is not in the log"
+        )
 
     # -- bytes ---------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import RestoreError
+from ray_ckpt.testing.coordinators import START_S
 from ray_ckpt.testing.oracle import MAX_PENDING, Violation, must
 from ray_ckpt.testing.parts import (
     NETWORK,
@@ -100,6 +101,8 @@ class Schedule:
             self.clock_jumps: 1,
             self.node_drains: 1,
             self.run_finishes: 1,
+            self.ranks_report: 3,
+            self.somebody_pins: 2,
             self.log_is_trimmed: chance.choice([0, 0, 0, 1]),
         }
         self._what = list(self._weights)
@@ -161,7 +164,8 @@ class Schedule:
     def ranks_act(self) -> str | None:
         ready: list[tuple[Launcher, Group, Member]] = []
         for launcher, group, member in self.world.members():
-            if member.state == "waiting" or self.world.can_save(group, member):
+            is_free = not member.busy or self.chance.random() < 0.1
+            if member.state == "waiting" or (is_free and self.world.can_save(group, member)):
                 ready.append((launcher, group, member))
         if not ready:
             return None
@@ -215,6 +219,30 @@ class Schedule:
         name = f"{service}-driver-{len(self.world.launchers)}"
         self.launchers[service] = self.world.launchers[name] = Launcher(name, service)
         return f"{name} comes"
+
+    def ranks_report(self) -> str | None:
+        running = [la for la in self.world.launchers.values() if la.state == "running"]
+        if not running:
+            return None
+        launcher = self.chance.choice(running)
+        self.world.report_progress(launcher)
+        return f"ranks of {launcher.name} report"
+
+    def somebody_pins(self) -> str | None:
+        """Or takes a pin away again."""
+        world, chance = self.world, self.chance
+        service = chance.choice(sorted(self.launchers))
+        if world.pins and chance.random() < 0.5:
+            token = chance.choice(list(world.pins))
+            world.unpin(service, token)
+            return f"{token} is unpinned"
+        known = list(world.oracle.history.checkpoints)
+        if not known:
+            return None
+        attempt = chance.choice(known)
+        expires_at_s = None if chance.random() < 0.5 else START_S + world.now_s + 60.0
+        world.pin(service, attempt, expires_at_s)
+        return f"{attempt} is pinned"
 
     def run_finishes(self) -> str | None:
         running = [la for la in self.world.launchers.values() if la.state == "running"]

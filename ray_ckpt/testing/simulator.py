@@ -282,6 +282,38 @@ class World(Coordinators):
             self._end_group(launcher)
             launcher.state = "done"
 
+    def pin(self, service: str, attempt: str, expires_at_s: float | None) -> None:
+        """Somebody wants a checkpoint kept."""
+        self.clock += 1
+        process = self.process_of(service)
+        if process is not None:
+            token = self._token()
+            self.pins[token] = (attempt, token)
+            event = m.PinAsked(token=token, attempt=attempt, owner=token, expires_at_s=expires_at_s)
+            self.wire.append(Answer(process.name, (event,)))
+
+    def unpin(self, service: str, token: m.Token) -> None:
+        """And does not need it any more."""
+        self.clock += 1
+        process = self.process_of(service)
+        if process is not None:
+            attempt, owner = self.pins[token]
+            event = m.UnpinAsked(token=self._token(), attempt=attempt, owner=owner)
+            self.wire.append(Answer(process.name, (event,)))
+
+    def report_progress(self, launcher: Launcher) -> None:
+        """The ranks of a group say how far they are."""
+        self.clock += 1
+        assert launcher.group is not None
+        steps = launcher.group.steps
+        for member in launcher.group.members:
+            if member.state == "training" and member.plan is not None:
+                saved = steps[member.saved - 1] if member.saved else -1
+                step = max(saved, _resumed_step(member.plan))
+                ranks = {rank: m.RankProgress(step=step, saved_step=saved) for rank in member.ranks}
+                event = m.RanksProgressed(session=member.plan.session, ranks=ranks)
+                self.wire.append(Report(launcher.service, event))
+
     def trim_log(self) -> None:
         """Somebody writes a snapshot of the log; what the one before covers goes a day later."""
         self.clock += 1
@@ -307,6 +339,8 @@ class World(Coordinators):
 
     def _told(self, message: Told) -> None:
         asked = self.waiting.pop(message.token, None)
+        if message.token in self.pins and message.error is None:
+            self.oracle.told_pinned(*self.pins[message.token])
         match asked:
             case (_, Launcher() as launcher) if launcher.state != "dead":
                 self._launcher_told(launcher, message)

@@ -9,11 +9,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors.service import ask, coordinator
@@ -42,11 +42,16 @@ class Rig:
     """A run that is trained under faults in a cluster, and its journal."""
 
     def __init__(self, cluster: LocalCluster, root: Path, run: str, **options: Any) -> None:
-        self.cluster = cluster
+        self.cluster, self.root = cluster, root
         self.folder = root / "storage" / run
         self.journal = root / f"journal-{run}"
         self.job = Job(run=run, storage=str(root / "storage"), journal=str(self.journal), options=options)
+        self.key = f"{self.job.storage}/{run}"
         self.group: Group | None = None
+
+    def job_to(self, total: int) -> Job:
+        """The training, with a last step."""
+        return replace(self.job, total=total)
 
     # -- the training ----------------------------------------------------------------------------------
 
@@ -104,8 +109,7 @@ class Rig:
         deadline_s = time.monotonic() + WAIT_S
         while True:
             try:
-                key = f"{self.job.storage}/{self.job.run}"
-                status: RunStatus = ask(coordinator().status.remote(key), STATUS_S)
+                status: RunStatus = ask(coordinator().status.remote(self.key), STATUS_S)
                 return status
             except Unavailable:
                 if time.monotonic() > deadline_s:
@@ -139,6 +143,11 @@ class Rig:
     def kill_rank(self, rank: int) -> None:
         assert self.group is not None
         os.kill(self.group.pids[rank], signal.SIGKILL)
+
+    @property
+    def staging_root(self) -> Path:
+        """Where the staging folders of all nodes are, by name."""
+        return self.cluster.nodes["head"].staging.parent
 
     # -- bytes -----------------------------------------------------------------------------------------
 
@@ -230,7 +239,3 @@ def _run(*command: str) -> None:
 
 def can_mount() -> bool:
     return os.geteuid() == 0
-
-
-def connected(cluster: LocalCluster) -> bool:
-    return bool(ray.is_initialized() and cluster.nodes)

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
+from ray_ckpt.actors.service import ask, coordinator
 from tests.fault.conftest import MakeRig
+from tests.fault.rig import Rig, wait_for
 
 pytestmark = pytest.mark.cluster
 RECOVERY_S = 5.0  # from the death of the coordinator to the next commit
+KILLS = 3
+IDLE_S = 3.0
 
 
 def test_the_next_commit_comes_soon_after_the_coordinator_died(make_rig: MakeRig) -> None:
+    """P3, P6: training goes on, the log has one history, and what was acknowledged is restored."""
     rig = make_rig("coordinator", every_steps=1, remote_every=5, max_block_s=1.0)
     rig.train(["node-a", "node-b"])
-    rig.wait_commits(3)
-    rig.kill_coordinator()
-    took_s = rig.wait_commits(1)
-    print(f"the next commit came {took_s:.2f} s after the coordinator's death")
-    assert took_s < RECOVERY_S
-    rig.wait_commits(2)
+    took_s = []
+    for _ in range(KILLS):
+        rig.wait_commits(3)
+        rig.kill_coordinator()
+        took_s.append(rig.wait_commits(1))
+    print("from the coordinator's death to the next commit:", ", ".join(f"{s:.2f} s" for s in took_s))
+    assert statistics.median(took_s) < RECOVERY_S
+    acked = rig.commits()[-1].step
     rig.kill_rank(1)
-    acked = max(c.step for c in rig.commits())
     assert rig.restore(["node-a", "node-b"]) >= acked
+
+
+def test_an_agent_that_died_is_replaced_and_finds_its_disk(make_rig: MakeRig) -> None:
+    """P2: death of an agent costs its memory, nothing that it has acknowledged."""
+    rig = make_rig("agent", every_steps=1, remote_every=1000, keep_last=50, max_block_s=1.0)
+    rig.train(["node-a", "node-b"])
+    rig.wait_commits(3)
+    rig.kill_agent("node-a")
+    rig.wait_commits(3)
+    node = rig.cluster.nodes["node-a"].node_id
+    before = next(c for c in rig.commits() if rig.staged("node-a", c).is_dir())
+    assert node in rig.status().holders[before.id.attempt][0], "the new agent has told what is on the disk"
+    rig.stop()
+    for name in rig.cluster.nodes:
+        rig.kill_agent(name)
+    newest = rig.commits()[-1].step
+    assert rig.restore(["node-a", "node-b"]) >= newest
+
+
+@pytest.mark.slow
+def test_agents_of_a_finished_run_end_and_come_back_for_the_next(no_cluster: None, make_rig: MakeRig) -> None:
+    """P8: no process stays where nothing needs it."""
+    rig = make_rig("idle", every_steps=2, agent_idle_s=IDLE_S)
+    rig.train(["node-a", "node-b"], rig.job_to(4)).result()
+    rig.stop()
+    assert len(rig.actors("NodeAgent")) == len(rig.cluster.nodes)
+    ask(coordinator().finish.remote(rig.key, 60.0), 90.0)
+    wait_for(lambda: not rig.actors("NodeAgent"), what="all agents have ended")
+    again = Rig(rig.cluster, rig.root, "next", every_steps=2)
+    again.train(["node-b", "node-c"], again.job_to(4)).result()
+    assert again.restore(["node-b", "node-c"]) == 4
+    assert rig.restore(["node-a", "node-c"]) == 4
+    again.stop()

@@ -30,13 +30,13 @@ from ray_ckpt.format.manifest import (
     encode_fragment,
     rows_table,
 )
-from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, make_attempt, shard_file, state_file
+from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, shard_file, state_file
 from ray_ckpt.format.shard import build_layout
-from ray_ckpt.types import FileEntry, Fragment, ManifestRow, Slice
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow, Slice
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 UID = "0123456789abcdef" * 2
-ATTEMPT = make_attempt(run_uid=UID, session=1, step=1000, attempt=0)
+ATTEMPT = AttemptId(run_uid=UID, session=1, step=1000, attempt="328ddb164b30f670")
 
 
 def part(name: str, *spans: tuple[int, int, int], dtype: str = "F32") -> Slice:

@@ -1,0 +1,124 @@
+"""Bytes that rot, and disks that are full or lie. P4 and P7 on real Ray."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from ray_ckpt.storage.scrub import verify_fragment
+from ray_ckpt.types import Level
+from tests.fault.conftest import MakeRig
+from tests.fault.rig import can_mount, flip, lying_disk, shards, small_disk, wait_for
+
+pytestmark = pytest.mark.cluster
+needs_root = pytest.mark.skipif(not can_mount(), reason="mounts file systems")
+MIB = 1 << 20
+SCRUB_S = 4.0  # age at which a checkpoint is read again here
+
+
+def damage(folder: Path, node_index: int, num_nodes: int = 2) -> tuple[str, ...]:
+    return verify_fragment(lambda name: folder / name, node_index, num_nodes)
+
+
+def test_scrub_finds_a_flipped_bit_and_repair_makes_the_copy_again(make_rig: MakeRig) -> None:
+    """P4: damage is found, moved aside and made good from the peer, before anybody needs the bytes."""
+    rig = make_rig("scrub", every_steps=2, remote_every=1000, scrub_every_s=SCRUB_S)
+    rig.train(["node-a", "node-b"], rig.job_to(4)).result()
+    clean, bad = rig.commits()
+    assert (clean.step, bad.step) == (2, 4)
+    shard = shards(rig.staged("node-a", bad), rank=0)[0]
+    flip(shard)
+    pen = rig.cluster.nodes["node-a"].staging / bad.id.run_uid / "quarantine" / bad.directory / shard.name
+    wait_for(pen.exists, what="the bad file is in quarantine")
+    wait_for(lambda: shard.exists() and rig.is_protected(), what="a new copy")
+    assert not damage(shard.parent, 0)
+    wait_for(lambda: rig.catalog[2].info.verified_at_s is not None, what="step 2 is verified")
+    assert rig.catalog[4].info.verified_at_s is None, "a round that found damage proves nothing"
+    for name in rig.cluster.nodes:
+        rig.kill_agent(name)
+    assert rig.restore(["node-a", "node-b"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_flips_anywhere_give_the_right_state_or_an_older_right_one(make_rig: MakeRig, seed: int) -> None:
+    """P4, with one flipped bit in some file of each of several copies; the oracle compares the states."""
+    rig = make_rig(f"flips-{seed}", every_steps=2, remote_every=2, scrub_bytes_per_s=0)
+    rig.train(["node-a", "node-b"], rig.job_to(8)).result()
+    rig.stop()
+    wait_for(lambda: rig.catalog.newest(Level.DURABLE) is not None)
+    rng = random.Random(seed)
+    newest = rig.commits()[-1]
+    folders = [rig.staged("node-a", newest), rig.staged("node-b", newest)]
+    for folder in rng.sample(folders, k=rng.choice((1, 2))):
+        for path in rng.sample(sorted(folder.iterdir()), k=rng.choice((1, 2, 3))):
+            flip(path, rng.randrange(path.stat().st_size))
+    for name in rig.cluster.nodes:
+        rig.kill_agent(name)
+    restored = rig.restore(["node-a", "node-b"])
+    print(f"seed {seed}: restored step {restored} of {newest.step}")
+    assert restored in (6, 8)
+
+
+@needs_root
+def test_a_full_disk_costs_saves_and_no_training(make_rig: MakeRig) -> None:
+    """P7: ENOSPC on a rank's node. Training goes on, and saves come back with the space."""
+    rig = make_rig("full", every_steps=1, remote_every=1000, reserve_bytes=MIB, max_block_s=1.0)
+    with small_disk(rig.staging_root / "small", 16 * MIB):
+        rig.cluster.add("small")
+        rig.train(["node-a", "small"])
+        rig.wait_commits(2)
+        ballast = rig.cluster.nodes["small"].staging / "ballast"
+        _fill(ballast)
+        stuck = rig.commits()[-1].step
+        wait_for(lambda: rig.last_step() > stuck + 15, what="training without saves")
+        saved = rig.commits()[-1].step
+        ballast.unlink()
+        rig.wait_commits(3)
+        assert rig.group is not None and not rig.group.ended()
+        assert saved <= stuck + 2, "nothing was committed without its bytes"
+        rig.stop()
+        rig.check()
+        rig.cluster.kill("small", wipe=False)
+
+
+@needs_root
+def test_an_fsync_that_fails_once_is_never_taken_for_a_success(make_rig: MakeRig) -> None:
+    """P2, P4: the kernel reports a lost write once, and then says that all is well."""
+    rig = make_rig("lying", every_steps=1, remote_every=1000, keep_last=50, reserve_bytes=0, max_block_s=1.0)
+    root = rig.staging_root
+    with lying_disk(root / "lying", root, size_bytes=256 * MIB, real_bytes=24 * MIB) as backing:
+        rig.cluster.add("lying")
+        rig.train(["node-a", "lying"])
+        rig.wait_commits(2)
+        ballast = backing / "ballast"
+        _fill(ballast)
+        wait_for(lambda: rig.last_step() > rig.commits()[-1].step + 10, what="failing saves")
+        ballast.unlink()
+        rig.wait_commits(3)
+        rig.stop()
+        live = [c for c in rig.catalog.checkpoints if c.num_nodes == 2]
+        Path("/proc/sys/vm/drop_caches").write_text("3")  # what is checked is the disk, not the page cache
+        bad = {c.step: found for c in live if (found := damage(rig.staged("lying", c), 1))}
+        print(f"{len(live)} commits, {len(bad)} of them damaged on the disk that lies")
+        assert not bad
+        rig.check()
+        rig.cluster.kill("lying", wipe=False)
+
+
+def _fill(path: Path) -> None:
+    """Take all space that is left in a file system."""
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(MIB))
+        except OSError:
+            pass
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            os.fsync(file.fileno())

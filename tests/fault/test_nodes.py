@@ -1,0 +1,101 @@
+"""Nodes that die, and come back with their disks. P2 on real Ray."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from jobs.local_cluster import LocalCluster
+from ray_ckpt.actors.service import ask, coordinator
+from ray_ckpt.types import CheckpointInfo, Level
+from tests.fault.conftest import MakeRig
+from tests.fault.rig import Rig, wait_for
+
+pytestmark = pytest.mark.cluster
+FOUR = ("node-a", "node-b", "node-c", "node-d")
+
+
+def holders_of(rig: Rig, checkpoint: CheckpointInfo) -> dict[int, set[str]]:
+    """Live nodes, by name, that hold each fragment."""
+    live = {node.node_id: name for name, node in rig.cluster.nodes.items()}
+    found = rig.status().holders[checkpoint.id.attempt]
+    return {index: {live[n] for n in nodes if n in live} for index, nodes in found.items()}
+
+
+def test_a_lost_holder_is_replaced_by_an_idle_node(make_rig: MakeRig) -> None:
+    """P2 stays true after the loss: `replicas` copies again, without a new save."""
+    rig = make_rig("repair", every_steps=2, remote_every=1000)
+    rig.train(["node-a", "node-b"], rig.job_to(4)).result()
+    newest = rig.commits()[-1]
+    assert holders_of(rig, newest) == {0: {"node-a", "node-b"}, 1: {"node-a", "node-b"}}
+    before = rig.status()
+    assert before.copies_missing == 0
+    assert [(e.step, e.tier, e.steps_at_risk) for e in before.exposure] == [(4, "peer", 0)] * 2
+    rig.cluster.kill("node-b", wipe=True)
+    took_s = wait_for(
+        lambda: all(len(names) == 2 for names in holders_of(rig, newest).values()), what="two copies each"
+    )
+    print(f"all copies were back {took_s:.1f} s after the node's death")
+    after = rig.status()
+    assert after.copies_missing == 0
+    alone = next(e for e in after.exposure if e.node_id == rig.cluster.nodes["node-a"].node_id)
+    assert (alone.step, alone.tier) == (4, "peer")
+    assert rig.restore(["node-a", "node-c"]) == 4
+
+
+def test_a_pinned_checkpoint_stays(make_rig: MakeRig) -> None:
+    """P5: retention takes nothing that somebody has a hold on."""
+    rig = make_rig("pins", every_steps=2, keep_last=1, remote_every=1000, max_block_s=5.0)
+    rig.train(["node-a", "node-b"])
+    wait_for(lambda: rig.commits())
+    pinned = rig.commits()[0]
+    ask(coordinator().pin.remote(rig.key, pinned.id.attempt, "a test", None), 30.0)
+    rig.wait_commits(4)
+    live = {c.step for c in rig.catalog.checkpoints}
+    assert pinned.step in live and len(live) <= 4
+    assert all(rig.staged(name, pinned).is_dir() for name in ("node-a", "node-b"))
+    assert rig.catalog[pinned.step].info.pins == {"a test": None}
+    ask(coordinator().unpin.remote(rig.key, pinned.id.attempt, "a test"), 30.0)
+    wait_for(lambda: pinned.step not in {c.step for c in rig.catalog.checkpoints}, what="it is retired")
+
+
+@pytest.mark.slow
+def test_disks_that_return_after_the_whole_cluster_died_serve_what_they_can(
+    no_cluster: None, tmp_path: Path
+) -> None:
+    """P2: with one replica any three of four disks, and two of different pairs, give the newest; two of one
+    pair give the newest durable one."""
+    staging = tmp_path / "staging"
+    with LocalCluster(staging, FOUR) as cluster:
+        rig = Rig(cluster, tmp_path, "returns", every_steps=1, remote_every=4, keep_last=20, max_block_s=5.0)
+        rig.train(FOUR)
+        wait_for(lambda: rig.commits() and rig.catalog.newest(Level.DURABLE) is not None)
+        wait_for(lambda: rig.commits()[-1].level is Level.REPLICATED)
+        for name in FOUR:
+            cluster.kill(name, wipe=False)
+        rig.stop()
+    held = [c for c in rig.commits() if c.level >= Level.REPLICATED]
+    newest, durable = held[-1].step, max(c.step for c in held if c.level is Level.DURABLE)
+    backup = tmp_path / "backup"
+    for folder in (staging, tmp_path / "storage"):
+        shutil.copytree(folder, backup / folder.name)
+    for back, least in ((("node-a", "node-b", "node-d"), newest), (("node-b", "node-c"), newest)):
+        assert _restored_by(rig, back, tmp_path, backup) >= least
+    assert _restored_by(rig, ("node-c", "node-d"), tmp_path, backup) in range(durable, newest + 1)
+
+
+def _restored_by(rig: Rig, names: Sequence[str], root: Path, backup: Path) -> int:
+    """The step that four ranks restore in a new cluster of these nodes, with the disks as they were."""
+    for folder in ("staging", "storage"):
+        shutil.rmtree(root / folder)
+        shutil.copytree(backup / folder, root / folder)
+    with LocalCluster(root / "staging", names) as cluster:
+        rig.cluster = cluster
+        nodes = [names[k % len(names)] for k in range(len(FOUR))]
+        step = rig.restore(nodes)
+        rig.stop()
+    print(f"with {', '.join(names)} back: step {step}")
+    return step
