@@ -36,7 +36,9 @@ class Fleet:
         self.nodes = tuple(f"{index:056x}" for index in range(num_nodes))  # as long as Ray's ids
         self.now_s = 0.0
         self.step = 0
-        self.answers: deque[m.Event] = deque()  # of the nodes and the storage path; those of the log come at once
+        self.answers: deque[m.Event] = (
+            deque()
+        )  # of the nodes and the storage path; those of the log come at once
         self._open()
 
     def _open(self) -> None:
@@ -80,23 +82,20 @@ class Fleet:
         which the machine has to look longest for a copy that it still awaits.
         """
         self.step += 1
+        plan = self.plan
         attempt = make_attempt(
-            run_uid=self.plan.run_uid,
-            epoch=self.plan.epoch,
-            session=self.plan.session,
-            step=self.step,
-            attempt=0,
+            run_uid=plan.run_uid, epoch=plan.epoch, session=plan.session, step=self.step, attempt=0
         )
-        stored: list[m.Event] = [_stored(attempt, node, self.plan) for node in self.plan.nodes]
+        stored: list[m.Event] = [_stored(attempt, node, plan) for node in plan.nodes]
         copied: list[m.Event] = [
             m.ReplicaEnded(attempt=attempt, node_index=node.node_index, holder=holder, error=None)
-            for node in self.plan.nodes
+            for node in plan.nodes
             for holder in node.holders
         ]
         progress = m.RankProgress(step=self.step, saved_step=self.step)
         told: list[m.Event] = [
-            m.RanksProgressed(session=self.plan.session, ranks=dict.fromkeys(node.ranks, progress))
-            for node in self.plan.nodes
+            m.RanksProgressed(session=plan.session, ranks=dict.fromkeys(node.ranks, progress))
+            for node in plan.nodes
         ]
         seen = m.NodesSeen(live=frozenset(self.nodes))
         half = len(told) // 2
@@ -120,7 +119,7 @@ class Fleet:
         return used_s
 
     def finish(self) -> float:
-        """CPU seconds to bring the newest checkpoint to the storage path, once its first events are under way."""
+        """CPU seconds to bring the newest checkpoint to the storage path, from the first answer on."""
         self.tell(m.FinishAsked(token="finish"))
         used_s = self.answer_all()
         assert self.machine.history.lineage()[-1].level is Level.DURABLE
@@ -158,6 +157,11 @@ def _stored(attempt: AttemptId, node: m.SessionNode, plan: m.SessionPlan) -> m.N
         replicated=("f" * 32,),
         metrics={"loss": 1.0} if index == 0 else None,
     )
+
+
+def stored_events(num_nodes: int) -> tuple[m.NodeStored, ...]:
+    """What the nodes of a fleet tell when they have stored a step."""
+    return tuple(event for event in Fleet(num_nodes).save_events() if isinstance(event, m.NodeStored))
 
 
 def _answer(effect: m.Effect) -> m.Event | None:
@@ -201,5 +205,7 @@ def _rows_at(size: int, repeat: int) -> Iterator[Row]:
         f"save-{size}", f"CPU of a save up to its commit, {where}", "ms", save_ms, repeat=repeat, limit=limit
     )
     left_ms = iter(deletes_ms)
-    yield measure(f"deletes-{size}", f"CPU of a retirement, {where}", "ms", lambda: next(left_ms), repeat=repeat)
+    yield measure(
+        f"deletes-{size}", f"CPU of a retirement, {where}", "ms", lambda: next(left_ms), repeat=repeat
+    )
     yield measure(f"drain-{size}", f"CPU of a drain, {where}", "ms", drain_ms, repeat=repeat)

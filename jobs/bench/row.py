@@ -25,7 +25,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`samples` are in `unit`; empty if `skipped` says why. `limit` is in `unit` too, None: for reading only."""
+    """`samples` and `limit` are in `unit`; no samples: `skipped` says why; no limit: it is for reading only."""
 
     name: str
     what: str

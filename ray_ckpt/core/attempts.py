@@ -18,7 +18,7 @@ class Attempt:
     nodes: tuple[SessionNode, ...]
     started_s: float
     stored: dict[int, NodeStored] = field(default_factory=dict)
-    awaited: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes a copy is on its way to
+    awaited: dict[int, set[str]] = field(default_factory=dict)  # node_index -> who is to get a copy
     copies: dict[int, set[str]] = field(default_factory=dict)  # node_index -> other nodes that hold it
     failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes that could not
     committing: bool = False
@@ -28,7 +28,8 @@ class Attempt:
         if event.node_index not in self.stored:
             index = event.node_index  # copies may have ended before this message came
             ended = self.copies.get(index, set()) | self.failed.get(index, set())
-            self.awaited.setdefault(index, set()).update(set(self.nodes[index].holders) - ended)
+            if waiting := set(self.nodes[index].holders) - ended:
+                self.awaited.setdefault(index, set()).update(waiting)
         self.stored[event.node_index] = event
 
     def replace(self, node_index: int, holder: str, live: Set[str]) -> str | None:
@@ -36,20 +37,26 @@ class Attempt:
         node = self.nodes[node_index]
         failed = self.failed.setdefault(node_index, set())
         failed.add(holder)
-        awaited = self.awaited.setdefault(node_index, set())
-        awaited.discard(holder)
+        self._ended(node_index, holder)
+        awaited = self.awaited.get(node_index, set())
         copies = self.copies.setdefault(node_index, set())
         copies.discard(holder)
         others = sorted(live - failed - awaited - copies - {node.node_id})
         if not others:
             return None
-        awaited.add(others[0])
+        self.awaited.setdefault(node_index, set()).add(others[0])
         return others[0]
 
     def arrive(self, node_index: int, holder: str) -> None:
         """A copy is fsynced on `holder`."""
-        self.awaited.setdefault(node_index, set()).discard(holder)
+        self._ended(node_index, holder)
         self.copies.setdefault(node_index, set()).add(holder)
+
+    def _ended(self, node_index: int, holder: str) -> None:
+        awaited = self.awaited.get(node_index, set())
+        awaited.discard(holder)
+        if not awaited:
+            self.awaited.pop(node_index, None)
 
     @property
     def is_local(self) -> bool:
@@ -66,7 +73,7 @@ class Attempt:
 
     def reaches_goal(self) -> bool:
         """Local everywhere, and each fragment has all the copies that it can still get."""
-        return self.is_local and not any(self.awaited.values())
+        return self.is_local and not self.awaited
 
     def files(self) -> tuple[FileEntry, ...]:
         return tuple(f for stored in self.stored.values() for f in stored.files)

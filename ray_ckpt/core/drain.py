@@ -20,6 +20,7 @@ MAX_QUEUED = 4  # and waiting for their turn, each kept by retention; older ones
 class _Task:
     checkpoint: CheckpointInfo
     todo: set[int]
+    waiting: set[int]  # those of `todo` that nobody uploads
     running: dict[int, str] = field(default_factory=dict)  # node_index -> node that uploads it
     tries: dict[int, int] = field(default_factory=dict)
     not_before_s: dict[int, float] = field(default_factory=dict)
@@ -46,25 +47,26 @@ class Drains:
         waiting = [name for name, task in self._tasks.items() if not task.is_started]
         if len(waiting) >= MAX_QUEUED:
             del self._tasks[waiting[0]]
-        self._tasks[name] = _Task(checkpoint=checkpoint, todo=set(range(checkpoint.num_nodes)))
+        parts = range(checkpoint.num_nodes)
+        self._tasks[name] = _Task(checkpoint=checkpoint, todo=set(parts), waiting=set(parts))
 
     def assign(self, holders: Holders, now_s: float) -> Iterator[Drain]:
         """Give each fragment of the oldest checkpoints that nobody uploads to a live holder."""
         for task in list(self._tasks.values())[:MAX_ACTIVE]:
             name = task.checkpoint.id.attempt
-            for index in sorted(task.todo - set(task.running)):
+            for index in sorted(task.waiting):
                 nodes = sorted(holders.of(name, index) & holders.live)
                 tries = task.tries.get(index, 0)
                 if nodes and now_s >= task.not_before_s.get(index, 0.0):
                     task.tries[index] = tries + 1
                     task.running[index] = nodes[(index + tries) % len(nodes)]
+                    task.waiting.discard(index)
                     yield Drain(attempt=task.checkpoint.id, node_index=index, node_id=task.running[index])
 
     def give_up_orphans(self, holders: Holders) -> Iterator[CheckpointInfo]:
         """Checkpoints of which no live node holds a part that is still to be uploaded; their drains end."""
         for name, task in list(self._tasks.items()):
-            waiting = task.todo - set(task.running)
-            if any(not holders.of(name, index) & holders.live for index in waiting):
+            if any(not holders.of(name, index) & holders.live for index in task.waiting):
                 del self._tasks[name]
                 yield task.checkpoint
 
@@ -80,6 +82,7 @@ class Drains:
             del self._tasks[event.attempt.attempt]
             return "given up"
         else:
+            task.waiting.add(index)
             task.not_before_s[index] = now_s + RETRY_S * 2 ** (task.tries[index] - 1)
         return "more" if task.todo else "complete"
 
@@ -93,4 +96,5 @@ class Drains:
             for index, node in list(task.running.items()):
                 if node in nodes:
                     del task.running[index]
+                    task.waiting.add(index)
                     task.tries[index] -= 1

@@ -99,15 +99,13 @@ class Groups:
         current = history.session
         age = (current.opened_by, current.session) if current else (0, 0)
         number = current.session if current else 0
+        is_over = False
         resumed_from = plan.resume.checkpoint.id.attempt if plan.resume else None
-        if plan.age == age:
-            context.plan, self.is_training = plan, True
-        elif (
+        if (
             plan.age > age
             and plan.session > number
             and (resumed_from is None or resumed_from in {c.id.attempt for c in history.lineage()})
         ):  # begun while the store was away; the old coordinator could not log it any more
-            context.plan, self.is_training = plan, True
             context.ledger.append(
                 r.Session(
                     session=plan.session,
@@ -121,12 +119,23 @@ class Groups:
                     num_nodes=len(plan.nodes),
                 )
             )
-        else:
+        elif plan.age != age:
+            is_over = True
+        if is_over:
             yield m.Supersede(
                 nodes=tuple(n.node_id for n in plan.nodes),
                 session=plan.session,
                 error=RunSuperseded(f"Session {plan.session} of run {history.run_name} is over."),
             )
+            return
+        context.plan, self.is_training = plan, True
+        self._group = m.GroupOpened(
+            token="",
+            nodes=tuple(m.GroupNode(node_id=n.node_id, ranks=n.ranks) for n in plan.nodes),
+            inventories={},
+            resume="auto",
+            owner=plan.owner,
+        )
 
     def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
         """Tell all who wait."""
@@ -134,6 +143,11 @@ class Groups:
         self._waiting, self._restored, self._choosing = (), {}, False
         for token in tokens:
             yield m.Fail(token=token, error=error)
+
+    def _give_up(self, error: CheckpointError) -> Iterator[m.Effect]:
+        """The group cannot start, and nobody has the run until the next one comes."""
+        yield from self.fail(error)
+        self.finished()
 
     def decide(self) -> Iterator[m.Effect]:
         """Choose if a group waits for it. Called only while nothing is pending: the log is all there is."""
@@ -155,7 +169,7 @@ class Groups:
         if self._choosing and not self._asked:
             if waiting >= MAX_WAITING_SESSIONS:
                 error = Unavailable("The log of the run does not answer, and too many groups have failed.")
-                yield from self.fail(error)
+                yield from self._give_up(error)
                 return
             yield from self._choose(context.ledger.projected(), from_nodes_only=True)
         if self._waiting and not self._choosing:
@@ -179,7 +193,7 @@ class Groups:
         candidates = [] if group.resume == "never" else list(reversed(history.lineage()))
         if (step := resume_step(group.resume)) is not None:
             if all(c.step != step for c in candidates):
-                yield from self.fail(self._no_such_step(step, candidates))
+                yield from self._give_up(self._no_such_step(step, candidates))
                 return
             candidates = [c for c in candidates if c.step == step]
         candidates = [c for c in candidates if c.id.attempt not in self._excluded]
@@ -191,13 +205,16 @@ class Groups:
             yield m.AskInventory(token=group.token)
             return
         if chosen is None and (candidates or self._excluded or group.resume == "must"):
-            yield from self.fail(self._nothing_intact(candidates))
+            error: CheckpointError = self._nothing_intact(candidates)
+            if from_nodes_only:
+                error = Unavailable(
+                    "The storage path does not answer, and the nodes hold no checkpoint whole."
+                )
+            yield from self._give_up(error)
             return
         if chosen is not None and chosen is not candidates[0]:
-            skipped = candidates[0].step
-            yield m.Warn(
-                text=f"Step {skipped} has lost all copies of a part; step {chosen.step} is restored instead."
-            )
+            why = "is not on the nodes" if from_nodes_only else "has lost all copies of a part"
+            yield m.Warn(text=f"Step {candidates[0].step} {why}; step {chosen.step} is restored instead.")
         self._choosing = False
         previous = history.session
         context.ledger.append(

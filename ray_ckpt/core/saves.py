@@ -201,7 +201,7 @@ class Saves:
         for attempt in list(self._attempts.values()):
             step = attempt.id.step
             passed = {k for k, p in event.ranks.items() if p.step > step and p.saved_step < step}
-            if missed := sorted(passed & set(attempt.missing_ranks)):
+            if passed and (missed := sorted(passed.intersection(attempt.missing_ranks))):
                 yield from self.drop(attempt, _not_collective(attempt, missed))
 
     # -- time and nodes --------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Saves:
     def ticked(self) -> Iterator[m.Effect]:
         limit_s = self._context.options.attempt_timeout_s
         for attempt in list(self._attempts.values()):
-            if attempt.missing_ranks and self._context.now_s - attempt.started_s > limit_s:
+            if not attempt.is_local and self._context.now_s - attempt.started_s > limit_s:
                 yield from self.drop(attempt, self._why_incomplete(attempt, limit_s))
             else:
                 yield from self._try_commit(attempt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -36,6 +37,6 @@ class Digester:
 def root_digest(files: Iterable[FileEntry]) -> str:
     """One digest over every (name, size, digest) of a checkpoint, independent of the order given."""
     state = Digester()
-    for file in sorted(files, key=lambda f: f.name):
+    for file in sorted(files, key=attrgetter("name")):
         state.update(f"{file.name}\0{file.size_bytes}\0{file.digest}\n".encode())
     return state.hexdigest()

@@ -286,7 +286,7 @@ def _attempt_json(attempt: AttemptId) -> dict[str, Any]:
         "session": attempt.session,
         "step": attempt.step,
         "attempt": attempt.attempt,
-        "epoch": attempt.epoch,
+        **({"epoch": attempt.epoch} if attempt.epoch else {}),  # not in checkpoints from before that field
     }
 
 

@@ -137,6 +137,8 @@ class Nodes:
                     member.busy.discard(rank)
             case n.Settle(attempt=attempt, level=level, error=error):
                 self.oracle.settled(attempt, level)
+                if agent.machine.is_deleted(attempt.attempt):
+                    self.oracle.gave_up(attempt, agent.machine.epoch)
                 if isinstance(error, RunSuperseded):
                     self._end_members(name, attempt.session)
             case n.EndSession(session=session):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ray_ckpt.config import resume_step
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.messages import GroupOpened, SessionPlan
 from ray_ckpt.errors import FormatError
@@ -52,6 +53,7 @@ class Oracle:
     stored_on: dict[Copy, set[str]] = field(default_factory=dict)  # disks that ever had it, fsynced
     failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost parts of it
     damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) found without a source
+    dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was given up
     unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # begun without the log
     told_go: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) that train
     openings: dict[str, _Opening] = field(default_factory=dict)  # by coordinator
@@ -83,7 +85,7 @@ class Oracle:
             case r.Session():
                 self._check_session(op, record, world)
             case r.Commit():
-                self._check_commit(op, world)
+                self._check_commit(op, record.epoch)
             case r.Promote(attempt=name, level=level, replicas=copies):
                 checkpoint = history.checkpoints[name]
                 if level is Level.DURABLE and checkpoint.state == "live":
@@ -108,6 +110,10 @@ class Oracle:
             return  # found at work by a coordinator that was not asked for it
         skipped = lineage[names.index(op.resumed_from) + 1 :] if op.resumed_from else lineage
         if opening.event.resume == "never":
+            return
+        if (step := resume_step(opening.event.resume)) is not None:
+            steps = [c.step for c in lineage if c.id.attempt == op.resumed_from]
+            must(steps == [step], "P3", f"{op} does not go back to step {step}")
             return
         for checkpoint in skipped:
             wrong = self._could_serve(checkpoint, op.owner, opening, world)
@@ -138,7 +144,7 @@ class Oracle:
             and not agent.machine.is_deleted(copy[0])
         )
 
-    def _check_commit(self, op: r.Commit, world: Nodes) -> None:
+    def _check_commit(self, op: r.Commit, epoch: int) -> None:
         current = self.history.session
         must(
             current is not None and current.session == op.session,
@@ -146,6 +152,7 @@ class Oracle:
             f"{op} is of a session that has ended",
         )
         assert current is not None
+        must(self.dropped.get(op.attempt, 0) < epoch, "P6", f"{op} was given up in this epoch")
         plan = self.plans.get(op.attempt)
         must(plan is not None, "P1", f"nobody has saved {op}")
         assert plan is not None
@@ -211,8 +218,12 @@ class Oracle:
     def saves(self, attempt: AttemptId, plan: SessionPlan) -> None:
         self.plans[attempt.attempt] = plan
 
+    def gave_up(self, attempt: AttemptId, epoch: int) -> None:
+        """Ranks were told not to count on a save; a later coordinator may still find it whole."""
+        self.dropped[attempt.attempt] = epoch
+
     def settled(self, attempt: AttemptId, level: Level | None) -> None:
-        """Ranks were told what a save has reached."""
+        """Ranks were told what a save has reached; no level: nothing is promised."""
         if level is not None:
             known = self.history.checkpoints.get(attempt.attempt)
             must(known is not None, "P6", f"step {attempt.step} was acknowledged and is not in the log")

@@ -192,7 +192,10 @@ class Schedule:
 
     def _launch(self, launcher: Launcher) -> None:
         size = self.chance.choice([1, 2, 2, 2, 3])
-        launcher.resume = "never" if self.chance.random() < 0.02 else "auto"
+        lineage = self.world.oracle.history.lineage()
+        launcher.resume = self.chance.choices(["auto", "never", "must"], [96, 2, 2])[0]
+        if lineage and self.chance.random() < 0.03:
+            launcher.resume = f"step:{self.chance.choice(lineage).step}"
         self.world.launch(launcher.name, size, self._absent(launcher.service))
 
     def _absent(self, service: str) -> frozenset[str]:

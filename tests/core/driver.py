@@ -17,6 +17,7 @@ from ray_ckpt.config import Resume, RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node as n
 from ray_ckpt.core.coordinator import RunMachine
+from ray_ckpt.errors import FormatError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, make_attempt, record_file, shard_file
@@ -78,9 +79,18 @@ class Disk:
 class Harness:
     """A run machine, its log and its nodes' disks. Each method returns the effects, in order."""
 
-    def __init__(self, nodes: str = "ab", *, ranks_per_node: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        nodes: str = "ab",
+        *,
+        ranks_per_node: int = 1,
+        service: str = SERVICE,
+        store: MemoryLogStore | None = None,
+        **options: Any,
+    ) -> None:
         self.options = RunOptions(**{"retire_grace_s": 0.0, "scrub_bytes_per_s": 0, **options})
-        self.store = MemoryLogStore()
+        self.service = service
+        self.store = store or MemoryLogStore()
         self.store_mode: StoreMode = "ok"
         self.ranks_per_node = ranks_per_node
         self.now_s = 0.0
@@ -98,7 +108,9 @@ class Harness:
         """A new process: it knows nothing but the log."""
         self.num_coordinators += 1
         self.machine = RunMachine(
-            options=self.options, writer=f"coordinator-{self.num_coordinators}", service=SERVICE
+            options=self.options,
+            writer=f"coordinator-{self.num_coordinators}-{self.service}",
+            service=self.service,
         )
         opened = m.LogOpened(records=read_log(self.store), run_name=RUN, fresh_uid=RUN_UID)
         seen = m.NodesSeen(live=frozenset(self.live))
@@ -126,7 +138,16 @@ class Harness:
         outcome = self.store.create(record_file(seq), encode_record(effect.record))
         if self.store_mode == "answers lost":
             return (m.Appended(seq=seq, outcome="unknown"),)
-        return (m.Appended(seq=seq, outcome="ok" if outcome is Outcome.OK else "exists"),)
+        if outcome is Outcome.OK:
+            return (m.Appended(seq=seq, outcome="ok"),)
+        return (m.Appended(seq=seq, outcome="exists", service=self._service_in_log()),)
+
+    def _service_in_log(self) -> str:
+        """Of the last epoch; "" if the log cannot be read."""
+        try:
+            return [op.service for op in self.records if isinstance(op, r.Epoch)][-1]
+        except FormatError:
+            return ""
 
     def confirm(self, *, hold_next: bool = False) -> tuple[m.Effect, ...]:
         """Carry out the held appends; what follows from them is held again or carried out."""
@@ -251,6 +272,7 @@ class Harness:
             ranks=node.ranks,
             files=tuple(entry(name, attempt) for name in names),
             replicated=("same",),
+            metrics={"loss": 1.0 / attempt.step} if 0 in node.ranks else None,
         )
 
     def copied(

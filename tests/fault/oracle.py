@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.types import CheckpointInfo, Level
@@ -108,7 +109,7 @@ def ask(run: Path, journal: Path) -> Verdict:
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     if done.returncode:
         raise AssertionError(f"the log cannot be read: {done.stderr[-2000:]}")
-    found = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
     return Verdict(**{key: tuple(v) if isinstance(v, list) else v for key, v in found.items()})
 
 

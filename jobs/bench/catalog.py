@@ -1,0 +1,52 @@
+"""What it takes to list a long run: a snapshot and the records after it, as files on disk.
+
+CPU time, since the system has the files in memory; on a slow store reading them comes on top.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from jobs.bench.long_log import LongLog
+from jobs.bench.row import Row, measure
+from ray_ckpt import Catalog
+from ray_ckpt.format import names
+from ray_ckpt.storage.log_store import Outcome, PosixLogStore, create_record, write_snapshot
+
+NUM_CHECKPOINTS = 100_000
+NUM_RECORDS = 1_000  # of them after the snapshot; then the next one is due
+LIMIT_S = 1.0  # DESIGN section 7
+
+
+def rows(
+    repeat: int, num_checkpoints: int = NUM_CHECKPOINTS, num_records: int = NUM_RECORDS
+) -> Iterator[Row]:
+    """`Catalog(path).list()` by a reader that has nothing yet."""
+    with tempfile.TemporaryDirectory(prefix="ray_ckpt-bench-") as folder:
+        run = Path(folder) / "bench"
+        _write_run(run, num_checkpoints, num_records)
+
+        def list_s() -> float:
+            started_s = time.process_time()
+            found = Catalog(run).list()
+            used_s = time.process_time() - started_s
+            assert len(found) == num_checkpoints
+            return used_s
+
+        what = f"CPU to list {num_checkpoints:,} checkpoints, snapshot and {num_records:,} records"
+        yield measure("list", what, "s", list_s, repeat=repeat, limit=LIMIT_S)
+
+
+def _write_run(run: Path, num_checkpoints: int, num_records: int) -> None:
+    """Record 0, a snapshot, and a commit in each record after it."""
+    store = PosixLogStore(run / names.SERVICE_DIR / names.LOG_DIR)
+    log = LongLog(num_checkpoints - num_records)
+    outcomes = [
+        create_record(store, 0, log.data),
+        write_snapshot(store, log.history.to_snapshot(log.now_s)),
+        *(create_record(store, log.history.next_seq, log.commit()) for _ in range(num_records)),
+    ]
+    assert set(outcomes) == {Outcome.OK}

@@ -1,0 +1,61 @@
+"""What Ray itself takes per message to an async actor, beside what the run machine takes for its content."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from jobs.bench.coordinator import stored_events
+from jobs.bench.row import Row, measure
+
+NUM_MESSAGES = 1_000
+UNIT = "ms"
+
+
+class Listener:
+    """Hears everything and does nothing."""
+
+    async def hear(self, message: object) -> None:
+        return None
+
+
+def rows(repeat: int, num_messages: int = NUM_MESSAGES) -> Iterator[Row]:
+    """An empty message, and the one in which a node tells of its 17 files; sent at once, all awaited."""
+    try:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except Exception as error:  # whatever keeps Ray from starting here is the row's text
+        reason = f"Ray does not start: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        yield Row(name="message", what="a message to an async actor of Ray", unit=UNIT, skipped=reason)
+        return
+    try:
+        listener = ray.remote(Listener).options(num_cpus=0).remote()
+        ray.get(listener.hear.remote(None))
+        empty: list[object] = [None] * num_messages
+        stored: list[object] = list(stored_events(num_messages))
+        yield _row(
+            "message", f"{num_messages:,} empty messages to an async actor, each", listener, empty, repeat
+        )
+        yield _row(
+            "message-stored", f"{num_messages:,} NodeStored of 17 files, each", listener, stored, repeat
+        )
+    finally:
+        ray.shutdown()
+
+
+def _row(name: str, what: str, listener: Any, messages: list[object], repeat: int) -> Row:
+    def message_ms() -> float:
+        started_s = time.perf_counter()
+        ray.get([listener.hear.remote(message) for message in messages])
+        return (time.perf_counter() - started_s) * 1e3 / len(messages)
+
+    return measure(name, what, UNIT, message_ms, repeat=repeat)

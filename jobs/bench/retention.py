@@ -1,0 +1,55 @@
+"""What retention takes over a long run: what stays, what is retired, what the nodes give up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from jobs.bench.long_log import EVERY_S, EVERY_STEPS, LongLog
+from jobs.bench.row import Row, measure
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.retention import (
+    RetentionView,
+    choose_evictions,
+    choose_evictions_for_space,
+    decide,
+    policies_of,
+)
+
+NUM_CHECKPOINTS = 100_000
+LIMIT_S = 1.0  # issue 3
+DISK_BYTES = 10**16  # full, so that space is looked for as well
+
+
+def rows(repeat: int, num_checkpoints: int = NUM_CHECKPOINTS) -> Iterator[Row]:
+    """One decision with every policy in use, from the history on."""
+    log = LongLog(num_checkpoints)
+    options = RunOptions(
+        keep_every=10 * EVERY_STEPS,
+        keep_every_s=10 * EVERY_S,
+        keep_best=("loss", "min", 10),
+        keep_milestones=(0.25, 0.5, 0.75),
+        total_steps=num_checkpoints * EVERY_STEPS,
+        keep_epochs=True,
+        ttl_s=num_checkpoints * EVERY_S / 2,
+    )
+
+    def decide_s() -> float:
+        started_s = time.process_time()
+        view = RetentionView(live=log.history.live(), lineage=log.history.lineage(), now_s=log.now_s)
+        decisions = decide(view, policies_of(options))
+        evicted = choose_evictions(view, keep_local=options.keep_local)
+        for_space = choose_evictions_for_space(
+            view,
+            held_bytes={c.id.attempt: c.size_bytes // c.num_nodes for c in view.live},
+            free_bytes=0,
+            total_bytes=DISK_BYTES,
+            high_watermark=options.high_watermark,
+            low_watermark=options.low_watermark,
+        )
+        used_s = time.process_time() - started_s
+        assert len(decisions) == num_checkpoints and evicted and for_space
+        return used_s
+
+    what = f"CPU of retention and eviction over {num_checkpoints:,} checkpoints, all policies"
+    yield measure("retention", what, "s", decide_s, repeat=repeat, limit=LIMIT_S)

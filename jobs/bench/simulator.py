@@ -1,0 +1,25 @@
+"""How fast the simulator plays: random schedules with all faults and the checks after each event."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import count
+
+from jobs.bench.row import Row, measure
+from ray_ckpt.testing.schedules import NUM_EVENTS, play
+
+NUM_SCHEDULES = 50  # per sample; schedules differ
+
+
+def rows(repeat: int, num_schedules: int = NUM_SCHEDULES) -> Iterator[Row]:
+    seeds = count()
+
+    def schedule_ms() -> float:
+        started_s = time.process_time()
+        for _ in range(num_schedules):
+            play(next(seeds))
+        return (time.process_time() - started_s) * 1e3 / num_schedules
+
+    what = f"CPU of a schedule of {NUM_EVENTS} events with its checks, mean of {num_schedules}"
+    yield measure("schedule", what, "ms", schedule_ms, repeat=repeat)
