@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: check test test-slow soak demo clean
+.PHONY: check test test-slow soak demo bench clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -30,6 +30,9 @@ soak: $(VENV)/.ready  ## random schedules for SECONDS; a failure prints the seed
 
 demo: $(VENV)/.ready  ## train, kill a node, resume, compare bit for bit
 	$(BIN)/python -m jobs.demo
+
+bench: $(VENV)/.ready  ## speed in numbers, each beside its limit; some minutes
+	$(BIN)/python -m jobs.bench
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out

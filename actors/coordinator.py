@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from ray_ckpt.actors.wire import (
     ServiceCard,
     SessionStart,
 )
+from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.claim import RunMark, check_claim, check_marks
 from ray_ckpt.core.coordinator import RunMachine
@@ -145,8 +147,9 @@ class Coordinator:
                 continue
             for run in found.runs:
                 known = runs.get(run.spec.key)
-                if known is None or _session(run) > _session(known):
-                    runs[run.spec.key] = run
+                newest = max((r for r in (known, run) if r is not None), key=_age)
+                epoch = max(known.epoch, run.epoch) if known is not None else run.epoch
+                runs[run.spec.key] = replace(newest, epoch=epoch)
         for run in runs.values():
             self._spawn(self._take_over(run))
 
@@ -180,7 +183,7 @@ class Coordinator:
         for node in {n.node_id for n in found.plan.nodes} & set(self._agents):
             with contextlib.suppress(ray.exceptions.RayError):
                 await self._agents[node].end_session.remote(
-                    found.run_uid, found.plan.session, error, found.plan.epoch
+                    found.run_uid, found.plan.session, error, found.epoch
                 )
 
     # -- launchers -----------------------------------------------------------------------------------
@@ -303,6 +306,7 @@ class Coordinator:
         files: tuple[FileEntry, ...],
         replicated: tuple[str, ...],
         metrics: Mapping[str, float] | None,
+        epoch: int,
     ) -> None:
         event = m.NodeStored(
             attempt=attempt,
@@ -311,13 +315,16 @@ class Coordinator:
             files=files,
             replicated=replicated,
             metrics=metrics,
+            epoch=epoch,
         )
         self._handle(self._by_uid(attempt.run_uid), event)
 
     async def replica_ended(
-        self, attempt: AttemptId, node_index: int, holder: str, error: str | None
+        self, attempt: AttemptId, node_index: int, holder: str, error: str | None, epoch: int
     ) -> None:
-        event = m.ReplicaEnded(attempt=attempt, node_index=node_index, holder=holder, error=error)
+        event = m.ReplicaEnded(
+            attempt=attempt, node_index=node_index, holder=holder, error=error, epoch=epoch
+        )
         self._handle(self._by_uid(attempt.run_uid), event)
 
     async def save_refused(self, attempt: AttemptId, ranks: tuple[int, ...], reason: str) -> None:
@@ -683,9 +690,10 @@ class Coordinator:
         """End agents whose nodes hold nothing needed, or they would keep the autoscaler from its work."""
         now_s = time.monotonic()
         needed = {node for run in self._runs.values() for node in run.machine.needed_nodes()}
-        idle_s = max((run.spec.options.agent_idle_s for run in self._runs.values()), default=0.0)
+        runs = [run.spec.options for run in self._runs.values()] or [RunOptions()]
+        idle_s = max(options.agent_idle_s for options in runs)
         for node in list(self._agents):
-            if node in needed or not self._runs:
+            if node in needed:
                 self._needed_s[node] = now_s
             elif now_s - self._needed_s.setdefault(node, now_s) > idle_s:
                 log.info("node %s holds nothing needed: its agent ends", node[:12])
@@ -795,5 +803,5 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "cause", None) or error).splitlines()[0]
 
 
-def _session(run: OpenedRun) -> int:
-    return run.plan.session if run.plan else 0
+def _age(run: OpenedRun) -> tuple[int, int]:
+    return run.plan.age if run.plan else (0, 0)

@@ -67,6 +67,7 @@ class NodeRun:
         self.sealed: dict[tuple[str, int], SealedShard] = {}
         self.released: dict[tuple[str, int], asyncio.Event] = {}
         self.settled = asyncio.Condition()
+        self.ordering = asyncio.Lock()
         self.ticket: asyncio.Task[RestoreTicket] | None = None
         self.restored: dict[int, RankRestore] = {}
         self.decision: asyncio.Future[bool] | None = None  # True: go; False: a new session has started
@@ -111,7 +112,10 @@ class NodeAgent:
         return ServiceCard(
             token=self._token,
             service=self._service,
-            runs=tuple(OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.machine.plan) for run in runs),
+            runs=tuple(
+                OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.machine.plan, epoch=run.machine.epoch)
+                for run in runs
+            ),
         )
 
     async def retire(self) -> None:
@@ -351,12 +355,18 @@ class NodeAgent:
 
     async def _obey(self, run: NodeRun, order: n.Order) -> None:
         """Do what a coordinator says; Fenced if a newer one has spoken here."""
-        for effect in run.machine.handle(order):
-            if isinstance(effect, n.RefuseOrder):
+        effects = run.machine.handle(order)
+        for refused in effects:
+            if isinstance(refused, n.RefuseOrder):
                 raise Fenced(
-                    f"Node {self._node_id[:12]} obeys epoch {effect.epoch}, not {order.epoch}.",
-                    epoch=effect.epoch,
+                    f"Node {self._node_id[:12]} obeys epoch {refused.epoch}, not {order.epoch}.",
+                    epoch=refused.epoch,
                 )
+        async with run.ordering:  # nobody acts on an epoch before it is durable
+            if effects and isinstance(effects[0], n.PersistEpoch):
+                await self._carry_out(run, effects[0])
+                effects = effects[1:]
+        for effect in effects:
             await self._carry_out(run, effect)
 
     async def _end(self, run: NodeRun, session: int, error: CheckpointError) -> None:
@@ -388,10 +398,17 @@ class NodeAgent:
                 if run.decision is not None and not run.decision.done():
                     run.decision.set_exception(error)
                 await self._end(run, session, error)
-            case n.TellStored(
-                attempt=attempt, node_index=index, files=files, replicated=common, metrics=metrics
-            ):
-                await self._tell("node_stored", attempt, index, self._node_id, files, common, metrics)
+            case n.TellStored():
+                await self._tell(
+                    "node_stored",
+                    effect.attempt,
+                    effect.node_index,
+                    self._node_id,
+                    effect.files,
+                    effect.replicated,
+                    effect.metrics,
+                    effect.epoch,
+                )
             case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
                 await self._tell("save_refused", attempt, ranks, reason)
 
@@ -471,7 +488,9 @@ class NodeAgent:
             await self._in_thread(self._peer_io, self._copy_to_peer, run, effect)
         except Exception as failure:  # the coordinator must hear of it in any case
             error = _reason(failure)
-        await self._tell("replica_ended", effect.attempt, effect.node_index, effect.holder, error)
+        await self._tell(
+            "replica_ended", effect.attempt, effect.node_index, effect.holder, error, effect.epoch
+        )
 
     def _copy_to_peer(self, run: NodeRun, effect: n.SendCopy) -> None:
         holding = self._holding(run, effect.attempt, effect.node_index)

@@ -59,6 +59,7 @@ class OpenedRun:
     spec: RunSpec
     run_uid: str
     plan: SessionPlan | None
+    epoch: int  # the highest that has spoken there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,9 +119,8 @@ class Fleet:
         return used_s
 
     def finish(self) -> float:
-        """CPU seconds to bring the newest checkpoint to the storage path, from the first answer on."""
-        self.tell(m.FinishAsked(token="finish"))
-        used_s = self.answer_all()
+        """CPU seconds to bring the newest checkpoint to the storage path."""
+        used_s = self._cpu_s([m.FinishAsked(token="finish")], after_s=0.0) + self.answer_all()
         assert self.machine.history.lineage()[-1].level is Level.DURABLE
         return used_s
 
@@ -177,7 +176,7 @@ def _answer(effect: m.Effect) -> m.Event | None:
 
 
 def rows(repeat: int, sizes: Iterable[int] = SIZES) -> Iterator[Row]:
-    """A save, the deletes of a retired checkpoint and a drain, at each size."""
+    """A save, the deletes that it leads to, and a drain, at each size."""
     for size in sizes:
         yield from _rows_at(size, repeat)
 
@@ -187,25 +186,24 @@ def _rows_at(size: int, repeat: int) -> Iterator[Row]:
     for _ in range(WARM_SAVES):
         fleet.save()
         fleet.answer_all()
-    deletes_ms: list[float] = []
+    where = f"{size:,} nodes x {RANKS_PER_NODE} ranks"
 
     def save_ms() -> float:
-        used_ms = fleet.save() * 1e3
-        deletes_ms.append(fleet.answer_all() * 1e3)
-        return used_ms
+        used_s = fleet.save()
+        fleet.answer_all()
+        return used_s * 1e3
+
+    def retire_ms() -> float:
+        fleet.save()
+        return fleet.answer_all() * 1e3
 
     def drain_ms() -> float:
         fleet.save()
         fleet.answer_all()
         return fleet.finish() * 1e3
 
-    where = f"{size:,} nodes x {RANKS_PER_NODE} ranks"
     limit = LIMIT_MS if size == LIMIT_NODES else None
-    yield measure(
-        f"save-{size}", f"CPU of a save up to its commit, {where}", "ms", save_ms, repeat=repeat, limit=limit
-    )
-    left_ms = iter(deletes_ms)
-    yield measure(
-        f"deletes-{size}", f"CPU of a retirement, {where}", "ms", lambda: next(left_ms), repeat=repeat
-    )
-    yield measure(f"drain-{size}", f"CPU of a drain, {where}", "ms", drain_ms, repeat=repeat)
+    what = f"CPU of a save up to its commit, {where}"
+    yield measure(f"save-{size}", what, "ms", save_ms, repeat=repeat, limit=limit)
+    yield measure(f"retire-{size}", f"CPU of the deletes of one, {where}", "ms", retire_ms, repeat=repeat)
+    yield measure(f"drain-{size}", f"CPU of the drain of one, {where}", "ms", drain_ms, repeat=repeat)

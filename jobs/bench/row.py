@@ -25,13 +25,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`samples` and `limit` are in `unit`; no samples: `skipped` says why; no limit: it is for reading only."""
+    """`samples` and `limit` are in `unit`; without samples `skipped` says why."""
 
     name: str
     what: str
     unit: str
     samples: tuple[float, ...] = ()
-    limit: float | None = None
+    limit: float | None = None  # none: for reading only
     machine: Machine | None = None
     skipped: str = ""
 

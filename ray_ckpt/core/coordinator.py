@@ -376,12 +376,22 @@ class RunMachine:
 
     @_on.register
     def _(self, event: m.NodeStored) -> Iterator[m.Effect]:
-        yield from self._saves.stored(event)
+        if not self._is_stale(event):
+            yield from self._saves.stored(event)
 
     @_on.register
     def _(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
+        if self._is_stale(event):
+            return
         self._upkeep.copied(event)
         yield from self._saves.replica_ended(event)
+
+    def _is_stale(self, event: m.NodeStored | m.ReplicaEnded) -> bool:
+        """Said before the node heard of this coordinator: its predecessor may have had it deleted since.
+
+        Nothing is lost: the inventory tells what is there, and CoordinatorReturned has it told again.
+        """
+        return event.epoch is not None and event.epoch < self.epoch
 
     @_on.register
     def _(self, event: m.SaveRefused) -> Iterator[m.Effect]:

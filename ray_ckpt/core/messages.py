@@ -170,6 +170,7 @@ class NodeStored:
     files: tuple[FileEntry, ...]
     replicated: tuple[str, ...]  # digests of what its ranks hold in common with all others; must be one
     metrics: Mapping[str, float] | None  # from the node of rank 0
+    epoch: int | None = None  # that the node obeyed when it said so; None: found by this coordinator itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +179,7 @@ class ReplicaEnded:
     node_index: int
     holder: str
     error: str | None
+    epoch: int | None = None  # that the source obeyed when it began; None: as of NodeStored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

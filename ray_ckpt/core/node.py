@@ -145,6 +145,7 @@ class WriteFragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TellStored:
+    epoch: int  # that this node obeys now
     attempt: AttemptId
     node_index: int
     files: tuple[FileEntry, ...]
@@ -163,6 +164,7 @@ class TellRefused:
 class SendCopy:
     """Send the fragment's files, then the fragment, from this node's disk; tell the coordinator the end."""
 
+    epoch: int  # that this node obeys now; told with the end
     attempt: AttemptId
     node_index: int
     holder: str
@@ -364,7 +366,9 @@ class NodeMachine:
 
     @_on.register
     def _(self, event: CopyOrdered) -> Iterator[NodeEffect]:
-        yield SendCopy(attempt=event.attempt, node_index=event.node_index, holder=event.holder)
+        yield SendCopy(
+            epoch=self.epoch, attempt=event.attempt, node_index=event.node_index, holder=event.holder
+        )
 
     @_on.register
     def _(self, event: DeleteOrdered) -> Iterator[NodeEffect]:
@@ -382,6 +386,7 @@ class NodeMachine:
         if save.fragment is None:
             return
         yield TellStored(
+            epoch=self.epoch,
             attempt=save.attempt,
             node_index=here.node_index,
             files=(*(f for rank in here.ranks for f in save.written[rank].files), save.fragment),
@@ -389,7 +394,7 @@ class NodeMachine:
             metrics=save.metrics,
         )
         for holder in here.holders:
-            yield SendCopy(attempt=save.attempt, node_index=here.node_index, holder=holder)
+            yield SendCopy(epoch=self.epoch, attempt=save.attempt, node_index=here.node_index, holder=holder)
 
     @_on.register
     def _(self, event: Published) -> Iterator[NodeEffect]:

@@ -50,6 +50,8 @@ class Coordinators(Nodes):
     def _carry_out(self, process: Coordinator, event: m.Event) -> None:
         if isinstance(event, m.Appended) and event.outcome == "ok":
             process.waits_since_s = None
+        if isinstance(event, m.GroupOpened):
+            self.oracle.group_opened(process.name, event.token)
         for effect in process.machine.handle(event):
             self._do(process, effect)
 
@@ -58,6 +60,7 @@ class Coordinators(Nodes):
         match effect:
             case m.Append(record=record):
                 process.waits_since_s = self.now_s if process.waits_since_s is None else process.waits_since_s
+                self.oracle.appends(name, record)
                 self.wire.append(Create(name, record))
             case m.StartSession(tokens=tokens, plan=plan):
                 process.starting[tokens] = {node.node_id for node in plan.nodes}
@@ -187,7 +190,7 @@ class Coordinators(Nodes):
         )
         launcher.state, launcher.error = "asking", None
         self.waiting[token] = (process.name, launcher)
-        self.oracle.group_opened(process.name, event, self)
+        self.oracle.group_asked(event, self)
         self.wire.append(Answer(process.name, (self._seen(frozenset(inventories)), event)))
 
     def _send_plan(

@@ -127,6 +127,7 @@ class Nodes:
                     files=effect.files,
                     replicated=effect.replicated,
                     metrics=effect.metrics,
+                    epoch=effect.epoch,
                 )
                 self.wire.append(Report(service, stored))
             case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
@@ -173,9 +174,11 @@ class Nodes:
                 node.disk.put(held)
                 self._arrived(node, (held.attempt.attempt, held.node_index))
                 self._agent_does(node.name, n.FragmentWritten(attempt=held.attempt, entry=held.files[-1]))
-            case n.SendCopy(attempt=attempt, node_index=index, holder=holder):
+            case n.SendCopy(attempt=attempt, node_index=index, holder=holder, epoch=epoch):
                 error = self._send_copy(node, (attempt.attempt, index), holder, fate)
-                ended = m.ReplicaEnded(attempt=attempt, node_index=index, holder=holder, error=error)
+                ended = m.ReplicaEnded(
+                    attempt=attempt, node_index=index, holder=holder, error=error, epoch=epoch
+                )
                 self.wire.append(Report(node.service, ended))
             case n.DeleteFolder(directory=directory):
                 self.oracle.deletes(node.disk, directory, self.storage)

@@ -22,6 +22,7 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 if TYPE_CHECKING:
     from ray_ckpt.testing.nodes import Nodes
 
+MAX_SKEW_S = 7_200.0  # that a coordinator's wall clock may jump; ends of pins are judged by it
 MAX_PENDING = 64  # records that a coordinator may have decided and not written (P8)
 
 
@@ -56,7 +57,9 @@ class Oracle:
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was given up
     unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # begun without the log
     told_go: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) that train
-    openings: dict[str, _Opening] = field(default_factory=dict)  # by coordinator
+    asked: dict[str, _Opening] = field(default_factory=dict)  # token -> group that was asked for
+    openings: dict[str, _Opening] = field(default_factory=dict)  # coordinator -> the group that it opens
+    decided: dict[tuple[int, int], _Opening] = field(default_factory=dict)  # (session, epoch) of a record
     pins: set[tuple[str, str]] = field(default_factory=set)  # that ever were in the log: attempt, owner
     writer: str = ""  # of the last epoch
     stale: bool = True  # something has changed since the last check of the copies
@@ -105,9 +108,9 @@ class Oracle:
         must(op.after == (current.session if current else None), "P3", f"{op} does not follow the last one")
         names = [c.id.attempt for c in lineage]
         must(op.resumed_from is None or op.resumed_from in names, "P3", f"{op} leaves the lineage")
-        opening = self.openings.get(record.writer)
-        if opening is None or opening.event.owner != op.owner:
-            return  # found at work by a coordinator that was not asked for it
+        opening = self.decided.get((op.session, record.epoch))
+        if opening is None or opening.event.owner != op.owner or (op.session, op.opened_by) in self.unlogged:
+            return  # found at work by a coordinator that was not asked for it, or chosen without the log
         skipped = lineage[names.index(op.resumed_from) + 1 :] if op.resumed_from else lineage
         if opening.event.resume == "never":
             return
@@ -171,7 +174,8 @@ class Oracle:
             reached = [c for c in lineage if c.level >= level] or [c for c in live if c.level >= level]
             newest = reached[-1] if reached else None
             must(newest != checkpoint, "P5", f"{op} is the newest {level.label}")
-        pins = [o for o, end in checkpoint.pins.items() if end is None or end > record.time_s]
+        surely_s = record.time_s + MAX_SKEW_S
+        pins = [o for o, end in checkpoint.pins.items() if end is None or end > surely_s]
         must(not pins, "P5", f"{op} is pinned by {pins}")
         current = self.history.session
         if current is not None and current.resumed_from == op.attempt:
@@ -180,13 +184,24 @@ class Oracle:
 
     # -- groups and saves ------------------------------------------------------------------------------
 
-    def group_opened(self, coordinator: str, event: GroupOpened, world: Nodes) -> None:
+    def group_asked(self, event: GroupOpened, world: Nodes) -> None:
+        """Inventory was taken for a group."""
         stable = {}
         for name in event.inventories:
             node = world.nodes[name]
             if node.agent is not None:
                 stable[name] = (node.agent.number, node.disk.name)
-        self.openings[coordinator] = _Opening(event, world.clock, stable)
+        self.asked[event.token] = _Opening(event, world.clock, stable)
+
+    def group_opened(self, coordinator: str, token: str) -> None:
+        """A coordinator hears of it."""
+        self.openings[coordinator] = self.asked[token]
+
+    def appends(self, coordinator: str, record: LogRecord) -> None:
+        """A record goes out, for the first time or again."""
+        if isinstance(record.op, r.Session) and coordinator in self.openings:
+            key = record.op.session, record.epoch
+            self.decided.setdefault(key, self.openings[coordinator])
 
     def begun(self, plan: SessionPlan, *, store_is_silent: bool) -> None:
         """A coordinator sends a plan to a group's nodes."""

@@ -243,7 +243,8 @@ class Schedule:
         if not known:
             return None
         attempt = chance.choice(known)
-        expires_at_s = None if chance.random() < 0.5 else START_S + world.now_s + 60.0
+        end_s = START_S + world.now_s + chance.choice([60.0, 100_000.0])
+        expires_at_s = None if chance.random() < 0.5 else end_s
         world.pin(service, attempt, expires_at_s)
         return f"{attempt} is pinned"
 

@@ -538,6 +538,7 @@ class Cluster(Harness):
                     files=effect.files,
                     replicated=effect.replicated,
                     metrics=effect.metrics,
+                    epoch=effect.epoch,
                 )
                 self.wire.append(ToCoordinator(stored))
             case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):

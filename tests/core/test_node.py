@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 
 from ray_ckpt.core import node as n
@@ -64,14 +67,15 @@ def test_a_save_goes_through_its_phases_in_order() -> None:
 
     assert machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST)) == (
         n.TellStored(
+            epoch=1,
             attempt=at,
             node_index=0,
             files=(*fragment.files, MANIFEST),
             replicated=("same",),
             metrics={"loss": 0.5},
         ),
-        n.SendCopy(attempt=at, node_index=0, holder="b"),
-        n.SendCopy(attempt=at, node_index=0, holder="c"),
+        n.SendCopy(epoch=1, attempt=at, node_index=0, holder="b"),
+        n.SendCopy(epoch=1, attempt=at, node_index=0, holder="c"),
     )
     done = machine.handle(published(at, Level.LOCAL))
     assert done == (n.Settle(attempt=at, level=Level.LOCAL, error=None),)
@@ -196,3 +200,183 @@ def test_a_drop_that_is_repeated_deletes_what_came_back() -> None:
         n.DeleteFolder(directory=at.directory),
     )
     assert machine.handle(n.Published(attempt=at, level=Level.LOCAL, error=None, epoch=1)) == ()
+
+
+# -- orders and sessions -----------------------------------------------------------------------------
+
+
+def every_order(epoch: int) -> list[n.Order]:
+    """One of each kind, as a coordinator of that epoch would give it about session 1."""
+    at = attempt(10)
+    session = replace(plan(), epoch=epoch)
+    return [
+        n.SessionStarted(plan=session, node_id="a", epoch=epoch),
+        n.SessionEnded(session=1, error=RunSuperseded("over"), epoch=epoch),
+        n.Published(attempt=at, level=None, error=Unavailable("dropped"), epoch=epoch),
+        n.EpochSeen(epoch=epoch),
+        n.CoordinatorReturned(epoch=epoch),
+        n.CopyOrdered(attempt=at, node_index=0, holder="b", epoch=epoch),
+        n.DeleteOrdered(directories=(at.directory,), epoch=epoch),
+    ]
+
+
+def complete(machine: n.NodeMachine, at: AttemptId) -> tuple[n.NodeEffect, ...]:
+    """Both ranks of node a seal and write, and the fragment is on the disk."""
+    for rank in (0, 1):
+        machine.handle(sealed(at, rank))
+        machine.handle(written(at, rank))
+    return machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST))
+
+
+def test_the_stories_of_orders_tell_of_every_kind() -> None:
+    assert {type(order) for order in every_order(1)} == set(get_args(n.Order))
+
+
+@pytest.mark.parametrize("order", every_order(1), ids=lambda order: type(order).__name__)
+def test_no_order_of_a_lower_epoch_is_obeyed(order: n.Order) -> None:
+    machine, at = n.NodeMachine(), attempt(10)
+    machine.handle(n.SessionStarted(plan=plan(), node_id="a", epoch=2))
+    told = complete(machine, at)
+    before = (machine.plan, machine.here, machine.epoch, dict(machine.outcomes))
+    assert machine.handle(order) == (n.RefuseOrder(epoch=2),)
+    assert (machine.plan, machine.here, machine.epoch, dict(machine.outcomes)) == before
+    assert machine.handle(n.CoordinatorReturned(epoch=2)) == told, "and its save is as it was"
+
+
+@pytest.mark.parametrize("order", every_order(3), ids=lambda order: type(order).__name__)
+def test_a_higher_epoch_is_on_disk_before_what_it_orders_is_done(order: n.Order) -> None:
+    machine = started()
+    effects = machine.handle(order)
+    assert effects[0] == n.PersistEpoch(epoch=3)
+    assert machine.epoch == 3
+    assert n.PersistEpoch(epoch=3) not in machine.handle(order), "once is enough"
+
+
+def test_a_restarted_agent_obeys_no_lower_epoch_than_before() -> None:
+    machine = n.NodeMachine(epoch=7)
+    assert machine.handle(n.EpochSeen(epoch=6)) == (n.RefuseOrder(epoch=7),)
+    assert machine.handle(n.EpochSeen(epoch=7)) == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "wins"),
+    [
+        ((1, 4), (2, 3), "then"),  # the fourth of epoch 1 never came into the log
+        ((2, 3), (1, 4), "first"),
+        ((1, 3), (2, 3), "then"),
+        ((2, 3), (1, 3), "first"),
+        ((2, 3), (2, 4), "then"),
+        ((2, 4), (2, 3), "first"),
+    ],
+)
+def test_of_two_plans_the_one_that_was_opened_later_is_at_work(
+    first: tuple[int, int], then: tuple[int, int], wins: str
+) -> None:
+    """Whatever the order in which they come; first the epoch counts, then the number."""
+    machine, plans = n.NodeMachine(), {}
+    for name, (epoch, session) in {"first": first, "then": then}.items():
+        plans[name] = replace(plan(session), epoch=epoch)
+        machine.handle(n.SessionStarted(plan=plans[name], node_id="a", epoch=5))
+    assert machine.plan == plans[wins]
+
+
+def test_attempts_of_a_session_with_the_same_number_are_not_taken() -> None:
+    machine = n.NodeMachine()
+    machine.handle(n.SessionStarted(plan=replace(plan(), epoch=2), node_id="a", epoch=2))
+    other = make_attempt(run_uid=UID, epoch=1, session=1, step=10, attempt=0)
+    release, settle = machine.handle(sealed(other, 0))
+    assert release == n.Release(attempt=other, rank=0)
+    assert isinstance(settle, n.Settle) and isinstance(settle.error, RunSuperseded)
+
+
+def test_an_ended_session_settles_its_saves_and_takes_no_more() -> None:
+    machine, stored, open_ = started(), attempt(10), attempt(20)
+    complete(machine, stored)
+    machine.handle(sealed(open_, 0))
+    error = RunSuperseded("another cluster has the run")
+    assert machine.handle(n.SessionEnded(session=1, error=error, epoch=1)) == (
+        n.Settle(attempt=stored, level=None, error=error),
+        n.Settle(attempt=open_, level=None, error=error),
+        n.EndSession(session=1, error=error),
+    )
+    assert machine.plan is None and machine.here is None
+    assert not machine.is_deleted(stored.attempt), "it may have been committed; files stay"
+    assert machine.handle(written(open_, 0)) == (n.Release(attempt=open_, rank=0),), "the arena is free"
+    late = attempt(30)
+    release, settle = machine.handle(sealed(late, 0))
+    assert release == n.Release(attempt=late, rank=0)
+    assert isinstance(settle, n.Settle) and isinstance(settle.error, RunSuperseded)
+    assert machine.handle(n.CoordinatorReturned(epoch=1)) == ()
+
+
+def test_the_end_of_an_older_session_leaves_the_one_at_work() -> None:
+    machine = started()
+    machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
+    assert machine.handle(n.SessionEnded(session=1, error=RunSuperseded("over"), epoch=1)) == ()
+    assert machine.plan == plan(2)
+
+
+def test_what_is_being_deleted_is_not_part_of_the_inventory() -> None:
+    machine, at = started(), attempt(10)
+    complete(machine, at)
+    assert not machine.is_deleted(at.attempt)
+    machine.handle(published(at, error=Unavailable("dropped")))
+    assert machine.is_deleted(at.attempt)
+
+
+def test_a_level_does_not_bring_back_what_a_session_has_ended_but_a_drop_removes_it() -> None:
+    machine, at = started(), attempt(10)
+    complete(machine, at)
+    machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
+    assert not machine.is_deleted(at.attempt)
+    assert machine.handle(published(at, Level.LOCAL)) == ()
+    assert machine.handle(published(at, error=Unavailable("dropped"))) == (
+        n.DeleteFolder(directory=at.directory),
+    )
+    assert machine.is_deleted(at.attempt)
+
+
+@pytest.mark.parametrize("late", ["shard", "fragment"])
+def test_files_of_a_save_that_a_new_session_ended_stay_for_the_coordinator_to_judge(late: str) -> None:
+    """It may have been found complete in an inventory and committed while the agent was still busy."""
+    machine, at = started(), attempt(10)
+    for rank in (0, 1):
+        machine.handle(sealed(at, rank))
+    machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
+    if late == "shard":
+        assert machine.handle(written(at, 0)) == (n.Release(attempt=at, rank=0),)
+    else:
+        assert machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST)) == ()
+
+
+def test_a_fragment_that_is_reported_after_its_commit_stays() -> None:
+    machine, at = started(), attempt(10)
+    for rank in (0, 1):
+        machine.handle(sealed(at, rank))
+        machine.handle(written(at, rank))
+    machine.handle(published(at, Level.LOCAL))
+    assert machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST)) == ()
+
+
+def test_copies_and_deletes_are_done_as_ordered() -> None:
+    machine, at = started("z"), attempt(10)
+    assert machine.handle(n.CopyOrdered(attempt=at, node_index=1, holder="b", epoch=1)) == (
+        n.SendCopy(epoch=1, attempt=at, node_index=1, holder="b"),
+    )
+    assert machine.handle(n.DeleteOrdered(directories=("one", "two"), epoch=1)) == (
+        n.DeleteFolder(directory="one"),
+        n.DeleteFolder(directory="two"),
+    )
+
+
+def test_without_a_coordinator_only_the_newest_saves_are_waited_for() -> None:
+    machine = started()
+    settled = [
+        effect
+        for step in range(1, n.MAX_UNSETTLED + 3)
+        for effect in machine.handle(sealed(attempt(step), 0))
+        if isinstance(effect, n.Settle)
+    ]
+    assert [settle.attempt.step for settle in settled] == [1, 2]
+    assert all(isinstance(settle.error, Unavailable) for settle in settled)
+    assert not machine.is_deleted(attempt(1).attempt), "it may have been committed"

@@ -1,8 +1,9 @@
-"""Stories of a log that does not answer: saves go on, failed groups go on, and all of it is recorded later."""
+"""Stories of a log that does not answer: saves and failed groups go on, and all is recorded later."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,14 +12,14 @@ from ray_ckpt.core.groups import MAX_WAITING_SESSIONS
 from ray_ckpt.core.saves import MAX_WAITING_COMMITS
 from ray_ckpt.errors import RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
-from ray_ckpt.types import AttemptId, Level
+from ray_ckpt.types import Level
 from tests.core.driver import Harness, of, one, ops
 
 STORE_WAIT_S = 5.0
 RETRY_S = 10.0  # longer than the ledger waits before it repeats a create
 
 
-def away(nodes: str = "ab", group: str = "ab", **options: object) -> Harness:
+def away(nodes: str = "ab", group: str = "ab", **options: Any) -> Harness:
     """A group trains with step 10 in the log, and from now on the log does not answer."""
     run = Harness(nodes, store_wait_s=STORE_WAIT_S, inventory_wait_s=0.0, **options)
     run.open(group)
@@ -45,8 +46,9 @@ def next_group(run: Harness, nodes: str = "ab") -> m.SessionPlan:
 
 def story(records: list[r.Op]) -> list[tuple[str, int]]:
     """Commits and sessions, in log order."""
-    named = {r.Commit: lambda op: ("commit", op.step), r.Session: lambda op: ("session", op.session)}
-    return [named[type(op)](op) for op in records if type(op) in named]
+    commits = {i: ("commit", op.step) for i, op in enumerate(records) if isinstance(op, r.Commit)}
+    sessions = {i: ("session", op.session) for i, op in enumerate(records) if isinstance(op, r.Session)}
+    return [line for _, line in sorted((commits | sessions).items())]
 
 
 # -- saves -------------------------------------------------------------------------------------------
@@ -76,7 +78,6 @@ def test_of_many_that_wait_the_newest_stay_besides_the_one_in_flight() -> None:
 def test_a_group_that_fails_goes_on_from_the_newest_held_checkpoint() -> None:
     run = away()
     run.save(20)
-    assert run.records[-1] != "no"
     plan = next_group(run)
     assert (plan.session, plan.epoch) == (2, 1)
     assert plan.resume is not None and plan.resume.checkpoint.step == 20
@@ -316,6 +317,8 @@ def test_an_attempt_of_a_session_that_is_not_found_yet_is_not_called_dropped() -
     plan = provisional_on_logged(run)
     attempt = run.attempt(20)
     stored = [run.stored(attempt, node) for node in "ab"]
+    run.copied(attempt, "a", "b")
+    run.copied(attempt, "b", "a")
     run.store_mode = "ok"
     run.start_coordinator()
     assert run.tell(*stored) == ()
@@ -335,8 +338,3 @@ def test_a_found_group_that_is_older_than_the_logs_session_is_ended(logged: bool
     effects = run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
     assert bool(of(effects, m.Supersede)) is logged
     assert (run.machine.plan is None) is logged
-
-
-def attempt_of(plan: m.SessionPlan, run: Harness) -> AttemptId:
-    assert plan.resume is not None
-    return plan.resume.checkpoint.id

@@ -110,7 +110,7 @@ def ask(run: Path, journal: Path) -> Verdict:
     if done.returncode:
         raise AssertionError(f"the log cannot be read: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout)
-    return Verdict(**{key: tuple(v) if isinstance(v, list) else v for key, v in found.items()})
+    return Verdict(**found)
 
 
 if __name__ == "__main__":

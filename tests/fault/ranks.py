@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import os
 import random
-import socket
+import tempfile
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 import xxhash
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ckpt.errors import Unavailable
-from tests.cluster.ranks import CALL_S, Rank, Training
+from tests.cluster.ranks import CALL_S, Training
 from tests.fault.journal import Journal
 
 LEVELS = ("local", "replicated", "durable")
@@ -41,11 +43,17 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class FaultRank(Rank):
-    """A rank that tells its process id."""
+class FaultRank:
+    """One rank: runs the functions that a test sends it, and tells its process id."""
 
-    def pid(self) -> int:
+    def join(self, rank: int, world_size: int, meeting: str) -> int:
+        """Meet the others at a file, which unlike a port cannot be taken by somebody else meanwhile."""
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
         return os.getpid()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
 
 
 class Group:
@@ -60,12 +68,10 @@ class Group:
             .remote()
             for node in nodes
         ]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        meeting = f"{tempfile.gettempdir()}/ray_ckpt-group-{uuid.uuid4().hex}"
+        joins = [actor.join.remote(k, len(nodes), meeting) for k, actor in enumerate(self.actors)]
         try:
-            ray.get([a.join.remote(k, len(nodes), port) for k, a in enumerate(self.actors)], timeout=CALL_S)
-            self.pids: list[int] = ray.get([a.pid.remote() for a in self.actors], timeout=CALL_S)
+            self.pids: list[int] = ray.get(joins, timeout=CALL_S)
         except BaseException:
             self.stop()
             raise

@@ -116,6 +116,12 @@ class Rig:
                     raise
                 time.sleep(0.2)
 
+    def holders(self, checkpoint: CheckpointInfo) -> dict[int, set[str]]:
+        """Live nodes, by name, that hold each fragment."""
+        live = {node.node_id: name for name, node in self.cluster.nodes.items()}
+        found = self.status().holders[checkpoint.id.attempt]
+        return {index: {live[n] for n in nodes if n in live} for index, nodes in found.items()}
+
     def is_protected(self) -> bool:
         """No copy is missing anywhere."""
         with contextlib.suppress(CheckpointError):

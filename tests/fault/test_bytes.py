@@ -33,8 +33,9 @@ def test_scrub_finds_a_flipped_bit_and_repair_makes_the_copy_again(make_rig: Mak
     flip(shard)
     pen = rig.cluster.nodes["node-a"].staging / bad.id.run_uid / "quarantine" / bad.directory / shard.name
     wait_for(pen.exists, what="the bad file is in quarantine")
-    wait_for(lambda: shard.exists() and rig.is_protected(), what="a new copy")
-    assert not damage(shard.parent, 0)
+    wait_for(lambda: len(rig.holders(bad)[0]) == 2, what="a new copy")
+    for name in rig.holders(bad)[0]:
+        assert not damage(rig.staged(name, bad), 0)
     wait_for(lambda: rig.catalog[2].info.verified_at_s is not None, what="step 2 is verified")
     assert rig.catalog[4].info.verified_at_s is None, "a round that found damage proves nothing"
     for name in rig.cluster.nodes:

@@ -10,7 +10,7 @@ import pytest
 
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors.service import ask, coordinator
-from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.types import Level
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import Rig, wait_for
 
@@ -18,25 +18,18 @@ pytestmark = pytest.mark.cluster
 FOUR = ("node-a", "node-b", "node-c", "node-d")
 
 
-def holders_of(rig: Rig, checkpoint: CheckpointInfo) -> dict[int, set[str]]:
-    """Live nodes, by name, that hold each fragment."""
-    live = {node.node_id: name for name, node in rig.cluster.nodes.items()}
-    found = rig.status().holders[checkpoint.id.attempt]
-    return {index: {live[n] for n in nodes if n in live} for index, nodes in found.items()}
-
-
 def test_a_lost_holder_is_replaced_by_an_idle_node(make_rig: MakeRig) -> None:
     """P2 stays true after the loss: `replicas` copies again, without a new save."""
     rig = make_rig("repair", every_steps=2, remote_every=1000)
     rig.train(["node-a", "node-b"], rig.job_to(4)).result()
     newest = rig.commits()[-1]
-    assert holders_of(rig, newest) == {0: {"node-a", "node-b"}, 1: {"node-a", "node-b"}}
+    assert rig.holders(newest) == {0: {"node-a", "node-b"}, 1: {"node-a", "node-b"}}
     before = rig.status()
     assert before.copies_missing == 0
     assert [(e.step, e.tier, e.steps_at_risk) for e in before.exposure] == [(4, "peer", 0)] * 2
     rig.cluster.kill("node-b", wipe=True)
     took_s = wait_for(
-        lambda: all(len(names) == 2 for names in holders_of(rig, newest).values()), what="two copies each"
+        lambda: all(len(names) == 2 for names in rig.holders(newest).values()), what="two copies each"
     )
     print(f"all copies were back {took_s:.1f} s after the node's death")
     after = rig.status()

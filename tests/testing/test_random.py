@@ -10,8 +10,9 @@ import time
 
 import pytest
 
+from ray_ckpt.testing.exhaustive import SCENES
 from ray_ckpt.testing.oracle import Violation
-from ray_ckpt.testing.schedules import HOME, NUM_EVENTS, Schedule, play
+from ray_ckpt.testing.schedules import NUM_EVENTS, play
 
 SOAK_S = float(os.environ.get("RAY_CKPT_SOAK_S", "60"))
 NUM_SCHEDULES = 1_000
@@ -50,13 +51,11 @@ def test_schedules_do_what_they_are_for() -> None:
 
 def test_the_oracle_sees_a_lost_checkpoint() -> None:
     """The checks are only worth something if they fail when they should."""
-    schedule = Schedule(0)
-    schedule.heal()
-    world = schedule.world
-    (checkpoint, *_) = [c for c in world.oracle.history.live() if c.level < 3]
+    world = SCENES["collector"]().world
+    (checkpoint,) = world.oracle.history.live()
+    world.oracle.check(world)
     for node in world.nodes.values():
         node.disk.delete(checkpoint.directory)
     world.oracle.stale = True
     with pytest.raises(Violation, match=f"P2: step {checkpoint.step} has lost fragment 0"):
         world.oracle.check(world)
-    assert world.process_of(HOME) is not None

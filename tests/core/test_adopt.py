@@ -1,0 +1,223 @@
+"""Stories of attempts that are complete on the nodes and not in the log: completeness is a fact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.saves import MAX_WAITING_COMMITS
+from ray_ckpt.errors import CollectiveError
+from ray_ckpt.format import records as r
+from ray_ckpt.format.digest import root_digest
+from ray_ckpt.types import AttemptId, FileEntry, Level
+from tests.core.driver import Harness, of, one
+
+BOTH_WAYS = [("a", "b"), ("b", "a")]
+
+
+def trained(nodes: str = "ab", group: str = "ab", **options: Any) -> Harness:
+    """A group is at work with step 10 in the log."""
+    run = Harness(nodes, inventory_wait_s=0.0, **options)
+    run.open(group)
+    run.save(10)
+    return run
+
+
+def hold(run: Harness, step: int, nodes: str = "ab", *, copies: Sequence[tuple[str, str]] = ()) -> AttemptId:
+    """The nodes store a step, and nobody hears of it. `copies` are (source, holder)."""
+    attempt = run.attempt(step)
+    for node in nodes:
+        run.stored(attempt, node)
+    for source, holder in copies:
+        run.copied(attempt, source, holder)
+    return attempt
+
+
+def commits(run: Harness) -> list[int]:
+    return [op.step for op in run.records if isinstance(op, r.Commit)]
+
+
+def resumed_step(run: Harness) -> int | None:
+    resume = run.plan.resume
+    return None if resume is None else resume.checkpoint.step
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_complete_attempt_is_committed_before_the_next_group_chooses(restarted: bool) -> None:
+    run = trained()
+    attempt = hold(run, 20)
+    if restarted:
+        run.start_coordinator()
+    effects = run.open("ab")
+    assert resumed_step(run) == 20
+    assert any("not recorded" in warn.text for warn in of(effects, m.Warn))
+    commit, session = run.records[-3:-1]
+    assert isinstance(session, r.Session) and session.resumed_from == attempt.attempt
+    assert isinstance(commit, r.Commit)
+    assert commit.root_digest == root_digest(files_of(run, attempt)), "as if all had been heard in time"
+    assert (commit.session, commit.level, commit.replicas) == (1, Level.LOCAL, 0)
+    assert (commit.world_size, commit.num_nodes, commit.size_bytes) == (2, 2, 400)
+
+
+def files_of(run: Harness, attempt: AttemptId) -> list[FileEntry]:
+    fragments = [held for disk in run.disks.values() for held in disk.fragments.values()]
+    return [file for held in fragments if held.attempt == attempt for file in held.files]
+
+
+def test_copies_count_for_the_level_and_stand_in_for_a_dead_node() -> None:
+    run = trained()
+    hold(run, 20, copies=BOTH_WAYS)
+    run.start_coordinator()
+    run.open("ab")
+    assert run.machine.history.lineage()[-1].level is Level.REPLICATED
+
+    run = trained("abc")
+    hold(run, 20, copies=BOTH_WAYS)
+    run.lose("b")
+    run.start_coordinator()
+    run.open("ac")
+    assert resumed_step(run) == 20
+
+
+def test_metrics_come_from_the_fragment_of_rank_0() -> None:
+    run = trained()
+    attempt = hold(run, 20)
+    run.start_coordinator()
+    run.open("ab")
+    assert run.checkpoint(attempt).metrics == {"loss": 1.0 / 20}
+
+
+def test_an_incomplete_attempt_is_no_checkpoint() -> None:
+    run = trained()
+    attempt = hold(run, 20, "a", copies=[("a", "b")])
+    run.start_coordinator()
+    run.open("ab")
+    assert (resumed_step(run), commits(run)) == (10, [10])
+    strays = of(run.save(20), m.DeleteStrays)
+    assert {stray.directories for stray in strays} == {(attempt.directory,)}
+
+
+def test_a_dropped_attempt_stays_dropped() -> None:
+    run = trained()
+    attempt = run.attempt(20)
+    run.tell(run.stored(attempt, "a"))
+    run.tell(m.SaveRefused(attempt=attempt, ranks=(1,), reason="disk full"))
+    hold(run, 20)  # b wrote it all the same, and both are slow to delete
+    run.open("ab")
+    assert (resumed_step(run), commits(run)) == (10, [10])
+
+
+def test_an_attempt_of_an_older_session_stays_out() -> None:
+    """A newer session has not built on it; its group may have trained past it in another way."""
+    run = trained()
+    hold(run, 20)
+    inventories = run.inventories()
+    for disk in run.disks.values():
+        disk.delete(run.attempt(20).attempt)
+    run.open("ab")
+    group = run.group("ab")
+    run.start_coordinator()
+    run.tell(replace(group, inventories=inventories))
+    assert (resumed_step(run), commits(run)) == (10, [10])
+
+
+def test_an_attempt_of_another_run_stays_out() -> None:
+    run = trained()
+    other = replace(run.attempt(20), run_uid="f" * 32)
+    for node in "ab":
+        run.stored(other, node)
+    run.start_coordinator()
+    run.open("ab")
+    assert commits(run) == [10]
+
+
+def test_an_attempt_whose_ranks_disagree_is_dropped() -> None:
+    run = trained()
+    attempt = hold(run, 20)
+    disk = run.disks["b"]
+    disk.put(replace(disk.fragments[attempt.attempt, 1], replicated=("other",)))
+    run.start_coordinator()
+    effects = run.open("ab")
+    (drop,) = [p for p in of(effects, m.Publish) if p.error]
+    assert isinstance(drop.error, CollectiveError)
+    assert (drop.attempt, drop.nodes) == (attempt, ("a", "b"))
+    assert (resumed_step(run), commits(run)) == (10, [10])
+
+
+def test_of_many_complete_attempts_the_newest_are_committed_in_step_order() -> None:
+    run = trained()
+    for step in (40, 20, 30):
+        hold(run, step)
+    run.start_coordinator()
+    run.open("ab")
+    assert commits(run) == [10, 30, 40][: 1 + MAX_WAITING_COMMITS]
+    assert resumed_step(run) == 40
+
+
+def test_what_was_overtaken_is_not_committed_behind_the_newer_step() -> None:
+    run = trained()
+    old = hold(run, 5)
+    run.start_coordinator()
+    effects = run.open("ab")
+    assert commits(run) == [10]
+    assert [p.attempt for p in of(effects, m.Publish) if p.error] == [old], "so its folders may go"
+
+
+def test_an_attempt_that_a_later_inventory_completes_is_adopted_too() -> None:
+    run = trained("abc", replicas=0)
+    run.options = replace(run.options, inventory_wait_s=10.0)
+    hold(run, 20)
+    run.start_coordinator()
+    group = run.group("ac", token="waits")
+    without_b = {node: held for node, held in group.inventories.items() if node != "b"}
+    effects = run.tell(replace(group, inventories=without_b))
+    assert one(effects, m.AskInventory).token == "waits"
+    assert commits(run) == [10], "a part of step 20 is on b only"
+    run.tell(run.inventory("waits"))
+    assert (commits(run), resumed_step(run)) == ([10, 20], 20)
+
+
+def test_late_words_about_an_adopted_attempt_change_nothing() -> None:
+    run = trained()
+    attempt = run.attempt(20)
+    late: list[m.Event] = [run.stored(attempt, node) for node in "ab"]
+    late += [run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")]
+    run.start_coordinator()
+    run.store_mode = "held"
+    run.tell(run.group("ab"))
+    assert run.tell(*late) == (), "its commit is on the way"
+    run.confirm()
+    assert resumed_step(run) == 20
+    records = run.records
+    effects = run.tell(*late)
+    assert run.records == records, "it is committed once"
+    assert {(p.attempt, p.level, p.error) for p in of(effects, m.Publish)} == {
+        (attempt, Level.REPLICATED, None)
+    }
+
+
+def test_copies_that_end_after_the_adoption_raise_the_level() -> None:
+    run = trained()
+    attempt = hold(run, 20)
+    copied = [run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")]
+    for node, index in (("a", 1), ("b", 0)):
+        del run.disks[node].fragments[attempt.attempt, index]
+    run.start_coordinator()
+    run.open("ab")
+    assert run.checkpoint(attempt).level is Level.LOCAL
+    run.tell(*copied)
+    assert run.checkpoint(attempt).level is Level.REPLICATED
+
+
+def test_what_was_never_reported_counts_as_stored_when_its_group_is_found() -> None:
+    run = trained()
+    plan = run.plan
+    attempt = hold(run, 20, copies=BOTH_WAYS)
+    run.start_coordinator()
+    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    assert commits(run) == [10, 20]
+    assert run.checkpoint(attempt).level is Level.REPLICATED

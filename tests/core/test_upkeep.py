@@ -1,0 +1,383 @@
+"""Stories of what the run machine does between saves: new copies, room on disks, scrubbing, what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.repair import LOST_AFTER_S
+from ray_ckpt.core.upkeep import UPKEEP_S
+from ray_ckpt.format import records as r
+from ray_ckpt.types import AttemptId, Level
+from tests.core.driver import Harness, of, one, ops
+
+DAY_S = 24 * 3600.0
+CHECKPOINT_BYTES = 400  # of a group of two nodes in the driver; a fragment has half of it
+BIG = m.DiskSpace(free_bytes=900, total_bytes=1000)
+FULL = m.DiskSpace(free_bytes=50, total_bytes=1000)
+
+
+def run_on(nodes: str, group: str = "ab", **options: Any) -> Harness:
+    run = Harness(nodes, inventory_wait_s=0.0, **options)
+    run.open(group)
+    return run
+
+
+def look(run: Harness) -> tuple[m.Effect, ...]:
+    """The machine takes its next look at what is to be done."""
+    return run.tick(UPKEEP_S)
+
+
+def see(run: Harness, *, draining: str = "", **disks: m.DiskSpace) -> tuple[m.Effect, ...]:
+    """The nodes are looked at: who is there, who leaves, how full their disks are."""
+    return run.tell(m.NodesSeen(live=frozenset(run.live), draining=frozenset(draining), disks=disks))
+
+
+def carry_out(run: Harness, copies: Iterable[m.Replicate]) -> tuple[m.Effect, ...]:
+    """The copies arrive."""
+    effects: list[m.Effect] = []
+    for copy in copies:
+        held = run.disks[copy.source].fragments[copy.attempt.attempt, copy.node_index]
+        run.disks[copy.holder].put(held)
+        effects += run.tell(
+            m.ReplicaEnded(attempt=copy.attempt, node_index=copy.node_index, holder=copy.holder, error=None)
+        )
+    return tuple(effects)
+
+
+def durable(run: Harness, step: int) -> AttemptId:
+    """A step that is on the storage path and, with its copies, on the nodes."""
+    run.drain_all(run.save(step))
+    attempt = run.attempt(step)
+    assert run.checkpoint(attempt).level is Level.DURABLE
+    return attempt
+
+
+def scrubbed(run: Harness, scrub: m.Scrub, *, damage: tuple[str, ...] = ()) -> tuple[m.Effect, ...]:
+    attempt, index, place = scrub.attempt, scrub.node_index, scrub.place
+    return run.tell(m.ScrubEnded(attempt=attempt, node_index=index, place=place, damage=damage, error=None))
+
+
+# -- repair ------------------------------------------------------------------------------------------
+
+
+def test_what_a_dead_node_held_is_copied_to_another() -> None:
+    run = run_on("abc")
+    run.save(10)
+    attempt = run.attempt(10)
+    copies = of(run.lose("b"), m.Replicate)
+    assert {(c.node_index, c.source, c.holder) for c in copies} == {(0, "a", "c"), (1, "a", "c")}
+    assert run.machine.copies_missing == 2
+    carry_out(run, copies)
+    look(run)
+    assert run.machine.copies_missing == 0
+    assert run.machine.holders[attempt.attempt] == {0: ("a", "c"), 1: ("a", "c")}
+    assert not of(look(run), m.Replicate)
+
+
+def test_copies_that_could_not_be_made_at_the_commit_raise_its_level_later() -> None:
+    run = run_on("ab", goal_timeout_s=5.0)
+    attempt = run.attempt(10)
+    run.tell(run.stored(attempt, "a"), run.stored(attempt, "b"))
+    run.tell(*(run.copied(attempt, s, h, error="refused") for s, h in (("a", "b"), ("b", "a"))))
+    assert run.checkpoint(attempt).level is Level.LOCAL
+    effects = carry_out(run, of(look(run), m.Replicate))
+    assert ops(effects) == [r.Promote(attempt=attempt.attempt, level=Level.REPLICATED, replicas=1)]
+    assert {p.level for p in of(effects, m.Publish)} == {Level.REPLICATED}
+
+
+def test_repair_keeps_to_its_budget() -> None:
+    run = run_on("abc", repair_bytes_per_s=CHECKPOINT_BYTES // 4)
+    run.save(10)
+    assert len(of(run.lose("b"), m.Replicate)) == 1, "one fragment is more than a second's worth"
+    assert not of(look(run), m.Replicate)
+    assert len(of(look(run), m.Replicate)) == 1
+
+
+def test_what_only_a_leaving_node_holds_moves_first() -> None:
+    run = run_on("abc", replicas=0, repair_bytes_per_s=CHECKPOINT_BYTES // 4)
+    run.save(10)
+    run.save(20)
+    assert not of(look(run), m.Replicate)
+    copy = one(see(run, draining="b"), m.Replicate)
+    assert (copy.attempt.step, copy.node_index, copy.source) == (20, 1, "b")
+    assert copy.holder in "ac"
+
+
+def test_without_a_group_nothing_is_repaired() -> None:
+    run = run_on("abc")
+    run.save(10)
+    finishing = run.tell(m.FinishAsked(token="end", ends_group=True))
+    run.drain_all(finishing)
+    assert run.machine.plan is None
+    run.lose("b")
+    assert not of(look(run), m.Replicate)
+
+
+def test_a_copy_of_what_was_retired_meanwhile_is_removed() -> None:
+    run = run_on("abc", keep_last=1)
+    run.save(10)
+    old = run.attempt(10)
+    copies = [c for c in of(run.lose("b"), m.Replicate) if c.attempt == old]
+    run.live.add("b")
+    see(run)
+    run.open("ab")
+    run.save(20)
+    assert run.checkpoint(old).state in ("retired", "collected")
+    (told,) = of(carry_out(run, copies[:1]), m.Publish)
+    assert (told.attempt, told.nodes) == (old, ("c",)) and told.error is not None
+
+
+# -- room --------------------------------------------------------------------------------------------
+
+
+def test_only_durable_checkpoints_leave_the_nodes_and_never_the_newest() -> None:
+    run = run_on("ab", remote_every=1, keep_local=1, keep_last=3)
+    old, new = durable(run, 10), durable(run, 20)
+    evicted = of(look(run), m.Evict)
+    assert {(e.attempt, e.node_id) for e in evicted} == {(old, "a"), (old, "b")}
+    assert run.machine.holders[new.attempt] == {0: ("a", "b"), 1: ("a", "b")}
+    assert not any(run.machine.holders[old.attempt].values())
+    assert not (of(effects := look(run), m.Evict) or of(effects, m.Replicate)), "nor made again"
+    assert run.checkpoint(old).state == "live"
+
+
+def test_what_is_below_durable_stays_on_the_nodes() -> None:
+    run = run_on("ab", remote_every=100, keep_local=1, keep_last=3)
+    for step in (10, 20, 30):
+        run.save(step)
+    see(run, a=FULL, b=FULL)
+    assert not of(look(run), m.Evict)
+
+
+def test_what_a_group_restores_stays_on_the_nodes() -> None:
+    run = run_on("ab", remote_every=1, keep_local=1, keep_last=3)
+    old = durable(run, 10)
+    new = durable(run, 20)
+    run.tell(run.group("ab"))
+    run.tell(run.restored("a"), run.restored("b", damage=["x"]))
+    assert run.plan.resume is not None and run.plan.resume.checkpoint.id == old
+    assert old not in {e.attempt for e in of(look(run), m.Evict)}
+    run.tell(run.restored("a"), run.restored("b"))
+    assert run.checkpoint(new).state == "live"
+
+
+def test_a_full_disk_gives_up_the_copies_of_older_durable_checkpoints() -> None:
+    run = run_on("ab", remote_every=1, keep_local=3)
+    steps = [durable(run, step) for step in (10, 20, 30)]
+    assert not of(look(run), m.Evict)
+    see(run, a=FULL, b=BIG)
+    assert {(e.attempt, e.node_id) for e in of(look(run), m.Evict)} <= {(steps[0], "a"), (steps[1], "a")}
+    assert not any("a" in nodes for nodes in run.machine.holders[steps[0].attempt].values())
+    assert run.machine.holders[steps[0].attempt][1] == ("b",)
+
+
+def test_a_disk_is_acted_on_once_per_reading() -> None:
+    run = run_on("ab", remote_every=1, keep_local=3, high_watermark=0.9, low_watermark=0.89)
+    for step in (10, 20, 30):
+        durable(run, step)
+    see(run, a=FULL)
+    assert len(of(look(run), m.Evict)) == 1
+    assert not of([*look(run), *look(run)], m.Evict), "the next reading will show what it was good for"
+    see(run, a=FULL)
+    assert len(of(look(run), m.Evict)) == 1
+
+
+def test_a_full_disk_without_durable_copies_makes_checkpoints_go_but_never_the_newest_of_a_level() -> None:
+    run = run_on("abc", remote_every=100, keep_last=5)
+    for step in (10, 20, 30):
+        run.save(step)
+    local = run.attempt(40)
+    run.tell(run.stored(local, "a"), run.stored(local, "b"))
+    run.tell(*(run.copied(local, s, h, error="full") for s, h in (("a", "b"), ("b", "a"))))
+    run.tell(*(run.copied(local, s, "c", error="full") for s in "ab"))
+    kept = {c.level: c.step for c in run.machine.history.lineage()}
+    assert kept == {Level.REPLICATED: 30, Level.LOCAL: 40}
+    see(run, a=FULL, b=FULL)
+    effects = look(run)
+    assert [c.step for c in run.machine.history.live()] == [30, 40]
+    assert {d.place for d in of(effects, m.Delete)} <= {"a", "b", "c", m.REMOTE}
+
+
+def test_room_on_a_disk_ends_the_pressure() -> None:
+    run = run_on("ab", remote_every=100, keep_last=2)
+    run.save(10)
+    see(run, a=FULL)
+    look(run)
+    see(run, a=BIG)
+    look(run)
+    run.save(20)
+    run.save(30)
+    look(run)
+    assert [c.step for c in run.machine.history.live()] == [20, 30]
+
+
+# -- scrub -------------------------------------------------------------------------------------------
+
+
+def scrubbing() -> Harness:
+    """A run with step 10 on two nodes of three."""
+    run = run_on("abc", scrub_bytes_per_s=10_000, scrub_every_s=DAY_S)
+    run.save(10)
+    return run
+
+
+def walk(run: Harness, *, bad: str = "") -> list[m.Effect]:
+    """A day later every copy is read as the machine asks for it; fragment 0 on `bad` is damaged."""
+    effects, num_read = list(run.tick(DAY_S)), 0
+    while len(scrubs := of(effects, m.Scrub)) > num_read:
+        scrub, num_read = scrubs[num_read], num_read + 1
+        damage = ("shard",) if (scrub.node_index, scrub.place) == (0, bad) else ()
+        effects += [*scrubbed(run, scrub, damage=damage), *look(run)]
+    return effects
+
+
+def test_a_round_over_every_copy_is_recorded() -> None:
+    run = scrubbing()
+    attempt = run.attempt(10)
+    effects = walk(run)
+    read = [(s.node_index, s.place) for s in of(effects, m.Scrub)]
+    assert sorted(read) == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
+    assert [op for op in run.records if isinstance(op, r.Verified)] == [r.Verified(attempt=attempt.attempt)]
+    assert run.checkpoint(attempt).verified_at_s is not None
+    assert not of(look(run), m.Scrub), "not again before it is due"
+
+
+def test_a_damaged_copy_is_made_again_and_the_next_round_is_good() -> None:
+    run = scrubbing()
+    attempt = run.attempt(10)
+    effects = walk(run, bad="b")
+    assert any("damaged" in warn.text for warn in of(effects, m.Warn))
+    assert "b" not in run.machine.holders[attempt.attempt][0]
+    copy = one(effects, m.Replicate)
+    assert (copy.node_index, copy.source) == (0, "a")
+    assert run.checkpoint(attempt).verified_at_s is None
+    carry_out(run, [copy])
+    assert len(run.machine.holders[attempt.attempt][0]) == 2
+    walk(run)
+    assert run.checkpoint(attempt).verified_at_s is not None
+
+
+def test_a_damaged_copy_is_not_counted_on() -> None:
+    run = run_on("ab")
+    run.save(10)
+    run.save(20)
+    progress(run, 25, 20)
+    assert exposed(run)["a"] == (20, "peer", 5)
+    scrubbed(run, m.Scrub(attempt=run.attempt(20), node_index=0, place="b"), damage=("shard",))
+    assert exposed(run) == {"a": (10, "peer", 15), "b": (20, "peer", 5)}
+
+
+def test_a_damaged_copy_on_the_storage_path_is_drained_again_and_promoted_once() -> None:
+    run = run_on("ab", remote_every=1)
+    attempt = durable(run, 10)
+    effects = scrubbed(run, m.Scrub(attempt=attempt, node_index=0, place=m.REMOTE), damage=("shard",))
+    assert {d.node_index for d in of(effects, m.Drain)} == {0, 1}
+    told = run.drain_all(effects)
+    assert one(told, m.WriteDescription).checkpoint.id == attempt
+    assert len([op for op in run.records if isinstance(op, r.Promote)]) == 1
+    assert len(run.machine.holders[attempt.attempt][0]) == 2, "the nodes' copies are as good as before"
+
+
+@pytest.mark.parametrize("state", ["retired", "unknown"])
+def test_damage_of_what_is_not_live_starts_no_drain(state: str) -> None:
+    run = run_on("ab", remote_every=1, keep_last=1)
+    attempt = durable(run, 10)
+    durable(run, 20)
+    assert run.checkpoint(attempt).state != "live"
+    if state == "unknown":
+        attempt = run.attempt(99)
+    scrub = m.Scrub(attempt=attempt, node_index=0, place=m.REMOTE)
+    assert not of(scrubbed(run, scrub, damage=("shard",)), m.Drain)
+
+
+# -- lost --------------------------------------------------------------------------------------------
+
+
+def without_a_source() -> tuple[Harness, AttemptId]:
+    """Step 10 was on a and b only, and b is gone; a group trains on."""
+    run = run_on("abc", replicas=0)
+    run.save(10)
+    attempt = run.attempt(10)
+    run.lose("b")
+    run.open("ac", resume="never")
+    return run, attempt
+
+
+def test_what_no_node_holds_any_more_is_recorded_as_lost_after_a_day() -> None:
+    run = run_on("abc", replicas=0, keep_last=5)
+    run.save(10)
+    run.open("ac")
+    run.save(20)
+    old = next(c.id for c in run.machine.history.lineage() if c.step == 10)
+    run.lose("b")
+    look(run)
+    assert not ops(run.tick(LOST_AFTER_S - 2 * UPKEEP_S))
+    assert [type(op) for op in ops(look(run))] == [r.Lost]
+    assert run.checkpoint(old).state == "lost"
+    assert [c.step for c in run.machine.history.live()] == [20]
+
+
+def test_nothing_is_called_lost_while_it_may_be_the_last_hope() -> None:
+    run, attempt = without_a_source()
+    for _ in range(3):
+        assert not [op for op in ops(run.tick(2 * LOST_AFTER_S)) if isinstance(op, r.Lost)]
+    assert run.checkpoint(attempt).state == "live"
+
+
+# -- what is asked of the machine --------------------------------------------------------------------
+
+
+def exposed(run: Harness) -> dict[str, tuple[int | None, str | None, int]]:
+    return {e.node_id: (e.step, e.tier, e.steps_at_risk) for e in run.machine.exposure()}
+
+
+def progress(run: Harness, step: int, saved_step: int) -> None:
+    ranks = {k: m.RankProgress(step=step, saved_step=saved_step) for k in (0, 1)}
+    run.tell(m.RanksProgressed(session=run.plan.session, ranks=ranks))
+
+
+def test_exposure_tells_what_each_death_would_cost() -> None:
+    run = run_on("abc", remote_every=100)
+    progress(run, 5, -1)
+    assert exposed(run) == {"a": (None, None, 5), "b": (None, None, 5)}
+    run.save(10)
+    progress(run, 15, 10)
+    assert exposed(run) == {"a": (10, "peer", 5), "b": (10, "peer", 5)}
+    run.lose("b")
+    assert exposed(run)["a"] == (None, None, 15), "until the new copies are there"
+    carry_out(run, of(run.transcript, m.Replicate))
+    assert exposed(run)["a"] == (10, "peer", 5)
+
+
+def test_exposure_of_what_only_the_storage_path_would_have() -> None:
+    run = run_on("ab", replicas=0, remote_every=1)
+    durable(run, 10)
+    run.store_mode = "held"
+    progress(run, 12, 10)
+    assert exposed(run) == {"a": (10, "remote", 2), "b": (10, "remote", 2)}
+
+
+def test_without_a_group_nothing_is_exposed_and_no_node_needed() -> None:
+    run = Harness("ab")
+    assert run.machine.exposure() == ()
+    assert run.machine.needed_nodes() == frozenset()
+
+
+def test_needed_are_the_group_its_holders_and_who_holds_what_is_not_durable() -> None:
+    run = run_on("abcd", remote_every=1)
+    assert run.machine.needed_nodes() == frozenset("ab")
+    effects = run.save(10)
+    run.tell(run.group("cd"))
+    run.tell(run.restored("c"), run.restored("d"))
+    assert run.machine.needed_nodes() == frozenset("abcd")
+    run.drain_all(effects)
+    assert run.machine.needed_nodes() == frozenset("cd")
+
+
+def test_idle_holders_of_a_small_group_are_needed() -> None:
+    run = run_on("abc", group="a", replicas=1)
+    assert run.machine.needed_nodes() == frozenset("ab")
