@@ -136,15 +136,13 @@ class Coordinator:
         )
         prefix = names.AGENT_PREFIX
         nodes = [a["name"].removeprefix(prefix) for a in actors if a["name"].startswith(prefix)]
+        live = set(nodes) & set(await self._live_nodes())
+        cards = await asyncio.gather(*(self._find_agent(node) for node in sorted(live)))
         runs: dict[str, OpenedRun] = {}
-        for node in set(nodes) & set(await self._live_nodes()):
-            try:
-                agent = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
-                found: ServiceCard = await asyncio.wait_for(agent.describe.remote(), AGENT_CALL_S)
-                self._token, self._service = found.token, found.service
-                self._agents[node], self._cards[node] = agent, await agent.card.remote()
-            except (ray.exceptions.RayError, ValueError, TimeoutError):
+        for found in cards:
+            if found is None:
                 continue
+            self._token, self._service = found.token, found.service
             for run in found.runs:
                 known = runs.get(run.spec.key)
                 newest = max((r for r in (known, run) if r is not None), key=_age)
@@ -152,6 +150,16 @@ class Coordinator:
                 runs[run.spec.key] = replace(newest, epoch=epoch)
         for run in runs.values():
             self._spawn(self._take_over(run))
+
+    async def _find_agent(self, node: str) -> ServiceCard | None:
+        try:
+            agent = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
+            found: ServiceCard = await asyncio.wait_for(agent.describe.remote(), AGENT_CALL_S)
+            self._cards[node] = await agent.card.remote()
+        except (ray.exceptions.RayError, ValueError, TimeoutError):
+            return None
+        self._agents[node] = agent
+        return found
 
     async def _take_over(self, found: OpenedRun) -> None:
         """Claim the log of a run that was open, and go on with the group that is at work."""
@@ -672,19 +680,24 @@ class Coordinator:
         order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce, epoch=run.machine.history.epoch)
         for node in nodes:
             try:
-                if await self._ask_agent(node, "open_run", order) is not None:
+                inventory = await self._ask_agent(node, "open_run", order)
+                if inventory is not None:
                     run.opened.add(node)
                     run.opening.discard(node)
+                    self._handle(run, m.NodesOpened(inventories={node: inventory}))
                     await self._rejoin(run, node)
             except (CheckpointError, ray.exceptions.RayError) as error:  # tried again by the next group
                 log.warning("node %s cannot hold checkpoints of %s: %s", node[:12], run.spec.name, error)
 
     async def _look_at_disks(self) -> None:
-        for run in list(self._runs.values()):
-            for node in run.opened & set(self._agents):
-                with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
-                    disk = self._agents[node].disk.remote(run.run_uid)
-                    run.disks[node] = await asyncio.wait_for(disk, AGENT_CALL_S)
+        runs = list(self._runs.values())
+        looks = (self._look_at_disk(r, node) for r in runs for node in r.opened & set(self._agents))
+        await asyncio.gather(*looks)
+
+    async def _look_at_disk(self, run: Run, node: str) -> None:
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
+            disk = self._agents[node].disk.remote(run.run_uid)
+            run.disks[node] = await asyncio.wait_for(disk, AGENT_CALL_S)
 
     def _retire_idle_agents(self) -> None:
         """End agents whose nodes hold nothing needed, or they would keep the autoscaler from its work."""
@@ -713,6 +726,7 @@ class Coordinator:
             self._send(run, peer, "meet", run.run_uid, start.endpoints)
         if any(n.node_id == node for n in plan.nodes):
             await self._agents[node].start_session.remote(start)
+            await self._agents[node].coordinator_returned.remote(run.run_uid, run.machine.epoch)
 
     def _session_start(self, run: Run, plan: m.SessionPlan) -> SessionStart:
         endpoints = {node: card.endpoint for node, card in self._cards.items()}

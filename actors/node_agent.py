@@ -49,7 +49,7 @@ PEER_THREADS = 4  # copies on their way at a time
 REMOTE_THREADS = 4  # uploads at a time
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
 RETIRE_AFTER_S = 0.5  # time for the answer to leave
-PROGRESS_GATHER_S = 0.3  # ranks speak once a second; this gathers those of a node
+PROGRESS_GATHER_S = 0.9  # ranks speak once a second, each in its own phase; this gathers those of a node
 
 
 class NodeRun:

@@ -39,24 +39,43 @@ class Fleet:
         self.answers: deque[m.Event] = (
             deque()
         )  # of the nodes and the storage path; those of the log come at once
-        self._open()
-
-    def _open(self) -> None:
-        live = frozenset(self.nodes)
-        width = RANKS_PER_NODE
-        self.tell(m.NodesSeen(live=live))
+        self.tell(m.NodesSeen(live=frozenset(self.nodes)))
         self.tell(m.LogOpened(records=(), run_name="bench", fresh_uid=RUN_UID))
+        self.open_group()
+
+    def open_group(self) -> float:
+        """CPU seconds until a new group on all nodes trains: choice of its checkpoint, session, go."""
+        width = RANKS_PER_NODE
         nodes = tuple(
             m.GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
             for i, node in enumerate(self.nodes)
         )
-        empty = m.Inventory(fragments=(), directories=())
-        inventories = dict.fromkeys(self.nodes, empty)
-        self.tell(m.GroupOpened(token="group", nodes=nodes, inventories=inventories, resume="auto"))
-        for node in self.plan.nodes:
-            ranks = tuple(RankRestore(rank=rank) for rank in node.ranks)
-            session = self.plan.session
-            self.tell(m.NodeRestored(token=node.node_id, session=session, node_id=node.node_id, ranks=ranks))
+        opened = m.GroupOpened(token="group", nodes=nodes, inventories=self._inventories(), resume="auto")
+        used_s = self._cpu_s([opened], after_s=0.0)
+        restored = [
+            m.NodeRestored(
+                token=node.node_id,
+                session=self.plan.session,
+                node_id=node.node_id,
+                ranks=tuple(RankRestore(rank=rank) for rank in node.ranks),
+            )
+            for node in self.plan.nodes
+        ]
+        return used_s + self._cpu_s(restored, after_s=STEP_S / len(restored))
+
+    def _inventories(self) -> dict[str, m.Inventory]:
+        """What each node holds of what is live. Without names of files, which only an adoption looks at."""
+        held: dict[str, list[m.HeldFragment]] = {node: [] for node in self.nodes}
+        live, holders = self.machine.history.live(), self.machine.holders
+        for checkpoint in live:
+            for index, nodes in holders[checkpoint.id.attempt].items():
+                fragment = m.HeldFragment(
+                    attempt=checkpoint.id, node_index=index, num_nodes=checkpoint.num_nodes
+                )
+                for node in nodes:
+                    held[node].append(fragment)
+        folders = tuple(checkpoint.directory for checkpoint in live)
+        return {n: m.Inventory(fragments=tuple(parts), directories=folders) for n, parts in held.items()}
 
     @property
     def plan(self) -> m.SessionPlan:
@@ -176,7 +195,7 @@ def _answer(effect: m.Effect) -> m.Event | None:
 
 
 def rows(repeat: int, sizes: Iterable[int] = SIZES) -> Iterator[Row]:
-    """A save, the deletes that it leads to, and a drain, at each size."""
+    """A save, the deletes that it leads to, a drain, and a group that restores, at each size."""
     for size in sizes:
         yield from _rows_at(size, repeat)
 
@@ -202,8 +221,12 @@ def _rows_at(size: int, repeat: int) -> Iterator[Row]:
         fleet.answer_all()
         return fleet.finish() * 1e3
 
+    def open_ms() -> float:
+        return fleet.open_group() * 1e3
+
     limit = LIMIT_MS if size == LIMIT_NODES else None
     what = f"CPU of a save up to its commit, {where}"
     yield measure(f"save-{size}", what, "ms", save_ms, repeat=repeat, limit=limit)
     yield measure(f"retire-{size}", f"CPU of the deletes of one, {where}", "ms", retire_ms, repeat=repeat)
     yield measure(f"drain-{size}", f"CPU of the drain of one, {where}", "ms", drain_ms, repeat=repeat)
+    yield measure(f"open-{size}", f"CPU of a group's begin, {where}", "ms", open_ms, repeat=repeat)

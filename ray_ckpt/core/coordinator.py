@@ -8,7 +8,7 @@ what retention gives up, whether a run is finished) is decided only while no rec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import singledispatchmethod
 from typing import Any
 
@@ -65,7 +65,7 @@ class RunMachine:
         if not self.is_open and not isinstance(event, _BEFORE_THE_FENCE):
             self._early.append(event)
             return ()
-        effects = [*self._on(event), *self._decide()]
+        effects = [*_handler(type(event))(self, event), *self._decide()]
         if not self._fenced and (append := self._next_append()) is not None:
             effects.append(append)
         return tuple(effects)
@@ -371,6 +371,12 @@ class RunMachine:
         yield from self._saves.resume(event.inventories)
 
     @_on.register
+    def _(self, event: m.NodesOpened) -> Iterator[m.Effect]:
+        self._context.holders.learn(event.inventories, self.history.run_uid)
+        self._upkeep.nodes_changed(frozenset())
+        yield from self._saves.resume(event.inventories)
+
+    @_on.register
     def _(self, event: m.NodeRestored) -> Iterator[m.Effect]:
         yield from self._groups.node_restored(event)
 
@@ -503,3 +509,10 @@ class RunMachine:
             self._collected(self._deletions.lost(lost))
             self._drains.lost(lost)
             yield from self._assign_drains()
+
+
+def _handler(kind: type[Any]) -> Callable[[RunMachine, Any], Iterable[m.Effect]]:
+    """What `RunMachine._on` does with this kind of event; `_on` itself makes a method at each call."""
+    handlers: Any = RunMachine.__dict__["_on"]
+    handler: Callable[[RunMachine, Any], Iterable[m.Effect]] = handlers.dispatcher.dispatch(kind)
+    return handler

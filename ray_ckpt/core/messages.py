@@ -153,6 +153,13 @@ class InventoryTaken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodesOpened:
+    """Nodes that joined, or whose agents are new, in the middle of a session; their disks may not be empty."""
+
+    inventories: Mapping[str, Inventory]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFound:
     """A restarted coordinator has found a group at work; the agents told its plan and what they hold."""
 
@@ -285,6 +292,7 @@ Event: TypeAlias = (
     | GroupOpened
     | InventoryTaken
     | GroupFound
+    | NodesOpened
     | NodeStored
     | ReplicaEnded
     | SaveRefused

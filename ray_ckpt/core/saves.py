@@ -85,7 +85,7 @@ class Saves:
         return attempt.run_uid == history.run_uid and not known
 
     def resume(self, inventories: Mapping[str, m.Inventory]) -> Iterator[m.Effect]:
-        """The group at work was found: what its nodes hold counts as if they had just stored it."""
+        """What nodes of the group at work are found to hold counts as if they had just stored it."""
         plan = self._context.plan
         if plan is None:
             return

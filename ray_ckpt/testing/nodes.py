@@ -113,10 +113,10 @@ class Nodes:
             case n.PersistEpoch(epoch=epoch):
                 node.disk.epoch = max(node.disk.epoch, epoch)
             case n.WriteShard(attempt=attempt, rank=rank):
-                file = self._shard(agent, rank)
-                if file:
-                    node.disk.write(attempt.directory)
-                    self.wire.append(Local(name, agent.number, effect))
+                assert agent.machine.plan is not None
+                file = shard_file(rank, agent.machine.plan.world_size)
+                node.disk.write(attempt.directory)
+                self.wire.append(Local(name, agent.number, effect, file))
             case n.WriteFragment() | n.SendCopy() | n.DeleteFolder():
                 self.wire.append(Local(name, agent.number, effect))
             case n.TellStored():
@@ -140,19 +140,13 @@ class Nodes:
                 self.oracle.settled(attempt, level)
                 if agent.machine.is_deleted(attempt.attempt):
                     self.oracle.gave_up(attempt, agent.machine.epoch)
-                if isinstance(error, RunSuperseded):
-                    self._end_members(name, attempt.session)
+                for member in self._members(name) if isinstance(error, RunSuperseded) else ():
+                    if member.plan is not None and member.plan.has(attempt):
+                        member.state = "ended"
             case n.EndSession(session=session):
-                self._end_members(name, session)
-
-    def _end_members(self, name: str, session: int) -> None:
-        for member in self._members(name):
-            if member.plan is not None and member.plan.session <= session:
-                member.state = "ended"
-
-    def _shard(self, agent: Agent, rank: int) -> str:
-        plan = agent.machine.plan
-        return shard_file(rank, plan.world_size) if plan is not None else ""
+                for member in self._members(name):
+                    if member.plan is not None and member.plan.session <= session:
+                        member.state = "ended"
 
     def _local(self, message: Local, fate: Fate) -> None:
         """lost: the disk or the peer failed."""
@@ -165,9 +159,8 @@ class Nodes:
                 if fate == "lost":
                     self._agent_does(node.name, n.SaveFailed(attempt=attempt, rank=rank, reason="disk full"))
                     return
-                file = self._shard(agent, rank)
-                node.disk.write(attempt.directory, file)
-                files = (file_entry(attempt, file),)
+                node.disk.write(attempt.directory, message.file)
+                files = (file_entry(attempt, message.file),)
                 self._agent_does(node.name, n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=()))
             case n.WriteFragment(fragment=fragment):
                 held = fragment_on_disk(fragment)

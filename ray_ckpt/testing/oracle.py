@@ -41,7 +41,7 @@ class _Opening:
 
     event: GroupOpened
     at: int  # number of the event
-    stable: dict[str, tuple[int, str]]  # node -> agent and disk that answered
+    agents: dict[str, int]  # node -> number of the agent that answered
 
 
 @dataclass(slots=True)
@@ -131,17 +131,17 @@ class Oracle:
         if checkpoint.level is Level.DURABLE:
             return world.storage.holds(checkpoint)
         return all(
-            any(self._serves(node, opening, (name, index), world) for node in opening.stable)
+            any(self._serves(node, opening, (name, index), world) for node in opening.agents)
             for index in range(checkpoint.num_nodes)
         )
 
     def _serves(self, name: str, opening: _Opening, copy: Copy, world: Nodes) -> bool:
-        node, (number, _) = world.nodes[name], opening.stable[name]
+        node = world.nodes[name]
         agent = node.agent
         return (
             node.is_alive
             and agent is not None
-            and agent.number == number
+            and agent.number == opening.agents[name]
             and node.disk.has_intact(copy)
             and node.disk.since.get(copy, opening.at) < opening.at
             and not agent.machine.is_deleted(copy[0])
@@ -149,18 +149,13 @@ class Oracle:
 
     def _check_commit(self, op: r.Commit, epoch: int) -> None:
         current = self.history.session
-        must(
-            current is not None and current.session == op.session,
-            "P3",
-            f"{op} is of a session that has ended",
-        )
-        assert current is not None
+        is_current = current is not None and current.session == op.session
+        must(is_current, "P3", f"{op} is of a session that has ended")
         must(self.dropped.get(op.attempt, 0) < epoch, "P6", f"{op} was given up in this epoch")
         plan = self.plans.get(op.attempt)
         must(plan is not None, "P1", f"nobody has saved {op}")
         assert plan is not None
-        resumed = plan.resume.checkpoint.id.attempt if plan.resume else None
-        must(resumed == current.resumed_from, "P3", f"{op} was saved by a group that resumed from {resumed}")
+        must(self._is_logged(plan), "P3", f"{op} was saved in another session, {plan.age}")
         steps = [c.step for c in self.history.checkpoints.values() if c.id.session == op.session]
         must(not steps or max(steps) < op.step, "P3", f"{op} comes after step {max(steps, default=0)}")
         for index in range(op.num_nodes):
@@ -186,12 +181,8 @@ class Oracle:
 
     def group_asked(self, event: GroupOpened, world: Nodes) -> None:
         """Inventory was taken for a group."""
-        stable = {}
-        for name in event.inventories:
-            node = world.nodes[name]
-            if node.agent is not None:
-                stable[name] = (node.agent.number, node.disk.name)
-        self.asked[event.token] = _Opening(event, world.clock, stable)
+        agents = {name: agent.number for name in event.inventories if (agent := world.nodes[name].agent)}
+        self.asked[event.token] = _Opening(event, world.clock, agents)
 
     def group_opened(self, coordinator: str, token: str) -> None:
         """A coordinator hears of it."""
@@ -211,10 +202,9 @@ class Oracle:
 
     def _is_logged(self, plan: SessionPlan) -> bool:
         known = self.history.sessions.get(plan.session)
-        if known is None:
-            return False
         resumed_from = plan.resume.checkpoint.id.attempt if plan.resume else None
-        return known.resumed_from == resumed_from and known.owner == plan.owner
+        wanted = (plan.epoch, resumed_from, plan.owner)
+        return known is not None and (known.opened_by, known.resumed_from, known.owner) == wanted
 
     def restores(self, plan: SessionPlan) -> None:
         """Ranks read a plan's checkpoint."""
@@ -229,6 +219,11 @@ class Oracle:
         """Ranks were told to train."""
         self.restores(plan)
         self.told_go.add((plan.session, plan.epoch))
+
+    def is_over(self, plan: SessionPlan) -> bool:
+        """The log has gone on without this session."""
+        current = self.history.session
+        return current is None or current.session != plan.session or not self._is_logged(plan)
 
     def saves(self, attempt: AttemptId, plan: SessionPlan) -> None:
         self.plans[attempt.attempt] = plan

@@ -151,8 +151,9 @@ class Local:
     """Work of one agent process on its node, or a word of the node's ranks to it."""
 
     node: str
-    agent: int
+    agent: int  # its number; a later one does not go on with it
     work: n.NodeEvent | n.WriteShard | n.WriteFragment | n.SendCopy | n.DeleteFolder
+    file: str = ""  # of a WriteShard
 
 
 @dataclass(frozen=True, slots=True)

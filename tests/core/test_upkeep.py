@@ -141,7 +141,8 @@ def test_only_durable_checkpoints_leave_the_nodes_and_never_the_newest() -> None
     assert {(e.attempt, e.node_id) for e in evicted} == {(old, "a"), (old, "b")}
     assert run.machine.holders[new.attempt] == {0: ("a", "b"), 1: ("a", "b")}
     assert not any(run.machine.holders[old.attempt].values())
-    assert not (of(effects := look(run), m.Evict) or of(effects, m.Replicate)), "nor made again"
+    again = look(run)
+    assert not of(again, m.Evict) and not of(again, m.Replicate), "nor are they made again"
     assert run.checkpoint(old).state == "live"
 
 
@@ -163,6 +164,16 @@ def test_what_a_group_restores_stays_on_the_nodes() -> None:
     assert old not in {e.attempt for e in of(look(run), m.Evict)}
     run.tell(run.restored("a"), run.restored("b"))
     assert run.checkpoint(new).state == "live"
+
+
+def test_what_is_being_drained_stays_on_the_nodes() -> None:
+    run = run_on("ab", remote_every=1, keep_local=1, keep_last=3)
+    old = durable(run, 10)
+    drains = scrubbed(run, m.Scrub(attempt=old, node_index=0, place=m.REMOTE), damage=("shard",))
+    durable(run, 20)
+    assert not of(look(run), m.Evict)
+    run.drain_all(drains)
+    assert {e.attempt for e in of(look(run), m.Evict)} == {old}
 
 
 def test_a_full_disk_gives_up_the_copies_of_older_durable_checkpoints() -> None:

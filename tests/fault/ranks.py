@@ -84,17 +84,17 @@ class Group:
         """A rank is through, or dead, or has raised."""
         return bool(ray.wait(self.calls, timeout=0)[0])
 
-    def result(self) -> list[int]:
+    def result(self, *, timeout_s: float | None = CALL_S) -> list[int]:
         """The step that each rank has reached; raises what a rank has raised."""
-        return self._get(self.calls)
+        return self._get(self.calls, timeout_s)
 
     def restore(self, job: Job) -> list[tuple[int, str]]:
         """Only restore: step and digest on each rank."""
-        return self._get([actor.run.remote(restore, job) for actor in self.actors])
+        return self._get([actor.run.remote(restore, job) for actor in self.actors], CALL_S)
 
-    def _get(self, calls: list[Any]) -> list[Any]:
+    def _get(self, calls: list[Any], timeout_s: float | None) -> list[Any]:
         try:
-            return list(ray.get(calls, timeout=CALL_S))
+            return list(ray.get(calls, timeout=timeout_s))
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
 

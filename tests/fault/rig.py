@@ -101,6 +101,10 @@ class Rig:
             lambda: len(self.commits()) >= before + more, within_s=within_s, what=f"{more} more commit(s)"
         )
 
+    def epoch(self) -> int:
+        """Of the coordinator that wrote last."""
+        return int(self.catalog.events()["epoch"][-1].as_py())
+
     def last_step(self) -> int:
         return journal.last_step(self.journal)
 
@@ -213,7 +217,7 @@ def frozen(*processes: psutil.Process) -> Iterator[None]:
 def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
     """A file system of that size at `folder`. Root only."""
     folder.mkdir(parents=True, exist_ok=True)
-    _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder))
+    _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=0700", "tmpfs", str(folder))
     try:
         yield
     finally:

@@ -19,10 +19,6 @@ MIB = 1 << 20
 SCRUB_S = 4.0  # age at which a checkpoint is read again here
 
 
-def damage(folder: Path, node_index: int, num_nodes: int = 2) -> tuple[str, ...]:
-    return verify_fragment(lambda name: folder / name, node_index, num_nodes)
-
-
 def test_scrub_finds_a_flipped_bit_and_repair_makes_the_copy_again(make_rig: MakeRig) -> None:
     """P4: damage is found, moved aside and made good from the peer, before anybody needs the bytes."""
     rig = make_rig("scrub", every_steps=2, remote_every=1000, scrub_every_s=SCRUB_S)
@@ -35,7 +31,7 @@ def test_scrub_finds_a_flipped_bit_and_repair_makes_the_copy_again(make_rig: Mak
     wait_for(pen.exists, what="the bad file is in quarantine")
     wait_for(lambda: len(rig.holders(bad)[0]) == 2, what="a new copy")
     for name in rig.holders(bad)[0]:
-        assert not damage(rig.staged(name, bad), 0)
+        assert not verify_fragment(rig.staged(name, bad).joinpath, 0, bad.num_nodes)
     wait_for(lambda: rig.catalog[2].info.verified_at_s is not None, what="step 2 is verified")
     assert rig.catalog[4].info.verified_at_s is None, "a round that found damage proves nothing"
     for name in rig.cluster.nodes:
@@ -103,7 +99,9 @@ def test_an_fsync_that_fails_once_is_never_taken_for_a_success(make_rig: MakeRig
         rig.stop()
         live = [c for c in rig.catalog.checkpoints if c.num_nodes == 2]
         Path("/proc/sys/vm/drop_caches").write_text("3")  # what is checked is the disk, not the page cache
-        bad = {c.step: found for c in live if (found := damage(rig.staged("lying", c), 1))}
+        bad = {
+            c.step: found for c in live if (found := verify_fragment(rig.staged("lying", c).joinpath, 1, 2))
+        }
         print(f"{len(live)} commits, {len(bad)} of them damaged on the disk that lies")
         assert not bad
         rig.check()

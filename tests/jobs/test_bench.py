@@ -67,20 +67,22 @@ def test_the_table_shows_numbers_limits_and_what_was_skipped() -> None:
     assert "a message: Ray does not start" in other and "skipped" in other
 
 
-def test_a_fleet_saves_retires_and_drains() -> None:
-    names = ["save-4", "retire-4", "drain-4"]
+def test_a_fleet_saves_retires_drains_and_restores() -> None:
+    names = ["save-4", "retire-4", "drain-4", "open-4"]
     measured = list(coordinator.rows(2, sizes=(4,)))
     assert [r.name for r in measured] == names
     assert all(len(r.samples) == 2 for r in measured)
 
 
-def test_the_fleet_commits_one_record_per_save() -> None:
+def test_a_fleet_commits_each_step_and_resumes_from_the_last() -> None:
     fleet = coordinator.Fleet(3)
     for _ in range(2):
         fleet.save()
         fleet.answer_all()
     assert [c.step for c in fleet.machine.history.lineage()] == [1, 2]
     assert all(c.replicas == 1 for c in fleet.machine.history.lineage())
+    fleet.open_group()
+    assert fleet.plan.resume is not None and fleet.plan.resume.checkpoint.step == 2
     assert len(coordinator.stored_events(3)[0].files) == 17
 
 

@@ -157,7 +157,7 @@ def drop_what_is_being_committed(patch: pytest.MonkeyPatch) -> None:
 BUGS: tuple[tuple[Plant, str], ...] = (
     (commit_before_fsync, "P1"),
     (missing_fence_in_the_log, "P3"),
-    (missing_fence_on_the_nodes, "P2|P5"),
+    (missing_fence_on_the_nodes, "P2|P5|P6"),
     (delete_before_retire, "P5"),
     (retire_the_last_durable, "P5"),
     (guess_on_unknown, "P3|P6"),

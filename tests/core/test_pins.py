@@ -1,0 +1,177 @@
+"""Stories of pins: a named hold on a checkpoint, in the log."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.errors import ConfigError, Fenced
+from ray_ckpt.format import records as r
+from tests.core.driver import START_S, Harness, of, one, ops
+
+
+def trained(*, saves: int = 2) -> Harness:
+    """Of steps 10, 20, ... only the last stays without a pin."""
+    run = Harness("ab", keep_last=1, remote_every=1)
+    run.open("ab")
+    for step in range(10, 10 * saves + 10, 10):
+        save(run, step)
+    return run
+
+
+def save(run: Harness, step: int) -> None:
+    """To the storage path, so that no older checkpoint is the newest there."""
+    run.drain_all(run.save(step))
+
+
+def pin(run: Harness, attempt: str, *, owner: str = "me", for_s: float | None = None) -> m.PinAsked:
+    end_s = None if for_s is None else START_S + run.now_s + for_s
+    return m.PinAsked(token=f"pin-{owner}", attempt=attempt, owner=owner, expires_at_s=end_s)
+
+
+def unpin(attempt: str, *, owner: str = "me") -> m.UnpinAsked:
+    return m.UnpinAsked(token=f"unpin-{owner}", attempt=attempt, owner=owner)
+
+
+def newest(run: Harness) -> str:
+    return run.machine.history.lineage()[-1].id.attempt
+
+
+def live_steps(run: Harness) -> list[int]:
+    return [c.step for c in run.machine.history.live()]
+
+
+def test_what_is_pinned_outlives_its_retention() -> None:
+    run = trained(saves=1)
+    effects = run.tell(pin(run, newest(run)))
+    assert one(effects, m.Reply) == m.Reply(token="pin-me", value=None)
+    save(run, 20)
+    save(run, 30)
+    assert live_steps(run) == [10, 30]
+
+
+def test_a_pin_outlives_its_coordinator() -> None:
+    run = trained(saves=1)
+    run.tell(pin(run, newest(run)))
+    run.start_coordinator()
+    run.open("ab")
+    save(run, 20)
+    save(run, 30)
+    assert live_steps(run) == [10, 30]
+
+
+def test_a_pin_is_confirmed_when_it_is_in_the_log() -> None:
+    run = trained(saves=1)
+    asked = pin(run, newest(run))
+    run.store_mode = "held"
+    effects = run.tell(asked)
+    assert ops(effects) == [r.Pin(attempt=asked.attempt, owner="me", expires_at_s=None)]
+    assert not of(effects, m.Reply)
+    assert of(run.confirm(), m.Reply)
+
+
+def test_pins_are_asked_for_one_after_the_other_and_each_is_answered() -> None:
+    run = trained(saves=1)
+    attempt = newest(run)
+    run.store_mode = "held"
+    run.tell(pin(run, attempt, owner="one"), pin(run, attempt, owner="two"), unpin(attempt, owner="one"))
+    tokens = [reply.token for reply in of(run.confirm(), m.Reply)]
+    assert tokens == ["pin-one", "pin-two", "unpin-one"]
+    assert run.machine.history.checkpoints[attempt].pins == {"two": None}
+
+
+def test_a_pin_ends_when_its_time_is_over() -> None:
+    run = trained(saves=1)
+    run.tell(pin(run, newest(run), for_s=100.0))
+    run.tick(99.0)
+    save(run, 20)
+    assert live_steps(run) == [10, 20]
+    run.tick(2.0)
+    save(run, 30)
+    assert live_steps(run) == [30]
+
+
+def test_who_takes_the_pin_away_gives_the_checkpoint_up() -> None:
+    run = trained(saves=1)
+    attempt = newest(run)
+    run.tell(pin(run, attempt, owner="one"), pin(run, attempt, owner="two"))
+    assert one(run.tell(unpin(attempt, owner="one")), m.Reply).token == "unpin-one"
+    save(run, 20)
+    assert live_steps(run) == [10, 20], "another still holds it"
+    run.tell(unpin(attempt, owner="two"))
+    save(run, 30)
+    assert live_steps(run) == [30]
+
+
+def test_a_pin_is_made_longer_by_its_owner() -> None:
+    run = trained(saves=1)
+    attempt = newest(run)
+    run.tell(pin(run, attempt, for_s=10.0), pin(run, attempt, for_s=1000.0))
+    run.tick(100.0)
+    save(run, 20)
+    assert live_steps(run) == [10, 20]
+
+
+@pytest.mark.parametrize("kind", ["retired", "unknown"])
+def test_what_is_not_live_cannot_be_pinned(kind: str) -> None:
+    run = trained()
+    gone = next(iter(run.machine.history.checkpoints)) if kind == "retired" else "0" * 16
+    records = run.records
+    failed = one(run.tell(pin(run, gone)), m.Fail)
+    assert failed.token == "pin-me" and isinstance(failed.error, ConfigError) and failed.error.hint
+    assert run.records == records
+
+
+def test_a_pin_of_nothing_does_not_hold_up_the_next_one() -> None:
+    run = trained()
+    run.tell(pin(run, "0" * 16, owner="one"), pin(run, newest(run), owner="two"))
+    run.tick()
+    assert one(run.transcript, m.Fail).token == "pin-one"
+    assert "pin-two" in [reply.token for reply in of(run.transcript, m.Reply)]
+
+
+def test_the_pin_of_a_retired_checkpoint_can_still_be_taken_away() -> None:
+    run = trained(saves=1)
+    attempt = newest(run)
+    run.tell(pin(run, attempt, for_s=1.0))
+    run.tick(2.0)
+    save(run, 20)
+    assert run.machine.history.checkpoints[attempt].state != "live"
+    assert one(run.tell(unpin(attempt)), m.Reply).token == "unpin-me"
+
+
+def test_a_pin_that_comes_after_the_decision_to_retire_comes_too_late() -> None:
+    run = trained(saves=1)
+    attempt = newest(run)
+    drains = run.save(20)
+    run.store_mode = "held"
+    run.drain_all(drains)
+    assert of(run.confirm(hold_next=True), m.Append), "the retirement follows from the promotion"
+    run.tell(pin(run, attempt))
+    effects = run.confirm()
+    assert run.machine.history.checkpoints[attempt].state == "retired"
+    assert isinstance(one(effects, m.Fail).error, ConfigError)
+
+
+def test_what_is_pinned_beyond_its_place_among_the_last_goes_to_the_storage_path() -> None:
+    run = Harness("ab", keep_last=1, remote_every=100)
+    run.open("ab")
+    run.save(10)
+    pinned = run.attempt(10)
+    run.tell(pin(run, pinned.attempt))
+    run.save(20)
+    assert {drain.attempt for drain in of(run.tick(), m.Drain)} == {pinned}
+
+
+def test_who_waits_for_a_pin_is_told_when_the_coordinator_steps_down() -> None:
+    run = trained(saves=1)
+    run.store_mode = "held"
+    run.tell(pin(run, newest(run), owner="one"), pin(run, newest(run), owner="two"))
+    Harness("ab", store=run.store)
+    effects = run.confirm()
+    assert {(f.token, type(f.error)) for f in of(effects, m.Fail)} == {
+        ("pin-one", Fenced),
+        ("pin-two", Fenced),
+    }
+    late = one(run.tell(pin(run, newest(run), owner="late")), m.Fail)
+    assert isinstance(late.error, Fenced)
