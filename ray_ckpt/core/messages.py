@@ -154,7 +154,7 @@ class InventoryTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesOpened:
-    """Nodes that joined, or whose agents are new, in the middle of a session; their disks may not be empty."""
+    """Nodes that joined, or got a new agent, in the middle of a session; their disks may not be empty."""
 
     inventories: Mapping[str, Inventory]
 

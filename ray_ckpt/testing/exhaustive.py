@@ -31,8 +31,8 @@ Step: TypeAlias = tuple[str, tuple[Any, ...]]  # a method of Scene, and what to 
 class Explored:
     num_states: int
     num_steps: int
-    depth: int
-    is_complete: bool  # no state was left out within the depth
+    depth: int  # steps of which every order was played
+    is_complete: bool  # that is as many as were asked for
 
 
 @dataclass(slots=True)
@@ -243,7 +243,7 @@ def frozen_coordinator() -> Scene:
     scene = _training({"east": 2}, keep_last=1)
     _save_all(scene)
     scene.world.freeze("east.c0")
-    return replace(scene, faults=0, saves=0, launches=0)
+    return replace(scene, faults=0, saves=0)
 
 
 def two_clusters() -> Scene:

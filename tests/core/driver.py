@@ -372,7 +372,7 @@ class Cluster(Harness):
         """A restarted coordinator asks the nodes what is going on, and tells them that it is back."""
         plans = [p for node in sorted(self.live) if (p := self.machines[node].plan) is not None]
         if plans:
-            plan = max(plans, key=lambda p: p.session)
+            plan = max(plans, key=lambda p: p.age)
             self.wire.append(ToCoordinator(m.GroupFound(plan=plan, inventories=self.inventories())))
             self.wire += [
                 ToNode(node, n.CoordinatorReturned(epoch=self.machine.epoch)) for node in sorted(self.live)

@@ -131,8 +131,9 @@ def test_an_attempt_of_another_run_stays_out() -> None:
     for node in "ab":
         run.stored(other, node)
     run.start_coordinator()
-    run.open("ab")
+    effects = run.open("ab")
     assert commits(run) == [10]
+    assert not of(effects, m.Publish), "nor is it dropped: it is not this run's to judge"
 
 
 def test_an_attempt_whose_ranks_disagree_is_dropped() -> None:
@@ -221,3 +222,42 @@ def test_what_was_never_reported_counts_as_stored_when_its_group_is_found() -> N
     run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
     assert commits(run) == [10, 20]
     assert run.checkpoint(attempt).level is Level.REPLICATED
+
+
+# -- in the middle of a session ----------------------------------------------------------------------
+
+
+def test_a_node_with_a_new_agent_completes_the_attempt_that_waited_for_it() -> None:
+    """The old agent wrote its part and died before it could say so."""
+    run = trained(replicas=0)
+    attempt = run.attempt(20)
+    run.tell(run.stored(attempt, "a"))
+    run.stored(attempt, "b")
+    assert commits(run) == [10]
+    run.tell(m.NodesOpened(inventories={"b": run.disks["b"].inventory()}))
+    assert commits(run) == [10, 20]
+
+
+def test_a_node_that_comes_back_with_its_disk_holds_again_what_it_held() -> None:
+    run = trained("abc", replicas=1)
+    attempt = run.attempt(10)
+    kept = run.disks["b"]
+    run.lose("b")
+    assert run.machine.copies_missing == 2
+    run.live.add("b")
+    run.disks["b"] = kept
+    run.tell(m.NodesSeen(live=frozenset("abc")))
+    run.tell(m.NodesOpened(inventories={"b": kept.inventory()}))
+    assert run.machine.copies_missing == 0
+    assert run.machine.holders[attempt.attempt] == {0: ("a", "b"), 1: ("a", "b")}
+
+
+def test_what_a_node_that_comes_late_has_of_another_session_stays_out() -> None:
+    run = trained(replicas=0)
+    old = hold(run, 20)
+    disks = {node: disk.inventory() for node, disk in run.disks.items()}
+    for disk in run.disks.values():
+        disk.delete(old.attempt)
+    run.open("ab")
+    run.tell(m.NodesOpened(inventories=disks))
+    assert commits(run) == [10]

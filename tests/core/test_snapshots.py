@@ -63,6 +63,15 @@ def test_no_snapshot_is_ordered_while_a_record_is_on_its_way() -> None:
     assert one(run.confirm(), m.WriteSnapshot).seq == len(run.records) - 1
 
 
+def test_a_snapshot_waits_for_what_follows_from_the_last_record() -> None:
+    run = Harness("ab", keep_last=1)
+    run.open("ab")
+    while not (writes := of(run.save(len(run.records)), m.WriteSnapshot)):
+        pass
+    assert isinstance(run.records[EVERY], r.Commit), "long enough, but it retires the one before"
+    assert [write.seq for write in writes] == [EVERY + 1]
+
+
 def test_a_snapshot_that_could_not_be_written_is_tried_again_later() -> None:
     run, write = grown()
     effects = run.tell(written(write, error="no space"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -311,6 +310,32 @@ def test_what_a_session_that_never_came_into_the_log_has_saved_is_not_adopted() 
     assert {(s.node_id, s.directories) for s in strays} == {(n, (lost.directory,)) for n in "ab"}
 
 
+def test_a_later_session_of_an_earlier_coordinator_is_not_recorded() -> None:
+    """Sessions 2 and 3 of epoch 1 are not in the log, session 2 of epoch 2 is."""
+    run = away()
+    provisional_on_logged(run)
+    old = next_group(run)
+    assert (old.session, old.epoch) == (3, 1)
+    run.store_mode = "ok"
+    run.start_coordinator()
+    run.open("ab")
+    assert (run.plan.session, run.plan.epoch) == (2, 2)
+    run.start_coordinator()
+    effects = run.tell(m.GroupFound(plan=old, inventories=run.inventories()))
+    assert one(effects, m.Supersede).session == 3
+    assert [op.session for op in run.records if isinstance(op, r.Session)] == [1, 2]
+
+
+def test_late_words_about_a_held_attempt_do_not_drop_it() -> None:
+    run = away()
+    attempt = run.attempt(20)
+    late = [run.stored(attempt, node) for node in "ab"]
+    plan = next_group(run)
+    assert plan.resume is not None and plan.resume.checkpoint.id == attempt, "the inventories showed it"
+    assert run.tell(*late) == ()
+    assert story(back(run)) == [("commit", 20), ("session", 2)]
+
+
 def test_an_attempt_of_a_session_that_is_not_found_yet_is_not_called_dropped() -> None:
     """The nodes report before the coordinator knows of their group."""
     run = away()
@@ -329,7 +354,7 @@ def test_an_attempt_of_a_session_that_is_not_found_yet_is_not_called_dropped() -
 @pytest.mark.parametrize("logged", [False, True])
 def test_a_found_group_that_is_older_than_the_logs_session_is_ended(logged: bool) -> None:
     run = away()
-    plan = replace(run.plan, session=1, epoch=1)
+    plan = run.plan
     if logged:
         run.store_mode = "ok"
         run.open("ab")

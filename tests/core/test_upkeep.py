@@ -16,7 +16,7 @@ from tests.core.driver import Harness, of, one, ops
 
 DAY_S = 24 * 3600.0
 CHECKPOINT_BYTES = 400  # of a group of two nodes in the driver; a fragment has half of it
-BIG = m.DiskSpace(free_bytes=900, total_bytes=1000)
+ROOMY = m.DiskSpace(free_bytes=900, total_bytes=1000)
 FULL = m.DiskSpace(free_bytes=50, total_bytes=1000)
 
 
@@ -97,6 +97,15 @@ def test_repair_keeps_to_its_budget() -> None:
     assert len(of(look(run), m.Replicate)) == 1
 
 
+def test_a_copy_whose_holder_dies_goes_to_another_node_at_once() -> None:
+    run = run_on("abcd")
+    run.save(10)
+    first = {c.node_index: c.holder for c in of(run.lose("b"), m.Replicate)}
+    assert set(first.values()) == {"c", "d"}
+    again = of(run.lose("c"), m.Replicate)
+    assert [(c.node_index, c.holder) for c in again] == [(i, "d") for i, node in first.items() if node == "c"]
+
+
 def test_what_only_a_leaving_node_holds_moves_first() -> None:
     run = run_on("abc", replicas=0, repair_bytes_per_s=CHECKPOINT_BYTES // 4)
     run.save(10)
@@ -113,8 +122,7 @@ def test_without_a_group_nothing_is_repaired() -> None:
     finishing = run.tell(m.FinishAsked(token="end", ends_group=True))
     run.drain_all(finishing)
     assert run.machine.plan is None
-    run.lose("b")
-    assert not of(look(run), m.Replicate)
+    assert not of([*run.lose("b"), *look(run)], m.Replicate)
 
 
 def test_a_copy_of_what_was_retired_meanwhile_is_removed() -> None:
@@ -180,7 +188,7 @@ def test_a_full_disk_gives_up_the_copies_of_older_durable_checkpoints() -> None:
     run = run_on("ab", remote_every=1, keep_local=3)
     steps = [durable(run, step) for step in (10, 20, 30)]
     assert not of(look(run), m.Evict)
-    see(run, a=FULL, b=BIG)
+    see(run, a=FULL, b=ROOMY)
     assert {(e.attempt, e.node_id) for e in of(look(run), m.Evict)} <= {(steps[0], "a"), (steps[1], "a")}
     assert not any("a" in nodes for nodes in run.machine.holders[steps[0].attempt].values())
     assert run.machine.holders[steps[0].attempt][1] == ("b",)
@@ -218,7 +226,7 @@ def test_room_on_a_disk_ends_the_pressure() -> None:
     run.save(10)
     see(run, a=FULL)
     look(run)
-    see(run, a=BIG)
+    see(run, a=ROOMY)
     look(run)
     run.save(20)
     run.save(30)

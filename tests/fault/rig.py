@@ -108,6 +108,10 @@ class Rig:
     def last_step(self) -> int:
         return journal.last_step(self.journal)
 
+    def restored(self) -> int:
+        """The last step that any group has restored; 0 if none."""
+        return max((e.step for e in journal.read(self.journal) if e.kind == "restored"), default=0)
+
     def status(self) -> RunStatus:
         """Of the coordinator, which may be starting at the moment."""
         deadline_s = time.monotonic() + WAIT_S

@@ -55,7 +55,7 @@ def _start_coordinator(node_id: str) -> None:
             name=names.COORDINATOR,
             namespace=names.NAMESPACE,
             lifetime="detached",
-            num_cpus=0,
+            num_cpus=0.1,  # without any, Ray 2.60 does not look at a soft affinity
             max_restarts=-1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
         )
