@@ -190,9 +190,7 @@ class Coordinator:
             return
         for node in {n.node_id for n in found.plan.nodes} & set(self._agents):
             with contextlib.suppress(ray.exceptions.RayError):
-                await self._agents[node].end_session.remote(
-                    found.run_uid, found.plan.session, error, found.epoch
-                )
+                await self._agents[node].end_session.remote(found.run_uid, found.plan.age, error, found.epoch)
 
     # -- launchers -----------------------------------------------------------------------------------
 
@@ -340,17 +338,17 @@ class Coordinator:
             self._by_uid(attempt.run_uid), m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
         )
 
-    async def progress(self, run_uid: str, session: int, ranks: Mapping[int, m.RankProgress]) -> None:
+    async def progress(self, run_uid: str, age: m.Age, ranks: Mapping[int, m.RankProgress]) -> None:
         await self._ready()
-        self._handle(self._by_uid(run_uid), m.RanksProgressed(session=session, ranks=ranks))
+        self._handle(self._by_uid(run_uid), m.RanksProgressed(age=age, ranks=ranks))
 
     async def node_restored(
-        self, run_uid: str, session: int, node_id: str, ranks: tuple[RankRestore, ...]
+        self, run_uid: str, age: m.Age, node_id: str, ranks: tuple[RankRestore, ...]
     ) -> bool:
         """True: all ranks have their state, go. False: a new session with an older checkpoint has begun."""
         answer = await self._ask(
             self._by_uid(run_uid),
-            lambda token: m.NodeRestored(token=token, session=session, node_id=node_id, ranks=ranks),
+            lambda token: m.NodeRestored(token=token, age=age, node_id=node_id, ranks=ranks),
         )
         return answer is None
 
@@ -425,9 +423,9 @@ class Coordinator:
                 self._spawn(self._scrub(run, effect))
             case m.WriteSnapshot():
                 self._spawn(self._write_snapshot(run, effect))
-            case m.Supersede(nodes=nodes, session=session, error=problem):
+            case m.Supersede(nodes=nodes, age=age, error=problem):
                 for node in nodes:
-                    self._send(run, node, "end_session", run.run_uid, session, problem, epoch)
+                    self._send(run, node, "end_session", run.run_uid, age, problem, epoch)
             case m.Warn(text=text):
                 log.warning("%s: %s", run.spec.name, text)
             case m.StepDown(error=error, is_foreign=is_foreign):

@@ -25,7 +25,7 @@ from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, RunSpec, Service
 from ray_ckpt.config import STAGING_ENV, default_staging
 from ray_ckpt.core import node as n
 from ray_ckpt.core.claim import RunMark
-from ray_ckpt.core.messages import DiskSpace, HeldFragment, Inventory, RankProgress, SessionPlan
+from ray_ckpt.core.messages import Age, DiskSpace, HeldFragment, Inventory, RankProgress, SessionPlan
 from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
@@ -165,7 +165,7 @@ class NodeAgent:
         await self._obey(run, order)
         if run.machine.plan is not start.plan:
             return  # late words about a group that has ended
-        if ended is not None and (ended.epoch, ended.session) < (start.plan.epoch, start.plan.session):
+        if ended is not None and ended.age < start.plan.age:
             await self._end(run, ended.session, RunSuperseded("A newer training group has opened this run."))
         run.spec, run.endpoints, run.is_over = start.spec, dict(start.endpoints), False
         run.restored = {}
@@ -189,9 +189,9 @@ class NodeAgent:
     async def coordinator_returned(self, run_uid: str, epoch: int) -> None:
         await self._obey(self._runs[run_uid], n.CoordinatorReturned(epoch=epoch))
 
-    async def end_session(self, run_uid: str, session: int, error: CheckpointError, epoch: int) -> None:
+    async def end_session(self, run_uid: str, age: Age, error: CheckpointError, epoch: int) -> None:
         """The run is somebody else's from here on."""
-        await self._obey(self._runs[run_uid], n.SessionEnded(session=session, error=error, epoch=epoch))
+        await self._obey(self._runs[run_uid], n.SessionEnded(age=age, error=error, epoch=epoch))
 
     async def meet(self, run_uid: str, endpoints: Mapping[str, str]) -> None:
         """Other agents have new addresses."""
@@ -345,7 +345,9 @@ class NodeAgent:
         """One message per node for all of its ranks."""
         await asyncio.sleep(PROGRESS_GATHER_S)
         ranks, run.progress = run.progress, {}
-        await self._tell("progress", run.run_uid, session, ranks)
+        plan = run.machine.plan
+        if plan is not None and plan.session == session:
+            await self._tell("progress", run.run_uid, plan.age, ranks)
 
     # -- effects ---------------------------------------------------------------------------------------
 
@@ -566,7 +568,7 @@ class NodeAgent:
         self, run: NodeRun, plan: SessionPlan, decision: asyncio.Future[bool], ranks: tuple[RankRestore, ...]
     ) -> None:
         try:
-            go = await self._ask("node_restored", plan.run_uid, plan.session, self._node_id, ranks)
+            go = await self._ask("node_restored", plan.run_uid, plan.age, self._node_id, ranks)
         except CheckpointError as error:
             if not decision.done():
                 decision.set_exception(error)

@@ -16,7 +16,7 @@
     |- CorruptionError (ValueError)      stored bytes differ from their digest; names file and slice
     |  |- FormatError                    bytes that are not a valid file of this format
     |- RestoreError (RuntimeError)       nothing intact is left to restore from
-    |- RunConflict (RuntimeError)        someone else owns this run
+    |- RunConflict (RuntimeError)        someone else owns this run, or its log is not the nodes' own
     |  |- RunInUse                       another launcher that is alive in this cluster has the run
     |  |- RunSuperseded                  a newer session owns the run; this one must stop
     |  |- Fenced                         a newer coordinator owns the log
@@ -111,7 +111,7 @@ class RestoreError(CheckpointError, RuntimeError):
 
 
 class RunConflict(CheckpointError, RuntimeError):
-    """Someone else owns this run."""
+    """Someone else owns this run, or its log is not the one that the nodes know."""
 
 
 class RunInUse(RunConflict):

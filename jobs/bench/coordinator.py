@@ -55,7 +55,7 @@ class Fleet:
         restored = [
             m.NodeRestored(
                 token=node.node_id,
-                session=self.plan.session,
+                age=self.plan.age,
                 node_id=node.node_id,
                 ranks=tuple(RankRestore(rank=rank) for rank in node.ranks),
             )
@@ -113,7 +113,7 @@ class Fleet:
         ]
         progress = m.RankProgress(step=self.step, saved_step=self.step)
         told: list[m.Event] = [
-            m.RanksProgressed(session=plan.session, ranks=dict.fromkeys(node.ranks, progress))
+            m.RanksProgressed(age=plan.age, ranks=dict.fromkeys(node.ranks, progress))
             for node in plan.nodes
         ]
         seen = m.NodesSeen(live=frozenset(self.nodes))

@@ -16,6 +16,12 @@ class Budget:
         self._left_bytes = burst_bytes  # negative: a debt
         self._at_s: float | None = None
 
+    def set_rate(self, bytes_per_s: float, burst_s: float) -> None:
+        """The rate from now on, and as burst what it gives in `burst_s`; what is there stays."""
+        if bytes_per_s != self.bytes_per_s:
+            self._left_bytes = min(self._left_bytes, 0.0) + bytes_per_s * burst_s
+            self.bytes_per_s, self.burst_bytes = bytes_per_s, bytes_per_s * burst_s
+
     def take(self, nbytes: float, now_s: float) -> bool:
         """Whether `nbytes` may go now (monotonic seconds); if so, they are counted."""
         if self.bytes_per_s <= 0:

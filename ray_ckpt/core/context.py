@@ -19,6 +19,7 @@ class Holders:
 
     def __init__(self) -> None:
         self.live: frozenset[str] = frozenset()
+        self.bad_remote: set[str] = set()  # live attempts whose copy on the storage path is damaged
         self._nodes: dict[str, dict[int, set[str]]] = {}
 
     def add(self, attempt: str, node_index: int, node: str) -> None:
@@ -43,7 +44,8 @@ class Holders:
 
     def can_serve(self, checkpoint: CheckpointInfo) -> bool:
         """Whether every part of it can be read from a live node or the storage path."""
-        return checkpoint.level >= Level.DURABLE or self.has_all(checkpoint)
+        is_remote = checkpoint.level >= Level.DURABLE and checkpoint.id.attempt not in self.bad_remote
+        return is_remote or self.has_all(checkpoint)
 
     def count(self, attempt: str, node: str) -> int:
         """How many fragments of it a node holds."""

@@ -111,13 +111,13 @@ class RunMachine:
         return exposure(nodes, self.history.lineage(), self._context.holders, self._saves.last_step)
 
     def needed_nodes(self) -> frozenset[str]:
-        """Nodes that the group at work runs on, that hold its copies, or that alone hold something of it."""
-        plan, holders = self.plan, self._context.holders
-        if plan is None:
-            return frozenset()
-        nodes = {n.node_id for n in plan.nodes}.union(*(n.holders for n in plan.nodes))
-        kept = [c for c in self.history.live() if c.level < Level.DURABLE]
-        return frozenset(nodes.union(*(holders.anywhere(c.id.attempt) for c in kept)))
+        """Nodes that the group at work runs on or that hold its copies, and those that hold what is kept and
+        nowhere else; between groups only what the next one would resume from counts.
+        """
+        nodes = {n for node in (self.plan.nodes if self.plan else ()) for n in (node.node_id, *node.holders)}
+        kept = self.history.live() if self.plan else self.history.lineage()[-1:]
+        alone = [c.id.attempt for c in kept if c.level < Level.DURABLE]
+        return frozenset(nodes.union(*(self._context.holders.anywhere(attempt) for attempt in alone)))
 
     def objection(self, owner: str, dead_owner: str) -> CheckpointError | None:
         """Why this launcher may not open a group now; `dead_owner` was found dead."""
@@ -176,10 +176,8 @@ class RunMachine:
             case r.Epoch():
                 early, self._early = self._early, []
                 for event in early:
-                    yield from self._on(event)
-            case r.Session(session=session):
-                if self.plan is None or self.plan.session != session:
-                    self._saves.begin_session()
+                    yield from self._refuse(event) if self._fenced else self._on(event)
+            case r.Session():
                 yield from self._groups.session_logged()
             case r.Commit(attempt=attempt):
                 yield from self._committed(self.history.checkpoints[attempt])
@@ -205,9 +203,11 @@ class RunMachine:
                     grace_s=self.options.retire_grace_s,
                 )
             case r.Pin() | r.Unpin():
+                self._retire_due = True
                 yield m.Reply(token=self._pinning.pop(0).token, value=None)
             case r.Collected(attempt=attempt):
                 self._context.holders.forget(attempt)
+                self._context.holders.bad_remote.discard(attempt)
             case _:
                 return
 
@@ -235,9 +235,7 @@ class RunMachine:
                 f"Another cluster has taken over run {self.history.run_name}.",
                 hint="Stop one of the two, or give them different run names.",
             )
-            yield m.Supersede(
-                nodes=self._context.session_nodes(), session=self.plan.session, error=superseded
-            )
+            yield m.Supersede(nodes=self._context.session_nodes(), age=self.plan.age, error=superseded)
         yield from self._groups.fail(error)
         yield from self._fail_finishing(error)
         for event in [*self._early, *self._pinning]:
@@ -264,12 +262,23 @@ class RunMachine:
             self._retire_due = False
             self._retire()
         if self._groups.owner_has_run and not self._ledger.pending:
+            is_told = bool(self._context.disks)
             yield from self._upkeep.decide(wall_s=self._wall_s, busy=self._busy())
-            if self._upkeep.is_crowded and not self._ledger.pending:
+            if is_told and self._upkeep.is_crowded and not self._ledger.pending:
                 self._retire()
+            self._drain_again()
         if self._finishing and not self._saves and not self._ledger.pending:
             yield from self._finish()
         yield from self._snapshot()
+
+    def _drain_again(self) -> None:
+        """What is damaged on the storage path is uploaded over it, from nodes that hold it whole."""
+        for attempt in sorted(self._context.holders.bad_remote - self._drains.attempts):
+            checkpoint = self.history.checkpoints.get(attempt)
+            if checkpoint is None or checkpoint.state != "live":
+                self._context.holders.bad_remote.discard(attempt)
+            elif self._context.holders.has_all(checkpoint):
+                self._drains.start(checkpoint)
 
     def _busy(self) -> set[str]:
         """Checkpoints that something reads at the moment."""
@@ -331,7 +340,7 @@ class RunMachine:
             for event in asked:
                 yield m.Reply(token=event.token, value=newest)
             if any(event.ends_group for event in asked):
-                self._groups.finished()
+                yield from self._groups.end(RunSuperseded("The launcher has ended the run."))
         elif newest.id.attempt not in self._drains.attempts:
             self._drains.start(newest)
             yield from self._assign_drains()
@@ -340,6 +349,8 @@ class RunMachine:
         asked, self._finishing = self._finishing, []
         for event in asked:
             yield m.Fail(token=event.token, error=error)
+        if any(event.ends_group for event in asked):
+            yield from self._groups.end(RunSuperseded("The launcher has ended the run."))
 
     # -- groups and saves ------------------------------------------------------------------------------
 
@@ -350,20 +361,22 @@ class RunMachine:
             return
         error = RunSuperseded("A newer training group has opened this run.")
         yield from self._fail_finishing(error)
+        self._context.holders.learn(event.inventories, self.history.run_uid)
+        yield from self._saves.resume(event.inventories)  # words that were lost with the old group
         yield from self._saves.end_session(error)
         yield from self._groups.opened(event)
         yield from self._saves.adopt(event.inventories)
 
     @_on.register
     def _(self, event: m.InventoryTaken) -> Iterator[m.Effect]:
-        self._groups.inventory_taken(event)
-        if self._groups.is_choosing:
+        if self._groups.inventory_taken(event):
             yield from self._saves.adopt(event.inventories)
 
     @_on.register
     def _(self, event: m.GroupFound) -> Iterator[m.Effect]:
         if self._groups.owner_has_run:  # a group has come meanwhile
             return
+        self._context.holders.learn(event.inventories, self.history.run_uid)
         current = self.history.session
         if current is not None and event.plan.age > (current.opened_by, current.session):
             yield from self._saves.adopt(event.inventories)
@@ -415,10 +428,8 @@ class RunMachine:
     @_on.register
     def _(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         yield from self._upkeep.scrubbed(event)
-        checkpoint = self.history.checkpoints.get(event.attempt.attempt)
-        if event.damage and event.place == m.REMOTE and checkpoint and checkpoint.state == "live":
-            self._drains.start(checkpoint)  # again, over what is there
-            yield from self._assign_drains()
+        self._drain_again()
+        yield from self._assign_drains()
 
     @_on.register
     def _(self, event: m.PinAsked | m.UnpinAsked) -> Iterable[m.Effect]:
@@ -476,6 +487,8 @@ class RunMachine:
     def _(self, event: m.DescriptionWritten) -> Iterator[m.Effect]:
         checkpoint = self.history.checkpoints[event.attempt.attempt]
         self._drains.finish(event.attempt.attempt)
+        if event.error is None:
+            self._context.holders.bad_remote.discard(event.attempt.attempt)
         if event.error is not None:
             yield from self._drain_failed(event.attempt, event.error)
         elif checkpoint.state == "live" and checkpoint.level < Level.DURABLE:

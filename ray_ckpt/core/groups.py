@@ -34,6 +34,7 @@ class Groups:
         self._restored: dict[str, m.NodeRestored] = {}
         self._strays: dict[str, tuple[str, ...]] = {}
         self.is_training = False  # the group has its `go`
+        self._told_go: m.Age | None = None  # the session that had it last
         self.restores: tuple[RankRestore, ...] = ()
 
     # -- opening -------------------------------------------------------------------------------------
@@ -65,13 +66,9 @@ class Groups:
             return self._group.owner
         return self._context.plan.owner if self._context.plan else ""
 
-    @property
-    def is_choosing(self) -> bool:
-        """A group waits for its checkpoint to be chosen."""
-        return self._choosing
-
-    def finished(self) -> None:
-        """The launcher says that its group has ended."""
+    def end(self, error: CheckpointError) -> Iterator[m.Effect]:
+        """The group is over, and nobody has the run until the next one comes; `error` for those who wait."""
+        yield from self.fail(error)
         self._context.plan, self._group, self.is_training = None, None, False
 
     def opened(self, event: m.GroupOpened) -> Iterator[m.Effect]:
@@ -83,28 +80,25 @@ class Groups:
         self._excluded, self.is_training = set(), False
         self._learn(event.inventories)
 
-    def inventory_taken(self, event: m.InventoryTaken) -> None:
-        """Nodes were asked again; ignored unless it was for the group that still waits."""
-        if self._group is not None and event.token == self._group.token and self._choosing:
-            self._asked = False
-            self._learn(event.inventories)
+    def inventory_taken(self, event: m.InventoryTaken) -> bool:
+        """Nodes were asked again; False if it was not for the group that still waits."""
+        if self._group is None or event.token != self._group.token or not self._choosing:
+            return False
+        self._asked = False
+        self._learn(event.inventories)
+        return True
 
     def found(self, event: m.GroupFound) -> Iterator[m.Effect]:
         """This coordinator was restarted while a group was at work."""
         context, plan = self._context, event.plan
-        context.holders.learn(event.inventories, context.history.run_uid)
-        if self._group is not None or context.plan is not None:
-            return
         history = context.ledger.projected()
         current = history.session
         age = (current.opened_by, current.session) if current else (0, 0)
         number = current.session if current else 0
         is_over = False
         resumed_from = plan.resume.checkpoint.id.attempt if plan.resume else None
-        if (
-            plan.age > age
-            and plan.session > number
-            and (resumed_from is None or resumed_from in {c.id.attempt for c in history.lineage()})
+        if plan.age > age and (
+            resumed_from is None or resumed_from in {c.id.attempt for c in history.lineage()}
         ):  # begun while the store was away; the old coordinator could not log it any more
             context.ledger.append(
                 r.Session(
@@ -124,7 +118,7 @@ class Groups:
         if is_over:
             yield m.Supersede(
                 nodes=tuple(n.node_id for n in plan.nodes),
-                session=plan.session,
+                age=plan.age,
                 error=RunSuperseded(f"Session {plan.session} of run {history.run_name} is over."),
             )
             return
@@ -143,11 +137,6 @@ class Groups:
         self._waiting, self._restored, self._choosing = (), {}, False
         for token in tokens:
             yield m.Fail(token=token, error=error)
-
-    def _give_up(self, error: CheckpointError) -> Iterator[m.Effect]:
-        """The group cannot start, and nobody has the run until the next one comes."""
-        yield from self.fail(error)
-        self.finished()
 
     def decide(self) -> Iterator[m.Effect]:
         """Choose if a group waits for it. Called only while nothing is pending: the log is all there is."""
@@ -169,7 +158,7 @@ class Groups:
         if self._choosing and not self._asked:
             if waiting >= MAX_WAITING_SESSIONS:
                 error = Unavailable("The log of the run does not answer, and too many groups have failed.")
-                yield from self._give_up(error)
+                yield from self.end(error)
                 return
             yield from self._choose(context.ledger.projected(), from_nodes_only=True)
         if self._waiting and not self._choosing:
@@ -193,7 +182,7 @@ class Groups:
         candidates = [] if group.resume == "never" else list(reversed(history.lineage()))
         if (step := resume_step(group.resume)) is not None:
             if all(c.step != step for c in candidates):
-                yield from self._give_up(self._no_such_step(step, candidates))
+                yield from self.end(self._no_such_step(step, candidates))
                 return
             candidates = [c for c in candidates if c.step == step]
         candidates = [c for c in candidates if c.id.attempt not in self._excluded]
@@ -210,7 +199,7 @@ class Groups:
                 error = Unavailable(
                     "The storage path does not answer, and the nodes hold no checkpoint whole."
                 )
-            yield from self._give_up(error)
+            yield from self.end(error)
             return
         if chosen is not None and chosen is not candidates[0]:
             why = "is not on the nodes" if from_nodes_only else "has lost all copies of a part"
@@ -303,7 +292,7 @@ class Groups:
     def node_restored(self, event: m.NodeRestored) -> Iterator[m.Effect]:
         """One decision for all: `go` when every node is whole, else an older checkpoint for every node."""
         plan = self._context.plan
-        if plan is None or event.session != plan.session:
+        if plan is None or event.age != plan.age:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
             return
         self._restored[event.node_id] = event
@@ -313,8 +302,9 @@ class Groups:
         ranks = sorted((rank for e in reports for rank in e.ranks), key=lambda k: k.rank)
         damage = sorted({d for rank in ranks for d in rank.damage})
         if not damage or plan.resume is None:
+            is_new, self._told_go = self._told_go != plan.age, plan.age
             self.is_training, self.restores = True, tuple(ranks)
-            if plan.resume is not None:
+            if plan.resume is not None and is_new:
                 self._context.ledger.append(_restore_note(plan.resume.checkpoint, ranks))
             for report in reports:
                 yield m.Reply(token=report.token, value=None)

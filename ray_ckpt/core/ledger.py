@@ -71,6 +71,10 @@ class Ledger:
             history.apply(self._record(history, op, epoch, 0.0), "")
         return history
 
+    def amend(self, op: r.Op, by: r.Op) -> None:
+        """Say something else at the place of a record that has not gone out yet."""
+        self._queue[self._queue.index(op)] = by
+
     def waiting(self) -> tuple[r.Op, ...]:
         """Records that have not gone out yet."""
         return tuple(self._queue)

@@ -13,6 +13,7 @@ from ray_ckpt.format.records import LogRecord
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRestore
 
 Token: TypeAlias = str  # names a caller that waits for a reply
+Age: TypeAlias = tuple[int, int]  # which session: the epoch in which it was begun, and its number
 
 # -- values ------------------------------------------------------------------------------------------
 
@@ -85,7 +86,7 @@ class SessionPlan:
     epoch: int = 0  # of the coordinator that opened it
 
     @property
-    def age(self) -> tuple[int, int]:
+    def age(self) -> Age:
         """Sessions in the order in which they were opened, also those that never came into the log."""
         return self.epoch, self.session
 
@@ -200,7 +201,7 @@ class SaveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksProgressed:
-    session: int
+    age: Age
     ranks: Mapping[int, RankProgress]
 
 
@@ -209,7 +210,7 @@ class NodeRestored:
     """All ranks of a node have read and verified, or name what no source could give them."""
 
     token: Token
-    session: int
+    age: Age  # of the session that they restore for
     node_id: str
     ranks: tuple[RankRestore, ...]
 
@@ -425,7 +426,7 @@ class Supersede:
     """Another service owns the run: these nodes end their session with `error`."""
 
     nodes: tuple[str, ...]
-    session: int
+    age: Age
     error: CheckpointError
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
 from typing import Any, TypeAlias
 
-from ray_ckpt.core.messages import SessionNode, SessionPlan
+from ray_ckpt.core.messages import Age, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow
 
@@ -31,9 +31,9 @@ class SessionStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded:
-    """The run, from this session on, belongs to somebody else."""
+    """The run belongs to somebody else; this session, and those before it, are over."""
 
-    session: int
+    age: Age
     error: CheckpointError
     epoch: int
 
@@ -249,6 +249,7 @@ class NodeMachine:
         self._saves: dict[str, _Save] = {}
         self.epoch = epoch  # of the newest coordinator heard of
         self.outcomes: OrderedDict[str, Outcome] = OrderedDict()
+        self._deleted: OrderedDict[str, None] = OrderedDict()  # attempts whose deletion was ordered
 
     def handle(self, event: NodeEvent) -> tuple[NodeEffect, ...]:
         """Apply one event; the effects are to be carried out in order."""
@@ -264,7 +265,7 @@ class NodeMachine:
     def is_deleted(self, attempt: str) -> bool:
         """What a folder still has of it is on its way out and must not be counted on."""
         outcome = self.outcomes.get(attempt)
-        return outcome is not None and outcome.is_deleted
+        return attempt in self._deleted or (outcome is not None and outcome.is_deleted)
 
     @singledispatchmethod
     def _on(self, event: Any) -> Iterable[NodeEffect]:
@@ -283,12 +284,12 @@ class NodeMachine:
 
     @_on.register
     def _(self, event: SessionEnded) -> Iterator[NodeEffect]:
-        if self.plan is None or self.plan.session > event.session:
+        if self.plan is not None and self.plan.age > event.age:
             return
         for save in list(self._saves.values()):
             yield from self._settle(save.attempt, None, event.error, keep_files=True)
         self.plan = self.here = None
-        yield EndSession(session=event.session, error=event.error)
+        yield EndSession(session=event.age[1], error=event.error)
 
     @_on.register
     def _(self, event: ShardSealed) -> Iterator[NodeEffect]:
@@ -373,6 +374,9 @@ class NodeMachine:
     @_on.register
     def _(self, event: DeleteOrdered) -> Iterator[NodeEffect]:
         for directory in event.directories:
+            self._deleted[directory.rpartition("-")[2]] = None
+            while len(self._deleted) > MAX_SETTLED:
+                self._deleted.popitem(last=False)
             yield DeleteFolder(directory=directory)
 
     @_on.register

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.attempts import Attempt
@@ -27,17 +28,22 @@ class Saves:
         self._dropped: deque[str] = deque(maxlen=MAX_DROPPED)
         self._saved_before: set[int] = set()  # ranks that took part in a save of this session
         self._progress: dict[int, tuple[m.RankProgress, float]] = {}  # with the time of the message
+        self._age: m.Age = (0, 0)  # of the session that these two are of
 
     @property
     def last_step(self) -> int:
         """The last optimizer step that a rank of the session has told of, 0 if none has."""
+        self._enter_session()
         return max((progress.step for progress, _ in self._progress.values()), default=0)
 
     def __bool__(self) -> bool:
         return bool(self._attempts)
 
-    def begin_session(self) -> None:
-        self._saved_before, self._progress = set(), {}
+    def _enter_session(self) -> None:
+        """What ranks have said counts for their own session."""
+        age = self._context.plan.age if self._context.plan else (0, 0)
+        if age != self._age:
+            self._age, self._saved_before, self._progress = age, set(), {}
 
     def end_session(self, error: CheckpointError) -> Iterator[m.Effect]:
         """A newer group comes: what is complete everywhere is committed as it is, the rest is dropped."""
@@ -76,8 +82,11 @@ class Saves:
             for node, held in found:
                 adopted.store(_stored(held, node))
             self._attempts[attempt.attempt] = adopted
-            yield m.Warn(text=f"Step {attempt.step} was complete on its nodes and not recorded; it is now.")
             yield from self._commit(adopted)
+            if adopted.committing:
+                yield m.Warn(
+                    text=f"Step {attempt.step} is complete on its nodes and not recorded; it will be."
+                )
 
     def _is_new(self, attempt: AttemptId) -> bool:
         name, history = attempt.attempt, self._context.history
@@ -91,6 +100,7 @@ class Saves:
             return
         held = [(node, h) for node in sorted(inventories) for h in inventories[node].fragments]
         held = [(node, h) for node, h in held if h.num_nodes == len(plan.nodes) and self._find(h.attempt)]
+        held.sort(key=lambda found: found[1].attempt.step)
         for node, copy in held:
             if node != plan.nodes[copy.node_index].node_id:
                 self._attempts[copy.attempt.attempt].arrive(copy.node_index, node)
@@ -108,10 +118,12 @@ class Saves:
                 yield from self._answer_late(event)
             return
         attempt.store(event)
+        self._enter_session()
         self._saved_before |= set(attempt.nodes[event.node_index].ranks)
         self._context.holders.add(event.attempt.attempt, event.node_index, event.node_id)
-        oldest = min(self._attempts.values(), key=lambda a: a.id.step)
-        if len(self._attempts) > MAX_OPEN_ATTEMPTS and not oldest.committing:
+        waiting = [a for a in self._attempts.values() if not a.committing]
+        if len(waiting) > MAX_OPEN_ATTEMPTS:
+            oldest = min(waiting, key=lambda a: a.id.step)
             yield from self.drop(oldest, Unavailable(f"Step {oldest.id.step} was overtaken by newer saves."))
         yield from self._try_commit(attempt)
 
@@ -136,8 +148,11 @@ class Saves:
         if known is not None and known.state == "live":
             yield self._publish(event.attempt, known.level, None, nodes)
         elif known is None and self._is_of_the_past(event.attempt):
-            error = RunSuperseded(f"Step {event.attempt.step} belongs to no open attempt of this run.")
+            error: CheckpointError = RunSuperseded(f"Step {event.attempt.step} belongs to no open attempt of this run.")
             self._dropped.append(name)
+            yield self._publish(event.attempt, None, error, nodes)
+        elif name in self._dropped:  # the node has not heard of it
+            error = Unavailable(f"Step {event.attempt.step} was dropped.")
             yield self._publish(event.attempt, None, error, nodes)
 
     def _is_of_the_past(self, attempt: AttemptId) -> bool:
@@ -195,7 +210,8 @@ class Saves:
     def progressed(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
         """Ranks that are past a step without saving it prove that the save was not collective."""
         plan = self._context.plan
-        if plan is None or event.session != plan.session:
+        self._enter_session()
+        if plan is None or event.age != plan.age:
             return
         self._progress |= {rank: (progress, self._context.now_s) for rank, progress in event.ranks.items()}
         for attempt in list(self._attempts.values()):
@@ -232,6 +248,7 @@ class Saves:
     def nodes_lost(self, lost: frozenset[str]) -> Iterator[m.Effect]:
         for attempt in list(self._attempts.values()):
             if attempt.committing:
+                yield from self._reconsider(attempt)
                 continue
             gone = {n.node_id for n in attempt.nodes if n.node_index not in attempt.stored} & lost
             if gone or (attempt.is_local and self._num_copies(attempt) < 0):
@@ -244,6 +261,22 @@ class Saves:
                     event = m.ReplicaEnded(attempt=attempt.id, node_index=index, holder=holder, error=None)
                     yield from self._replace_holder(attempt, event)
             yield from self._try_commit(attempt)
+
+    def _reconsider(self, attempt: Attempt) -> Iterator[m.Effect]:
+        """A node died while a commit waits for the store: it is to say what there is when it goes out."""
+        queue = self._context.ledger.waiting()
+        op = next((q for q in queue if isinstance(q, r.Commit) and q.attempt == attempt.id.attempt), None)
+        if op is None:
+            return  # on its way already
+        copies = self._num_copies(attempt)
+        is_built_on = any(isinstance(q, r.Session) and q.resumed_from == op.attempt for q in queue)
+        if copies < 0 and not is_built_on:
+            self._context.ledger.withdraw(op)
+            yield from self.drop(attempt, Unavailable(f"Step {op.step}: a part of it is on no live node."))
+        elif copies < op.replicas:
+            copies = max(copies, 0)
+            level = Level.REPLICATED if copies else Level.LOCAL
+            self._context.ledger.amend(op, replace(op, level=level, replicas=copies))
 
     # -- the end of an attempt -------------------------------------------------------------------------
 
@@ -289,10 +322,10 @@ class Saves:
         return self._context.holders.num_copies(attempt.id.attempt, len(attempt.nodes))
 
     def _is_overtaken(self, attempt: Attempt) -> bool:
-        step, session = attempt.id.step, attempt.id.session
-        committing = any(a.committing and a.id.step > step for a in self._attempts.values())
-        checkpoints = self._context.history.live()
-        return committing or any(c.id.session == session and c.step > step for c in checkpoints)
+        step, session = attempt.id.step, (attempt.id.epoch, attempt.id.session)
+        newer = [a.id for a in self._attempts.values() if a.committing]
+        newer += [c.id for c in self._context.history.live()]
+        return any((a.epoch, a.session) == session and a.step > step for a in newer)
 
     def committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         """The record is confirmed: tell the nodes, and give up what is older and still open."""
@@ -301,7 +334,8 @@ class Saves:
         yield self._publish(checkpoint.id, checkpoint.level, None, nodes)
         self.promote_copies(checkpoint)
         for older in list(self._attempts.values()):
-            if older.id.step < checkpoint.step and not older.committing:
+            is_same = (older.id.epoch, older.id.session) == (checkpoint.id.epoch, checkpoint.id.session)
+            if is_same and older.id.step < checkpoint.step and not older.committing:
                 error = Unavailable(f"Step {older.id.step} was overtaken by a newer save.")
                 yield from self.drop(older, error)
 

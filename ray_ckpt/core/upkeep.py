@@ -24,13 +24,11 @@ class Upkeep:
     """Repair, eviction, scrub and the recording of what is lost, for one run."""
 
     def __init__(self, context: Context) -> None:
-        options = context.options
         self._context = context
         self._repairs = Repairs()
         self._losses = Losses()
         self._scrubs = Scrubs()
-        self._copying = Budget(options.repair_bytes_per_s, options.repair_bytes_per_s * BURST_S)
-        self._reading = Budget(options.scrub_bytes_per_s, options.scrub_bytes_per_s * BURST_S)
+        self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = 0.0
         self.is_crowded = False  # a disk is above its high watermark and nothing there may be evicted
 
@@ -45,6 +43,8 @@ class Upkeep:
         if context.now_s < self._next_s:
             return
         self._next_s = context.now_s + UPKEEP_S
+        self._copying.set_rate(context.options.repair_bytes_per_s, BURST_S)
+        self._reading.set_rate(context.options.scrub_bytes_per_s, BURST_S)
         yield from self._evict(wall_s, busy)
         yield from self._repair()
         yield from self._scrub(wall_s)
@@ -85,7 +85,8 @@ class Upkeep:
         """Copies on nodes of what is durable: beyond the last few, or because a disk is full."""
         context, options = self._context, self._context.options
         history = context.history
-        view = RetentionView(live=history.live(), lineage=history.lineage(), now_s=wall_s, busy=busy)
+        stay = {*busy, *context.holders.bad_remote}
+        view = RetentionView(live=history.live(), lineage=history.lineage(), now_s=wall_s, busy=stay)
         for attempt in choose_evictions(view, keep_local=options.keep_local):
             for node in sorted(context.holders.anywhere(attempt)):
                 yield self._evicted(attempt, node)
@@ -124,13 +125,15 @@ class Upkeep:
         self._repairs.ended(event, self._context.now_s)
 
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
-        """A damaged copy counts no more; what to do about one on the storage path is the machine's."""
+        """A damaged copy counts no more, wherever it is."""
         self._scrubs.ended(event)
         where = "the storage path" if event.place == m.REMOTE else f"node {event.place[:12]}"
         if event.damage:
             files = ", ".join(event.damage[:5])
             yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} is damaged: {files}.")
-            if event.place != m.REMOTE:
+            if event.place == m.REMOTE:
+                self._context.holders.bad_remote.add(event.attempt.attempt)
+            else:
                 self._context.holders.remove(event.attempt.attempt, event.node_index, event.place)
                 self._next_s = 0.0  # a new copy is not to wait
 

@@ -85,8 +85,8 @@ class Coordinators(Nodes):
             case m.Evict(attempt=attempt, node_id=place):
                 order = n.DeleteOrdered(directories=(attempt.directory,), epoch=epoch)
                 self.wire.append(Order(place, order, name))
-            case m.Supersede(nodes=nodes, session=session, error=failure):
-                ended = n.SessionEnded(session=session, error=failure, epoch=epoch)
+            case m.Supersede(nodes=nodes, age=age, error=failure):
+                ended = n.SessionEnded(age=age, error=failure, epoch=epoch)
                 self.wire += [Order(node_told, ended, name) for node_told in nodes]
             case m.StepDown(error=failure):
                 self._step_down(process, failure)
@@ -137,7 +137,7 @@ class Coordinators(Nodes):
         error = RunSuperseded("The run was taken over by another service.")
         for plan in plans:
             for node in plan.nodes:
-                ended = n.SessionEnded(session=plan.session, error=error, epoch=history.epoch)
+                ended = n.SessionEnded(age=plan.age, error=error, epoch=history.epoch)
                 self.wire.append(Order(node.node_id, ended, ""))
         self.current.pop(service, None)
 
@@ -241,12 +241,16 @@ class Coordinators(Nodes):
     def _opened_late(self, message: Order) -> None:
         """A node that joined, or that has a new agent, gets the session at work."""
         process = self.coordinators[message.sender]
-        if not process.is_up or self._open_on(process, message.node) is None:
+        inventory = self._open_on(process, message.node) if process.is_up else None
+        if inventory is None:
             return
         process.opened.add(message.node)
+        self._tell(process.name, m.NodesOpened(inventories={message.node: inventory}))
         plan = process.machine.plan
         if plan is not None and message.node in {node.node_id for node in plan.nodes}:
             self._send_plan(process, message.node, plan, ())
+            returned = n.CoordinatorReturned(epoch=process.machine.epoch)
+            self.wire.append(Order(message.node, returned, process.name))
 
     def _started(
         self, process: Coordinator, tokens: tuple[str, ...], plan: m.SessionPlan, node: str, is_told: bool

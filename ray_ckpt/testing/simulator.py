@@ -236,7 +236,7 @@ class World(Coordinators):
         self.oracle.read(plan, damage)
         token = self._token()
         ranks = tuple(RankRestore(rank=k, damage=damage) for k in member.ranks)
-        event = m.NodeRestored(token=token, session=plan.session, node_id=member.node, ranks=ranks)
+        event = m.NodeRestored(token=token, age=plan.age, node_id=member.node, ranks=ranks)
         self.waiting[token] = ("", member)
         self.wire.append(Report(self.nodes[member.node].service, event, token))
 
@@ -311,7 +311,7 @@ class World(Coordinators):
                 saved = steps[member.saved - 1] if member.saved else -1
                 step = max(saved, _resumed_step(member.plan))
                 ranks = {rank: m.RankProgress(step=step, saved_step=saved) for rank in member.ranks}
-                event = m.RanksProgressed(session=member.plan.session, ranks=ranks)
+                event = m.RanksProgressed(age=member.plan.age, ranks=ranks)
                 self.wire.append(Report(launcher.service, event))
 
     def trim_log(self) -> None:

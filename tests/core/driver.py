@@ -208,16 +208,14 @@ class Harness:
     def inventories(self) -> dict[str, m.Inventory]:
         return {node: self.disks[node].inventory() for node in sorted(self.live)}
 
-    def restored(
-        self, node: str, *, session: int | None = None, damage: Sequence[str] = ()
-    ) -> m.NodeRestored:
+    def restored(self, node: str, *, age: m.Age | None = None, damage: Sequence[str] = ()) -> m.NodeRestored:
         """The event of all ranks of `node` having read their state. Its token is `restored-<node>`."""
         plan = self.plan
         here = next((p for p in plan.nodes if p.node_id == node), None)
         ranks = here.ranks if here else ()
         return m.NodeRestored(
             token=f"restored-{node}",
-            session=plan.session if session is None else session,
+            age=age or plan.age,
             node_id=node,
             ranks=tuple(RankRestore(rank=k, damage=tuple(damage)) for k in ranks),
         )
@@ -480,7 +478,7 @@ class Cluster(Harness):
             )
         return m.NodeRestored(
             token=f"restored-{plan.session}-{node.node_id}",
-            session=plan.session,
+            age=plan.age,
             node_id=node.node_id,
             ranks=tuple(RankRestore(rank=k, damage=damage) for k in node.ranks),
         )

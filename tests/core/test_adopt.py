@@ -54,7 +54,7 @@ def test_a_complete_attempt_is_committed_before_the_next_group_chooses(restarted
         run.start_coordinator()
     effects = run.open("ab")
     assert resumed_step(run) == 20
-    assert any("not recorded" in warn.text for warn in of(effects, m.Warn))
+    assert any("not recorded" in warn.text for warn in of(effects, m.Warn)) is restarted
     commit, session = run.records[-3:-1]
     assert isinstance(session, r.Session) and session.resumed_from == attempt.attempt
     assert isinstance(commit, r.Commit)

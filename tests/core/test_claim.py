@@ -175,7 +175,7 @@ def test_a_record_of_another_service_ends_the_group_before_this_coordinator_goes
     effects = run.save(10)
     assert [type(e) for e in effects][-2:] == [m.Supersede, m.StepDown]
     supersede, down = one(effects, m.Supersede), one(effects, m.StepDown)
-    assert (supersede.nodes, supersede.session) == (("a", "b"), 1)
+    assert (supersede.nodes, supersede.age) == (("a", "b"), (1, 1))
     assert isinstance(supersede.error, RunSuperseded)
     assert down.is_foreign and isinstance(down.error, Fenced)
     assert not of(effects, m.Publish), "what became of the save is not its to say"

@@ -211,7 +211,7 @@ def every_order(epoch: int) -> list[n.Order]:
     session = replace(plan(), epoch=epoch)
     return [
         n.SessionStarted(plan=session, node_id="a", epoch=epoch),
-        n.SessionEnded(session=1, error=RunSuperseded("over"), epoch=epoch),
+        n.SessionEnded(age=(0, 1), error=RunSuperseded("over"), epoch=epoch),
         n.Published(attempt=at, level=None, error=Unavailable("dropped"), epoch=epoch),
         n.EpochSeen(epoch=epoch),
         n.CoordinatorReturned(epoch=epoch),
@@ -294,7 +294,7 @@ def test_an_ended_session_settles_its_saves_and_takes_no_more() -> None:
     complete(machine, stored)
     machine.handle(sealed(open_, 0))
     error = RunSuperseded("another cluster has the run")
-    assert machine.handle(n.SessionEnded(session=1, error=error, epoch=1)) == (
+    assert machine.handle(n.SessionEnded(age=(0, 1), error=error, epoch=1)) == (
         n.Settle(attempt=stored, level=None, error=error),
         n.Settle(attempt=open_, level=None, error=error),
         n.EndSession(session=1, error=error),
@@ -312,7 +312,7 @@ def test_an_ended_session_settles_its_saves_and_takes_no_more() -> None:
 def test_the_end_of_an_older_session_leaves_the_one_at_work() -> None:
     machine = started()
     machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
-    assert machine.handle(n.SessionEnded(session=1, error=RunSuperseded("over"), epoch=1)) == ()
+    assert machine.handle(n.SessionEnded(age=(0, 1), error=RunSuperseded("over"), epoch=1)) == ()
     assert machine.plan == plan(2)
 
 

@@ -199,7 +199,7 @@ def test_a_log_that_somebody_else_wrote_meanwhile_ends_the_group_that_went_on() 
     run.store_mode = "ok"
     effects = run.tick(RETRY_S)
     supersede = one(effects, m.Supersede)
-    assert (supersede.nodes, supersede.session) == (("a", "b"), 2)
+    assert (supersede.nodes, supersede.age[1]) == (("a", "b"), 2)
     assert isinstance(supersede.error, RunSuperseded)
     assert one(effects, m.StepDown).is_foreign
     assert other.records == [*before, r.Epoch(service="service-2")], "nothing of this came into the log"
@@ -265,7 +265,7 @@ def test_a_group_whose_resume_point_never_came_into_the_log_is_ended() -> None:
     run.start_coordinator()
     effects = run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
     supersede = one(effects, m.Supersede)
-    assert (supersede.nodes, supersede.session) == (("a", "b"), 2)
+    assert (supersede.nodes, supersede.age[1]) == (("a", "b"), 2)
     assert isinstance(supersede.error, RunSuperseded)
     assert run.machine.plan is None
     assert story(run.records) == [("session", 1), ("commit", 10)]
@@ -292,7 +292,7 @@ def test_numbers_that_meet_are_not_taken_for_each_other() -> None:
     late_plan = m.GroupFound(plan=old, inventories=run.inventories())
     assert run.tell(late_plan) == (), "a group is at work"
     run.start_coordinator()
-    assert one(run.tell(late_plan), m.Supersede).session == old.session
+    assert one(run.tell(late_plan), m.Supersede).age[1] == old.session
     assert run.machine.plan is None
 
 
@@ -322,7 +322,7 @@ def test_a_later_session_of_an_earlier_coordinator_is_not_recorded() -> None:
     assert (run.plan.session, run.plan.epoch) == (2, 2)
     run.start_coordinator()
     effects = run.tell(m.GroupFound(plan=old, inventories=run.inventories()))
-    assert one(effects, m.Supersede).session == 3
+    assert one(effects, m.Supersede).age[1] == 3
     assert [op.session for op in run.records if isinstance(op, r.Session)] == [1, 2]
 
 

@@ -356,7 +356,7 @@ def exposed(run: Harness) -> dict[str, tuple[int | None, str | None, int]]:
 
 def progress(run: Harness, step: int, saved_step: int) -> None:
     ranks = {k: m.RankProgress(step=step, saved_step=saved_step) for k in (0, 1)}
-    run.tell(m.RanksProgressed(session=run.plan.session, ranks=ranks))
+    run.tell(m.RanksProgressed(age=run.plan.age, ranks=ranks))
 
 
 def test_exposure_tells_what_each_death_would_cost() -> None:

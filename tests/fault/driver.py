@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -39,17 +40,16 @@ class Driver:
         launch = Launch(job=asdict(job), nodes=tuple(cluster.nodes[n].node_id for n in nodes), **options)
         env = {**os.environ, "RAY_ADDRESS": cluster.address}
         command = [sys.executable, "-m", "tests.fault.driver", json.dumps(asdict(launch))]
-        self.log = Path(job.journal).with_name(f"driver-{cluster.address.rpartition(':')[2]}.log")
-        self._start = self.log.stat().st_size if self.log.exists() else 0
-        with self.log.open("ab") as out:
+        self.log = Path(job.journal).with_name(f"driver-{uuid.uuid4().hex}.log")
+        with self.log.open("wb") as out:
             root = Path(__file__).parents[2]
             self.process = subprocess.Popen(command, cwd=root, env=env, stdout=out, stderr=out)
 
     @property
     def errors(self) -> list[str]:
         """Names of the errors that ended its groups so far."""
-        text = self.log.read_bytes()[self._start :].decode()
-        return [line.removeprefix("ended: ") for line in text.splitlines() if line.startswith("ended: ")]
+        lines = self.log.read_text().splitlines()
+        return [line.split()[1] for line in lines if line.startswith("ended: ")]
 
     def ended(self) -> bool:
         return self.process.poll() is not None
@@ -79,7 +79,7 @@ def main(launch: Launch) -> int:
         try:
             group.result(timeout_s=None)
         except (CheckpointError, ray.exceptions.RayError) as error:
-            print(f"ended: {type(error).__name__}", flush=True)
+            print(f"ended: {type(error).__name__} {error}", flush=True)
         else:
             print("ended: done", flush=True)
             return 0
