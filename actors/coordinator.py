@@ -91,6 +91,8 @@ class Run:
         self.opened: set[str] = set()  # nodes whose agent knows this run
         self.opening: set[str] = set()  # nodes that were asked, or could not
         self.is_fenced_in = False  # its fence has been in the log
+        self.is_ready = False  # nodes have been asked to open it
+        self.is_over = False  # its launcher has ended it; nobody needs agents for it until the next group
         self.disks: dict[str, m.DiskSpace] = {}
         self.changed = asyncio.Condition()
 
@@ -232,6 +234,7 @@ class Coordinator:
     async def open_group(self, key: str, nodes: tuple[m.GroupNode, ...], resume: Any, owner: str) -> Joined:
         """A training group begins: choose its checkpoint, log its session, tell its nodes."""
         run = self._run(key)
+        run.is_over = False
         inventories = await self._open_on_nodes(run, await self._live_nodes())
         dead_owner = await self._await_dead(run, owner)
         plan = await self._ask(
@@ -258,6 +261,7 @@ class Coordinator:
         try:
             asked = self._ask(run, lambda token: m.FinishAsked(token=token, ends_group=True))
             newest: CheckpointInfo | None = await asyncio.wait_for(asked, timeout_s)
+            run.is_over = True
             for node in run.opened:
                 self._send(run, node, "rest", run.run_uid)
         except TimeoutError:
@@ -597,7 +601,7 @@ class Coordinator:
         order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce, epoch=run.machine.history.epoch)
         answers = await asyncio.gather(*(self._ask_agent(node, "open_run", order) for node in nodes))
         inventories = {node: found for node, found in zip(nodes, answers, strict=True) if found is not None}
-        run.opened, run.opening = set(inventories), set()
+        run.opened, run.opening, run.is_ready = set(inventories), set(), True
         self._handle(run, m.NodesSeen(live=frozenset(inventories)))
         return inventories
 
@@ -658,7 +662,7 @@ class Coordinator:
                 log.exception("the coordinator's tick failed")
 
     def _tick_run(self, run: Run, nodes: ray_state.NodesNow) -> None:
-        if not run.opened:  # its log is still being opened: time passes, nodes come later
+        if not run.is_ready:  # its log is still being opened: time passes, nodes come later
             self._advance(run)
             return
         live = frozenset(nodes.live)
@@ -667,7 +671,7 @@ class Coordinator:
             live=live & run.opened, draining=nodes.draining, domains=nodes.domains, disks=disks
         )
         self._handle(run, seen)
-        if not run.machine.needed_nodes():  # between groups: the next one starts the agents that it needs
+        if run.is_over:
             return
         if fresh := live - run.opened - run.opening:
             run.opening |= fresh

@@ -29,7 +29,7 @@ from ray_ckpt.core.messages import Age, DiskSpace, HeldFragment, Inventory, Rank
 from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
-from ray_ckpt.format.names import fragment_file, shard_file, state_file
+from ray_ckpt.format.names import attempt_of, fragment_file, shard_file, state_file
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.link import SealedShard
 from ray_ckpt.restore import RestoreTicket
@@ -151,7 +151,8 @@ class NodeAgent:
         held = await self._in_thread(self._disk_io, lambda: tuple(run.staging.holdings(run_uid)))
         directories = await self._in_thread(self._disk_io, run.staging.directories, run_uid)
         held = [h for h in held if not run.machine.is_deleted(h.fragment.attempt.attempt)]
-        return Inventory(fragments=tuple(map(_held, held)), directories=directories)
+        plan = None if run.is_over else run.machine.plan
+        return Inventory(fragments=tuple(map(_held, held)), directories=directories, plan=plan)
 
     async def disk(self, run_uid: str) -> DiskSpace:
         """The file system of the run's staging folder."""
@@ -636,7 +637,14 @@ class _Served:
         name, run = request.name, self._run(request.name)
         run.check_space(request.size_bytes, what=f"A copy of {name.file}")
         whole = checked(chunks, size_bytes=request.size_bytes, digest=request.digest, what=name.file)
+        self._check_wanted(run, name)
         run.staging.put(name.run_uid, name.directory, name.file, whole)
+        self._check_wanted(run, name)
+
+    def _check_wanted(self, run: NodeRun, name: FileName) -> None:
+        """A copy must not land in a folder that is being deleted and be counted; asked before and after."""
+        if run.machine.is_deleted(attempt_of(name.directory)):
+            raise Unavailable(f"{name.directory} is being deleted here")
 
     def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[bytes]:
         return read_blocks(

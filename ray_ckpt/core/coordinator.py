@@ -385,8 +385,17 @@ class RunMachine:
 
     @_on.register
     def _(self, event: m.NodesOpened) -> Iterator[m.Effect]:
+        plans = {node: found.plan for node, found in event.inventories.items() if found.plan is not None}
+        if plans and not self._groups.owner_has_run:  # its agents did not answer when it was looked for
+            newest = max(plans.values(), key=lambda plan: plan.age)
+            yield from self._on(m.GroupFound(plan=newest, inventories=event.inventories))
+            return
         self._context.holders.learn(event.inventories, self.history.run_uid)
         self._upkeep.nodes_changed(frozenset())
+        for node, plan in plans.items():
+            if self.plan is not None and plan.age < self.plan.age:
+                error = RunSuperseded("A newer training group has opened this run.")
+                yield m.Supersede(nodes=(node,), age=plan.age, error=error)
         yield from self._saves.resume(event.inventories)
 
     @_on.register

@@ -49,10 +49,14 @@ class DiskSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """What one node holds of a run: complete fragments, and the names of all checkpoint folders."""
+    """What one node holds of a run: complete fragments, and the names of all checkpoint folders.
+
+    What is being deleted is left out. `plan` is that of the group at work there, if there is one.
+    """
 
     fragments: tuple[HeldFragment, ...]
     directories: tuple[str, ...]
+    plan: SessionPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from ray_ckpt.core.messages import Age, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
+from ray_ckpt.format.names import attempt_of
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow
 
 MAX_UNSETTLED = 8  # saves reported and not answered; a coordinator that lives answers within seconds
@@ -374,7 +375,7 @@ class NodeMachine:
     @_on.register
     def _(self, event: DeleteOrdered) -> Iterator[NodeEffect]:
         for directory in event.directories:
-            self._deleted[directory.rpartition("-")[2]] = None
+            self._deleted[attempt_of(directory)] = None
             while len(self._deleted) > MAX_SETTLED:
                 self._deleted.popitem(last=False)
             yield DeleteFolder(directory=directory)

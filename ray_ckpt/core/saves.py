@@ -148,7 +148,9 @@ class Saves:
         if known is not None and known.state == "live":
             yield self._publish(event.attempt, known.level, None, nodes)
         elif known is None and self._is_of_the_past(event.attempt):
-            error: CheckpointError = RunSuperseded(f"Step {event.attempt.step} belongs to no open attempt of this run.")
+            error: CheckpointError = RunSuperseded(
+                f"Step {event.attempt.step} belongs to no open attempt of this run."
+            )
             self._dropped.append(name)
             yield self._publish(event.attempt, None, error, nodes)
         elif name in self._dropped:  # the node has not heard of it

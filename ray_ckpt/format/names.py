@@ -35,6 +35,11 @@ def make_attempt(*, run_uid: str, session: int, step: int, attempt: int, epoch: 
     return AttemptId(run_uid=run_uid, session=session, step=step, attempt=name, epoch=epoch)
 
 
+def attempt_of(directory: str) -> str:
+    """The attempt whose folder has this name."""
+    return check_directory(directory).rpartition("-")[2]
+
+
 def shard_file(rank: int, world_size: int) -> str:
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 

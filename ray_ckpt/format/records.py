@@ -46,7 +46,8 @@ class Session:
     """A training group begins. `after` is the session before it, `resumed_from` what it restores.
 
     `service` and `owner` say who opened it: the checkpoint service of a cluster, and the launcher (driver or
-    a controller) in it; `opened_by` is the epoch of the coordinator that began it. `retention` is its retention policy as `ray_ckpt.core.retention` writes it.
+    a controller) in it; `opened_by` is the epoch of the coordinator that began it. `retention` is
+    its retention policy as `ray_ckpt.core.retention` writes it.
     """
 
     session: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 from ray_ckpt.core import messages as m
@@ -122,7 +123,7 @@ class Coordinators(Nodes):
         name = f"{service}.c{number}"
         skews = (1_000.0 * number, 3_600.0 * (number % 3 - 1))
         machine = RunMachine(options=self.options, writer=name, service=service)
-        self.coordinators[name] = process = Coordinator(name, service, machine, *skews)
+        self.coordinators[name] = process = Coordinator(name, service, machine, *skews, takes_over=True)
         self.current[service] = name
         self._tell(name, self.storage.opened(run_name=RUN, fresh_uid=RUN_UID))
         return process
@@ -149,7 +150,7 @@ class Coordinators(Nodes):
                 break
             if (inventory := self._open_on(process, node)) is not None:
                 inventories[node] = inventory
-        process.opened = set(inventories)
+        process.opened, process.is_ready = set(inventories), True
         return inventories
 
     def _open_on(self, process: Coordinator, name: str) -> m.Inventory | None:
@@ -162,7 +163,7 @@ class Coordinators(Nodes):
         if not self._obeys(name, n.EpochSeen(epoch=process.machine.epoch), process.name):
             return None
         leaving = frozenset(held[0] for held in node.disk.fragments if agent.machine.is_deleted(held[0]))
-        return node.disk.inventory(leaving=leaving)
+        return replace(node.disk.inventory(leaving=leaving), plan=agent.machine.plan)
 
     def _open_later(self, process: Coordinator, node: str) -> None:
         order = Order(node, n.EpochSeen(epoch=process.machine.epoch), process.name, ("open",))

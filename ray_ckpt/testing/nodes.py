@@ -187,6 +187,8 @@ class Nodes:
             return "not here"
         if not holder.is_alive or holder.agent is None:
             return "the peer does not answer"
+        if holder.agent.machine.is_deleted(copy[0]):
+            return "it is being deleted there"
         holder.disk.write(held.attempt.directory, *(file.name for file in held.files[:-1]))
         if fate == "lost":
             return "the peer went away"

@@ -54,6 +54,7 @@ class Coordinator:
     wall_skew_s: float
     opened: set[str] = field(default_factory=set)  # nodes whose agents know the run from it
     starting: dict[tuple[m.Token, ...], set[str]] = field(default_factory=dict)  # and who has not answered
+    is_ready: bool = False  # nodes have been asked to open the run
     is_up: bool = True
     is_frozen: bool = False
     takes_over: bool = False  # it is to look for the group at work once it is open

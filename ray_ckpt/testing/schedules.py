@@ -391,6 +391,10 @@ class Schedule:
                 if world.process_of(service) is None:
                     world.start_coordinator(service)
             self._rest(LONG_S)
+            for process in list(world.coordinators.values()):
+                if process.is_up and process.takes_over and process.machine.is_open:
+                    world.take_over(process.name, frozenset())
+            self._rest(LONG_S)
         self._check_zombies()
         for name in list(world.launchers):
             world.kill_launcher(name)

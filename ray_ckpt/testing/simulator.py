@@ -84,7 +84,7 @@ class World(Coordinators):
         self.clock += 1
         process = self.coordinators[name]
         live = self.live(process.service)
-        if process.opened:
+        if process.is_ready:
             seen = frozenset(live) & process.opened
             self._tell(name, self._seen(seen))
             for node in sorted(live - process.opened):
@@ -100,12 +100,8 @@ class World(Coordinators):
         plans = [a.machine.plan for a in agents if a.machine.plan is not None]
         if not agents:
             self.current.pop(service, None)
-        elif not self.storage.is_away:
-            process = self._open_log(service, owner=None)
-            if process is None:
-                self._supersede(service, plans)
-            else:
-                process.takes_over = True
+        elif not self.storage.is_away and self._open_log(service, owner=None) is None:
+            self._supersede(service, plans)
         self.oracle.check(self)
 
     def take_over(self, name: str, absent: frozenset[str] = frozenset()) -> None:

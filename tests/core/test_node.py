@@ -363,9 +363,9 @@ def test_copies_and_deletes_are_done_as_ordered() -> None:
     assert machine.handle(n.CopyOrdered(attempt=at, node_index=1, holder="b", epoch=1)) == (
         n.SendCopy(epoch=1, attempt=at, node_index=1, holder="b"),
     )
-    assert machine.handle(n.DeleteOrdered(directories=("one", "two"), epoch=1)) == (
-        n.DeleteFolder(directory="one"),
-        n.DeleteFolder(directory="two"),
+    assert machine.handle(n.DeleteOrdered(directories=(at.directory, attempt(20).directory), epoch=1)) == (
+        n.DeleteFolder(directory=at.directory),
+        n.DeleteFolder(directory=attempt(20).directory),
     )
 
 

@@ -8,10 +8,10 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node as n
 from ray_ckpt.errors import RunSuperseded
 from ray_ckpt.format import records as r
+from ray_ckpt.format.names import make_attempt
 from ray_ckpt.types import Level
-from tests.core.driver import RUN_UID, Harness, make_attempt, of, one
+from tests.core.driver import RUN_UID, Harness, of, one
 from tests.core.test_adopt import commits, hold, resumed_step, trained
-from tests.core.test_claim import OTHER_SERVICE  # noqa: F401
 from tests.core.test_node import plan
 from tests.core.test_store_away import STORE_WAIT_S, away, back, next_group, story
 from tests.core.test_upkeep import durable, look, run_on, scrubbed

@@ -112,7 +112,7 @@ def train(job: Job) -> int:
     step = 0
     for step in ckpt.steps(total=job.total):
         if first:
-            journal.write("restored", step - 1, digest=state_digest(training))
+            journal.write("restored", step - 1, digest=state_digest(training), session=ckpt._session)
             first = False
         training.step()
         if ckpt.due(step):
@@ -130,7 +130,8 @@ def restore(job: Job) -> tuple[int, str]:
     training = Training(job.run, job.storage, **job.options)
     info = training.ckpt.restore()
     step, digest = info.step if info else 0, state_digest(training)
-    Journal(Path(job.journal), training.rank).write("restored", step, digest=digest)
+    journal = Journal(Path(job.journal), training.rank)
+    journal.write("restored", step, digest=digest, session=training.ckpt._session)
     training.ckpt.close()
     return step, digest
 

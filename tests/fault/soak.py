@@ -97,14 +97,12 @@ class Soak:
     def start_group(self) -> None:
         """A new group on two of the nodes; it must not restore less than it may."""
         self.nodes = self.rng.sample(sorted(set(self.rig.cluster.nodes) - {"head"}), k=2)
-        seen = len(self._restored())
+        before = max((entry.session for entry in self._entries("restored")), default=0)
         self.rig.train(self.nodes)
-        wait_for(
-            lambda: len(self._restored()) >= seen + len(self.nodes) or self._ended(), within_s=RECOVERY_S
-        )
+        wait_for(lambda: self._restored(before) or self._ended(), within_s=RECOVERY_S, what="a restore")
         if self._ended():
             self._why()
-        step = min(entry.step for entry in self._restored()[seen:])
+        step = self._restored(before)[0].step
         assert step >= self.floor, f"restored step {step}, and step {self.floor} was acknowledged"
 
     def recover(self, fault: str, step: int) -> None:
@@ -178,8 +176,9 @@ class Soak:
     def _entries(self, kind: str) -> list[journal.Entry]:
         return [entry for entry in journal.read(self.rig.journal) if entry.kind == kind]
 
-    def _restored(self) -> list[journal.Entry]:
-        return self._entries("restored")
+    def _restored(self, after: int) -> list[journal.Entry]:
+        """What the groups of sessions after this one have restored."""
+        return [entry for entry in self._entries("restored") if entry.session > after]
 
     def _ended(self) -> bool:
         return self.rig.group is not None and self.rig.group.ended()

@@ -1,0 +1,65 @@
+"""The documents name what is there: links, options, tests, constants and their values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ray_ckpt.config import RunOptions
+
+ROOT = Path(__file__).parent.parent
+README, ARCHITECTURE, PROTOCOL = (
+    ROOT / name for name in ("README.md", "ARCHITECTURE.md", "ray_ckpt/core/PROTOCOL.md")
+)
+DOCUMENTS = [
+    README,
+    ARCHITECTURE,
+    PROTOCOL,
+    ROOT / "CHANGELOG.md",
+    ROOT / "actors/README.md",
+    ROOT / "ray_ckpt/format/FORMAT.md",
+    *sorted((ROOT / "ray_ckpt/design").glob("*.md")),
+]
+UNITS = {"": 1, "MiB": 2**20, "KiB": 2**10, "h": 3600}  # others are as in the code
+
+
+def _source(*folders: str) -> str:
+    return "\n".join(path.read_text() for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert not missing
+
+
+def test_the_readme_has_every_option_with_its_default() -> None:
+    text = README.read_text()
+    for option in fields(RunOptions):
+        assert re.search(rf"^\|.*`{option.name}`.*\|", text, re.MULTILINE), option.name
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", text, re.MULTILINE))
+    defaults = RunOptions()
+    assert len(rows) > 10
+    assert {name: float(value) for name, value in rows.items()} == {n: getattr(defaults, n) for n in rows}
+
+
+def test_the_protocol_names_tests_that_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", PROTOCOL.read_text()))
+    there = set(re.findall(r"def (test_\w+)", _source("tests")))
+    assert len(named) > 50
+    assert named <= there, named - there
+
+
+def test_the_bounds_are_those_of_the_code() -> None:
+    bounds = ARCHITECTURE.read_text().split("## Bounds\n")[1].split("\n## ")[0]
+    source = _source("ray_ckpt", "actors")
+    named = re.findall(r"`(?:[\w/]+\.)?([A-Z][A-Z_]+_[A-Z]+)`(?: =)? ([\d.,]*\d)(?: (\w+))?", bounds)
+    assert len(named) > 40
+    for name, value, unit in named:
+        found = re.findall(rf"^{name} = ([\d._*< ]+)", source, re.MULTILINE)
+        wanted = float(value.replace(",", "")) * UNITS.get(unit, 1)
+        assert wanted in {eval(text) for text in found}, (name, value, unit, found)
