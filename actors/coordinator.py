@@ -44,6 +44,8 @@ from ray_ckpt.errors import (
     Fenced,
     RunConflict,
     RunSuperseded,
+    StorageNotShared,
+    StoragePathError,
     Unavailable,
 )
 from ray_ckpt.format.digest import digest, root_digest
@@ -225,10 +227,11 @@ class Coordinator:
             run = self._runs.get(spec.key)
             if self._ticker is None:
                 self._ticker = asyncio.ensure_future(self._tick())
-            if run is None or not run.machine.is_open:
+            is_new = run is None or not run.machine.is_open
+            if run is None or is_new:
                 run = await self._open_log(spec, owner)
             run.spec, run.machine.options = spec, spec.options
-            await self._open_on_nodes(run, await self._live_nodes())
+            await self._open_on_nodes(run, await self._live_nodes(), checks_storage=is_new)
             return run.run_uid
 
     async def open_group(self, key: str, nodes: tuple[m.GroupNode, ...], resume: Any, owner: str) -> Joined:
@@ -596,11 +599,29 @@ class Coordinator:
         """The fence is in the log, or somebody else's is."""
         return run.machine.is_open or self._runs.get(run.spec.key) is not run
 
-    async def _open_on_nodes(self, run: Run, nodes: tuple[str, ...]) -> dict[str, m.Inventory]:
-        """Start missing agents, open the run on all of them, and return what each holds."""
+    async def _open_on_nodes(
+        self, run: Run, nodes: tuple[str, ...], *, checks_storage: bool = False
+    ) -> dict[str, m.Inventory]:
+        """Start missing agents, open the run on all of them, and return what each holds.
+
+        Raises what is wrong with a node's configuration. That a new agent does not find the storage path
+        counts only when the run is opened; later the path may be away for a while, and the node is left out.
+        """
         order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce, epoch=run.machine.history.epoch)
-        answers = await asyncio.gather(*(self._ask_agent(node, "open_run", order) for node in nodes))
-        inventories = {node: found for node, found in zip(nodes, answers, strict=True) if found is not None}
+        answers = await asyncio.gather(
+            *(self._ask_agent(node, "open_run", order) for node in nodes), return_exceptions=True
+        )
+        for node, answer in zip(nodes, answers, strict=True):
+            is_away = isinstance(answer, StorageNotShared | StoragePathError) and not checks_storage
+            if isinstance(answer, BaseException) and not is_away:
+                raise answer
+            if is_away:
+                log.warning("node %s is left out for now: %s", node[:12], answer)
+        inventories = {
+            node: found
+            for node, found in zip(nodes, answers, strict=True)
+            if found is not None and not isinstance(found, BaseException)
+        }
         run.opened, run.opening, run.is_ready = set(inventories), set(), True
         self._handle(run, m.NodesSeen(live=frozenset(inventories)))
         return inventories

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import ray
 import ray._private.state as ray_state
 
-DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
+from ray_ckpt.config import FAILURE_DOMAIN_LABELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class NodesNow:
 
 
 def nodes_now(failure_domain: str) -> NodesNow:
-    """`failure_domain`: the node label that names it, "auto" (the first of DOMAIN_LABELS), or "none"."""
+    """`failure_domain`: the node label that names it, "auto" (the first of FAILURE_DOMAIN_LABELS), or "none"."""
     alive = {node["NodeID"]: node.get("Labels") or {} for node in ray.nodes() if node["Alive"]}
-    keys = {"auto": DOMAIN_LABELS, "none": ()}.get(failure_domain, (failure_domain,))
+    keys = {"auto": FAILURE_DOMAIN_LABELS, "none": ()}.get(failure_domain, (failure_domain,))
     domains = {
         node: next((labels[key] for key in keys if labels.get(key)), "") for node, labels in alive.items()
     }

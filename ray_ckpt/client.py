@@ -51,6 +51,9 @@ log = logging.getLogger("ray_ckpt")
 FLUSH_S = 120.0  # how long leaving the loop waits for the last capture to be safe on this node
 RESERVED_ITEM = re.compile(r"rng|rank\d+")  # the Checkpointer's own item, and the prefixes of per-rank names
 OUTCOME_SLACK_S = 5.0  # for the answer to travel, beyond what the coordinator waits for
+FIRST_OUTCOME_S = (
+    10.0  # what the second save waits for the first, to find ranks that save alone; not for a slow store
+)
 MAX_METRIC_NAME = 200  # characters; metrics travel in the commit record
 MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
 
@@ -378,7 +381,7 @@ class Checkpointer:
         self._step = step
         self._save_calls += 1
         if self._save_calls == 2 and self._pending:  # a rank that saves alone is told at its second save
-            self._await_outcome(self._pending[0])
+            self._await_outcome(self._pending[0], FIRST_OUTCOME_S)
         self._check_outcomes()
         attempt = self._attempt(step)
         saved = False
@@ -419,9 +422,10 @@ class Checkpointer:
                 return
         self._save(self._step, self._last_metrics, max_block_s=FLUSH_S)
 
-    def _await_outcome(self, pending: _Pending) -> bool:
+    def _await_outcome(self, pending: _Pending, limit_s: float | None = None) -> bool:
         """Whether that attempt was committed; waits as long as the coordinator does for missing ranks."""
-        limit_s = self._link.options.attempt_timeout_s + OUTCOME_SLACK_S
+        if limit_s is None:
+            limit_s = self._link.options.attempt_timeout_s + OUTCOME_SLACK_S
         try:
             return pending.outcome.result(limit_s).error is None
         except Exception as error:  # time-out, or the agent died

@@ -128,7 +128,7 @@ class CheckpointInfo:
     num_nodes: int
     size_bytes: int
     root_digest: str
-    committed_at_s: float  # Unix time, seconds, of the coordinator's clock: for people, never for decisions
+    committed_at_s: float  # Unix time, seconds, of the coordinator's clock: for people and for ages
     metrics: Mapping[str, MetricValue]
     state: Literal["live", "lost", "retired", "collected"] = "live"
     replicas: int = 0  # copies on other nodes that the commit or a promotion has proven

@@ -31,11 +31,12 @@ def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None
     current = history.session
     if current is None:
         return
+    # A take-over is an epoch and then a session: who comes between the two has lost the run already.
     if owner is None:
-        is_ours = current.service == service
+        is_ours = history.service == current.service == service
     else:
         had_it = any(s.service == service and s.owner == owner for s in history.sessions.values())
-        is_ours = not had_it or (current.service == service and current.owner == owner)
+        is_ours = not had_it or (history.service == current.service == service and current.owner == owner)
     if not is_ours:
         raise RunSuperseded(
             f"Run {history.run_name} was taken over by another launcher in session {current.session}.",
@@ -48,13 +49,20 @@ def check_marks(history: RunHistory, *, run_name: str, marks: Iterable[RunMark],
     """RunConflict if nodes hold a run of this name that the log does not tell of.
 
     The log is then absent, another run's, or an older state of itself (a wrong mount, a restored backup):
-    writing to it would orphan or delete what the nodes hold. With resume="never" the user has said that
-    what was before does not count.
+    writing to it would orphan or delete what the nodes hold. With resume="never" the user says that what
+    was before does not count; from then on nodes know the new uid, and the old one is of the past.
     """
+    marks = tuple(marks)
+    is_known = any(mark.run_uid == history.run_uid for mark in marks)
+    hint = "Check that the right storage is mounted; nothing is deleted."
     for mark in marks:
         if mark.run_uid != history.run_uid:
-            if resume == "never":
+            if is_known or resume == "never":
                 continue
+            hint = (
+                "Check that the right storage is mounted. To start over on purpose use resume='never' "
+                "or another run name; nothing is deleted."
+            )
             found = f"run {history.run_uid}" if history.run_uid else "no log"
             problem = f"nodes hold checkpoints of run {mark.run_uid}, and there is {found}"
         elif mark.epoch > history.epoch:
@@ -63,7 +71,6 @@ def check_marks(history: RunHistory, *, run_name: str, marks: Iterable[RunMark],
             continue
         raise RunConflict(
             f"The log of run {run_name} on the storage path is not the one that its nodes know: {problem}.",
-            hint="Check that the right storage is mounted. To start over on purpose use resume='never' "
-            "or another run name; nothing is deleted.",
+            hint=hint,
             run_uid=mark.run_uid,
         )

@@ -397,6 +397,7 @@ class RunMachine:
                 error = RunSuperseded("A newer training group has opened this run.")
                 yield m.Supersede(nodes=(node,), age=plan.age, error=error)
         yield from self._saves.resume(event.inventories)
+        yield from self._saves.agents_lost(frozenset(event.inventories) - frozenset(plans))
 
     @_on.register
     def _(self, event: m.NodeRestored) -> Iterator[m.Effect]:

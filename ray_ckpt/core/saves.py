@@ -264,6 +264,13 @@ class Saves:
                     yield from self._replace_holder(attempt, event)
             yield from self._try_commit(attempt)
 
+    def agents_lost(self, nodes: frozenset[str]) -> Iterator[m.Effect]:
+        """Nodes have new agents: what the old ones were writing will never be complete."""
+        for attempt in list(self._attempts.values()):
+            gone = {n.node_id for n in attempt.nodes if n.node_index not in attempt.stored} & nodes
+            if gone and not attempt.committing:
+                yield from self.drop(attempt, Unavailable(f"The agent of {names_of(gone)} died during it."))
+
     def _reconsider(self, attempt: Attempt) -> Iterator[m.Effect]:
         """A node died while a commit waits for the store: it is to say what there is when it goes out."""
         queue = self._context.ledger.waiting()

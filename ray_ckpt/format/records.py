@@ -165,7 +165,8 @@ _OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}
 class LogRecord:
     """One record. `prev` is the digest of the bytes of record seq - 1, empty for record 0.
 
-    `time_s` is Unix time in seconds by the writer's clock: for people, never for decisions.
+    `time_s` is Unix time in seconds by the writer's clock: for people, and for ages
+    (retention, pins, scrub), never for order.
     """
 
     seq: int

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import ray
 
-from jobs.local_cluster import LocalCluster
+from jobs.local_cluster import LocalCluster, kill_family
 from ray_ckpt.catalog import Catalog
-from tests.cluster.test_loss import losses, training
+from tests.cluster.test_loss import PROJECT, TINY, losses
 from tests.fault.conftest import MakeRig
 from tests.fault.driver import driver
 from tests.fault.rig import Rig, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PAIR = ("node-a", "node-b")
+STEPS = 200  # half a minute, in which a second launcher starts
+LONG_S = 120.0
 
 
 def test_a_second_launcher_waits_for_the_end_of_the_first(make_rig: MakeRig) -> None:
@@ -52,17 +59,33 @@ def test_a_run_that_moved_to_another_cluster_does_not_come_back(no_cluster: None
 
 def test_ray_train_stops_when_its_run_has_moved(no_cluster: None, tmp_path: Path) -> None:
     """The same with the callback and Ray Train's own restarts."""
-    with LocalCluster(tmp_path / "one", PAIR) as one, training(one, tmp_path, "moved") as (first, history):
-        wait_for(lambda: any(line["step"] >= 12 for line in losses(history)))
-        ray.shutdown()  # of this process; the launcher has a connection of its own
-        with LocalCluster(tmp_path / "two", PAIR) as two:
-            (tmp_path / "moved.jsonl").rename(tmp_path / "first.jsonl")
-            with training(two, tmp_path, "moved") as (second, history):
-                assert second.wait(2 * 90.0) == 0
-            assert first.wait(60.0) != 0
-    log = (tmp_path / "moved.log").read_text()
-    assert "RunSuperseded" in log
+    with LocalCluster(tmp_path / "one", PAIR) as one:
+        ray.shutdown()
+        with LocalCluster(tmp_path / "two", PAIR) as two, train_gpt(one, tmp_path, "first") as first:
+            wait_for(lambda: any(line["step"] >= 12 for line in losses(tmp_path / "first.jsonl")))
+            with train_gpt(two, tmp_path, "second") as second:
+                assert second.wait(LONG_S) == 0
+            assert first.wait(LONG_S) != 0
+    assert "RunSuperseded" in (tmp_path / "first.log").read_text()
     services = [s.service for s in Catalog(tmp_path / "moved").sessions]
     assert services == sorted(services, key=services.index) and len(set(services)) == 2
     done = {line["step"]: line["loss"] for line in losses(tmp_path / "first.jsonl")}
-    assert all(done.get(line["step"], line["loss"]) == line["loss"] for line in losses(history))
+    again = {line["step"]: line["loss"] for line in losses(tmp_path / "second.jsonl")}
+    assert max(again) == STEPS > max(done)
+    assert all(done[step] == again[step] for step in done.keys() & again.keys())
+
+
+@contextmanager
+def train_gpt(cluster: LocalCluster, root: Path, who: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The main job as a process of its own, with a history and a log for each launcher."""
+    command = [sys.executable, "-m", "jobs.train_gpt", "--storage-path", str(root), "--name", "moved"]
+    command += ["--history", str(root / f"{who}.jsonl"), *TINY.split(), "--steps", str(STEPS)]
+    env = {**os.environ, "RAY_ADDRESS": cluster.address}
+    with (root / f"{who}.log").open("wb") as out:
+        process = subprocess.Popen(command, cwd=PROJECT, env=env, stdout=out, stderr=out)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            kill_family(process.pid)
+        process.wait()
