@@ -21,12 +21,13 @@ check: $(VENV)/.ready  ## ruff, mypy strict, import rules
 test: $(VENV)/.ready  ## under 8 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(VENV)/.ready  ## nodes that die one after another, a minute of random schedules
+test-slow: $(VENV)/.ready  ## faults on real Ray that take minutes, a minute of random schedules
 	$(BIN)/python -m pytest -m slow
 
 SECONDS ?= 600
-soak: $(VENV)/.ready  ## random schedules for SECONDS; a failure prints the seed that replays it
-	RAY_CKPT_SOAK_S=$(SECONDS) $(BIN)/python -m pytest -m slow tests/core
+SEED    ?=
+soak: $(VENV)/.ready  ## real processes and nodes killed one after another, for SECONDS; SEED replays the order
+	$(BIN)/python -m tests.fault.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 demo: $(VENV)/.ready  ## train, kill a node, resume, compare bit for bit
 	$(BIN)/python -m jobs.demo

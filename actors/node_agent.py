@@ -152,7 +152,9 @@ class NodeAgent:
         directories = await self._in_thread(self._disk_io, run.staging.directories, run_uid)
         held = [h for h in held if not run.machine.is_deleted(h.fragment.attempt.attempt)]
         plan = None if run.is_over else run.machine.plan
-        return Inventory(fragments=tuple(map(_held, held)), directories=directories, plan=plan)
+        return Inventory(
+            fragments=tuple(map(_held, held)), directories=directories, plan=plan, disk=run.staging.disk
+        )
 
     async def disk(self, run_uid: str) -> DiskSpace:
         """The file system of the run's staging folder."""

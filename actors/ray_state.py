@@ -24,7 +24,7 @@ class NodesNow:
 
 
 def nodes_now(failure_domain: str) -> NodesNow:
-    """`failure_domain`: the node label that names it, "auto" (the first of FAILURE_DOMAIN_LABELS), or "none"."""
+    """`failure_domain`: the node label that names it, "auto" (of FAILURE_DOMAIN_LABELS the first), "none"."""
     alive = {node["NodeID"]: node.get("Labels") or {} for node in ray.nodes() if node["Alive"]}
     keys = {"auto": FAILURE_DOMAIN_LABELS, "none": ()}.get(failure_domain, (failure_domain,))
     domains = {

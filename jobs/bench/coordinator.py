@@ -113,8 +113,7 @@ class Fleet:
         ]
         progress = m.RankProgress(step=self.step, saved_step=self.step)
         told: list[m.Event] = [
-            m.RanksProgressed(age=plan.age, ranks=dict.fromkeys(node.ranks, progress))
-            for node in plan.nodes
+            m.RanksProgressed(age=plan.age, ranks=dict.fromkeys(node.ranks, progress)) for node in plan.nodes
         ]
         seen = m.NodesSeen(live=frozenset(self.nodes))
         half = len(told) // 2

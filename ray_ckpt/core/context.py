@@ -21,6 +21,7 @@ class Holders:
         self.live: frozenset[str] = frozenset()
         self.bad_remote: set[str] = set()  # live attempts whose copy on the storage path is damaged
         self._nodes: dict[str, dict[int, set[str]]] = {}
+        self._disks: dict[str, str] = {}  # disk -> the node that it was last found on
 
     def add(self, attempt: str, node_index: int, node: str) -> None:
         if node not in self.live:
@@ -72,6 +73,11 @@ class Holders:
         """Replace what is known of these nodes by what they say."""
         self.lose(frozenset(inventories))
         self.live |= frozenset(inventories)
+        for node, inventory in inventories.items():
+            before = self._disks.get(inventory.disk, node)
+            if inventory.disk and before != node:
+                self.lose(frozenset({before}))  # the machine has come back before its death was noticed
+            self._disks[inventory.disk] = node
         for node, inventory in inventories.items():
             for held in inventory.fragments:
                 if held.attempt.run_uid == run_uid:

@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from ray_ckpt.storage.remote import delete_checkpoint_dir
 from ray_ckpt.types import FileEntry, Fragment
 
 MARK_FILE = "run.json"  # <staging>/<run uid>/run.json: whose files these are, and the highest epoch heard of
+DISK_FILE = "disk"  # <staging>/disk: the name of the folder
 MAX_MARK_BYTES = 1 << 16
 QUARANTINE_DIR = "quarantine"
 MAX_QUARANTINED = 4  # checkpoints of a run whose bad files are kept for a look; the oldest go
@@ -53,6 +55,7 @@ class Staging:
             try:
                 files.write_temporary(root, [b"probe"]).unlink()
                 self._settle()
+                self.disk = self._name_disk()
             except OSError:
                 self._lock.close()
                 raise
@@ -164,6 +167,13 @@ class Staging:
         with contextlib.suppress(FileNotFoundError):
             return sorted(p for p in run.iterdir() if names.is_directory_name(p.name) and p.is_dir())
         return []
+
+    def _name_disk(self) -> str:
+        """The name of this folder, given once: nodes come and go, and a returned disk is the same disk."""
+        path = self.root / DISK_FILE
+        if not path.exists():
+            files.write_file(path, [uuid.uuid4().hex.encode()])
+        return path.read_bytes().decode()
 
     def _settle(self) -> None:
         """Take over from the agent before, which may have been killed at any moment.

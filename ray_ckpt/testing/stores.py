@@ -79,6 +79,7 @@ class Disk:
                 held for copy, held in self.fragments.items() if copy[0] not in leaving and self.has(copy)
             ),
             directories=tuple(sorted(self.folders)),
+            disk=self.name,
         )
 
 

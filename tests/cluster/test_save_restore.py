@@ -104,9 +104,8 @@ def verify_files(folder: Path) -> int:
 
 
 def test_retention_bounds_every_disk(group: RankGroup, cluster: LocalCluster, storage: str) -> None:
-    group.run(
-        train, "bounded", storage, 20, {"every_steps": 1, "keep_last": 2, "remote_every": 7, "max_block_s": 5, "retire_grace_s": 0}
-    )
+    options = {"every_steps": 1, "keep_last": 2, "remote_every": 7, "max_block_s": 5, "retire_grace_s": 0}
+    group.run(train, "bounded", storage, 20, options)
     make_durable(storage, "bounded")
     uid = status_of(storage, "bounded").run_uid
     remote = Path(storage) / "bounded" / "ray_ckpt" / "checkpoints"

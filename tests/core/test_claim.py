@@ -86,9 +86,16 @@ def test_nodes_that_know_another_log_stop_the_run(uid: str, epochs_more: int, fo
     same = RunMark(run_uid=RUN_UID, epoch=history.epoch)
     check_marks(history, run_name=RUN, marks=[same], resume="auto")
     with pytest.raises(RunConflict, match=found) as caught:
-        marks = [same, RunMark(run_uid=uid, epoch=history.epoch + epochs_more)]
+        marks = [RunMark(run_uid=uid, epoch=history.epoch + epochs_more)]
         check_marks(history, run_name=RUN, marks=marks, resume="auto")
     assert "nothing is deleted" in str(caught.value.hint)
+
+
+def test_a_run_that_was_started_over_on_purpose_goes_on() -> None:
+    """resume="never" left the old uid behind; the nodes that took part since know the new one."""
+    history = history_of(Harness("ab"))
+    old, new = RunMark(run_uid=OTHER_UID, epoch=9), RunMark(run_uid=RUN_UID, epoch=history.epoch)
+    check_marks(history, run_name=RUN, marks=[old, new], resume="auto")
 
 
 def test_an_empty_log_where_nodes_hold_checkpoints_stops_the_run() -> None:

@@ -204,3 +204,15 @@ def test_after_a_step_down_in_what_came_early_the_rest_is_refused() -> None:
     run.start_coordinator()
     run.tell(m.OrderRefused(epoch=9), run.group("ab", token="early"))
     assert one(run.confirm(), m.Fail).token == "early"
+
+
+def test_a_machine_that_returns_before_its_death_is_noticed_is_one_copy() -> None:
+    run = trained(replicas=0)
+    run.save(20)
+    held = {node: replace(run.disks[node].inventory(), disk=f"disk of {node}") for node in "ab"}
+    run.disks["c"] = run.disks["b"]
+    run.live.add("c")
+    run.tell(m.NodesOpened(inventories=held))
+    run.tell(m.NodesOpened(inventories={"c": held["b"]}))
+    attempt = run.machine.history.lineage()[-1].id.attempt
+    assert run.machine.holders[attempt] == {0: ("a",), 1: ("c",)}
