@@ -51,7 +51,7 @@ class DiskSpace:
 class Inventory:
     """What one node holds of a run: complete fragments, and the names of all checkpoint folders.
 
-    What is being deleted is left out. `plan` is that of the group at work there, if there is one. `disk` names
+    What is being deleted is left out. `plan` is that of the group at work there, if any. `disk` names
     the staging folder itself: a machine that returns has a new node id, and the same copies count once.
     """
 

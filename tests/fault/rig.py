@@ -24,6 +24,7 @@ from ray_ckpt.types import CheckpointInfo
 from tests.fault import journal, oracle
 from tests.fault.ranks import Group, Job
 
+os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # of ranks that die as they should
 WAIT_S = 60.0  # for whatever a test waits for; each promise has its own, shorter bound
 STATUS_S = 10.0
 SLICE_AT = 4096 + 40  # a byte of a slice, beyond the header of a shard file

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ray_ckpt.storage.scrub import verify_fragment
-from ray_ckpt.types import Level
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import can_mount, flip, lying_disk, shards, small_disk, wait_for
 
@@ -43,15 +42,14 @@ def test_scrub_finds_a_flipped_bit_and_repair_makes_the_copy_again(make_rig: Mak
 @pytest.mark.parametrize("seed", range(4))
 def test_flips_anywhere_give_the_right_state_or_an_older_right_one(make_rig: MakeRig, seed: int) -> None:
     """P4, with one flipped bit in some file of each of several copies; the oracle compares the states."""
-    rig = make_rig(f"flips-{seed}", every_steps=2, remote_every=2, scrub_bytes_per_s=0)
+    rig = make_rig(f"flips-{seed}", every_steps=2, remote_every=1000, scrub_bytes_per_s=0)
     rig.train(["node-a", "node-b"], rig.job_to(8)).result()
     rig.stop()
-    wait_for(lambda: rig.catalog.newest(Level.DURABLE) is not None)
     rng = random.Random(seed)
     newest = rig.commits()[-1]
     folders = [rig.staged("node-a", newest), rig.staged("node-b", newest)]
     for folder in rng.sample(folders, k=rng.choice((1, 2))):
-        for path in rng.sample(sorted(folder.iterdir()), k=rng.choice((1, 2, 3))):
+        for path in rng.sample(sorted(folder.iterdir()), k=rng.choice((1, 2, 4))):
             flip(path, rng.randrange(path.stat().st_size))
     for name in rig.cluster.nodes:
         rig.kill_agent(name)
