@@ -22,9 +22,10 @@ class Holders:
         self.bad_remote: set[str] = set()  # live attempts whose copy on the storage path is damaged
         self._nodes: dict[str, dict[int, set[str]]] = {}
         self._disks: dict[str, str] = {}  # disk -> the node that it was last found on
+        self._left: set[str] = set()  # nodes whose disk was found on another since; their late words are void
 
     def add(self, attempt: str, node_index: int, node: str) -> None:
-        if node not in self.live:
+        if node not in self.live or node in self._left:
             return  # late words about a dead node
         self._nodes.setdefault(attempt, {}).setdefault(node_index, set()).add(node)
 
@@ -75,8 +76,10 @@ class Holders:
         self.live |= frozenset(inventories)
         for node, inventory in inventories.items():
             before = self._disks.get(inventory.disk, node)
-            if inventory.disk and before != node:
-                self.lose(frozenset({before}))  # the machine has come back before its death was noticed
+            if inventory.disk and before != node:  # the machine has come back before its death was noticed
+                self.lose(frozenset({before}))
+                self._left = (self._left | {before}) & self.live
+            self._left.discard(node)
             self._disks[inventory.disk] = node
         for node, inventory in inventories.items():
             for held in inventory.fragments:

@@ -410,11 +410,12 @@ class Schedule:
     def _check_zombies(self) -> None:
         """A group that has lost the run hears of it with its next save."""
         world = self.world
-        for _ in range(2):  # the first may be one that others have made already
-            for _, group, member in world.members():
-                if world.can_save(group, member):
-                    world.save(group, member, 1)
-            self._rest(LONG_S)
+        for _, group, member in world.members():
+            member.saved = len(group.steps)  # all at the same step, or no save is whole
+        for _, group, member in world.members():
+            if world.can_save(group, member):
+                world.save(group, member, 1)
+        self._rest(LONG_S)
         for launcher, group, member in world.members():
             is_whole = all(x.state == "training" and world.nodes[x.node].agent for x in group.members)
             if is_whole and member.plan is not None and world.oracle.is_over(member.plan):

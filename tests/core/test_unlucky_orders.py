@@ -216,3 +216,16 @@ def test_a_machine_that_returns_before_its_death_is_noticed_is_one_copy() -> Non
     run.tell(m.NodesOpened(inventories={"c": held["b"]}))
     attempt = run.machine.history.lineage()[-1].id.attempt
     assert run.machine.holders[attempt] == {0: ("a",), 1: ("c",)}
+
+
+def test_the_last_words_of_a_node_whose_disk_has_moved_count_for_nothing() -> None:
+    run = trained(replicas=0)
+    plan, attempt = run.plan, run.attempt(20)
+    late = [run.stored(attempt, node) for node in "ab"]
+    disk = replace(run.disks["b"].inventory(), disk="disk of b")
+    run.tell(m.NodesOpened(inventories={"b": disk}))
+    run.live.add("c")
+    run.tell(m.NodesOpened(inventories={"c": disk}))
+    run.tell(*late)
+    assert run.machine.holders.get(attempt.attempt, {}).get(1, ()) in ((), ("c",))
+    assert run.plan == plan

@@ -18,6 +18,7 @@ MIB = 1 << 20
 SCRUB_S = 4.0  # age at which a checkpoint is read again here
 
 
+@pytest.mark.slow
 def test_scrub_finds_a_flipped_bit_and_repair_makes_the_copy_again(make_rig: MakeRig) -> None:
     """P4: damage is found, moved aside and made good from the peer, before anybody needs the bytes."""
     rig = make_rig("scrub", every_steps=2, remote_every=1000, scrub_every_s=SCRUB_S)
@@ -58,6 +59,7 @@ def test_flips_anywhere_give_the_right_state_or_an_older_right_one(make_rig: Mak
     assert restored in (6, 8)
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_full_disk_costs_saves_and_no_training(make_rig: MakeRig) -> None:
     """P7: ENOSPC on a rank's node. Training goes on, and saves come back with the space."""

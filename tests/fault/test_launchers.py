@@ -47,10 +47,10 @@ def test_a_run_that_moved_to_another_cluster_does_not_come_back(no_cluster: None
             ray.shutdown()  # of this process; the launcher has a connection of its own
             with LocalCluster(tmp_path / "two", PAIR) as two, driver(two, rig.job, PAIR) as second:
                 wait_for(first.ended, what="the first launcher gives up")
-                sessions = len(rig.catalog.sessions)
+                wait_for(lambda: len(rig.catalog.sessions) == 2, what="the second one's session")
                 rig.wait_commits(5)
                 assert not second.ended() and not second.errors
-                assert len(rig.catalog.sessions) == sessions, "nobody has taken the run back"
+                assert len(rig.catalog.sessions) == 2, "nobody has taken the run back"
                 rig.check()
     assert set(first.errors) == {"RunSuperseded"}
     services = [s.service for s in rig.catalog.sessions]

@@ -10,7 +10,7 @@ import pytest
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import away, wait_for
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 NO_ACKS = (0, 0, 0)  # with the path away nothing is acknowledged, and nobody waits for it
 
 
