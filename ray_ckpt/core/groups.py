@@ -70,6 +70,7 @@ class Groups:
         """The group is over, and nobody has the run until the next one comes; `error` for those who wait."""
         yield from self.fail(error)
         self._context.plan, self._group, self.is_training = None, None, False
+        self._strays = {}  # seen for that group; to another they may be its own
 
     def opened(self, event: m.GroupOpened) -> Iterator[m.Effect]:
         """A new group begins; the one before it, if any, has ended."""

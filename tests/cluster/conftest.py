@@ -33,7 +33,7 @@ class Shared:
         self.cluster = self.group = None
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     shared = Shared(tmp_path_factory.mktemp("shared"))
     yield shared

@@ -229,3 +229,15 @@ def test_the_last_words_of_a_node_whose_disk_has_moved_count_for_nothing() -> No
     run.tell(*late)
     assert run.machine.holders.get(attempt.attempt, {}).get(1, ()) in ((), ("c",))
     assert run.plan == plan
+
+
+def test_what_a_failed_group_took_for_strays_is_not_deleted_by_the_group_that_is_found() -> None:
+    run = trained(replicas=0)
+    found = run.plan
+    hold(run, 30)
+    run.start_coordinator()
+    run.disks["a"].folders["f" * 16] = "000000000040-" + "f" * 16  # being written
+    run.tell(run.group("ab", token="fails", resume="step:7"))
+    run.tell(m.GroupFound(plan=found, inventories=run.inventories()))
+    assert run.plan == found
+    assert not of(run.save(50), m.DeleteStrays)

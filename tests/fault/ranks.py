@@ -68,13 +68,15 @@ class Group:
             .remote()
             for node in nodes
         ]
-        meeting = f"{tempfile.gettempdir()}/ray_ckpt-group-{uuid.uuid4().hex}"
-        joins = [actor.join.remote(k, len(nodes), meeting) for k, actor in enumerate(self.actors)]
+        meeting = Path(tempfile.gettempdir(), f"ray_ckpt-group-{uuid.uuid4().hex}")
+        joins = [actor.join.remote(k, len(nodes), str(meeting)) for k, actor in enumerate(self.actors)]
         try:
             self.pids: list[int] = ray.get(joins, timeout=CALL_S)
         except BaseException:
             self.stop()
             raise
+        finally:
+            meeting.unlink(missing_ok=True)
 
     def start(self, job: Job) -> None:
         """Begin to train; returns at once."""

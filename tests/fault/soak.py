@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -222,3 +223,4 @@ if __name__ == "__main__":
     folder = Path(tempfile.mkdtemp(prefix="ray_ckpt-soak-"))
     print(f"seed {chosen}, files in {folder}", flush=True)
     main(args.seconds, chosen, folder)
+    shutil.rmtree(folder)  # kept for a look after a failure
