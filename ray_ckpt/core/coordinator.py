@@ -261,7 +261,7 @@ class RunMachine:
         if self._retire_due and not self._ledger.pending:
             self._retire_due = False
             self._retire()
-        if self._groups.owner_has_run and not self._ledger.pending:
+        if self._upkeep.is_due and self._groups.owner_has_run and not self._ledger.pending:
             is_told = bool(self._context.disks)
             yield from self._upkeep.decide(wall_s=self._wall_s, busy=self._busy())
             if is_told and self._upkeep.is_crowded and not self._ledger.pending:

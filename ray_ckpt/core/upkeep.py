@@ -33,15 +33,18 @@ class Upkeep:
         self.is_crowded = False  # a disk is above its high watermark and nothing there may be evicted
 
     @property
+    def is_due(self) -> bool:
+        """Time for another look."""
+        return self._context.now_s >= self._next_s
+
+    @property
     def copies_missing(self) -> int:
         """Copies of fragments that repair has yet to make."""
         return self._repairs.deficit
 
     def decide(self, *, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
-        """Called while nothing is pending in the log and a group has the run."""
+        """Called when it is due, while nothing is pending in the log and a group has the run."""
         context = self._context
-        if context.now_s < self._next_s:
-            return
         self._next_s = context.now_s + UPKEEP_S
         self._copying.set_rate(context.options.repair_bytes_per_s, BURST_S)
         self._reading.set_rate(context.options.scrub_bytes_per_s, BURST_S)
