@@ -8,6 +8,7 @@ from ray_ckpt.testing.exhaustive import SCENES, explore
 
 DEPTH = 6
 NUM_STATES = 2_500  # of a scene, in each run of the tests
+MORE_STATES = 10_000  # of a scene, in the slow ones; all of them: python -m ray_ckpt.testing --exhaustive 12
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -18,9 +19,9 @@ def test_the_promises_hold_in_every_order(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3_600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SCENES)
 def test_the_promises_hold_in_every_order_of_up_to_twelve_steps(name: str) -> None:
-    found = explore(name, depth=12)
+    found = explore(name, depth=12, max_states=MORE_STATES)
     print(f"{name}: {found}")
-    assert found.is_complete or found.depth >= 9
+    assert found.is_complete or found.num_states == MORE_STATES
