@@ -737,6 +737,7 @@ class Coordinator:
                 self._forget(node)
                 for run in self._runs.values():
                     run.opened.discard(node)
+                    run.opening.add(node)  # or the next tick would start it again; the next group may
         self._needed_s = {node: since for node, since in self._needed_s.items() if node in self._agents}
 
     async def _rejoin(self, run: Run, node: str) -> None:

@@ -26,6 +26,7 @@ from ray_ckpt.capture.items import Item, adapt, predicted_state_bytes
 from ray_ckpt.capture.load import load_items
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import LiveSlice, Walked, walk
+from ray_ckpt.config import MAX_METRIC_NAME
 from ray_ckpt.connection import Connection, ProgressThread, get_connection
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
@@ -54,7 +55,6 @@ OUTCOME_SLACK_S = 5.0  # for the answer to travel, beyond what the coordinator w
 FIRST_OUTCOME_S = (
     10.0  # what the second save waits for the first, to find ranks that save alone; not for a slow store
 )
-MAX_METRIC_NAME = 200  # characters; metrics travel in the commit record
 MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
 
 LevelName = Literal["local", "replicated", "durable"]
