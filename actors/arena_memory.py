@@ -1,68 +1,273 @@
-"""Shared memory on the agent's side: one memfd per rank, checked against what the node can give."""
+"""Arenas on the agent's side: shared memory that ranks map, checked against what the node can give.
+
+An arena is a memfd, which needs no name and no room in /dev/shm; ranks map it through /proc. Where they
+cannot (another user, another PID namespace) it is a file in /dev/shm. Its size is fixed and never shrinks,
+and a file in /dev/shm has its blocks allocated at once, so that no rank can be killed by SIGBUS.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import mmap
 import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from ray_ckpt.errors import InsufficientSpace
+from ray_ckpt.errors import InsufficientSpace, Unavailable
+from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BLOCKS, RING_BYTES, ArenaPage, ring_block
 from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.link import ArenaMode
+from ray_ckpt.storage.direct import IN_FLIGHT
+from ray_ckpt.storage.pages import populate
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
-MEMORY_RESERVE = 0.05  # share of memory that arenas never take
+log = logging.getLogger("ray_ckpt.agent")
+
+MEMORY_RESERVE = 0.05  # share of free memory that arenas never take
+DOUBLE_SHARE = 0.25  # `auto` takes two buffers if both fit into this share of free memory,
+SINGLE_SHARE = 0.7  # one if it fits into this one, and a ring otherwise: data loaders start after us
+STREAM_POLL_S = 0.001  # a block takes some milliseconds to fill
+STREAM_STALL_S = 60.0  # no block of a stream is filled for so long: the rank is dead or stuck
+SHM_FOLDER = Path("/dev/shm")
+ARENA_GIVEN_BYTES = 1 << 20  # beyond what was asked for, so that a header that grows a little still fits
+
+assert RING_BLOCKS > IN_FLIGHT + 1, "a ring must hold the writes in flight and a block to fill"
 
 
 class ArenaMemory:
-    """One rank's arena on the agent's side: a memfd that the rank maps too."""
+    """One buffer of a rank: room for a shard of `size_bytes`, or a ring."""
 
-    def __init__(self, rank: int, layout: ShardLayout) -> None:
-        self.layout = layout
-        size = ARENA_PAGE_BYTES + layout.size_bytes
-        check_memory(size)
-        self._fd = os.memfd_create(f"ray_ckpt-rank{rank}", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, size)
-        self._map = mmap.mmap(self._fd, size)
+    def __init__(self, rank: int, size_bytes: int, *, named: bool = False) -> None:
+        self.size_bytes = size_bytes
+        total = ARENA_PAGE_BYTES + size_bytes
+        self._file, self.path = _named_file(rank, total) if named else _memfd(rank, total)
+        self._named = self.path if named else None
+        self.memory = mmap.mmap(self._file, total)
+        self.page = ArenaPage(self.memory)
+        self.layout: ShardLayout | None = None
+        self._is_closed = False
 
-    @property
-    def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+    def populate(self) -> None:
+        """Put memory behind all of it; ends early when it is closed. Takes a second per GB or more."""
+        with contextlib.suppress(BufferError, ValueError):  # closed meanwhile
+            for populated in populate(self.memory):
+                if self._is_closed:
+                    return
+                self.page.populated_bytes = populated
 
-    @property
-    def sealed(self) -> str:
-        """The attempt whose capture is complete here, or an empty string."""
-        return self._map[:16].strip(b"\0").decode()
-
-    def data(self) -> memoryview:
+    def data(self, layout: ShardLayout) -> memoryview:
         """The shard file's bytes."""
-        return memoryview(self._map)[ARENA_PAGE_BYTES:]
+        return memoryview(self.memory)[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + layout.size_bytes]
+
+    def stream(self, layout: ShardLayout) -> Iterator[memoryview]:
+        """The shard file's bytes in blocks, as the rank fills the ring; the last one is cut to size.
+
+        A block is the rank's again once IN_FLIGHT more have been asked for. Unavailable if the rank gives
+        up or stalls.
+        """
+        memory, left, index = memoryview(self.memory), layout.size_bytes, 0
+        while left > 0:
+            self._await_block(index, is_last=left <= RING_BLOCK_BYTES)
+            take = min(left, RING_BLOCK_BYTES)
+            yield memory[ring_block(index)][:take]
+            left, index = left - take, index + 1
+            self.page.done_blocks = max(0, index - IN_FLIGHT)
+
+    def _await_block(self, index: int, *, is_last: bool) -> None:
+        deadline_s = time.monotonic() + STREAM_STALL_S
+        while self.page.filled_blocks <= index or (is_last and not self.page.sealed):
+            if self.page.is_given_up or time.monotonic() > deadline_s:
+                raise Unavailable("The rank did not finish the stream of its state.")
+            time.sleep(STREAM_POLL_S)
 
     def close(self) -> None:
-        os.close(self._fd)
-        with contextlib.suppress(BufferError):  # a write still reads it; the kernel frees it afterwards
-            self._map.close()
+        self._is_closed = True
+        if self._named is not None:
+            with contextlib.suppress(FileNotFoundError):
+                Path(self._named).unlink()
+        os.close(self._file)
+        with contextlib.suppress(BufferError):  # somebody still reads it; the kernel frees it afterwards
+            self.memory.close()
+
+
+@dataclass(slots=True)
+class RankArena:
+    """The buffers of one rank."""
+
+    mode: ArenaMode
+    buffers: tuple[ArenaMemory, ...]
+
+    @property
+    def populated_bytes(self) -> int:
+        return sum(buffer.page.populated_bytes for buffer in self.buffers)
+
+    def chunks(self, buffer: ArenaMemory) -> Iterable[memoryview]:
+        """The shard file's bytes, to be written; of an arena they can be read again."""
+        layout = buffer.layout
+        assert layout is not None
+        return buffer.stream(layout) if self.mode == "stream" else [buffer.data(layout)]
+
+    def check(self, buffer: ArenaMemory, attempt: str) -> None:
+        """Unavailable unless `buffer` holds that attempt, or held it to the end of its stream."""
+        if buffer.page.sealed != attempt:
+            raise Unavailable(f"The rank captured into its arena again before {attempt} was written.")
+
+    def find(self, attempt: str) -> ArenaMemory | None:
+        """The buffer that holds a complete capture of that attempt, to be read from."""
+        if self.mode == "stream":
+            return None
+        return next((b for b in self.buffers if b.layout is not None and b.page.sealed == attempt), None)
+
+    def start_populating(self) -> None:
+        def work() -> None:
+            try:
+                for buffer in self.buffers:
+                    buffer.populate()
+            except OSError as error:  # the first save takes the page faults, or fails for want of memory
+                log.warning("an arena has no memory yet: %s", error)
+
+        threading.Thread(target=work, name="ray_ckpt-populate", daemon=True).start()
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
+
+
+def make_arena(
+    rank: int, size_bytes: int, *, mode: str, all_bytes: int, free_bytes: int, named: bool
+) -> RankArena:
+    """Memory for one rank, where all ranks of the node will need `all_bytes` of the `free_bytes` there are.
+
+    `mode` is the option `memory`. InsufficientSpace if what it asks for is not there.
+    """
+    chosen = choose_mode(mode, all_bytes=all_bytes, free_bytes=free_bytes)
+    size = RING_BYTES if chosen == "stream" else size_bytes + ARENA_GIVEN_BYTES
+    count = 2 if chosen == "double" else 1
+    buffers: list[ArenaMemory] = []
+    try:
+        while len(buffers) < count:
+            buffers.append(ArenaMemory(rank, size, named=named))
+    except OSError as error:
+        for buffer in buffers:
+            buffer.close()
+        raise InsufficientSpace(
+            f"There is no shared memory of {size:,} bytes for rank {rank}: {error}.",
+            hint="Give the node more memory, or set memory='stream'.",
+            needed_bytes=size,
+            free_bytes=free_bytes,
+        ) from error
+    return RankArena(chosen, tuple(buffers))
+
+
+def choose_mode(mode: str, *, all_bytes: int, free_bytes: int) -> ArenaMode:
+    """What `auto` means on a node whose ranks save `all_bytes` altogether; other modes are checked."""
+    copies = {"double": 2, "single": 1}
+    if mode == "auto":
+        if 2 * all_bytes <= DOUBLE_SHARE * free_bytes:
+            return "double"
+        return "single" if all_bytes <= SINGLE_SHARE * free_bytes else "stream"
+    if mode == "stream":
+        return "stream"
+    needed = copies[mode] * all_bytes
+    if needed > free_bytes * (1 - MEMORY_RESERVE):
+        raise InsufficientSpace(
+            f"memory={mode!r} needs {needed:,} bytes for the captures of this node's ranks; "
+            f"{free_bytes:,} are available.",
+            hint="Use memory='auto', put fewer ranks on a node, or give the node more memory.",
+            needed_bytes=needed,
+            free_bytes=free_bytes,
+        )
+    return "double" if mode == "double" else "single"
+
+
+# -- what there is -----------------------------------------------------------------------------------
 
 
 def available_memory_bytes() -> int:
-    """Memory that this process may still take: the machine's, or what its cgroup leaves of it."""
+    """Memory that this process may still take: the machine's, or what its cgroups leave of it.
+
+    Page cache that the kernel would give up counts as free.
+    """
     with open("/proc/meminfo") as file:  # noqa: PTH123
         free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
+    for folder, limit_file, usage_file in _cgroups():
         with contextlib.suppress(OSError, ValueError):
-            free = min(free, int(Path(limit).read_text()) - int(Path(usage).read_text()))
-    return free
+            limit = int((folder / limit_file).read_text())
+            used = int((folder / usage_file).read_text()) - _reclaimable_bytes(folder)
+            free = min(free, limit - used)
+    return max(free, 0)
 
 
-def check_memory(size_bytes: int) -> None:
-    free = available_memory_bytes()
-    if size_bytes > free * (1 - MEMORY_RESERVE):
-        raise InsufficientSpace(
-            f"The arena needs {size_bytes:,} bytes of shared memory; {free:,} are available on this node.",
-            hint="Put fewer ranks on a node, shard the state over more ranks, or give the node more memory.",
-            needed_bytes=size_bytes,
-            free_bytes=free,
-        )
+def _cgroups() -> Iterator[tuple[Path, str, str]]:
+    """This process's memory cgroup and those above it: (folder, file of the limit, file of the usage)."""
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":  # version 2
+                for folder in _upwards(root, path):
+                    yield folder, "memory.max", "memory.current"
+            elif "memory" in controllers.split(","):
+                for folder in _upwards(root / "memory", path):
+                    yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes"
+
+
+def _upwards(root: Path, path: str) -> Iterator[Path]:
+    """The folder of a cgroup and its parents. In a container the path may not exist below its root."""
+    folder = root / path.strip("/")
+    while folder != root:
+        yield folder
+        folder = folder.parent
+    yield root
+
+
+def _reclaimable_bytes(folder: Path) -> int:
+    fields = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
+
+
+# -- where memory comes from -------------------------------------------------------------------------
+
+
+def _memfd(rank: int, size: int) -> tuple[int, str]:
+    fd = os.memfd_create(f"ray_ckpt-rank{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def _named_file(rank: int, size: int) -> tuple[int, str]:
+    """A file in /dev/shm whose blocks are there already. OSError if there is too little room."""
+    sweep_named_files()
+    path = SHM_FOLDER / f"ray_ckpt-{os.getuid()}-rank{rank}-{secrets.token_hex(8)}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that its agent lives
+        os.posix_fallocate(fd, 0, size)
+    except OSError:
+        path.unlink()
+        os.close(fd)
+        raise
+    return fd, str(path)
+
+
+def sweep_named_files() -> None:
+    """Remove the files in /dev/shm whose agents are dead."""
+    for path in SHM_FOLDER.glob(f"ray_ckpt-{os.getuid()}-rank*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Awaitable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
 
@@ -33,7 +34,7 @@ from ray_ckpt.actors.wire import (
     ServiceCard,
     SessionStart,
 )
-from ray_ckpt.config import RunOptions
+from ray_ckpt.config import RunOptions, is_encrypted
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.claim import RunMark, check_claim, check_marks
 from ray_ckpt.core.coordinator import RunMachine
@@ -61,6 +62,7 @@ from ray_ckpt.storage.log_store import (
     write_snapshot,
 )
 from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, RankRestore
 
 log = logging.getLogger("ray_ckpt.coordinator")
@@ -107,7 +109,7 @@ class Coordinator:
     """See the module. Methods are called by agents and by the launchers of groups."""
 
     def __init__(self) -> None:
-        self._token = secrets.token_hex(32)
+        self._keys = ServiceKeys.make(datetime.now(UTC), encrypt=is_encrypted())
         self._service = uuid.uuid4().hex  # of this cluster's service; agents keep it over my restarts
         self._needed_s: dict[str, float] = {}  # node -> when it was last needed (monotonic)
         self._looked_s = 0.0  # at the disks
@@ -146,7 +148,7 @@ class Coordinator:
         for found in cards:
             if found is None:
                 continue
-            self._token, self._service = found.token, found.service
+            self._keys, self._service = found.keys, found.service
             for run in found.runs:
                 known = runs.get(run.spec.key)
                 newest = max((r for r in (known, run) if r is not None), key=_age)
@@ -656,7 +658,7 @@ class Coordinator:
                     max_restarts=0,  # a restarted agent would have to learn its runs again: see open_run
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                 )
-                .remote(node, self._token, self._service)
+                .remote(node, self._keys, self._service)
             )
         return self._agents[node]
 

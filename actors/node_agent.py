@@ -19,10 +19,16 @@ import ray
 from typing_extensions import Buffer
 
 from ray_ckpt.actors import names
-from ray_ckpt.actors.arena_memory import ArenaMemory, check_memory
+from ray_ckpt.actors.arena_memory import (
+    ArenaMemory,
+    RankArena,
+    available_memory_bytes,
+    choose_mode,
+    make_arena,
+)
 from ray_ckpt.actors.sources import SourceFinder
 from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, RunSpec, ServiceCard, SessionStart
-from ray_ckpt.config import STAGING_ENV, default_staging
+from ray_ckpt.config import ADDRESS_ENV, staging_roots, transport_ports
 from ray_ckpt.core import node as n
 from ray_ckpt.core.claim import RunMark
 from ray_ckpt.core.messages import Age, DiskSpace, HeldFragment, Inventory, RankProgress, SessionPlan
@@ -30,14 +36,16 @@ from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import attempt_of, fragment_file, shard_file, state_file
-from ray_ckpt.format.shard import ShardLayout
-from ray_ckpt.link import SealedShard
+from ray_ckpt.link import ArenaGrant, SealedShard
 from ray_ckpt.restore import RestoreTicket
-from ray_ckpt.storage.files import checked, free_bytes, read_blocks, total_bytes
+from ray_ckpt.storage.direct import read_blocks_direct
+from ray_ckpt.storage.disks import Disks
+from ray_ckpt.storage.files import checked
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.storage.scrub import verify_fragment
-from ray_ckpt.storage.staging import Holding, Staging
-from ray_ckpt.transport.client import PeerClient
+from ray_ckpt.storage.staging import Holding
+from ray_ckpt.transport.credentials import ServiceKeys
+from ray_ckpt.transport.sending import Limiter, Outgoing, send_files
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.transport.wire import FileName, PutRequest
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, RankRestore
@@ -49,21 +57,23 @@ PEER_THREADS = 4  # copies on their way at a time
 REMOTE_THREADS = 4  # uploads at a time
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
 RETIRE_AFTER_S = 0.5  # time for the answer to leave
+COPY_BLOCK_BYTES = 8 << 20  # of an arena, between two looks at whether it still holds what is being sent
 PROGRESS_GATHER_S = 0.9  # ranks speak once a second, each in its own phase; this gathers those of a node
 
 
 class NodeRun:
     """One run on this node."""
 
-    def __init__(self, spec: RunSpec, run_uid: str, staging: Staging) -> None:
+    def __init__(self, spec: RunSpec, run_uid: str, staging: Disks) -> None:
         self.spec = spec
         self.run_uid = run_uid
         self.staging = staging
         self.remote = RemoteTier(spec.storage_path, spec.name)
+        self.limiter = Limiter(spec.options.replicate_bytes_per_s)
         self.machine = n.NodeMachine(epoch=staging.epoch(run_uid))
         self.end: tuple[int, CheckpointError] | None = None  # the last session that ended here, and why
         self.endpoints: dict[str, str] = {}
-        self.arenas: dict[int, ArenaMemory] = {}
+        self.arenas: dict[int, RankArena] = {}
         self.sealed: dict[tuple[str, int], SealedShard] = {}
         self.released: dict[tuple[str, int], asyncio.Event] = {}
         self.settled = asyncio.Condition()
@@ -77,40 +87,48 @@ class NodeRun:
         self.checked_nonce = ""
         self.is_over = False  # finished; a restarted coordinator need not open it again
 
-    def check_space(self, needed_bytes: int, *, what: str) -> None:
-        self.staging.check_space(needed_bytes, reserve_bytes=self.spec.options.reserve_bytes, what=what)
+    def check_space(self, needed_bytes: int, *, what: str, is_one_file: bool = True) -> None:
+        reserve_bytes = self.spec.options.reserve_bytes
+        self.staging.check_space(
+            needed_bytes, reserve_bytes=reserve_bytes, what=what, is_one_file=is_one_file
+        )
 
 
 class NodeAgent:
     """See the module. Methods are called by this node's ranks and by the coordinator."""
 
-    def __init__(self, node_id: str, token: str, service: str) -> None:
+    def __init__(self, node_id: str, keys: ServiceKeys, service: str) -> None:
         actual = ray.get_runtime_context().get_node_id()
         if actual != node_id:
             raise RuntimeError(f"agent of node {node_id} was started on {actual}")
         self._node_id = node_id
-        self._token = token
+        self._keys = keys
         self._service = service
         self._runs: dict[str, NodeRun] = {}
-        self._stagings: dict[Path, Staging] = {}
+        self._stagings: dict[tuple[Path, ...], Disks] = {}
         self._staging_lock = threading.Lock()  # a folder is locked once, whoever asks
         # Apart from each other, so that a hanging store or peer never stops what is local.
         self._disk_io = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="ray_ckpt-disk")
         self._peer_io = ThreadPoolExecutor(PEER_THREADS, thread_name_prefix="ray_ckpt-peer")
         self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = PeerServer(ray.util.get_node_ip_address(), token=token, files=_Served(self._runs))
+        self._server = PeerServer(
+            os.environ.get(ADDRESS_ENV) or ray.util.get_node_ip_address(),
+            keys=keys,
+            files=_Served(self._runs),
+            ports=transport_ports(),
+        )
         self._coordinator: Any = None
 
     async def card(self) -> AgentCard:
-        roots = ", ".join(str(root) for root in self._stagings)
+        roots = ", ".join(str(root) for roots in self._stagings for root in roots)
         return AgentCard(node_id=self._node_id, endpoint=self._server.endpoint, staging=roots)
 
     async def describe(self) -> ServiceCard:
         """For a restarted coordinator."""
         runs = [run for run in self._runs.values() if not run.is_over]
         return ServiceCard(
-            token=self._token,
+            keys=self._keys,
             service=self._service,
             runs=tuple(
                 OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.machine.plan, epoch=run.machine.epoch)
@@ -127,7 +145,7 @@ class NodeAgent:
 
     async def survey(self, spec: RunSpec) -> tuple[RunMark, ...]:
         """What this node's disk remembers of runs of this name and storage path."""
-        staging: Staging = await self._in_thread(self._disk_io, self._open_staging, spec)
+        staging: Disks = await self._in_thread(self._disk_io, self._open_staging, spec)
         marks: tuple[RunMark, ...] = await self._in_thread(
             self._disk_io, staging.marks, spec.name, spec.storage_path
         )
@@ -158,8 +176,8 @@ class NodeAgent:
 
     async def disk(self, run_uid: str) -> DiskSpace:
         """The file system of the run's staging folder."""
-        root = self._runs[run_uid].staging.root
-        return DiskSpace(free_bytes=free_bytes(root), total_bytes=total_bytes(root))
+        staging = self._runs[run_uid].staging
+        return DiskSpace(free_bytes=staging.free_bytes(), total_bytes=staging.total_bytes())
 
     async def start_session(self, start: SessionStart) -> None:
         run = self._runs[start.plan.run_uid]
@@ -265,7 +283,6 @@ class NodeAgent:
         if len(run.restored) == len(here.ranks):
             self._spawn(self._report_restored(run, plan, decision, tuple(run.restored.values())))
         if await asyncio.shield(decision):
-            self._close_arenas(run)  # of the session before; a zombie of it must not write into ours
             return None
         return await self.get_ticket(run_uid)
 
@@ -274,23 +291,37 @@ class NodeAgent:
         run = self._runs[run_uid]
         ranks = run.machine.here.ranks if run.machine.here else (rank,)
         run.reserved = {k: size for k, size in run.reserved.items() if k in ranks} | {rank: size_bytes}
-        there = sum(run.arenas[k].layout.size_bytes for k in run.reserved if k in run.arenas)
-        check_memory(sum(run.reserved.values()) - there)
+        choose_mode(
+            run.spec.options.memory, all_bytes=sum(run.reserved.values()), free_bytes=self._free_memory(run)
+        )
         needed = 2 * size_bytes * len(ranks) * (1 + run.spec.options.replicas)
-        run.check_space(needed, what="Two checkpoints with copies")
+        run.check_space(needed, what="Two checkpoints with copies", is_one_file=False)
 
-    async def open_arena(self, run_uid: str, rank: int, layout: ShardLayout) -> str:
-        """The path of shared memory for a rank; what was there before is given up."""
+    async def open_arena(self, run_uid: str, rank: int, size_bytes: int, named: bool) -> ArenaGrant:
+        """Shared memory for a rank; what was there before is given up."""
         run = self._runs[run_uid]
-        old = run.arenas.get(rank)
-        if old is not None and old.layout.size_bytes == layout.size_bytes:
-            old.layout = layout
-            return old.path
-        if old is not None:
+        if (old := run.arenas.pop(rank, None)) is not None:
             old.close()
-            del run.arenas[rank]
-        run.arenas[rank] = ArenaMemory(rank, layout)
-        return run.arenas[rank].path
+        run.reserved[rank] = size_bytes
+        arena = make_arena(
+            rank,
+            size_bytes,
+            mode=run.spec.options.memory,
+            all_bytes=sum(run.reserved.values()),
+            free_bytes=self._free_memory(run),
+            named=named,
+        )
+        arena.start_populating()
+        run.arenas[rank] = arena
+        return ArenaGrant(
+            mode=arena.mode,
+            paths=tuple(buffer.path for buffer in arena.buffers),
+            size_bytes=arena.buffers[0].size_bytes,
+        )
+
+    def _free_memory(self, run: NodeRun) -> int:
+        """Bytes that arenas of the run may take, with those that they have taken."""
+        return available_memory_bytes() + sum(arena.populated_bytes for arena in run.arenas.values())
 
     def _close_arenas(self, run: NodeRun) -> None:
         while run.arenas:
@@ -299,6 +330,13 @@ class NodeAgent:
     async def seal(self, run_uid: str, shard: SealedShard) -> None:
         """Take over a capture. Returns when the arena may be captured into again."""
         run, key = self._runs[run_uid], (shard.attempt.attempt, shard.rank)
+        buffer = _buffer(run, shard)
+        if shard.layout is not None and buffer is not None:
+            buffer.layout = shard.layout
+        if buffer is None or buffer.layout is None:  # this agent was started after the rank got its arena
+            reason = f"the arena of rank {shard.rank} is gone"
+            await self.skip(run_uid, shard.attempt, shard.rank, reason)
+            raise Unavailable(f"Step {shard.attempt.step}: {reason}.")
         released = run.released.setdefault(key, asyncio.Event())
         run.sealed[key] = shard
         event = n.ShardSealed(
@@ -433,20 +471,33 @@ class NodeAgent:
         self, run: NodeRun, shard: SealedShard
     ) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
         """Hash and write a rank's two files. The rows cover each byte of both."""
-        arena, attempt = run.arenas[shard.rank], shard.attempt
-        if arena.sealed != attempt.attempt:
-            raise Unavailable(f"rank {shard.rank} captured into its arena again")
+        attempt, buffer = shard.attempt, _buffer(run, shard)
+        if buffer is None or buffer.layout is None:
+            raise Unavailable(f"the arena of rank {shard.rank} is gone")
+        arena, layout = run.arenas[shard.rank], buffer.layout
+        if arena.mode != "stream":
+            arena.check(buffer, attempt.attempt)
         world_size = _require(run.machine.plan).world_size
-        data, layout = arena.data(), arena.layout
-        run.check_space(len(data) + len(shard.state), what=f"The shard of rank {shard.rank}")
+        run.check_space(layout.size_bytes + len(shard.state), what=f"The shard of rank {shard.rank}")
         file, state = shard_file(shard.rank, world_size), state_file(shard.rank, world_size)
+        spans = [(0, len(layout.header)), *((p.byte_offset, p.nbytes) for p in layout.slices)]
+        written = run.staging.put(
+            run.run_uid,
+            attempt.directory,
+            file,
+            arena.chunks(buffer),
+            size_bytes=layout.size_bytes,
+            spans=spans,
+        )
+        arena.check(buffer, attempt.attempt)  # nobody has captured into it meanwhile
+        stored = run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
         rows = [
             ManifestRow(
                 kind="header",
                 file=file,
                 byte_offset=0,
                 nbytes=len(layout.header),
-                digest=digest(layout.header),
+                digest=written.spans[0],
             ),
             *(
                 ManifestRow(
@@ -454,21 +505,19 @@ class NodeAgent:
                     file=file,
                     byte_offset=p.byte_offset,
                     nbytes=p.nbytes,
-                    digest=digest(data[p.byte_offset : p.byte_offset + p.nbytes]),
+                    digest=found,
                     slice=p.slice,
                 )
-                for p in layout.slices
+                for p, found in zip(layout.slices, written.spans[1:], strict=True)
             ),
             ManifestRow(
-                kind="state", file=state, byte_offset=0, nbytes=len(shard.state), digest=digest(shard.state)
+                kind="state", file=state, byte_offset=0, nbytes=len(shard.state), digest=stored.digest
             ),
         ]
         entries = (
-            FileEntry(name=file, size_bytes=len(data), digest=digest(data)),
-            FileEntry(name=state, size_bytes=len(shard.state), digest=digest(shard.state)),
+            FileEntry(name=file, size_bytes=written.size_bytes, digest=written.digest),
+            FileEntry(name=state, size_bytes=stored.size_bytes, digest=stored.digest),
         )
-        run.staging.put(run.run_uid, attempt.directory, file, [data])
-        run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
         return entries, tuple(rows)
 
     async def _write_fragment(self, run: NodeRun, fragment: Fragment) -> None:
@@ -500,16 +549,24 @@ class NodeAgent:
     def _copy_to_peer(self, run: NodeRun, effect: n.SendCopy) -> None:
         holding = self._holding(run, effect.attempt, effect.node_index)
         directory = effect.attempt.directory
-        with PeerClient(run.endpoints[effect.holder], token=self._token) as peer:
-            for file in (*holding.fragment.files, holding.entry):
-                name = FileName(run_uid=run.run_uid, directory=directory, file=file.name)
-                request = PutRequest(name=name, size_bytes=file.size_bytes, digest=file.digest)
-                peer.put(request, read_blocks(run.staging.path(run.run_uid, directory, file.name)))
+        endpoint, credentials = run.endpoints[effect.holder], self._keys.credentials(run.run_uid)
+
+        def outgoing(file: FileEntry) -> Outgoing:
+            name = FileName(run_uid=run.run_uid, directory=directory, file=file.name)
+            request = PutRequest(name=name, size_bytes=file.size_bytes, digest=file.digest)
+            return Outgoing(request=request, chunks=partial(_stored_bytes, run, effect.attempt, file.name))
+
+        for batch in (holding.fragment.files, (holding.entry,)):  # a fragment says that its files are there
+            files = [outgoing(file) for file in batch]
+            try:
+                send_files(endpoint, credentials, files, limiter=run.limiter)
+            except _Recaptured:  # from the disk then
+                send_files(endpoint, credentials, files, limiter=run.limiter)
 
     def _drain(self, run: NodeRun, attempt: AttemptId, node_index: int) -> None:
         holding = self._holding(run, attempt, node_index)
         for file in (*holding.fragment.files, holding.entry):
-            blocks = read_blocks(run.staging.path(run.run_uid, attempt.directory, file.name))
+            blocks = read_blocks_direct(run.staging.path(run.run_uid, attempt.directory, file.name))
             whole = checked(blocks, size_bytes=file.size_bytes, digest=file.digest, what=file.name)
             run.remote.put(attempt.directory, file.name, whole)
 
@@ -553,7 +610,7 @@ class NodeAgent:
             finder = SourceFinder(
                 run_uid=run.run_uid,
                 node_id=self._node_id,
-                token=self._token,
+                credentials=self._keys.credentials(run.run_uid),
                 arenas=run.arenas,
                 staging=run.staging,
                 remote=run.remote,
@@ -577,17 +634,17 @@ class NodeAgent:
                 decision.set_exception(error)
             return
         if go and not decision.done():
+            self._close_arenas(run)  # of the session before; a zombie of it must not write into ours
             decision.set_result(True)
 
     # -- plumbing --------------------------------------------------------------------------------------
 
-    def _open_staging(self, spec: RunSpec) -> Staging:
-        text = os.environ.get(STAGING_ENV) or spec.options.staging or default_staging()
-        root = Path(text.replace("{node_id}", self._node_id)).expanduser().absolute()
+    def _open_staging(self, spec: RunSpec) -> Disks:
+        roots = staging_roots(spec.options.staging, self._node_id)
         with self._staging_lock:
-            if root not in self._stagings:
-                self._stagings[root] = Staging(root)
-            return self._stagings[root]
+            if roots not in self._stagings:
+                self._stagings[roots] = Disks(roots)
+            return self._stagings[roots]
 
     async def _in_thread(
         self, pool: ThreadPoolExecutor, work: Callable[..., Any], *args: Any, **kwargs: Any
@@ -635,23 +692,57 @@ class _Served:
             raise Unavailable(f"run {name.run_uid} is not open here")
         return self._runs[name.run_uid]
 
-    def put(self, request: PutRequest, chunks: Iterable[Buffer]) -> None:
+    def put(self, request: PutRequest, chunks: Iterable[Buffer]) -> str:
         name, run = request.name, self._run(request.name)
         run.check_space(request.size_bytes, what=f"A copy of {name.file}")
         whole = checked(chunks, size_bytes=request.size_bytes, digest=request.digest, what=name.file)
         self._check_wanted(run, name)
-        run.staging.put(name.run_uid, name.directory, name.file, whole)
+        written = run.staging.put(
+            name.run_uid, name.directory, name.file, whole, size_bytes=request.size_bytes
+        )
         self._check_wanted(run, name)
+        return written.digest
 
     def _check_wanted(self, run: NodeRun, name: FileName) -> None:
         """A copy must not land in a folder that is being deleted and be counted; asked before and after."""
         if run.machine.is_deleted(attempt_of(name.directory)):
             raise Unavailable(f"{name.directory} is being deleted here")
 
-    def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[bytes]:
-        return read_blocks(
-            self._run(name).staging.path(name.run_uid, name.directory, name.file), offset, nbytes
-        )
+    def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[memoryview]:
+        path = self._run(name).staging.path(name.run_uid, name.directory, name.file)
+        return read_blocks_direct(path, offset, nbytes)
+
+
+def _buffer(run: NodeRun, shard: SealedShard) -> ArenaMemory | None:
+    """The memory that a capture is in, unless this agent does not have it."""
+    arena = run.arenas.get(shard.rank)
+    return arena.buffers[shard.buffer] if arena is not None and shard.buffer < len(arena.buffers) else None
+
+
+class _Recaptured(Exception):
+    """An arena was captured into while it was being sent."""
+
+
+def _stored_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memoryview]:
+    """A file's bytes, from its arena while that holds them, which spares the disk, else from the disk.
+
+    A rank may capture again in the middle: what has not been sent comes from the disk, and _Recaptured is
+    raised if it may have changed while it was being sent.
+    """
+    offset = 0
+    for rank, arena in list(run.arenas.items()):
+        buffer = arena.find(attempt.attempt)
+        if buffer is None or file != shard_file(rank, _require(run.machine.plan).world_size):
+            continue
+        data = buffer.data(_require(buffer.layout))
+        while offset < len(data) and buffer.page.sealed == attempt.attempt:
+            yield data[offset : offset + COPY_BLOCK_BYTES]
+            if buffer.page.sealed != attempt.attempt:
+                raise _Recaptured
+            offset += COPY_BLOCK_BYTES
+        if offset >= len(data):
+            return
+    yield from read_blocks_direct(run.staging.path(run.run_uid, attempt.directory, file), offset)
 
 
 def _held(holding: Holding) -> HeldFragment:

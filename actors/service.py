@@ -20,8 +20,7 @@ from ray_ckpt.core.messages import GroupNode, RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, ServiceError, Unavailable
 from ray_ckpt.format.names import check_run_name
-from ray_ckpt.format.shard import ShardLayout
-from ray_ckpt.link import Identity, SealedShard
+from ray_ckpt.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.restore import RestoreTicket
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, RankRestore
 
@@ -169,9 +168,10 @@ class RayLink:
     def reserve(self, size_bytes: int) -> None:
         ask(self._agent.reserve.remote(self._uid, self._rank, size_bytes), CALL_S)
 
-    def open_arena(self, layout: ShardLayout) -> str:
-        path: str = ask(self._agent.open_arena.remote(self._uid, self._rank, layout), CALL_S)
-        return path
+    def open_arena(self, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+        call = self._agent.open_arena.remote(self._uid, self._rank, size_bytes, named)
+        grant: ArenaGrant = ask(call, CALL_S)
+        return grant
 
     def seal(self, shard: SealedShard) -> Future[None]:
         return self._agent.seal.remote(self._uid, shard).future()  # type: ignore[no-any-return]

@@ -6,16 +6,17 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ray_ckpt.actors.arena_memory import ArenaMemory
+from ray_ckpt.actors.arena_memory import RankArena
 from ray_ckpt.core.messages import SessionPlan
 from ray_ckpt.errors import CheckpointError, CorruptionError, RestoreError
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_fragment
 from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.restore import RestoreTicket, Source
+from ray_ckpt.storage.disks import Disks
 from ray_ckpt.storage.remote import RemoteTier
-from ray_ckpt.storage.staging import Staging
 from ray_ckpt.transport.client import PeerClient
+from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Level
 
@@ -28,15 +29,15 @@ class SourceFinder:
         *,
         run_uid: str,
         node_id: str,
-        token: str,
-        arenas: Mapping[int, ArenaMemory],
-        staging: Staging,
+        credentials: Credentials,
+        arenas: Mapping[int, RankArena],
+        staging: Disks,
         remote: RemoteTier,
         endpoints: Mapping[str, str],
     ) -> None:
         self._run_uid = run_uid
         self._node_id = node_id
-        self._token = token
+        self._credentials = credentials
         self._arenas = arenas
         self._staging = staging
         self._remote = remote
@@ -68,15 +69,21 @@ class SourceFinder:
             checkpoint=checkpoint,
             fragments=tuple(fragments),
             sources=sources,
-            token=self._token,
+            credentials=self._credentials,
+            node_ranks=self._node_ranks(plan),
         )
+
+    def _node_ranks(self, plan: SessionPlan) -> tuple[int, ...]:
+        here = next((node for node in plan.nodes if node.node_id == self._node_id), None)
+        return here.ranks if here is not None else ()
 
     def _sources(self, checkpoint: CheckpointInfo, file: str, holders: tuple[str, ...]) -> tuple[Source, ...]:
         attempt: AttemptId = checkpoint.id
         found: list[Source] = []
         for rank, arena in self._arenas.items():
-            if arena.sealed == attempt.attempt and file == shard_file(rank, checkpoint.world_size):
-                found.append(Source(tier="memory", where=self._node_id, path=arena.path))
+            buffer = arena.find(attempt.attempt)
+            if buffer is not None and file == shard_file(rank, checkpoint.world_size):
+                found.append(Source(tier="memory", where=self._node_id, path=buffer.path))
         local = self._staging.path(self._run_uid, attempt.directory, file)
         if local.exists():
             found.append(Source(tier="local", where=self._node_id, path=str(local)))
@@ -100,5 +107,5 @@ class SourceFinder:
         if source.tier != "peer":
             return Path(source.path).read_bytes()
         file = FileName(run_uid=self._run_uid, directory=attempt.directory, file=name)
-        with PeerClient(source.endpoint, token=self._token) as peer:
+        with PeerClient(source.endpoint, credentials=self._credentials) as peer:
             return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)

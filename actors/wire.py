@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.format.records import LogRecord
+from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.types import CheckpointInfo, Exposure, RankRestore
 
 
@@ -38,7 +39,7 @@ class OpenRun:
 class ServiceCard:
     """An agent to a restarted coordinator: whose it is, and the runs that are open on it."""
 
-    token: str = field(repr=False)
+    keys: ServiceKeys
     service: str
     runs: tuple[OpenedRun, ...]
 

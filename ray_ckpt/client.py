@@ -7,6 +7,7 @@ fails is counted and logged and never stops training; only misuse is raised.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -14,18 +15,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from ray_ckpt.capture.arena import Arena
-from ray_ckpt.capture.items import Item, adapt, predicted_state_bytes
+from ray_ckpt.capture.items import Item, adapt
 from ray_ckpt.capture.load import load_items
+from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
-from ray_ckpt.capture.walk import LiveSlice, Walked, walk
+from ray_ckpt.capture.walk import Walked, walk
 from ray_ckpt.config import MAX_METRIC_NAME
 from ray_ckpt.connection import Connection, ProgressThread, get_connection
 from ray_ckpt.core.messages import RankProgress
@@ -41,10 +41,11 @@ from ray_ckpt.errors import (
     Unavailable,
 )
 from ray_ckpt.format.names import make_attempt, state_file
-from ray_ckpt.format.shard import build_layout
+from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
-from ray_ckpt.link import MAX_STATE_BYTES, Link, SealedShard
-from ray_ckpt.restore import RestoreTicket, SourceReader
+from ray_ckpt.link import MAX_STATE_BYTES, Link
+from ray_ckpt.restore import ProgressLog, RestoreTicket, SourceReader
+from ray_ckpt.saving import SaveParts, Saver
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore, RestoredPart
 
 log = logging.getLogger("ray_ckpt")
@@ -133,9 +134,7 @@ class Checkpointer:
         self._session: int | None = None
         self._epoch = 0
         self._ended: Future[CheckpointError] | None = None
-        self._arena: Arena | None = None
-        self._arena_key: tuple[Any, ...] = ()
-        self._released: Future[None] | None = None
+        self._saver: Saver | None = None
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
         self._newest: tuple[AttemptId, Mapping[str, float]] | None = None
         self._tries: dict[int, int] = {}
@@ -183,6 +182,9 @@ class Checkpointer:
             log.warning("step %s has no intact copy of a part; falling back", _step_of(ticket))
             ticket = again
         load()
+        optimizers = [obj for obj in self._objects.values() if isinstance(obj, torch.optim.Optimizer)]
+        self._saver = Saver(self._link, optimizers)
+        self._saver.prepare(self._predicted_layout(self._walk()))
         self._ended = self._link.ended(ticket.session)
         info = None if ticket.checkpoint is None else _restore_info(ticket.checkpoint, report)
         self._rng = self._items["rng"].tree() if info else None
@@ -220,11 +222,13 @@ class Checkpointer:
         """Find what would make a save fail before training time is lost."""
         walked = self._walk()
         encode_tree(dict(walked.trees))
-        size = sum(live.nbytes for live in walked.owned(self._link.identity.rank))
-        for obj in self._objects.values():
-            if isinstance(obj, torch.optim.Optimizer):
-                size += predicted_state_bytes(obj)
-        self._link.reserve(size)
+        self._link.reserve(self._predicted_layout(walked).size_bytes)
+
+    def _predicted_layout(self, walked: Walked) -> ShardLayout:
+        """Of this rank's shard once every optimizer has its state."""
+        identity = self._link.identity
+        whole = with_predictions(walked, self._items, world_size=identity.world_size)
+        return build_layout(live.slice for live in whole.owned(identity.rank))
 
     def _try_restore(self, ticket: RestoreTicket) -> tuple[RankRestore, Callable[[], None]]:
         """Read everything; the report, and what puts it in place once all ranks have theirs."""
@@ -233,14 +237,16 @@ class Checkpointer:
         load: Callable[[], None] = _nothing
         if checkpoint is None or ticket.damage:
             return RankRestore(rank=identity.rank, damage=ticket.damage), load
-        reader = SourceReader(checkpoint.id, ticket.sources, token=ticket.token)
+        progress = ProgressLog(checkpoint.step, say=log.info)
+        reader = SourceReader(
+            checkpoint.id, ticket.sources, credentials=ticket.credentials, progress=progress
+        )
         rows = [row for fragment in ticket.fragments for row in fragment.rows]
         mine = identity.rank if identity.rank < checkpoint.world_size else 0
-        states: list[bytes] = []
         wanted = state_file(mine, checkpoint.world_size)
-        reader.read([r for r in rows if r.file == wanted], lambda _, data: states.append(bytes(data)))
-        if states:
-            state = decode_tree(states[0])
+        data = next((reader.read_bytes(row) for row in rows if row.file == wanted), None)
+        if data is not None:
+            state = decode_tree(data)
             same_world = checkpoint.world_size == identity.world_size
             if not same_world:
                 log.warning(
@@ -250,8 +256,15 @@ class Checkpointer:
                     identity.world_size,
                 )
             items = {n: i for n, i in self._items.items() if n != "rng" or same_world}
-            who = {"rank": identity.rank, "world_size": identity.world_size}
-            load = load_items(items, state, rows, reader, **who)
+            load = load_items(
+                items,
+                state,
+                rows,
+                reader,
+                rank=identity.rank,
+                world_size=identity.world_size,
+                node_ranks=ticket.node_ranks,
+            )
         for note in reader.rejected:
             log.warning("restore: %s", note)
         report = RankRestore(
@@ -342,11 +355,22 @@ class Checkpointer:
                 hint="See the log of the coordinator for the reason; raise timeout_s if it is just slow.",
             ) from error
 
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Change parameters or optimizer state other than by `optimizer.step()` in here.
+
+        Waits for a capture that is still reading them. For weights that are clamped, copied or averaged in
+        place, for optimizers that are no torch.optim.Optimizer, and for a step replayed from a CUDA graph.
+        """
+        if self._saver is not None:
+            self._saver.settle()
+        yield
+
     def flush(self, *, commit: bool = False) -> None:
         """Wait, bounded, until the last capture is out of this process's hands, or (`commit`) committed."""
         if self._watch is not None:
             self._watch.send()
-        if not self._wait_released(FLUSH_S):
+        if self._saver is not None and not self._saver.wait_released(FLUSH_S):
             log.warning("the last capture was not written within %.0f s", FLUSH_S)
         if commit and self._pending:
             self._await_outcome(self._pending[-1])
@@ -356,6 +380,8 @@ class Checkpointer:
         """Flush and end the progress thread."""
         self.flush()
         self._end_progress()
+        if self._saver is not None:
+            self._saver.close()
         _open.discard(self)
 
     def _end_progress(self) -> None:
@@ -377,7 +403,7 @@ class Checkpointer:
                 f"Step {step} comes after step {self._saved_step}.",
                 hint="Count optimizer steps over the whole run; to go back, start a new group.",
             )
-        values = _numbers(metrics)
+        saver = _require(self._saver)
         self._step = step
         self._save_calls += 1
         if self._save_calls == 2 and self._pending:  # a rank that saves alone is told at its second save
@@ -385,19 +411,19 @@ class Checkpointer:
         self._check_outcomes()
         attempt = self._attempt(step)
         saved = False
-        if not self._wait_released(max_block_s):
+        if not saver.wait_free(max_block_s):
             self.stats.skipped += 1
             self._stay_out(attempt, "the save before it is still being written")
         else:
             try:
-                self._capture(attempt, values)
+                self._capture(attempt, metrics)
                 saved = True
             except (ConfigError, CollectiveError, RunConflict):
                 raise
             except (CheckpointError, OSError) as error:
                 self.stats.dropped += 1
                 if isinstance(error, ServiceError | OSError):
-                    self._lose_agent()
+                    saver.lose_agent()
                 self._stay_out(attempt, str(error))
         self._saved_step = step
         self.stats.blocked_s.append(time.monotonic() - start_s)
@@ -406,11 +432,6 @@ class Checkpointer:
     def _stay_out(self, attempt: AttemptId, reason: str) -> None:
         log.warning("step %d is not saved: %s", attempt.step, reason)
         self._link.skip(attempt, reason)
-
-    def _lose_agent(self) -> None:
-        """The agent does not answer: its arena is gone; ask for a new one and save again next time."""
-        self._arena = None
-        self._link.recover()
 
     def _save_last(self) -> None:
         """Save the last step unless that has been done; once more if its save was skipped or dropped."""
@@ -448,10 +469,9 @@ class Checkpointer:
             attempt=count,
         )
 
-    def _capture(self, attempt: AttemptId, values: Mapping[str, float]) -> None:
-        identity = self._link.identity
+    def _capture(self, attempt: AttemptId, metrics: Mapping[str, Any] | None) -> None:
+        identity, saver = self._link.identity, _require(self._saver)
         walked = self._walk()
-        owned = walked.owned(identity.rank)
         state = encode_tree(
             {"step": attempt.step, "world_size": identity.world_size, "items": dict(walked.trees)}
         )
@@ -460,46 +480,24 @@ class Checkpointer:
                 f"The non-tensor state has {len(state):,} bytes, more than {MAX_STATE_BYTES:,}.",
                 hint="Keep large data in tensors or numpy-backed tensors, not in lists.",
             )
-        arena = self._arena_for(owned)
-        by_key = {live.slice.key: live.tensor for live in owned}
-        arena.capture([by_key[placed.slice.key] for placed in arena.layout.slices], attempt.attempt)
-        shard = SealedShard(
-            attempt=attempt,
-            rank=identity.rank,
-            state=state,
-            replicated=self._shared_digest(walked),
-            metrics=values if identity.rank == 0 else None,
+        values, late = _numbers(metrics)
+
+        def all_values() -> Mapping[str, float] | None:
+            values.update((name, float(value)) for name, value in late.items())
+            return values if identity.rank == 0 else None
+
+        saver.save(
+            walked,
+            SaveParts(
+                attempt=attempt,
+                state=state,
+                metrics=all_values,
+                compare_content=self._save_calls == 1,  # of a session: ranks that differ are found early
+            ),
         )
-        self._released = self._link.seal(shard)
         outcome = self._link.outcome(attempt, Level.LOCAL)
         self._pending.append(_Pending(attempt=attempt, metrics=values, outcome=outcome))
         self.stats.saved += 1
-
-    def _shared_digest(self, walked: Walked) -> str:
-        """With the bytes at the first save of a session, so that ranks that differ are found early."""
-        return walked.shared_digest(self._link.identity.world_size, content=self._save_calls == 1)
-
-    def _arena_for(self, owned: tuple[LiveSlice, ...]) -> Arena:
-        """The arena with this layout; a new one if the shapes or placements have changed."""
-        key = tuple(sorted((live.slice.key, live.slice) for live in owned))
-        if self._arena is None or key != self._arena_key:
-            layout = build_layout([live.slice for live in owned])
-            self._arena = Arena(self._link.open_arena(layout), layout)
-            self._arena_key = key
-        return self._arena
-
-    def _wait_released(self, timeout_s: float) -> bool:
-        if self._released is None:
-            return True
-        try:
-            self._released.result(timeout_s)
-        except FutureTimeout:
-            return False
-        except Exception as error:  # the agent died, and the save with it
-            log.warning("the last save was lost: %s", error)
-            self._lose_agent()
-        self._released = None
-        return True
 
     def _check_outcomes(self) -> None:
         """Look at ended saves without waiting. Misuse and lost tenure are raised, other failures counted."""
@@ -562,15 +560,28 @@ def _detached(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in items}
 
 
-def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as numbers; what is none is left out with a warning, for a save must not fail over it."""
+def _numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Metrics as numbers, and copies of those that an accelerator still computes, to be read later.
+
+    What is no number is left out with a warning, for a save must not fail over it.
+    """
     values: dict[str, float] = {}
+    late: dict[str, torch.Tensor] = {}
     for name, value in _detached(metrics).items():
+        key = str(name)[:MAX_METRIC_NAME]
         try:
-            values[str(name)[:MAX_METRIC_NAME]] = float(value)
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
+                late[key] = value.clone()
+            else:
+                values[key] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             log.warning("metric %r is not a number and is left out: %s", name, error)
-    return values
+    return values, late
+
+
+def _require(saver: Saver | None) -> Saver:
+    assert saver is not None, "saves are refused before the restore"
+    return saver
 
 
 def _nothing() -> None:

@@ -10,7 +10,12 @@ from typing import Any, TypeAlias
 
 from ray_ckpt.errors import ConfigError
 
-STAGING_ENV = "RAY_CKPT_STAGING"  # per node; wins over the option, since only the node knows its disks
+# Per node, since only the node knows its disks and networks; the first wins over the option.
+STAGING_ENV = "RAY_CKPT_STAGING"  # folders, separated by colons
+ADDRESS_ENV = "RAY_CKPT_ADDRESS"  # of the interface by which peers reach the node; default: Ray's own
+PORTS_ENV = "RAY_CKPT_PORTS"  # first-last, for a firewall; default: any
+# Of the service, read where its coordinator starts.
+ENCRYPT_ENV = "RAY_CKPT_ENCRYPT"  # 0: no TLS between nodes, for a network that is trusted
 MIB = 1 << 20
 GIB = 1 << 30
 MAX_MILESTONES = 100  # fractions; they stand in each session record of the log, as the metric's name does
@@ -18,12 +23,39 @@ MAX_METRIC_NAME = 200  # characters; longer ones are cut when they are saved
 # Node labels that "auto" takes for a failure domain: the first that a node has.
 FAILURE_DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
 
+MEMORY_MODES = ("auto", "double", "single", "stream")
 Resume: TypeAlias = str  # "auto", "never", "must" or "step:N"
 _STEP = re.compile(r"step:(\d{1,12})\Z")
 
 
-def default_staging() -> str:
-    return f"/tmp/ray_ckpt-{os.getuid()}"
+def staging_roots(option: str | tuple[str, ...] | None, node_id: str) -> tuple[Path, ...]:
+    """The staging folders of a node: its environment's, or the option's, or the default."""
+    texts: tuple[str, ...]
+    if wanted := os.environ.get(STAGING_ENV):
+        texts = tuple(part for part in wanted.split(":") if part)
+    else:
+        texts = (option,) if isinstance(option, str) else option or (f"/tmp/ray_ckpt-{os.getuid()}",)
+    roots = (Path(text.replace("{node_id}", node_id)).expanduser().absolute() for text in texts)
+    return tuple(dict.fromkeys(roots))
+
+
+def is_encrypted() -> bool:
+    """Whether the bytes between nodes are."""
+    value = os.environ.get(ENCRYPT_ENV, "1")
+    if value not in ("0", "1"):
+        raise ConfigError(f"{ENCRYPT_ENV} is {value!r}.", hint="Set it to 1 (the default) or 0.")
+    return value == "1"
+
+
+def transport_ports() -> range | None:
+    """The ports that this node may listen on; None: any."""
+    text = os.environ.get(PORTS_ENV)
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    if found is None or not 0 < int(found[1]) <= int(found[2]) < 65536:
+        raise ConfigError(f"{PORTS_ENV} is {text!r}.", hint="Set it to two ports, such as 41000-41099.")
+    return range(int(found[1]), int(found[2]) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +90,22 @@ class RunOptions:
     """A save is due after each multiple of this many optimizer steps."""
     remote_every: int = 10
     """Every this many commits one is drained to the storage path; the last one of a run always is."""
-    staging: str | None = None
-    """Local folder on each node, best on NVMe. `{node_id}` in it is replaced; the environment variable
-    RAY_CKPT_STAGING of a node wins. Default: /tmp/ray_ckpt-<uid>."""
+    staging: str | tuple[str, ...] | None = None
+    """Local folder on each node, best on NVMe, or one on each of several disks. `{node_id}` in it is
+    replaced; the environment variable RAY_CKPT_STAGING of a node wins. Default: /tmp/ray_ckpt-<uid>."""
     resume: Resume = "auto"
     """auto: restore if there is a checkpoint; never: start from scratch; must: an error if there is none;
     step:N: go back to the checkpoint of step N."""
+    overlap: bool = True
+    """Copy parameters and optimizer state while the next forward and backward run; a hook before every
+    optimizer's step waits for the copy. False: `save` returns when everything has been copied."""
+    verify_captures: bool = False
+    """Take a second copy of everything at once and compare: finds code that changes parameters behind the
+    optimizer's back, at the price of a blocking copy and its memory."""
+    memory: str = "auto"
+    """Memory on each node for captures. double: two copies of the state, so that a save does not wait until
+    the one before it is on disk; single: one; stream: a small ring, written to disk as it is filled, for
+    states that memory does not hold a copy of. auto: the first of them that leaves enough memory free."""
     max_block_s: float = 0.0
     """How long a save may wait for the one before it; then it is skipped and counted."""
     goal_timeout_s: float = 60.0
@@ -83,6 +125,8 @@ class RunOptions:
     failure_domain: str = "auto"
     """Ray node label whose values fail together; copies go to another one. auto: the first of
     FAILURE_DOMAIN_LABELS that a node has; none: each node for itself."""
+    replicate_bytes_per_s: int | None = None
+    """Bandwidth of each node for copies to other nodes. None: as fast as the network."""
     repair_bytes_per_s: int = 256 * MIB
     """Bandwidth for new copies in place of lost ones, in the background."""
     scrub_bytes_per_s: int = 16 * MIB
@@ -111,13 +155,22 @@ class RunOptions:
             self._need(name, good, "a number of seconds above 0, or to None")
         is_known = self.resume in ("auto", "never", "must") or resume_step(self.resume) is not None
         self._need("resume", is_known, "'auto', 'never', 'must' or 'step:N'")
-        self._need("keep_epochs", isinstance(self.keep_epochs, bool), "True or False")
+        for name in _FLAGS:
+            self._need(name, isinstance(getattr(self, name), bool), "True or False")
+        self._need("memory", self.memory in MEMORY_MODES, f"one of {', '.join(MEMORY_MODES)}")
         domain = self.failure_domain
         good = isinstance(domain, str) and domain != ""
         self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")
+        self._check_staging()
         self._check_best()
         self._check_milestones()
         self._check_watermarks()
+
+    def _check_staging(self) -> None:
+        folders = (self.staging,) if isinstance(self.staging, str) else self.staging
+        good = folders is None or (isinstance(folders, tuple) and folders != ())
+        good = good and all(isinstance(folder, str) and folder for folder in folders or ())
+        self._need("staging", good, "a folder, a tuple of folders, or None")
 
     def _check_best(self) -> None:
         match self.keep_best:
@@ -177,7 +230,8 @@ _WHOLE = {  # option -> the least it may be
     "repair_bytes_per_s": 1,
     "scrub_bytes_per_s": 0,
 }
-_WHOLE_OR_NONE = {"keep_every": 1, "total_steps": 1}
+_FLAGS = ("keep_epochs", "overlap", "verify_captures", "ray_report")
+_WHOLE_OR_NONE = {"keep_every": 1, "total_steps": 1, "replicate_bytes_per_s": 1}
 _SECONDS = (
     "max_block_s",
     "goal_timeout_s",

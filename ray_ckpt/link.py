@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.messages import RankProgress
@@ -33,15 +33,33 @@ class Identity:
     node_id: str
 
 
+ArenaMode = Literal["double", "single", "stream"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaGrant:
+    """Memory of the agent's for one rank's captures.
+
+    double: two buffers, so that a save does not wait for the one before it; single: one; stream: a ring that
+    the agent writes to disk while the rank fills it, for states that memory does not hold a copy of.
+    """
+
+    mode: ArenaMode
+    paths: tuple[str, ...]  # one per buffer
+    size_bytes: int  # of the shard that fits
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedShard:
-    """A rank's capture, ready in its arena, and the state file's bytes."""
+    """A rank's capture, ready in its arena, and the state file's bytes. Of a stream: about to come."""
 
     attempt: AttemptId
     rank: int
     state: bytes
     replicated: str
     metrics: Mapping[str, float] | None  # rank 0 only
+    buffer: int  # of the grant
+    layout: ShardLayout | None  # None: as in the last one in this buffer
 
 
 class Link(Protocol):
@@ -65,8 +83,11 @@ class Link(Protocol):
         """InsufficientSpace unless this rank's checkpoints of that size fit its node."""
         ...
 
-    def open_arena(self, layout: ShardLayout) -> str:
-        """The path of shared memory for this layout. InsufficientSpace if there is too little memory."""
+    def open_arena(self, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+        """Memory for a shard of that size. InsufficientSpace if there is too little.
+
+        `named`: as a file in /dev/shm, for a rank that cannot open the agent's descriptors.
+        """
         ...
 
     def seal(self, shard: SealedShard) -> Future[None]:

@@ -1,102 +1,133 @@
-"""Speed in numbers, each beside its limit: `python -m jobs.bench`. Exit code 1 if a limit is missed.
+"""Speed in numbers, each beside its limit: `python -m jobs.bench`. Exit code 1 if a row misses what it has to
+reach.
 
-A row is the median of some repeats; spread is the largest less the smallest of them over the median. Load and
-CPU share say how busy the machine was; on a busy one compare ratios within a run, not numbers of two runs.
+A row is the median of some samples; the spread (largest less smallest, over the median) says how far to trust
+it. It is compared with a physical limit or a peer that was measured in turn with it, so compare ratios, also
+between runs, and numbers only within one. `--peers` adds other checkpoint libraries on the same state (`make
+bench` installs them).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from jobs.bench.row import Row
+from jobs.bench import report
+from jobs.bench.context import QUICK_BYTES, QUICK_REPEAT, Context, parse_size
+from jobs.bench.peers.catalogue import PEERS
+from jobs.bench.row import Row, first_line, skipped
 
-ROWS: Mapping[str, str] = {  # name -> the module with its `rows(repeat)`, loaded when wanted
+ROWS: Mapping[str, str] = {  # name -> the module with its `rows(context)`, loaded when wanted
+    "limits": "jobs.bench.limits",
+    "snapshot": "jobs.bench.snapshot",
+    "disk": "jobs.bench.disk",
+    "wire": "jobs.bench.wire",
+    "restoring": "jobs.bench.restoring",
+    "agent": "jobs.bench.agent",
     "coordinator": "jobs.bench.coordinator",
     "ray": "jobs.bench.messages",
     "catalog": "jobs.bench.catalog",
     "retention": "jobs.bench.retention",
     "simulator": "jobs.bench.simulator",
 }
+SIZE = "1GiB"
 REPEAT = 5
-PIPED_WIDTH = 160  # columns of text for a file
+FOLDER = Path("bench-out")
+FAILED = "failed: "  # begins the text of rows that an error kept from being measured
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m jobs.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """0; 1 if a row misses its reach; 2 if rows failed."""
+    chosen = _parser().parse_args(arguments)
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    context = Context(
+        size_bytes=min(chosen.size, QUICK_BYTES) if chosen.quick else chosen.size,
+        repeat=chosen.repeat or (QUICK_REPEAT if chosen.quick else REPEAT),
+        folder=chosen.folder.resolve(),
+        quick=chosen.quick,
     )
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        choices=[*ROWS, "all"],
-        default=["all"],
-        metavar="NAME",
-        help=f"which ones: {', '.join(ROWS)}, or all (default)",
-    )
-    parser.add_argument("--repeat", type=_count, default=REPEAT, help=f"samples per row (default {REPEAT})")
-    parser.add_argument("--json", action="store_true", help="print JSON, with all samples")
-    chosen = parser.parse_args(arguments)
-    names = list(ROWS) if "all" in chosen.rows else chosen.rows
-    rows = []
-    for row in _measured(names, chosen.repeat):
-        rows.append(row)
-        print(f"{row.name}: {row.verdict}", file=sys.stderr)
+    rows = list(_told(_measured(_groups(chosen), context)))
+    command = ["python", "-m", "jobs.bench", *(sys.argv[1:] if arguments is None else arguments)]
+    facts = report.machine_facts(context, command)
+    report.print_table(rows, facts, Console())
     if chosen.json:
-        print(json.dumps([row.to_json() for row in rows], indent=2))
-    else:
-        print_table(rows, Console())
+        report.write_json(chosen.json, rows, facts)
+    if chosen.plot:
+        report.write_plot(chosen.plot, rows, facts)
+    if chosen.results:
+        report.write_results(chosen.results, rows, facts, plot=chosen.plot)
+    if any(row.skipped.startswith(FAILED) for row in rows):
+        return 2
     return 1 if any(row.verdict == "miss" for row in rows) else 0
 
 
-def _measured(names: Iterable[str], repeat: int) -> Iterator[Row]:
-    for name in names:
-        rows: Callable[[int], Iterator[Row]] = import_module(ROWS[name]).rows
-        yield from rows(repeat)
-
-
-def print_table(rows: Iterable[Row], console: Console) -> None:
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
-    for heading in ("row", "what"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("median", "spread", "limit", "ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("machine", no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
-    console.print(table)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    machine = row.machine
-    if machine is None:
-        return row.name, f"{row.what}: {row.skipped}", "", "", "", "", row.verdict, ""
-    return (
-        row.name,
-        row.what,
-        f"{row.median:,.3g} {row.unit}",
-        "" if row.spread is None else f"{row.spread:.0%}",
-        "" if row.limit is None else f"{row.limit:g} {row.unit}",
-        "" if row.ratio is None else f"{row.ratio:.2f}",
-        row.verdict,
-        f"{machine.cores} cores, load {machine.load:.1f}, CPU {machine.cpu_share:.0%}",
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add = parser.add_argument
+    add("--size", type=_size, default=parse_size(SIZE), help=f"state of a save, as 2GiB (default {SIZE})")
+    add("--only", nargs="+", choices=ROWS, metavar="NAME", help=f"these rows: {', '.join(ROWS)}")
+    add("--repeat", type=_count, help=f"samples per row (default {REPEAT})")
+    add("--quick", action="store_true", help="all rows as small as they can be; their numbers mean nothing")
+    add("--peers", nargs="*", choices=PEERS, metavar="NAME", help=f"peers, all or of: {', '.join(PEERS)}")
+    add("--folder", type=Path, default=FOLDER, help=f"on the disk to be measured (default ./{FOLDER})")
+    add("--json", type=Path, metavar="FILE", help="write machine, command and rows with all samples")
+    add("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
+    add("--results", type=Path, metavar="FILE", help="write a page (Markdown)")
+    return parser
+
+
+def _groups(chosen: argparse.Namespace) -> dict[str, Callable[[Context], Iterator[Row]]]:
+    """What makes the wanted rows, by name. With `--peers` and without `--only`, all of it."""
+    names = chosen.only or list(ROWS)
+    groups = {name: _lazy(ROWS[name]) for name in names}
+    if chosen.peers is not None:
+        wanted = chosen.peers or list(PEERS)
+        groups["peers"] = lambda context: import_module("jobs.bench.peers.measure").rows(context, wanted)
+    return groups
+
+
+def _lazy(module: str) -> Callable[[Context], Iterator[Row]]:
+    def rows(context: Context) -> Iterator[Row]:
+        yield from import_module(module).rows(context)
+
+    return rows
+
+
+def _measured(groups: Mapping[str, Callable[[Context], Iterator[Row]]], context: Context) -> Iterator[Row]:
+    """All rows. What an error keeps from being measured is a row with its first line; others go on."""
+    for name, rows in groups.items():
+        try:
+            yield from rows(context)
+        except Exception as error:
+            traceback.print_exc()
+            yield skipped(name, "its rows", FAILED + first_line(error))
+
+
+def _told(rows: Iterable[Row]) -> Iterator[Row]:
+    for row in rows:
+        print(f"{row.name}: {row.skipped or report.brief(row)}", file=sys.stderr, flush=True)
+        yield row
 
 
 def _count(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a count of samples")
     return value
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

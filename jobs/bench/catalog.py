@@ -5,11 +5,11 @@ CPU time, since the system has the files in memory; on a slow store reading them
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from jobs.bench.context import Context
 from jobs.bench.long_log import LongLog
 from jobs.bench.row import Row, measure
 from ray_ckpt import Catalog
@@ -17,16 +17,16 @@ from ray_ckpt.format import names
 from ray_ckpt.storage.log_store import Outcome, PosixLogStore, create_record, write_snapshot
 
 NUM_CHECKPOINTS = 100_000
+QUICK_CHECKPOINTS = 2_000
 NUM_RECORDS = 1_000  # of them after the snapshot; then the next one is due
 LIMIT_S = 1.0  # DESIGN section 7
 
 
-def rows(
-    repeat: int, num_checkpoints: int = NUM_CHECKPOINTS, num_records: int = NUM_RECORDS
-) -> Iterator[Row]:
+def rows(context: Context, num_checkpoints: int = 0, num_records: int = NUM_RECORDS) -> Iterator[Row]:
     """`Catalog(path).list()` by a reader that has nothing yet."""
-    with tempfile.TemporaryDirectory(prefix="ray_ckpt-bench-") as folder:
-        run = Path(folder) / "bench"
+    num_checkpoints = num_checkpoints or (QUICK_CHECKPOINTS if context.quick else NUM_CHECKPOINTS)
+    with context.temporary() as folder:
+        run = folder / "bench"
         _write_run(run, num_checkpoints, num_records)
 
         def list_s() -> float:
@@ -37,7 +37,7 @@ def rows(
             return used_s
 
         what = f"CPU to list {num_checkpoints:,} checkpoints, snapshot and {num_records:,} records"
-        yield measure("list", what, "s", list_s, repeat=repeat, limit=LIMIT_S)
+        yield measure("list", what, "s", list_s, repeat=context.repeat, limit=LIMIT_S)
 
 
 def _write_run(run: Path, num_checkpoints: int, num_records: int) -> None:

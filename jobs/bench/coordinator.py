@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+from jobs.bench.context import Context
 from jobs.bench.row import Row, measure
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
@@ -19,6 +20,7 @@ from ray_ckpt.types import AttemptId, FileEntry, Level, RankRestore
 
 RANKS_PER_NODE = 8
 SIZES = (100, 1_000, 10_000)  # nodes
+QUICK_SIZES = (100,)
 LIMIT_MS = 50.0  # DESIGN section 7: per commit, at LIMIT_NODES
 LIMIT_NODES = 1_000
 STEP_S = 1.0  # between saves; every rank tells its progress once a second
@@ -193,10 +195,10 @@ def _answer(effect: m.Effect) -> m.Event | None:
             return None
 
 
-def rows(repeat: int, sizes: Iterable[int] = SIZES) -> Iterator[Row]:
+def rows(context: Context, sizes: Iterable[int] = ()) -> Iterator[Row]:
     """A save, the deletes that it leads to, a drain, and a group that restores, at each size."""
-    for size in sizes:
-        yield from _rows_at(size, repeat)
+    for size in sizes or (QUICK_SIZES if context.quick else SIZES):
+        yield from _rows_at(size, context.repeat)
 
 
 def _rows_at(size: int, repeat: int) -> Iterator[Row]:

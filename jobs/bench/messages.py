@@ -9,10 +9,12 @@ from typing import Any
 
 import ray
 
+from jobs.bench.context import Context
 from jobs.bench.coordinator import stored_events
-from jobs.bench.row import Row, measure
+from jobs.bench.row import Row, first_line, measure, skipped
 
 NUM_MESSAGES = 1_000
+QUICK_MESSAGES = 50
 UNIT = "ms"
 
 
@@ -23,8 +25,9 @@ class Listener:
         return None
 
 
-def rows(repeat: int, num_messages: int = NUM_MESSAGES) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """An empty message, and the one in which a node tells of its 17 files; sent at once, all awaited."""
+    num_messages = QUICK_MESSAGES if context.quick else NUM_MESSAGES
     try:
         ray.init(
             address="local",
@@ -34,8 +37,9 @@ def rows(repeat: int, num_messages: int = NUM_MESSAGES) -> Iterator[Row]:
             logging_level=logging.ERROR,
         )
     except Exception as error:  # whatever keeps Ray from starting here is the row's text
-        reason = f"Ray does not start: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        yield Row(name="message", what="a message to an async actor of Ray", unit=UNIT, skipped=reason)
+        yield skipped(
+            "message", "a message to an async actor of Ray", f"Ray does not start: {first_line(error)}"
+        )
         return
     try:
         listener = ray.remote(Listener).options(num_cpus=0).remote()
@@ -43,10 +47,18 @@ def rows(repeat: int, num_messages: int = NUM_MESSAGES) -> Iterator[Row]:
         empty: list[object] = [None] * num_messages
         stored: list[object] = list(stored_events(num_messages))
         yield _row(
-            "message", f"{num_messages:,} empty messages to an async actor, each", listener, empty, repeat
+            "message",
+            f"{num_messages:,} empty messages to an async actor, each",
+            listener,
+            empty,
+            context.repeat,
         )
         yield _row(
-            "message-stored", f"{num_messages:,} NodeStored of 17 files, each", listener, stored, repeat
+            "message-stored",
+            f"{num_messages:,} NodeStored of 17 files, each",
+            listener,
+            stored,
+            context.repeat,
         )
     finally:
         ray.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from jobs.bench.context import Context
 from jobs.bench.long_log import EVERY_S, EVERY_STEPS, LongLog
 from jobs.bench.row import Row, measure
 from ray_ckpt.config import RunOptions
@@ -17,12 +18,14 @@ from ray_ckpt.core.retention import (
 )
 
 NUM_CHECKPOINTS = 100_000
+QUICK_CHECKPOINTS = 2_000
 LIMIT_S = 1.0  # issue 3
 DISK_BYTES = 10**16  # full, so that space is looked for as well
 
 
-def rows(repeat: int, num_checkpoints: int = NUM_CHECKPOINTS) -> Iterator[Row]:
+def rows(context: Context, num_checkpoints: int = 0) -> Iterator[Row]:
     """One decision with every policy in use, from the history on."""
+    num_checkpoints = num_checkpoints or (QUICK_CHECKPOINTS if context.quick else NUM_CHECKPOINTS)
     log = LongLog(num_checkpoints)
     options = RunOptions(
         keep_every=10 * EVERY_STEPS,
@@ -52,4 +55,4 @@ def rows(repeat: int, num_checkpoints: int = NUM_CHECKPOINTS) -> Iterator[Row]:
         return used_s
 
     what = f"CPU of retention and eviction over {num_checkpoints:,} checkpoints, all policies"
-    yield measure("retention", what, "s", decide_s, repeat=repeat, limit=LIMIT_S)
+    yield measure("retention", what, "s", decide_s, repeat=context.repeat, limit=LIMIT_S)

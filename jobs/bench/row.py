@@ -1,17 +1,23 @@
-"""One row of the bench: what was measured, how often, and the limit that it is compared with.
+"""One row of the bench: what was measured, how often, what it is compared with, and what it has to reach.
 
-Every number is a cost, so less is better, and a row passes if the median is at most its limit. A limit is a
-target of DESIGN, or a peer that was measured in the same run.
+A row is compared with a limit that is a plain number, or with something measured in the same run, its samples
+taken in turn with those of the row. The ratio is that of the medians, both in the row's unit. Whether more or
+less is better is said by the row: a speed has to reach ">= 0.85" of its reference, a cost "<= 1.15".
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Literal
+
+Verdict = Literal["pass", "miss", "skipped", "-"]
+Convert = Callable[[tuple[float, ...]], tuple[float, ...]]
+REACH = re.compile(r"(<=|>=) (\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +30,43 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What a row is compared with, in its unit: a plain number, or a limit or peer of the same run."""
+
+    name: str
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return median(self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`samples` and `limit` are in `unit`; without samples `skipped` says why."""
+    """`samples` and those of `reference` are in `unit`; without samples `skipped` says why.
+
+    `reach` is ">= r" or "<= r" of the ratio to the reference, empty for a row that is for reading only.
+    ValueError for anything else, or if there is nothing to compare with.
+    """
 
     name: str
     what: str
-    unit: str
+    unit: str = ""
     samples: tuple[float, ...] = ()
-    limit: float | None = None  # none: for reading only
+    reference: Reference | None = None
+    reach: str = ""
     machine: Machine | None = None
     skipped: str = ""
+    note: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)  # for the JSON file only
+
+    def __post_init__(self) -> None:
+        if not self.samples and not self.skipped:
+            raise ValueError(f"{self.name}: no samples, and nothing says why")
+        if self.reach and REACH.fullmatch(self.reach) is None:
+            raise ValueError(f'{self.name}: reach {self.reach!r} is neither ">= r" nor "<= r"')
+        if self.reach and self.reference is None and not self.skipped:
+            raise ValueError(f"{self.name}: reach {self.reach} of nothing")
 
     @property
     def median(self) -> float | None:
@@ -42,25 +75,28 @@ class Row:
     @property
     def spread(self) -> float | None:
         """The largest sample less the smallest, over the median."""
-        middle = self.median
-        return (max(self.samples) - min(self.samples)) / middle if middle else None
+        return spread(self.samples)
 
     @property
     def ratio(self) -> float | None:
-        """Of the median to the limit."""
-        middle = self.median
-        return None if middle is None or self.limit is None else middle / self.limit
+        """Of the median to the reference's."""
+        middle, reference = self.median, self.reference
+        return (
+            None if middle is None or reference is None or not reference.median else middle / reference.median
+        )
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> Verdict:
         if self.skipped:
             return "skipped"
-        if self.ratio is None:
+        match = REACH.fullmatch(self.reach)
+        if match is None or self.ratio is None:
             return "-"
-        return "pass" if self.ratio <= 1 else "miss"
+        bound = float(match[2])
+        return "pass" if (self.ratio <= bound if match[1] == "<=" else self.ratio >= bound) else "miss"
 
     def to_json(self) -> dict[str, Any]:
-        machine = self.machine
+        machine, reference = self.machine, self.reference
         return {
             "name": self.name,
             "what": self.what,
@@ -68,22 +104,115 @@ class Row:
             "samples": list(self.samples),
             "median": self.median,
             "spread": self.spread,
-            "limit": self.limit,
+            "reference": {
+                "name": reference.name,
+                "samples": list(reference.samples),
+                "median": reference.median,
+                "spread": spread(reference.samples),
+            }
+            if reference
+            else None,
+            "reach": self.reach,
             "ratio": self.ratio,
             "verdict": self.verdict,
             "skipped": self.skipped,
+            "note": self.note,
+            "extra": dict(self.extra),
             "cores": machine.cores if machine else None,
             "load": machine.load if machine else None,
             "cpu_share": machine.cpu_share if machine else None,
         }
 
 
+def spread(samples: tuple[float, ...]) -> float | None:
+    """The largest sample less the smallest, over the median; None for a single one, which cannot tell."""
+    middle = median(samples) if len(samples) > 1 else 0.0
+    return (max(samples) - min(samples)) / middle if middle else None
+
+
+def gb_per_s(seconds: Iterable[float], size_bytes: int) -> tuple[float, ...]:
+    """Gigabytes (10^9 bytes) per second of moves of `size_bytes`."""
+    return tuple(size_bytes / each / 1e9 for each in seconds)
+
+
+def interleaved(samplers: Mapping[str, Callable[[], float]], repeat: int) -> Mapping[str, tuple[float, ...]]:
+    """`repeat` rounds in which each sampler is called once, in the order given.
+
+    What slows the machine down for a while then falls on all of them. What they need, first calls that are
+    slow too, is to be made ready before.
+    """
+    rounds = [[sample() for sample in samplers.values()] for _ in range(repeat)]
+    return {name: tuple(one[place] for one in rounds) for place, name in enumerate(samplers)}
+
+
 def measure(
-    name: str, what: str, unit: str, sample: Callable[[], float], *, repeat: int, limit: float | None = None
+    name: str,
+    what: str,
+    unit: str,
+    sample: Callable[[], float],
+    *,
+    repeat: int,
+    limit: float | None = None,
+    convert: Convert | None = None,
 ) -> Row:
-    """Take `repeat` samples; what they need is to be made ready before."""
+    """A row beside a plain number: at most `limit`, in `unit`, or for reading only."""
+    samples, machine = _watched({"row": sample}, repeat)
+    return Row(
+        name=name,
+        what=what,
+        unit=unit,
+        samples=convert(samples["row"]) if convert else samples["row"],
+        reference=None if limit is None else Reference(name="limit", samples=(limit,)),
+        reach="" if limit is None else "<= 1",
+        machine=machine,
+    )
+
+
+def compared(
+    name: str,
+    what: str,
+    unit: str,
+    sample: Callable[[], float],
+    reference: tuple[str, Callable[[], float]],
+    *,
+    repeat: int,
+    reach: str = "",
+    convert: Convert | None = None,
+    note: str = "",
+) -> Row:
+    """A row beside something measured in turn with it; `convert` makes samples of either into `unit`."""
+    samples, machine = _watched({"row": sample, "reference": reference[1]}, repeat)
+    own, other = samples["row"], samples["reference"]
+    if convert is not None:
+        own, other = convert(own), convert(other)
+    beside = Reference(name=reference[0], samples=other)
+    return Row(
+        name=name,
+        what=what,
+        unit=unit,
+        samples=own,
+        reference=beside,
+        reach=reach,
+        machine=machine,
+        note=note,
+    )
+
+
+def skipped(name: str, what: str, reason: str) -> Row:
+    """A row that cannot be measured here; `reason` is one line."""
+    return Row(name=name, what=what, skipped=reason)
+
+
+def first_line(error: BaseException) -> str:
+    """What a row says of an error that kept it from running."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _watched(
+    samplers: Mapping[str, Callable[[], float]], repeat: int
+) -> tuple[Mapping[str, tuple[float, ...]], Machine]:
     load, cpu_s, wall_s = os.getloadavg()[0], time.process_time(), time.perf_counter()
-    samples = tuple(sample() for _ in range(repeat))
+    samples = interleaved(samplers, repeat)
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
-    machine = Machine(cores=os.cpu_count() or 1, load=load, cpu_share=cpu_s / wall_s)
-    return Row(name=name, what=what, unit=unit, samples=samples, limit=limit, machine=machine)
+    return samples, Machine(cores=os.cpu_count() or 1, load=load, cpu_share=cpu_s / wall_s)

@@ -1,7 +1,4 @@
-"""The arena: shared memory of the agent's, laid out as the shard file, that a rank captures into.
-
-    byte 0      state page: 16 hex digits of the attempt that is sealed here, or zeros while being written
-    byte 4096   the shard file, header first
+"""The rank's end of an arena: shared memory of the agent's, laid out as the shard file (see format/arena.py).
 
 The rank maps it through /proc/<agent pid>/fd/<n>; it lives as long as its last mapper.
 """
@@ -10,44 +7,150 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 
 import torch
 
 from ray_ckpt.capture.walk import DTYPES
-from ray_ckpt.errors import StateError
+from ray_ckpt.errors import StateError, Unavailable
+from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BLOCKS, ArenaPage, ring_block
 from ray_ckpt.format.shard import PlacedSlice, ShardLayout
+from ray_ckpt.storage.pages import populate
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
-_EMPTY = b"\0" * 16
+POPULATE_POLL_S = 0.05  # how often the rank looks whether the agent has got the memory
+POPULATE_WAIT_S = 600.0  # an agent that takes longer for its memory is stuck: the first save takes the faults
+RING_POLL_S = 0.0005  # a block of a ring takes some milliseconds to write
+RING_STALL_S = 60.0  # no block of a stream is written for so long: the disk or the agent is stuck
+
+
+class Mapping:
+    """A mapped arena file: its state page, and its bytes as one uint8 tensor."""
+
+    def __init__(self, path: str) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+        self.page = ArenaPage(self.memory)
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def populate(self) -> float:
+        """Have this process's page table filled once the agent has the memory; returns seconds.
+
+        Otherwise the first save would take a page fault for each page, which is what makes it 3 to 50 times
+        slower than the next ones. Releases the GIL; what it is not given in time, the first save takes.
+        """
+        start_s = time.monotonic()
+        while self.page.populated_bytes < len(self.memory):
+            if time.monotonic() - start_s > POPULATE_WAIT_S:
+                return time.monotonic() - start_s
+            time.sleep(POPULATE_POLL_S)
+        for _ in populate(self.memory):
+            pass
+        return time.monotonic() - start_s
+
+    def pin(self, device: torch.device) -> None:
+        """Register the memory with CUDA, once, so that copies from `device` run by themselves at full speed.
+
+        CUDA undoes it when the process ends. Raises RuntimeError if CUDA refuses (a low RLIMIT_MEMLOCK).
+        """
+        with torch.cuda.device(device):
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = cudart.cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
+        if int(code) != 0:
+            raise RuntimeError(f"cudaHostRegister of {self.bytes.numel()} bytes failed with {code}")
 
 
 class Arena:
-    """This rank's mapping of its arena, with one tensor view per slice."""
+    """One buffer of a rank: room for a whole shard file, with one tensor view per slice."""
 
-    def __init__(self, path: str, layout: ShardLayout) -> None:
-        self.layout = layout
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._map = mmap.mmap(fd, ARENA_PAGE_BYTES + layout.size_bytes)
-        finally:
-            os.close(fd)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._views = [self._view(placed) for placed in layout.slices]
-        self._map[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + len(layout.header)] = layout.header
+    def __init__(self, path: str) -> None:
+        self.mapping = Mapping(path)
+        self.capacity_bytes = self.mapping.bytes.numel() - ARENA_PAGE_BYTES
+        self.layout: ShardLayout | None = None
+        self.views: tuple[torch.Tensor, ...] = ()
 
-    def capture(self, tensors: Sequence[torch.Tensor], attempt: str) -> int:
-        """Copy `tensors`, in the order of the layout's slices, and seal them as `attempt`. Returns bytes."""
-        if len(tensors) != len(self._views):
-            raise StateError(f"The layout has {len(self._views)} slices, the state has {len(tensors)}.")
-        self._map[: len(_EMPTY)] = _EMPTY
-        with torch.no_grad():
-            for view, tensor in zip(self._views, tensors, strict=True):
-                view.copy_(tensor)
-        self._map[: len(_EMPTY)] = attempt.encode()
-        return self.layout.size_bytes
+    def lay_out(self, layout: ShardLayout) -> None:
+        """Write the header and make the views. StateError if the shard does not fit."""
+        if layout.size_bytes > self.capacity_bytes:
+            raise StateError(f"A shard of {layout.size_bytes} bytes needs a larger arena.")
+        self.mapping.page.unseal()
+        self.layout, self.views = layout, tuple(self._view(placed) for placed in layout.slices)
+        header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+        self.mapping.bytes[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + len(layout.header)].copy_(header)
+
+    def begin(self) -> None:
+        self.mapping.page.unseal()
+
+    def seal(self, attempt: str) -> None:
+        self.mapping.page.seal(attempt)
 
     def _view(self, placed: PlacedSlice) -> torch.Tensor:
         start = ARENA_PAGE_BYTES + placed.byte_offset
-        raw = self._bytes[start : start + placed.nbytes]
+        raw = self.mapping.bytes[start : start + placed.nbytes]
         return raw.view(DTYPES[placed.slice.dtype]).view(placed.slice.shape)
+
+
+class Ring:
+    """A rank's end of a stream: blocks of the shard file, in file order, that the agent writes as they come.
+
+    For hosts whose memory does not hold a copy of the state. What is streamed must not change before the
+    stream has ended.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.mapping = Mapping(path)
+        self._filled = 0  # blocks
+        self._in_block = 0  # bytes of the block that is being filled
+        self._is_over: Callable[[], bool] = _never
+
+    def begin(self, is_over: Callable[[], bool]) -> None:
+        """Start a stream; `is_over` says whether the agent has stopped reading it."""
+        self.mapping.page.unseal()
+        self._filled = self._in_block = 0
+        self._is_over = is_over
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Append a tensor's bytes. Unavailable if the agent stops taking them."""
+        flat = tensor.contiguous().view(-1).view(torch.uint8) if tensor.dim() else _scalar_bytes(tensor)
+        start = 0
+        while start < flat.numel():
+            room = self._room()
+            take = min(room.numel(), flat.numel() - start)
+            room[:take].copy_(flat[start : start + take])
+            start += take
+            self._in_block += take
+            if self._in_block == RING_BLOCK_BYTES:
+                self._publish()
+
+    def end(self, attempt: str) -> None:
+        """Publish what is left and seal the stream."""
+        if self._in_block:
+            self._publish()
+        self.mapping.page.seal(attempt)
+
+    def give_up(self) -> None:
+        self.mapping.page.give_up()
+
+    def _room(self) -> torch.Tensor:
+        page, deadline_s = self.mapping.page, time.monotonic() + RING_STALL_S
+        while self._filled - page.done_blocks >= RING_BLOCKS:
+            if self._is_over() or time.monotonic() > deadline_s:
+                raise Unavailable("The agent stopped reading the stream of this rank's state.")
+            time.sleep(RING_POLL_S)
+        return self.mapping.bytes[ring_block(self._filled)][self._in_block :]
+
+    def _publish(self) -> None:
+        self._filled, self._in_block = self._filled + 1, 0
+        self.mapping.page.filled_blocks = self._filled
+
+
+def _never() -> bool:
+    return False
+
+
+def _scalar_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(1).view(torch.uint8)

@@ -7,14 +7,11 @@ copied); `load(tree)` puts a restored tree back. Tensors that exist already are 
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from ray_ckpt.errors import UnsupportedItem
 
@@ -41,6 +38,10 @@ class Item(Protocol):
         True of parameters and optimizer state. Buffers (BatchNorm) and a user's own tensors may differ
         between ranks, so each rank saves its own.
         """
+        ...
+
+    def changes_in_step(self, path: tuple[str, ...]) -> bool:
+        """Whether the tensor at `path` changes in an optimizer's step only, as far as the item knows."""
         ...
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -110,6 +111,9 @@ class ModuleItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return ".".join(path) in self._parameters
 
+    def changes_in_step(self, path: tuple[str, ...]) -> bool:
+        return ".".join(path) in self._parameters
+
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
@@ -130,6 +134,9 @@ class TensorItem:
         return []
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
+        return isinstance(self._tensor, nn.Parameter)
+
+    def changes_in_step(self, path: tuple[str, ...]) -> bool:
         return isinstance(self._tensor, nn.Parameter)
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -159,6 +166,9 @@ class StatefulItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return False
 
+    def changes_in_step(self, path: tuple[str, ...]) -> bool:
+        return False
+
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
@@ -181,6 +191,9 @@ class TreeItem:
         return _structure_problems(self._tree, saved, "")
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
+        return False
+
+    def changes_in_step(self, path: tuple[str, ...]) -> bool:
         return False
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -215,6 +228,15 @@ class OptimizerItem:
                     )
                 yield names[id(param)], param
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """What it optimizes, by the names under which the state is saved."""
+        return self._params
+
     def tree(self) -> Any:
         names = {id(p): n for n, p in self._params.items()}
         state = {
@@ -242,6 +264,9 @@ class OptimizerItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return True
 
+    def changes_in_step(self, path: tuple[str, ...]) -> bool:
+        return path[0] == "state"  # not the groups: a schedule may change a learning rate that is a tensor
+
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """State of a parameter's own shape is placed as the parameter is, other state on its device.
 
@@ -268,37 +293,6 @@ def parameter_names(owners: Mapping[str, nn.Module | nn.Parameter]) -> dict[int,
         for name, param in unwrap(owner).named_parameters():
             names.setdefault(id(param), f"{item}.{clean_name(name)}" if several else clean_name(name))
     return names
-
-
-def predicted_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state that the optimizer has not built yet on this rank, found by a step of a meta copy.
-
-    The live optimizer is never stepped. 0 if all state exists, or for a class that cannot be copied so.
-    """
-    return sum(_predicted_group_bytes(optimizer, group) for group in optimizer.param_groups)
-
-
-def _predicted_group_bytes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
-    missing = [local_tensor(p) for p in group["params"] if p not in optimizer.state]
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    options = {k: v for k, v in group.items() if k in accepted and k != "params"}
-    options |= {k: False for k in ("foreach", "fused", "capturable") if k in options}  # for real devices only
-    if not missing:
-        return 0
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            copies = [torch.empty(p.shape, dtype=p.dtype, requires_grad=True) for p in missing]
-            twin = type(optimizer)(copies, **options)
-            for copy in copies:
-                copy.grad = torch.zeros_like(copy)
-            with contextlib.suppress(
-                DataDependentOutputException
-            ):  # needs a value: the state is made by then
-                twin.step()
-    except Exception:  # a foreign optimizer may do anything; then its state is counted once it exists
-        return 0
-    tensors = [v for s in twin.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

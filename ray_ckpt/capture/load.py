@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.sinks import Target, sink_for
 from ray_ckpt.capture.walk import DTYPES, LiveSlice, map_leaves, resolve_leaves, slices_of, walk
 from ray_ckpt.errors import MismatchError
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.format.tree import TensorRef
-from ray_ckpt.plan.restore import Read, plan_restore
-from ray_ckpt.restore import SourceReader
+from ray_ckpt.plan.restore import Copy, Read, plan_restore
+from ray_ckpt.restore import Sink, SourceReader, place_of
 from ray_ckpt.types import ManifestRow
 
 MAX_LISTED = 20  # differences named in one error
@@ -27,12 +28,14 @@ def load_items(
     *,
     rank: int,
     world_size: int,
+    node_ranks: Sequence[int] = (),
 ) -> Callable[[], None]:
     """Read the tensors of `items` and return what puts the rest in place, to be called once all ranks can.
 
     Tensors that live already are filled in place; missing ones (an optimizer that has not stepped) are
     made with the placement of what they belong to. MismatchError lists what does not fit, before any
-    byte is read; what `reader` could not get is in its `damage`.
+    byte is read; what `reader` could not get is in its `damage`, and then live tensors hold parts of it.
+    What several of `node_ranks` (the ranks of this node) hold alike is read by their agent if it can.
     """
     saved_trees, rows = state["items"], list(rows)
     _check_names(items, saved_trees)
@@ -42,6 +45,7 @@ def load_items(
     targets: list[LiveSlice] = []
     problems: list[str] = []
     here = _tensors_by_ref(items, walked.trees)
+    everyone = tuple(range(world_size))
     for name, item in items.items():
         wanted = _refs(saved_trees[name])
         for key, path in wanted.items():
@@ -54,8 +58,8 @@ def load_items(
                 tensor = item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
             live[key] = tensor
             item_name, _, _ = key.partition(".")
-            found = slices_of(tensor, item=item_name, path=_path_in(key, item_name), ranks=(rank,))
-            targets.extend(found)
+            ranks = everyone if not item.per_rank and item.is_shared(path) else (rank,)
+            targets.extend(slices_of(tensor, item=item_name, path=_path_in(key, item_name), ranks=ranks))
         problems += [f"{name}.{problem}" for problem in item.problems(saved_trees[name])]
     own_file = shard_file(rank, world_size)
     plan = plan_restore([target.slice for target in targets], rows, prefer_file=own_file)
@@ -67,7 +71,7 @@ def load_items(
             hint="Build the same model as the run that saved it, or start another run name.",
             problems=tuple(problems),
         )
-    _read(plan.reads, targets, reader)
+    _read(plan.reads, targets, reader, set(node_ranks))
 
     def load_all() -> None:
         for name, item in items.items():
@@ -123,20 +127,36 @@ def _path_in(key: str, item_name: str) -> tuple[str, ...]:
     return (rest,) if rest else ()
 
 
-def _read(reads: Iterable[Read], targets: list[LiveSlice], reader: SourceReader) -> None:
-    by_place = {(read.row.file, read.row.byte_offset): read for read in reads}
+def _read(
+    reads: Iterable[Read], targets: list[LiveSlice], reader: SourceReader, node_ranks: set[int]
+) -> None:
+    """Fill the targets. Returns when devices have everything too."""
+    by_place = {place_of(read.row): read for read in reads}
+    sharers = {place: _holders(read, targets) & node_ranks for place, read in by_place.items()}
+    devices = {target.tensor.device for target in targets if target.tensor.device.type == "cuda"}
 
-    def take(row: ManifestRow, data: bytearray | bytes) -> None:
-        assert row.slice is not None
-        raw = torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
-        source = raw.view(DTYPES[row.slice.dtype]).view(row.slice.shape)
-        for copy in by_place[(row.file, row.byte_offset)].copies:
-            part = source[_box(copy.source_start, copy.shape)]
-            with torch.no_grad():
-                targets[copy.target].tensor[_box(copy.target_start, copy.shape)].copy_(part)
+    def sink_of(row: ManifestRow) -> Sink:
+        part = row.slice
+        assert part is not None
+        copies = by_place[place_of(row)].copies
+        return sink_for(part.shape, DTYPES[part.dtype], [_target(copy, targets) for copy in copies])
 
-    reader.read([read.row for read in reads], take)
+    for device in devices:  # what may still be writing to the tensors, on whichever stream
+        torch.cuda.synchronize(device)
+    shared = {place: tuple(sorted(ranks)) for place, ranks in sharers.items() if len(ranks) > 1}
+    reader.read([read.row for read in by_place.values()], sink_of, shared)
+    for device in devices:
+        torch.cuda.synchronize(device)
 
 
-def _box(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + size) for begin, size in zip(start, shape, strict=True))
+def _holders(read: Read, targets: list[LiveSlice]) -> set[int]:
+    """The ranks that want this row; those that want another part of it are not known here."""
+    return {rank for copy in read.copies for rank in targets[copy.target].ranks}
+
+
+def _target(copy: Copy, targets: list[LiveSlice]) -> Target:
+    tensor = targets[copy.target].tensor
+    if tuple(tensor.shape) != copy.shape:
+        ends = zip(copy.target_start, copy.shape, strict=True)
+        tensor = tensor[tuple(slice(begin, begin + size) for begin, size in ends)]
+    return Target(tensor=tensor, source_start=copy.source_start)

@@ -35,5 +35,8 @@ class RngItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return False
 
+    def changes_in_step(self, path: tuple[str, ...]) -> bool:
+        return False
+
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)

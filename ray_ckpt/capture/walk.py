@@ -44,6 +44,10 @@ class LiveSlice:
     tensor: torch.Tensor
     path: tuple[str, ...]
     ranks: tuple[int, ...]
+    leaf: torch.Tensor
+    """As it stands in the item: `tensor` itself, or the DTensor around it. Its version counts changes."""
+    changes_in_step: bool = False
+    """Nothing but an optimizer's step is expected to change it."""
 
     @property
     def nbytes(self) -> int:
@@ -69,17 +73,20 @@ class Walked:
                 mine.append(live)
         return tuple(mine)
 
-    def shared_digest(self, world_size: int, *, content: bool) -> str:
-        """Digest of what this rank takes for common to all; the same on every rank, or shares get lost.
+    def shared(self, world_size: int) -> list[LiveSlice]:
+        """What this rank takes for common to all of several ranks."""
+        everyone = tuple(range(world_size))
+        return [s for s in self.slices if s.ranks == everyone] if world_size > 1 else []
 
-        Over names, dtypes and shapes, and with `content` over the bytes too: parameters that differ
+    def shared_digest(self, world_size: int, contents: Mapping[str, str]) -> str:
+        """Digest of what is common to all ranks; the same on every rank, or shares get lost.
+
+        Over names, dtypes and shapes, and the digests of bytes in `contents`, by key: parameters that differ
         between ranks without being a DTensor would lose all copies but one.
         """
-        everyone = tuple(range(world_size))
-        shared = [s for s in self.slices if s.ranks == everyone and world_size > 1]
         lines = sorted(
-            [s.slice.key, s.slice.dtype, list(s.slice.shape), _bytes_digest(s.tensor) if content else ""]
-            for s in shared
+            [s.slice.key, s.slice.dtype, list(s.slice.shape), contents.get(s.slice.key, "")]
+            for s in self.shared(world_size)
         )
         return digest(json.dumps(lines).encode())
 
@@ -101,7 +108,8 @@ def walk(items: Mapping[str, Item], *, rank: int, world_size: int) -> Walked:
                     path=key,
                 )
             keys.add(key)
-            slices.extend(slices_of(value, item=prefix, path=path, ranks=ranks))
+            stepped = item.changes_in_step(path)
+            slices.extend(slices_of(value, item=prefix, path=path, ranks=ranks, changes_in_step=stepped))
             return TensorRef(key)
         return map_leaves(value, lambda v, p: visit(v, item, prefix, p), path)
 
@@ -147,7 +155,12 @@ def resolve_leaves(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def slices_of(
-    tensor: torch.Tensor, *, item: str, path: Sequence[str], ranks: tuple[int, ...]
+    tensor: torch.Tensor,
+    *,
+    item: str,
+    path: Sequence[str],
+    ranks: tuple[int, ...],
+    changes_in_step: bool = False,
 ) -> Iterable[LiveSlice]:
     """The slices of one tensor on this rank; none for the empty local part of a sharded tensor.
 
@@ -190,11 +203,14 @@ def slices_of(
             tensor=local,
             path=tuple(path),
             ranks=ranks,
+            leaf=tensor,
+            changes_in_step=changes_in_step,
         ),
     )
 
 
-def _bytes_digest(tensor: torch.Tensor) -> str:
+def bytes_digest(tensor: torch.Tensor) -> str:
+    """Digest of a tensor's bytes in row-major order; empty for an empty one."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return digest(flat.view(torch.uint8).numpy().data) if flat.numel() else ""
 

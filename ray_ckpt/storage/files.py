@@ -48,9 +48,17 @@ def make_dirs(path: Path, *, mode: int = DIR_MODE) -> None:
     fsync_dir(path.parent)
 
 
+def temporary_name(directory: Path) -> Path:
+    """A path in `directory` that no other write has."""
+    return directory / f"{_TMP_PREFIX}{uuid.uuid4().hex}"
+
+
 def write_temporary(directory: Path, chunks: Iterable[Buffer]) -> Path:
-    """Write `chunks` to a new fsynced temporary file in `directory`; OSError leaves nothing behind."""
-    path = directory / f"{_TMP_PREFIX}{uuid.uuid4().hex}"
+    """Write small `chunks` to a new fsynced temporary file in `directory`; OSError leaves nothing behind.
+
+    Large data goes through `direct.write_direct`.
+    """
+    path = temporary_name(directory)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:
         try:
@@ -117,15 +125,6 @@ def read_blocks(path: Path, offset: int = 0, nbytes: int | None = None) -> Itera
 def read_range(path: Path, offset: int, nbytes: int) -> bytes:
     """`nbytes` bytes of `path` from `offset`. EOFError if it is too short."""
     return b"".join(read_blocks(path, offset, nbytes))
-
-
-def forget_cached(path: Path) -> None:
-    """Have the next read of a clean file come from its disk: what the cache holds proves nothing."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def total_bytes(path: Path) -> int:

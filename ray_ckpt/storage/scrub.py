@@ -8,7 +8,8 @@ from pathlib import Path
 from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.manifest import decode_fragment
 from ray_ckpt.format.names import fragment_file
-from ray_ckpt.storage.files import checked, forget_cached, read_blocks
+from ray_ckpt.storage.direct import read_blocks_direct
+from ray_ckpt.storage.files import checked
 
 
 def verify_fragment(path: Callable[[str], Path], node_index: int, num_nodes: int) -> tuple[str, ...]:
@@ -19,15 +20,13 @@ def verify_fragment(path: Callable[[str], Path], node_index: int, num_nodes: int
     """
     name = fragment_file(node_index, num_nodes)
     try:
-        forget_cached(path(name))
-        fragment = decode_fragment(path(name).read_bytes())
+        fragment = decode_fragment(b"".join(map(bytes, read_blocks_direct(path(name)))))
     except (FileNotFoundError, CorruptionError):
         return (name,)
     damaged = []
     for file in fragment.files:
         try:
-            forget_cached(path(file.name))
-            blocks = read_blocks(path(file.name))
+            blocks = read_blocks_direct(path(file.name))
             for _ in checked(blocks, size_bytes=file.size_bytes, digest=file.digest, what=file.name):
                 pass
         except (FileNotFoundError, CorruptionError):

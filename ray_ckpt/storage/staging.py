@@ -9,7 +9,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from typing_extensions import Buffer
 
 from ray_ckpt.config import STAGING_ENV
 from ray_ckpt.core.claim import RunMark
-from ray_ckpt.errors import FormatError, InsufficientSpace, StagingError
+from ray_ckpt.errors import CorruptionError, FormatError, InsufficientSpace, StagingError
 from ray_ckpt.format import jsontext, names
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import decode_fragment
 from ray_ckpt.storage import files
+from ray_ckpt.storage.direct import Written, write_direct
 from ray_ckpt.storage.remote import delete_checkpoint_dir
 from ray_ckpt.types import FileEntry, Fragment
 
@@ -92,15 +93,31 @@ class Staging:
     def folder(self, run_uid: str, directory: str) -> Path:
         return self.root / names.check_run_uid(run_uid) / names.check_directory(directory)
 
-    def put(self, run_uid: str, directory: str, file: str, chunks: Iterable[Buffer]) -> Path:
-        """Write one file of a checkpoint durably."""
+    def put(
+        self,
+        run_uid: str,
+        directory: str,
+        file: str,
+        chunks: Iterable[Buffer],
+        *,
+        size_bytes: int | None = None,
+        spans: Sequence[tuple[int, int]] = (),
+        expect: str | None = None,
+    ) -> Written:
+        """Write one file of a checkpoint durably; see `write_direct`.
+
+        CorruptionError, and no file, if its digest is not the one to `expect`.
+        """
         path = self.path(run_uid, directory, file)
         with self._publishing:
             files.make_dirs(path.parent)
-        temporary = files.write_temporary(path.parent, chunks)
+        temporary, written = write_direct(path.parent, chunks, size_bytes=size_bytes, spans=spans)
+        if expect not in (None, written.digest):
+            temporary.unlink()
+            raise CorruptionError(f"{file} arrived with other bytes than announced.", what=file)
         with self._publishing:
             files.publish(temporary, path)
-        return path
+        return written
 
     def delete(self, run_uid: str, directory: str) -> None:
         """Delete one checkpoint's files durably, data before manifests. Absent is fine."""
@@ -149,13 +166,18 @@ class Staging:
 
     # -- what is here --------------------------------------------------------------------------------
 
-    def holdings(self, run_uid: str) -> Iterator[Holding]:
-        """Every fragment of the run that is complete and durable here, by its own list of files and sizes."""
+    def holdings(
+        self, run_uid: str, find: Callable[[str, str, str], Path] | None = None
+    ) -> Iterator[Holding]:
+        """Every fragment of the run that is complete and durable here, by its own list of files and sizes.
+
+        `find` says where (run uid, directory, file) is, if the fragment's files may lie elsewhere.
+        """
         for folder in self._folders(run_uid):
             with self._publishing:
                 manifests = sorted(folder.glob("manifest-*.parquet"))
             for path in manifests:
-                if holding := _holding(path, run_uid):
+                if holding := _holding(path, run_uid, find or self.path):
                     yield holding
 
     def directories(self, run_uid: str) -> tuple[str, ...]:
@@ -247,7 +269,7 @@ def _read_mark(path: Path) -> dict[str, Any] | None:
     return mark if {"run_name", "storage_path"} <= set(mark) else None
 
 
-def _holding(path: Path, run_uid: str) -> Holding | None:
+def _holding(path: Path, run_uid: str, find: Callable[[str, str, str], Path]) -> Holding | None:
     try:
         data = path.read_bytes()
         fragment = decode_fragment(data)
@@ -257,9 +279,9 @@ def _holding(path: Path, run_uid: str) -> Holding | None:
         return None
     for file in fragment.files:
         try:
-            if (path.parent / file.name).stat().st_size != file.size_bytes:
+            if find(run_uid, path.parent.name, file.name).stat().st_size != file.size_bytes:
                 return None
-        except OSError:
+        except (OSError, FormatError):
             return None
     return Holding(
         fragment=fragment, entry=FileEntry(name=path.name, size_bytes=len(data), digest=digest(data))

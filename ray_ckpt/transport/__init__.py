@@ -1,1 +1,1 @@
-"""Bulk bytes between nodes: Arrow Flight, with a token on every call."""
+"""Bulk bytes between nodes: Arrow Flight over TLS, with a token of the run on every call."""

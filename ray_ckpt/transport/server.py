@@ -1,11 +1,12 @@
 """An agent's end of the transport: takes copies in, gives byte ranges out, nothing else.
 
-A peer cannot list, delete or name anything but a file of a checkpoint of a run that is open here.
+A peer cannot list, delete or name anything but a file of a checkpoint of the run that its token is for.
 """
 
 from __future__ import annotations
 
-import hmac
+import contextlib
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -13,62 +14,123 @@ import pyarrow as pa
 import pyarrow.flight as flight
 from typing_extensions import Buffer
 
-from ray_ckpt.errors import CheckpointError
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError
 from ray_ckpt.transport import wire
+from ray_ckpt.transport.credentials import ServiceKeys
 
-TOKEN_HEADER = "authorization"
+_KNOWN = "run"  # the middleware that knows whose call it is
 
 
 class PeerFiles(Protocol):
     """What the server serves. Called from several threads at a time."""
 
-    def put(self, request: wire.PutRequest, chunks: Iterable[Buffer]) -> None:
-        """Store a file durably; raises if size or digest differ or there is no space."""
+    def put(self, request: wire.PutRequest, chunks: Iterable[Buffer]) -> str:
+        """Store a file durably and return the digest of what was stored.
+
+        Raises if size or digest differ or there is no space. A chunk keeps its bytes as long as it is held.
+        """
         ...
 
-    def read(self, name: wire.FileName, offset: int, nbytes: int | None) -> Iterator[bytes]:
-        """The bytes of a file; FileNotFoundError if it is not here."""
+    def read(self, name: wire.FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
+        """The bytes of a file; FileNotFoundError if it is not here.
+
+        A block may be overwritten once the next is asked for: by then it has left this process.
+        """
         ...
-
-
-class _RequireToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    def __init__(self, token: str) -> None:
-        super().__init__()
-        self._expected = f"Bearer {token}"
-
-    def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
-        given = next((v[0] for k, v in headers.items() if k.lower() == TOKEN_HEADER and v), "")
-        if not hmac.compare_digest(given.encode(), self._expected.encode()):
-            raise flight.FlightUnauthenticatedError("wrong or missing token")
 
 
 class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Serves `files` on `host` at a free port until `shutdown()`."""
+    """Serves `files` on `host`, at a free port or the first free one of `ports`, until `shutdown()`.
 
-    def __init__(self, host: str, *, token: str, files: PeerFiles) -> None:
-        super().__init__(f"grpc://{host}:0", middleware={"token": _RequireToken(token)})
+    There is no serving without keys: ConfigError. Whether the wire is encrypted is the keys' to say.
+    """
+
+    def __init__(
+        self, host: str, *, keys: ServiceKeys | None, files: PeerFiles, ports: range | None = None
+    ) -> None:
+        if keys is None:
+            raise ConfigError(
+                f"Peers are not served on {host} without keys: whoever reaches the port could read the run.",
+                hint="Make ServiceKeys once per service and give them to every agent.",
+            )
+        wire.keep_freed_memory()
         self._files = files
-        self.endpoint = f"grpc://{host}:{self.port}"
+        scheme = "grpc+tls" if keys.encrypt else "grpc"
+        address = f"[{host}]" if ":" in host else host
+        location = f"{scheme}://{address}:{_free_port(host, ports) if ports else 0}"
+        certificates = [(keys.cert, keys.key)] if keys.encrypt else None
+        super().__init__(location, tls_certificates=certificates, middleware={_KNOWN: _RequireToken(keys)})
+        self.endpoint = f"{scheme}://{address}:{self.port}"
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        try:
+        with _told():
             request = wire.decode_put(descriptor.command)
-            self._files.put(request, (b.data.column(0)[0].as_buffer() for b in reader))
-        except (CheckpointError, OSError) as error:
-            raise flight.FlightServerError(str(error)) from error
+            _check_run(context, request.name)
+            answer = self._files.put(request, wire.chunks(reader))
+        writer.write(answer.encode())
 
     def do_get(self, context: Any, ticket: Any) -> Any:
-        try:
+        with _told():
             request = wire.decode_get(ticket.ticket)
-        except CheckpointError as error:
-            raise flight.FlightServerError(str(error)) from error
+        _check_run(context, request.name)
         return flight.GeneratorStream(wire.CHUNK_SCHEMA, self._batches(request))
 
     def _batches(self, request: wire.GetRequest) -> Iterator[pa.RecordBatch]:
         ranges: Iterable[tuple[int, int | None]] = request.ranges or ((0, None),)
-        try:
-            for offset, nbytes in ranges:
-                for chunk in wire.split(self._files.read(request.name, offset, nbytes)):
-                    yield wire.batch(chunk)
-        except (CheckpointError, OSError, EOFError) as error:
-            raise flight.FlightServerError(str(error)) from error
+        blocks = (block for at, size in ranges for block in self._files.read(request.name, at, size))
+        with _told():
+            for chunk in wire.gathered(blocks):
+                yield wire.batch(chunk)
+
+
+class _Caller(flight.ServerMiddleware):  # type: ignore[misc]
+    """A call whose token is good, and the run that it is good for."""
+
+    def __init__(self, run_uid: str) -> None:
+        super().__init__()
+        self.run_uid = run_uid
+
+
+class _RequireToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Looks at the token of each call before anything else of it is read."""
+
+    def __init__(self, keys: ServiceKeys) -> None:
+        super().__init__()
+        self._keys = keys
+
+    def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> _Caller:
+        given = next((v[0] for k, v in headers.items() if k.lower() == wire.TOKEN_HEADER and v), "")
+        run_uid = self._keys.run_of(str(given).removeprefix(wire.TOKEN_PREFIX))
+        if run_uid is None:
+            raise flight.FlightUnauthenticatedError("wrong or missing token")
+        return _Caller(run_uid)
+
+
+def _check_run(context: Any, name: wire.FileName) -> None:
+    if context.get_middleware(_KNOWN).run_uid != name.run_uid:
+        raise flight.FlightUnauthenticatedError("a token of another run")
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Tell the peer what went wrong, and whether another try may go better."""
+    try:
+        yield
+    except (CheckpointError, OSError, EOFError) as error:
+        # Bytes that were changed on their way may arrive the next time; a refusal stays one.
+        may_help = isinstance(error, CorruptionError) and not isinstance(error, FormatError)
+        raise flight.FlightServerError(str(error), extra_info=b"" if may_help else wire.REFUSED) from error
+
+
+def _free_port(host: str, ports: range) -> int:
+    """The first port that nobody listens on. Another process may still take it first; then starting fails."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            return port
+    raise ConfigError(
+        f"No free port of {ports.start} to {ports.stop - 1} on {host}.",
+        hint="Give a wider range of ports: each agent on a machine needs one.",
+    )

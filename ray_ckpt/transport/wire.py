@@ -1,19 +1,32 @@
-"""What the two ends of the transport share: requests as JSON, bytes as one-column record batches."""
+"""What the two ends of the transport share: requests as JSON, bytes as one-column record batches.
+
+Of one stream, either way, at most some 10 MiB are on their way, in both processes and their kernels, however
+slow the other end is: HTTP/2 gives a stream a window of a few MiB, each end holds one message besides, and a
+message is not written before the one before has left.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from typing_extensions import Buffer
 
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import names
 
 CHUNK_SCHEMA = pa.schema([("chunk", pa.large_binary())])
-CHUNK_BYTES = 4 << 20  # per message: well below gRPC's limits, large enough to be fast
+CHUNK_BYTES = 2 << 20  # per message: 1 to 4 MiB are equally fast, larger ones leave the CPU's caches
+TOKEN_HEADER = "authorization"
+TOKEN_PREFIX = "Bearer "
+REFUSED = b"refused"  # goes with an error: this peer will not do it the next time either
+SMALL_BYTES = 64 << 10  # copied together: a message costs as much time as a copy of some MiB
+KEPT_BLOCK_BYTES = 31 << 20  # just below 32 MiB, from which on glibc adapts to nothing
 MAX_RANGES = 1_000_000  # in one request; more slices than any one file has
 
 
@@ -33,6 +46,8 @@ class FileName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutRequest:
+    """A file to be stored; the receiver checks size and digest, and answers with the digest it computed."""
+
     name: FileName
     size_bytes: int
     digest: str
@@ -74,34 +89,70 @@ def decode_get(data: bytes) -> GetRequest:
 def batch(chunk: bytes | memoryview) -> pa.RecordBatch:
     """One chunk as a record batch, not copied."""
     data = pa.py_buffer(chunk)
-    offsets = pa.py_buffer(memoryview(bytearray(16)).cast("q"))
-    memoryview(offsets).cast("B")[8:16] = len(chunk).to_bytes(8, "little")
+    offsets = pa.py_buffer(struct.pack("=qq", 0, len(chunk)))
     column = pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data])
     return pa.RecordBatch.from_arrays([column], schema=CHUNK_SCHEMA)
 
 
-def split(blocks: Iterator[bytes]) -> Iterator[memoryview]:
+def chunks(reader: Iterable[Any]) -> Iterator[memoryview]:
+    """The chunks of a stream, not copied; each keeps its memory as long as it is held.
+
+    A peer may send any bytes: what is not such a stream is a FormatError, and nothing is read outside it.
+    """
+    for item in reader:
+        try:
+            item.data.validate(full=True)
+            (chunk,) = item.data.column(0)
+            view = memoryview(chunk.as_buffer())
+        except (AttributeError, TypeError, ValueError) as error:  # Arrow's own errors are ValueErrors
+            raise FormatError("A peer sent something that is not a chunk.") from error
+        yield view
+
+
+def split(blocks: Iterable[Buffer]) -> Iterator[memoryview]:
     """Blocks cut to at most CHUNK_BYTES each."""
     for block in blocks:
-        view = memoryview(block)
+        view = memoryview(block).cast("B")
         for start in range(0, view.nbytes, CHUNK_BYTES):
             yield view[start : start + CHUNK_BYTES]
 
 
-def regroup(chunks: Iterator[memoryview], sizes: Sequence[int]) -> Iterator[bytearray]:
-    """The bytes of `chunks` cut into pieces of `sizes`. FormatError if they do not add up."""
-    rest = memoryview(b"")
-    for size in sizes:
-        piece, filled = bytearray(size), 0
-        while filled < size:
-            if not rest.nbytes:
-                rest = next(chunks, memoryview(b""))
-                if not rest.nbytes:
-                    raise FormatError(f"A peer sent {filled} of {size} bytes.")
-            take = min(size - filled, rest.nbytes)
-            piece[filled : filled + take] = rest[:take]
-            rest, filled = rest[take:], filled + take
-        yield piece
+def gathered(blocks: Iterable[Buffer]) -> Iterator[memoryview]:
+    """The same bytes in chunks of at most CHUNK_BYTES. Runs of small blocks are copied into one."""
+    chunk = bytearray()
+    for piece in split(blocks):
+        is_small = piece.nbytes < SMALL_BYTES
+        if chunk and (not is_small or len(chunk) + piece.nbytes > CHUNK_BYTES):
+            yield memoryview(chunk)
+            chunk = bytearray()  # a new one: the old one may still be held
+        if is_small:
+            chunk += piece
+        else:
+            yield piece
+    if chunk:
+        yield memoryview(chunk)
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same bytes in the same order, in as few ranges (offset, size) as can be."""
+    found: list[tuple[int, int]] = []
+    for offset, size in ranges:
+        if found and sum(found[-1]) == offset:
+            found[-1] = (found[-1][0], found[-1][1] + size)
+        elif size:
+            found.append((offset, size))
+    return tuple(found)
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep some freed memory (64 MiB) for the next messages instead of giving it back each time.
+
+    gRPC allocates each arriving message anew, and memory touched for the first time is several times slower
+    than a copy. glibc learns from a large block that is freed that such blocks come and go (mallopt(3),
+    M_MMAP_THRESHOLD); most programs with tensors have taught it that long before. Other C libraries keep what
+    they want. The block itself is never touched, so it costs nothing.
+    """
+    np.empty(KEPT_BLOCK_BYTES, np.uint8)
 
 
 def _fields(data: bytes) -> dict[str, Any]:

@@ -46,15 +46,24 @@ def make(tmp_path: Path, state: dict[str, torch.Tensor]) -> tuple[Path, ShardLay
     return path, layout
 
 
-def in_order(layout: ShardLayout, state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [state[placed.slice.name] for placed in layout.slices]
+def laid_out(path: Path, layout: ShardLayout) -> Arena:
+    arena = Arena(str(path))
+    arena.lay_out(layout)
+    return arena
+
+
+def fill(arena: Arena, layout: ShardLayout, state: dict[str, torch.Tensor], attempt: str) -> None:
+    arena.begin()
+    for placed, view in zip(layout.slices, arena.views, strict=True):
+        with torch.no_grad():
+            view.copy_(state[placed.slice.name])
+    arena.seal(attempt)
 
 
 def test_what_is_captured_is_a_safetensors_file(tmp_path: Path) -> None:
     state = tensors()
     path, layout = make(tmp_path, state)
-    arena = Arena(str(path), layout)
-    assert arena.capture(in_order(layout, state), ATTEMPT) == layout.size_bytes
+    fill(laid_out(path, layout), layout, state, ATTEMPT)
     data = path.read_bytes()
     assert data[:16].decode() == ATTEMPT and not data[16:ARENA_PAGE_BYTES].strip(b"\0")
     shard = tmp_path / "shard.safetensors"
@@ -71,56 +80,45 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def test_a_capture_is_a_snapshot(tmp_path: Path) -> None:
-    state = {"w": torch.ones(4, requires_grad=True)}
-    path, layout = make(tmp_path, state)
-    arena = Arena(str(path), layout)
-    arena.capture(in_order(layout, state), ATTEMPT)
-    before = path.read_bytes()
-    with torch.no_grad():
-        state["w"].mul_(3)
-    assert path.read_bytes() == before
-    arena.capture(in_order(layout, state), LATER)
-    after = path.read_bytes()
-    assert after[:16].decode() == LATER and after != before
-
-
 def test_while_it_is_written_an_arena_belongs_to_no_attempt(tmp_path: Path) -> None:
     state = {"w": torch.ones(4)}
     path, layout = make(tmp_path, state)
-    arena = Arena(str(path), layout)
-    arena.capture(in_order(layout, state), ATTEMPT)
-    with pytest.raises(RuntimeError):
-        arena.capture([torch.ones(5)], LATER)
-    assert path.read_bytes()[:16] == b"\0" * 16
+    arena = laid_out(path, layout)
+    fill(arena, layout, state, ATTEMPT)
+    assert arena.mapping.page.sealed == ATTEMPT
+    arena.begin()
+    assert arena.mapping.page.sealed == "" and path.read_bytes()[:16] == b"\0" * 16
+    fill(arena, layout, state, LATER)
+    assert path.read_bytes()[:16].decode() == LATER
 
 
-def test_another_number_of_tensors_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_new_layout_puts_the_header_and_no_seal(tmp_path: Path) -> None:
     state = {"w": torch.ones(4)}
     path, layout = make(tmp_path, state)
-    arena = Arena(str(path), layout)
-    arena.capture(in_order(layout, state), ATTEMPT)
-    with pytest.raises(StateError, match="has 1 slices, the state has 2"):
-        arena.capture([torch.ones(4)] * 2, LATER)
-    assert path.read_bytes()[:16].decode() == ATTEMPT
-
-
-def test_a_new_mapping_puts_the_header_and_no_seal(tmp_path: Path) -> None:
-    path, layout = make(tmp_path, {"w": torch.ones(4)})
-    Arena(str(path), layout)
+    fill(laid_out(path, layout), layout, state, ATTEMPT)
+    laid_out(path, layout)
     data = path.read_bytes()
-    assert data[:ARENA_PAGE_BYTES] == b"\0" * ARENA_PAGE_BYTES
+    assert data[:16] == b"\0" * 16
     assert data[ARENA_PAGE_BYTES:].startswith(layout.header)
+
+
+def test_a_smaller_shard_fits_and_a_larger_one_is_refused(tmp_path: Path) -> None:
+    path, layout = make(tmp_path, {"w": torch.ones(4)})
+    arena = laid_out(path, layout)
+    arena.lay_out(build_layout([sliced("v", torch.ones(2))]))
+    assert len(arena.views) == 1 and arena.views[0].shape == (2,)
+    with pytest.raises(StateError, match="larger arena"):
+        arena.lay_out(build_layout([sliced("w", torch.ones(40))]))
 
 
 def test_an_empty_state_has_an_arena_too(tmp_path: Path) -> None:
     path, layout = make(tmp_path, {})
-    Arena(str(path), layout).capture([], ATTEMPT)
+    fill(laid_out(path, layout), layout, {}, ATTEMPT)
     assert path.read_bytes()[ARENA_PAGE_BYTES:] == layout.header
 
 
 def test_a_file_that_is_too_small_is_an_error(tmp_path: Path) -> None:
-    path, layout = make(tmp_path, {"w": torch.ones(4)})
+    path, _ = make(tmp_path, {"w": torch.ones(4)})
     path.write_bytes(b"")
     with pytest.raises((ValueError, OSError)):
-        Arena(str(path), layout)
+        Arena(str(path))

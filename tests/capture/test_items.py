@@ -19,12 +19,16 @@ from ray_ckpt.capture.items import (
     adapt,
     clean_name,
     parameter_names,
-    predicted_state_bytes,
     unwrap,
 )
+from ray_ckpt.capture.predict import predicted_state
 from ray_ckpt.errors import UnsupportedItem
 
 OptimizerOf = Callable[[list[Any]], torch.optim.Optimizer]
+
+
+def predicted_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(v.nbytes for _, state in predicted_state(optimizer) for v in state.values())
 
 
 class Wrapper(nn.Module):
@@ -222,19 +226,19 @@ def test_predicted_state_has_the_size_of_the_real_one(kind: str, dtype: torch.dt
     model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30), nn.Linear(30, 20)).to(dtype)
     optimizer = OPTIMIZERS[kind](list(model.parameters()))
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    predicted = predicted_state_bytes(optimizer)
+    predicted = predicted_bytes(optimizer)
     exists = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v))
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), "stepped"
     model(torch.randn(4, 40, dtype=dtype)).sum().backward()
     optimizer.step()
     actual = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v))
     assert predicted == actual - exists
-    assert kind == "sgd" or predicted_state_bytes(optimizer) == 0, "all of it exists now"
+    assert kind == "sgd" or predicted_bytes(optimizer) == 0, "all of it exists now"
 
 
 def test_an_optimizer_that_cannot_be_predicted_counts_as_nothing() -> None:
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(3))])
-    assert predicted_state_bytes(optimizer) == 0
+    assert predicted_bytes(optimizer) == 0
 
 
 # -- trees -------------------------------------------------------------------------------------------

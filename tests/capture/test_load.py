@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ray_ckpt.capture.arena import Arena
 from ray_ckpt.capture.items import Item, adapt
 from ray_ckpt.capture.load import load_items
 from ray_ckpt.capture.rng import RngItem
-from ray_ckpt.capture.walk import walk
+from ray_ckpt.capture.walk import DTYPES, walk
 from ray_ckpt.errors import MismatchError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
-from ray_ckpt.restore import Source, SourceReader
+from ray_ckpt.restore import Fetch, Place, Shared, Source, SourceReader, place_of
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow
 
 ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0)
@@ -57,12 +62,14 @@ class Saved:
         walked = walk(items, rank=rank, world_size=self.world_size)
         owned = {live.slice.key: live for live in walked.owned(rank)}
         layout = build_layout(live.slice for live in owned.values())
-        arena = self.folder / f"arena-{rank}"
-        arena.write_bytes(bytes(ARENA_PAGE_BYTES + layout.size_bytes))
-        Arena(str(arena), layout).capture(
-            [owned[placed.slice.key].tensor for placed in layout.slices], ATTEMPT.attempt
-        )
-        data, file = arena.read_bytes()[ARENA_PAGE_BYTES:], shard_file(rank, self.world_size)
+        path = self.folder / f"arena-{rank}"
+        path.write_bytes(bytes(ARENA_PAGE_BYTES + layout.size_bytes))
+        arena = Arena(str(path))
+        arena.lay_out(layout)
+        for placed, view in zip(layout.slices, arena.views, strict=True):
+            view.copy_(owned[placed.slice.key].tensor)
+        arena.seal(ATTEMPT.attempt)
+        data, file = path.read_bytes()[ARENA_PAGE_BYTES:], shard_file(rank, self.world_size)
         (self.folder / file).write_bytes(data)
         self.rows += [
             ManifestRow(
@@ -83,13 +90,13 @@ class Saved:
     def files(self) -> list[str]:
         return sorted({row.file for row in self.rows})
 
-    def reader(self, *folders: Path) -> SourceReader:
+    def reader(self, *folders: Path, fetch: Fetch | None = None) -> SourceReader:
         places = folders or (self.folder,)
         sources = {
             file: tuple(Source(tier="local", where=f.name, path=str(f / file)) for f in places)
             for file in self.files
         }
-        return SourceReader(ATTEMPT, sources, token="")
+        return SourceReader(ATTEMPT, sources, credentials=None, fetch=fetch)
 
     def load(
         self,
@@ -98,11 +105,13 @@ class Saved:
         reader: SourceReader | None = None,
         rank: int = 0,
         world_size: int | None = None,
+        node_ranks: Sequence[int] = (),
     ) -> SourceReader:
         reader = reader or self.reader()
         state = self.states[rank if rank in self.states else 0]
+        world_size = world_size or self.world_size
         finish = load_items(
-            items, state, self.rows, reader, rank=rank, world_size=world_size or self.world_size
+            items, state, self.rows, reader, rank=rank, world_size=world_size, node_ranks=node_ranks
         )
         if not reader.damage:
             finish()
@@ -294,6 +303,118 @@ def test_optimizer_state_that_was_not_saved_does_not_stay(tmp_path: Path) -> Non
     assert not used.optimizer.state
 
 
+# -- kinds of tensors --------------------------------------------------------------------------------
+
+
+def test_every_kind_of_tensor_comes_back(tmp_path: Path) -> None:
+    def state(fill: bool) -> dict[str, torch.Tensor]:
+        made = {}
+        for name, dtype in DTYPES.items():
+            for shape in ((), (0, 2), (5,), (3, 4)):
+                values = torch.arange(1, 1 + math.prod(shape)).view(shape) if fill else torch.zeros(shape)
+                made[f"{name}{len(shape)}{math.prod(shape)}"] = values.to(dtype)
+        image = torch.rand(2, 3, 4, 4) if fill else torch.zeros(2, 3, 4, 4)
+        made["channels_last"] = image.to(memory_format=torch.channels_last)
+        made["column"] = (torch.rand(6, 6) if fill else torch.zeros(6, 6))[:, 2]
+        return made
+
+    first, second = state(True), state(False)
+    places = [tensor.data_ptr() for tensor in second.values()]
+    reader = Saved(tmp_path).save(items_of(state=first)).load(items_of(state=second))
+    assert not reader.damage and not reader.rejected
+    for name, tensor in second.items():
+        assert tensor.dtype == first[name].dtype
+        right, got = (t.contiguous().reshape(-1).view(torch.uint8) for t in (first[name], tensor))
+        assert torch.equal(right, got), name
+    assert [tensor.data_ptr() for tensor in second.values()] == places
+
+
+@pytest.fixture
+def fake_world() -> Iterator[Any]:
+    """A process group of any size in this one process."""
+
+    def become(rank: int, world_size: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    yield become
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("here", [(4, 1), (2, 2), (1, 4)])
+def test_dtensors_are_filled_in_place_at_another_mesh(
+    tmp_path: Path, fake_world: Any, here: tuple[int, int]
+) -> None:
+    """Saved by 2 ranks with uneven rows, restored by 4 in a replicated by sharded mesh.
+
+    No operation runs on the DTensors: torch caches results by mesh, and here one process is every rank.
+    """
+    whole = torch.arange(35.0).reshape(7, 5)
+    saved = Saved(tmp_path, 2)
+    for rank in range(2):
+        fake_world(rank, 2)
+        rows = whole.chunk(2)[rank].clone()
+        saved.save(items_of(state={"w": dtensor(rows, (2,), [Shard(0)])}), rank=rank)
+    for rank in range(4):
+        fake_world(rank, 4)
+        mine = whole.chunk(here[1])
+        column = rank % here[1]
+        local = torch.zeros_like(mine[column]) if column < len(mine) else torch.zeros(0, 5)
+        live = dtensor(local, here, [Replicate(), Shard(0)])
+        asked: list[Mapping[Place, tuple[int, ...]]] = []
+
+        def fetch(wants: Any, _: Any, asked: list[Any] = asked) -> Shared:
+            asked.append(wants)
+            return refuse(wants)
+
+        reader = saved.reader(fetch=fetch)
+        items = items_of(state={"w": live})
+        saved.load(items, reader=reader, rank=rank, world_size=4, node_ranks=range(4))
+        assert torch.equal(local, mine[column])
+        holders = tuple(range(column, 4, here[1]))
+        assert {ranks for wants in asked for ranks in wants.values()} == ({holders} if here[0] > 1 else set())
+
+
+def dtensor(local: torch.Tensor, shape: tuple[int, ...], placements: list[Any]) -> Any:
+    return DTensor.from_local(
+        local,
+        init_device_mesh("cpu", shape),
+        placements,
+        run_check=False,
+        shape=torch.Size((7, 5)),
+        stride=(5, 1),
+    )
+
+
+def refuse(wants: Mapping[Place, tuple[int, ...]]) -> Shared:
+    return Shared(refused=tuple(wants))
+
+
+def test_only_what_ranks_hold_in_common_is_asked_of_the_agent(tmp_path: Path) -> None:
+    training = Training()
+    training.train(1)
+    saved = Saved(tmp_path, 2)
+    for rank in range(2):
+        saved.save(training.items, rank=rank)
+    asked: set[Place] = set()
+    rank_sets = set()
+
+    def fetch(wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+        asked.update(wants)
+        rank_sets.update(wants.values())
+        return refuse(wants)
+
+    saved.load(Training().items, reader=saved.reader(fetch=fetch), rank=1, node_ranks=(0, 1, 5))
+    keys = {row.slice.key for row in saved.rows if row.slice and place_of(row) in asked}
+    parameters = {f"model.{name}" for name, _ in training.model.named_parameters()}
+    assert {key for key in keys if key.startswith("model.")} == parameters, "no buffers"
+    assert "optimizer.state.0.weight.exp_avg" in keys
+    assert not [key for key in keys if key.startswith(("state", "rank"))]
+    assert rank_sets == {(0, 1)}
+
+
 # -- damage ------------------------------------------------------------------------------------------
 
 
@@ -361,7 +482,7 @@ def test_an_arena_is_a_source_while_its_seal_is_the_attempts(
 
     def reader() -> SourceReader:
         memory = Source(tier="memory", where="here", path=str(one / "arena-0"))
-        return SourceReader(ATTEMPT, dict.fromkeys(saved.files, (memory,)), token="")
+        return SourceReader(ATTEMPT, dict.fromkeys(saved.files, (memory,)), credentials=None)
 
     other = Training()
     assert not saved.load(other.items, reader=reader()).damage

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ray_ckpt.capture.items import Item, adapt
-from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, resolve_leaves, walk
+from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, bytes_digest, resolve_leaves, walk
 from ray_ckpt.errors import UnsupportedLeaf
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.format.tree import TensorRef
@@ -132,7 +132,7 @@ def test_ownership_of_shards_and_replicas_over_a_mesh() -> None:
 
     def live(name: str, offset: int, ranks: tuple[int, ...]) -> LiveSlice:
         part = Slice(item="model", name=name, dtype="F32", global_shape=(8,), offset=(offset,), shape=(4,))
-        return LiveSlice(slice=part, tensor=torch.zeros(4), path=(name,), ranks=ranks)
+        return LiveSlice(slice=part, tensor=(t := torch.zeros(4)), path=(name,), ranks=ranks, leaf=t)
 
     found: list[tuple[str, tuple[int, ...]]] = []
     for rank in range(4):
@@ -199,7 +199,9 @@ def test_an_empty_local_part_is_no_slice_and_a_partial_one_is_refused(fake_world
 
 def test_the_shared_digest_sees_names_shapes_and_if_asked_bytes() -> None:
     def shared(model: nn.Module, *, rank: int = 0, content: bool = False) -> str:
-        return walk(items_of(model=model), rank=rank, world_size=2).shared_digest(2, content=content)
+        walked = walk(items_of(model=model), rank=rank, world_size=2)
+        contents = {s.slice.key: bytes_digest(s.tensor) for s in walked.shared(2)} if content else {}
+        return walked.shared_digest(2, contents)
 
     torch.manual_seed(0)
     one, other = nn.Linear(3, 2), nn.Linear(3, 2)

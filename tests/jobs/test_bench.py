@@ -4,110 +4,389 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from jobs.bench import __main__ as bench
-from jobs.bench import catalog, coordinator, retention, simulator
-from jobs.bench.row import Machine, Row, measure
+from jobs.bench import catalog, coordinator, report, retention, simulator, state
+from jobs.bench.context import Context, format_size, parse_size
+from jobs.bench.limits import Limits
+from jobs.bench.peers import environments
+from jobs.bench.peers import measure as peers
+from jobs.bench.peers.catalogue import PEERS, Peer
+from jobs.bench.plot import margin
+from jobs.bench.row import Machine, Reference, Row, compared, gb_per_s, interleaved, measure, skipped
 
-FIELDS = {
-    "name",
-    "what",
-    "unit",
-    "samples",
-    "median",
-    "spread",
-    "limit",
-    "ratio",
-    "verdict",
-    "skipped",
-    "cores",
-    "load",
-    "cpu_share",
-}
 MACHINE = Machine(cores=2, load=1.5, cpu_share=0.9)
+FACTS: Mapping[str, Any] = {
+    "date": "2026-01-01T00:00:00+00:00",
+    "command": "python -m jobs.bench",
+    "size_bytes": 1 << 20,
+    "repeat": 2,
+    "quick": False,
+    "cpu": "A processor",
+    "cores": 2,
+    "memory_bytes": 8 << 30,
+    "kernel": "Linux 6",
+    "file_system": "ext4",
+    "python": "3.11",
+    "versions": {"torch": "2"},
+    "load": 0.5,
+}
 
 
-def row(*samples: float, limit: float | None = None) -> Row:
-    return Row(name="row", what="something", unit="ms", samples=samples, limit=limit, machine=MACHINE)
+def row(*samples: float, beside: float | None = None, reach: str = "", name: str = "row") -> Row:
+    reference = None if beside is None else Reference(name="other", samples=(beside, beside))
+    return Row(
+        name=name,
+        what="something",
+        unit="ms",
+        samples=samples,
+        reference=reference,
+        reach=reach,
+        machine=MACHINE,
+    )
 
 
-def table(*rows: Row) -> str:
-    console = Console(file=io.StringIO())
-    bench.print_table(rows, console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return Context(size_bytes=1 << 20, repeat=2, folder=tmp_path, quick=True)
 
 
-def test_a_row_is_a_median_beside_its_limit() -> None:
-    measured = row(3, 1, 2, limit=4)
-    assert (measured.median, measured.spread, measured.ratio, measured.verdict) == (2, 1, 0.5, "pass")
-    assert row(5, limit=4).verdict == "miss"
-    assert row(5).verdict == "-"
-    skipped = Row(name="row", what="something", unit="ms", limit=4, skipped="not here")
-    assert (skipped.median, skipped.spread, skipped.ratio, skipped.verdict) == (None, None, None, "skipped")
+class TestRows:
+    def test_a_row_is_a_median_beside_its_reference(self) -> None:
+        measured = row(3, 1, 2, beside=4, reach="<= 1")
+        assert (measured.median, measured.spread, measured.ratio, measured.verdict) == (2, 1, 0.5, "pass")
+
+    @pytest.mark.parametrize(
+        ("own", "reach", "verdict"),
+        [
+            (11.5, "<= 1.15", "pass"),
+            (11.6, "<= 1.15", "miss"),
+            (8.5, ">= 0.85", "pass"),
+            (8.4, ">= 0.85", "miss"),
+            (99, "", "-"),
+        ],
+    )
+    def test_a_cost_reaches_from_above_and_a_speed_from_below(
+        self, own: float, reach: str, verdict: str
+    ) -> None:
+        assert row(own, beside=10, reach=reach).verdict == verdict
+
+    def test_a_row_that_was_not_measured_says_why(self) -> None:
+        one = skipped("row", "something", "not here")
+        assert (one.median, one.spread, one.ratio, one.verdict) == (None, None, None, "skipped")
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"samples": ()},
+            {"samples": (1.0,), "reach": "<= 1"},
+            {"samples": (1.0,), "reference": Reference(name="r", samples=(1.0,)), "reach": "about 1"},
+        ],
+    )
+    def test_a_row_that_means_nothing_is_refused(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="row: "):
+            Row(name="row", what="something", **wrong)
+
+    def test_samplers_take_turns(self) -> None:
+        turns: list[str] = []
+
+        def sampler(name: str) -> float:
+            turns.append(name)
+            return float(len(turns))
+
+        samples = interleaved({"a": partial(sampler, "a"), "b": partial(sampler, "b")}, 3)
+        assert turns == ["a", "b"] * 3
+        assert samples == {"a": (1.0, 3.0, 5.0), "b": (2.0, 4.0, 6.0)}
+
+    def test_speeds_are_compared_as_speeds(self) -> None:
+        convert = partial(gb_per_s, size_bytes=4 * 10**9)
+        one = compared(
+            "row", "w", "GB/s", lambda: 2.0, ("raw", lambda: 1.0), repeat=2, reach=">= 0.5", convert=convert
+        )
+        assert one.samples == (2.0, 2.0) and one.reference == Reference(name="raw", samples=(4.0, 4.0))
+        assert (one.ratio, one.verdict) == (0.5, "pass")
+
+    def test_a_limit_is_a_plain_number_at_most(self) -> None:
+        assert measure("row", "w", "s", lambda: 2.0, repeat=3, limit=2.0).verdict == "pass"
+        slow = measure("row", "w", "s", lambda: 2.1, repeat=3, limit=2.0)
+        assert slow.verdict == "miss" and len(slow.samples) == 3
+        assert slow.machine is not None and slow.machine.cores > 0
+        assert measure("row", "w", "s", lambda: 2.0, repeat=1).verdict == "-"
+
+    def test_margin_is_above_one_where_more_than_wanted_is_reached(self) -> None:
+        assert margin(row(5, beside=10, reach="<= 1")) == 2
+        assert margin(row(5, beside=10, reach=">= 1")) == 0.5
 
 
-def test_each_repeat_is_a_sample() -> None:
-    samples = iter((1.0, 5.0, 3.0))
-    measured = measure("row", "something", "ms", lambda: next(samples), repeat=3)
-    assert measured.samples == (1.0, 5.0, 3.0)
-    assert measured.machine is not None and measured.machine.cores > 0
+class TestSizes:
+    def test_sizes_are_read_and_written(self) -> None:
+        assert [parse_size(text) for text in ("2GiB", "1.5 mib", "10GB", "7")] == [
+            2 << 30,
+            3 << 19,
+            10**10,
+            7,
+        ]
+        assert [format_size(size) for size in (2 << 30, 3 << 19, 7)] == ["2 GiB", "1.5 MiB", "7 B"]
+
+    @pytest.mark.parametrize("text", ("", "0", "GiB", "-1GiB", "2TiB", "two"))
+    def test_other_sizes_are_refused(self, text: str) -> None:
+        with pytest.raises(ValueError, match="no size"):
+            parse_size(text)
 
 
-def test_the_table_shows_numbers_limits_and_what_was_skipped() -> None:
-    skipped = Row(name="other", what="a message", unit="ms", skipped="Ray does not start")
-    heading, measured, other = table(row(1, 2, 3, limit=4), skipped).splitlines()
-    assert heading.split() == ["row", "what", "median", "spread", "limit", "ratio", "machine"]
-    for text in ("2 ms", "100%", "4 ms", "0.50", "pass", "2 cores, load 1.5, CPU 90%"):
-        assert text in measured
-    assert "a message: Ray does not start" in other and "skipped" in other
+class TestState:
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+    def test_the_state_has_the_wanted_size_and_hundreds_of_tensors(self, dtype: torch.dtype) -> None:
+        model, optimizer = state.make_state(4 << 20, dtype)
+        assert abs(state.state_bytes(model, optimizer) / (4 << 20) - 1) < 0.01
+        assert len(list(state.tensors(model, optimizer))) > 300
+        assert {tensor.dtype for tensor in state.tensors(model, optimizer) if tensor.dim()} == {dtype}
+
+    def test_each_process_makes_the_same_and_each_save_is_another(self) -> None:
+        one, other = state.make_state(1 << 20), state.make_state(1 << 20)
+        assert state.fingerprint(*one) == state.fingerprint(*other)
+        state.advance(*one)
+        assert all(a != b for a, b in zip(state.fingerprint(*one), state.fingerprint(*other), strict=True))
 
 
-def test_a_fleet_saves_retires_drains_and_restores() -> None:
-    names = ["save-4", "retire-4", "drain-4", "open-4"]
-    measured = list(coordinator.rows(2, sizes=(4,)))
-    assert [r.name for r in measured] == names
-    assert all(len(r.samples) == 2 for r in measured)
+class TestReports:
+    rows = (
+        row(1, 2, 3, beside=4, reach="<= 1", name="fast"),
+        row(9, 9, beside=4, reach="<= 1", name="slow"),
+        skipped("other", "a message", "Ray does not start"),
+    )
+
+    def test_the_table_shows_numbers_and_what_was_skipped(self) -> None:
+        console = Console(file=io.StringIO())
+        report.print_table(self.rows, FACTS, console)
+        assert isinstance(console.file, io.StringIO)
+        text = console.file.getvalue()
+        heading, fast, slow, other = text.splitlines()[-4:]
+        assert heading.split() == ["row", "what", "median", "spread", "beside", "ratio", "reach"]
+        for part in ("2 ms", "100%", "other 4 ms ± 0%", "0.50", "<= 1", "pass"):
+            assert part in fast
+        assert "miss" in slow and "a message: Ray does not start" in other and "skipped" in other
+        assert "A processor, 2 cores, 8 GiB, Linux 6, ext4" in text
+
+    def test_the_files_have_everything(self, tmp_path: Path) -> None:
+        plot, page, data = tmp_path / "rows.png", tmp_path / "pages" / "RESULTS.md", tmp_path / "rows.json"
+        page.parent.mkdir()
+        report.write_plot(plot, self.rows, FACTS)
+        report.write_results(page, self.rows, FACTS, plot=plot)
+        report.write_json(data, self.rows, FACTS)
+        assert plot.read_bytes().startswith(b"\x89PNG")
+        text = page.read_text()
+        for part in (
+            "python -m jobs.bench",
+            "![rows](../rows.png)",
+            "| fast | something | 2 ms |",
+            "A processor",
+        ):
+            assert part in text
+        found = json.loads(data.read_text())
+        assert found["machine"] == FACTS
+        fast, _, other = found["rows"]
+        assert fast["samples"] == [1, 2, 3] and fast["reference"]["samples"] == [4, 4]
+        assert (fast["ratio"], fast["verdict"], fast["reach"], fast["cpu_share"]) == (
+            0.5,
+            "pass",
+            "<= 1",
+            0.9,
+        )
+        assert (other["verdict"], other["skipped"]) == ("skipped", "Ray does not start")
 
 
-def test_a_fleet_commits_each_step_and_resumes_from_the_last() -> None:
-    fleet = coordinator.Fleet(3)
-    for _ in range(2):
-        fleet.save()
-        fleet.answer_all()
-    assert [c.step for c in fleet.machine.history.lineage()] == [1, 2]
-    assert all(c.replicas == 1 for c in fleet.machine.history.lineage())
-    fleet.open_group()
-    assert fleet.plan.resume is not None and fleet.plan.resume.checkpoint.step == 2
-    assert len(coordinator.stored_events(3)[0].files) == 17
+class TestOwnRows:
+    def test_a_fleet_saves_retires_drains_and_restores(self, context: Context) -> None:
+        measured = list(coordinator.rows(context, sizes=(4,)))
+        assert [r.name for r in measured] == ["save-4", "retire-4", "drain-4", "open-4"]
+        assert all(len(r.samples) == 2 for r in measured)
+
+    def test_a_fleet_commits_each_step_and_resumes_from_the_last(self) -> None:
+        fleet = coordinator.Fleet(3)
+        for _ in range(2):
+            fleet.save()
+            fleet.answer_all()
+        assert [c.step for c in fleet.machine.history.lineage()] == [1, 2]
+        assert all(c.replicas == 1 for c in fleet.machine.history.lineage())
+        fleet.open_group()
+        assert fleet.plan.resume is not None and fleet.plan.resume.checkpoint.step == 2
+        assert len(coordinator.stored_events(3)[0].files) == 17
+
+    def test_a_long_log_is_listed_and_retained(self, context: Context) -> None:
+        (listed,) = catalog.rows(context, num_checkpoints=50, num_records=10)
+        (retained,) = retention.rows(context, num_checkpoints=50)
+        assert (listed.name, retained.name) == ("list", "retention")
+        for one in (listed, retained):
+            assert one.reference == Reference(name="limit", samples=(1.0,)) and one.reach == "<= 1"
+            assert "50 checkpoints" in one.what
+
+    def test_limits_move_all_bytes(self, tmp_path: Path) -> None:
+        limits = Limits(1 << 20, tmp_path)
+        try:
+            assert limits.memcpy_s() > 0 and bytes(limits._to) == bytes(limits._from)
+            limits._to[:] = 0
+            assert limits.memcpy_s(threads=3) > 0 and bytes(limits._to) == bytes(limits._from)
+            limits._to[:] = 0
+            assert limits.write_s() > 0 and limits.path.read_bytes() == bytes(limits._from)
+            assert limits.read_s() > 0 and bytes(limits._to) == bytes(limits._from)
+        finally:
+            limits.close()
+        assert list(tmp_path.iterdir()) == []
 
 
-def test_a_long_log_is_listed_and_retained() -> None:
-    (listed,) = catalog.rows(2, num_checkpoints=50, num_records=10)
-    (retained,) = retention.rows(2, num_checkpoints=50)
-    assert (listed.name, retained.name) == ("list", "retention")
-    assert listed.limit == retained.limit == 1.0
-    assert "50 checkpoints" in listed.what and "50 checkpoints" in retained.what
+def fake(tmp_path: Path, answers: str, *, rest: str = "") -> list[str]:
+    """A peer's process that answers what a test wants: `answers` is the body of `answer(command, count)`."""
+    script = tmp_path / "fake.py"
+    script.write_text(
+        "import json, socket, sys, time\n"
+        "print('noise')\n"
+        f"{rest}\n"
+        f"def answer(command, count):\n    {answers}\n"
+        "connection = socket.socket(socket.AF_UNIX)\n"
+        "connection.connect(sys.argv[sys.argv.index('--socket') + 1])\n"
+        "lines = connection.makefile('rw')\n"
+        "def tell(fields):\n    lines.write(json.dumps(fields) + '\\n')\n    lines.flush()\n"
+        "tell({'ready': True})\n"
+        "for count, line in enumerate(lines):\n"
+        "    command = json.loads(line)['command']\n"
+        "    if command == 'end':\n        break\n"
+        "    tell(answer(command, count))\n"
+    )
+    return [sys.executable, str(script)]
 
 
-def test_the_command_prints_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(simulator, "rows", partial(simulator.rows, num_schedules=1))
-    assert bench.main(["--rows", "simulator", "--repeat", "2", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert set(found) == FIELDS
-    assert found["name"] == "schedule" and len(found["samples"]) == 2
+SAVE = "{'returned_s': 0.5, 'blocked_s': 1.0 + count, 'complete_s': 4.0}"
 
 
-def test_a_missed_limit_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "rows", lambda repeat: iter([row(5, limit=4)]))
-    assert bench.main(["--rows", "simulator"]) == 1
+class TestPeers:
+    def test_a_peers_answers_become_rows(self, tmp_path: Path) -> None:
+        command = fake(tmp_path, f"return {SAVE} if command == 'save' else {{'load_s': len(command)}}")
+        limits = Limits(1 << 16, tmp_path)
+        try:
+            with peers.Child(command, tmp_path / "log") as child:
+                assert child.ask() == {"ready": True}
+                rows = list(peers._rows_of("name", PEERS["torch.save"], child, 2, limits))
+        finally:
+            limits.close()
+        found = {one.name: one for one in rows}
+        assert found["name/blocked-first"].samples == (1.0,)
+        assert found["name/blocked"].samples == (2.0, 3.0)
+        assert "returns after 0.5 s" in found["name/blocked"].note
+        assert "does not fsync" in found["name/complete"].note
+        assert found["name/load-memory"].samples == (11, 11) and found["name/load"].samples == (4, 4)
+        names = [one.reference.name for one in rows if one.reference is not None]
+        assert names == ["memcpy", "memcpy", "raw write", "memcpy", "raw read"]
+        assert all(one.verdict == "-" and one.ratio is not None for one in rows)
+
+    def test_a_peer_that_fails_or_dies_or_hangs_says_so(self, tmp_path: Path) -> None:
+        with peers.Child(fake(tmp_path, "return {'error': 'OSError: no'}"), tmp_path / "log") as child:
+            child.ask()
+            with pytest.raises(peers.PeerError, match="OSError: no"):
+                child.ask("save")
+        with peers.Child(fake(tmp_path, "raise ValueError('broken')"), tmp_path / "log") as child:
+            child.ask()
+            with pytest.raises(peers.PeerError, match="ValueError: broken"):
+                child.ask("save")
+        with peers.Child(fake(tmp_path, "time.sleep(60)"), tmp_path / "log") as child:
+            child.ask()
+            with pytest.raises(peers.PeerError, match=r"no answer to save within 0 s"):
+                child.ask("save", timeout_s=0.1)
+            process = child._process
+        assert process.poll() is not None
+        with pytest.raises(peers.PeerError, match="ImportError: nothing"):
+            peers.Child(fake(tmp_path, "pass", rest="raise ImportError('nothing')"), tmp_path / "log")
+
+    def test_a_peer_that_is_not_installed_is_a_row(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, context: Context
+    ) -> None:
+        monkeypatch.setattr(environments, "HOME", tmp_path)
+        limits = Limits(1 << 16, tmp_path)
+        peer = Peer(what="another library", script="none", environment="orbax")
+        try:
+            (missing,) = peers.peer_rows("it", peer, context, limits, tmp_path / "it")
+            (tmp_path / "orbax").mkdir()
+            (tmp_path / "orbax" / environments.FAILED).write_text("error: no compiler")
+            (failed,) = peers.peer_rows("it", peer, context, limits, tmp_path / "it")
+        finally:
+            limits.close()
+        assert missing.skipped == "not installed; `make bench` does it"
+        assert failed.skipped == "not installable here: error: no compiler"
+
+    def test_torch_save_is_measured_for_real(self, context: Context) -> None:
+        """All of it: the child's protocol, the library, the comparison of what was loaded."""
+        rows = {one.name: one for one in peers.rows(context, ["torch.save"])}
+        assert set(rows) == {
+            f"torch.save/{kind}" for kind in ("blocked-first", "blocked", "complete", "load-memory", "load")
+        }
+        assert rows["torch.save/complete"].median > rows["torch.save/blocked"].median  # type: ignore[operator]
+        assert list(context.folder.iterdir()) == []
+
+    def test_this_project_is_put_beside_the_best_peer(self) -> None:
+        rows = [
+            Row(
+                name=f"{peer}/load",
+                what="w",
+                unit="s",
+                samples=(value,),
+                extra={"peer": peer, "kind": "load"},
+            )
+            for peer, value in (("ray_ckpt", 2.0), ("slow", 9.0), ("fast", 4.0))
+        ]
+        (best,) = peers._beside_best([*rows, skipped("gone", "w", "not here")])
+        assert (best.name, best.ratio) == ("best/load", 0.5)
+        assert best.reference == Reference(name="fast", samples=(4.0,))
 
 
-@pytest.mark.parametrize("wrong", (["--repeat", "0"], ["--rows", "nothing"]))
-def test_wrong_arguments_are_refused(wrong: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(wrong)
+class TestCommand:
+    def test_one_group_of_rows(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        out = tmp_path / "out.json"
+        arguments = ["--only", "simulator", "--quick", "--json", str(out), "--folder", str(tmp_path)]
+        assert bench.main(arguments) == 0
+        found = json.loads(out.read_text())
+        assert [one["name"] for one in found["rows"]] == ["schedule"]
+        assert found["machine"]["command"] == " ".join(["python", "-m", "jobs.bench", *arguments])
+        assert "schedule" in capsys.readouterr().out
+
+    def test_a_missed_reach_and_a_failure_are_exit_codes(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def fail(context: Context) -> Iterator[Row]:
+            yield row(1, beside=4, reach="<= 1", name="before")
+            raise OSError("broken\nand more")
+
+        arguments = ["--only", "simulator", "--folder", str(tmp_path)]
+        monkeypatch.setattr(simulator, "rows", lambda context: iter([row(5, beside=4, reach="<= 1")]))
+        assert bench.main(arguments) == 1
+        monkeypatch.setattr(simulator, "rows", fail)
+        assert bench.main(arguments) == 2
+        text = capsys.readouterr().out
+        assert "before" in text and "failed: OSError: broken" in text
+
+    @pytest.mark.parametrize(
+        "wrong", (["--repeat", "0"], ["--only", "nothing"], ["--size", "big"], ["--peers", "nobody"])
+    )
+    def test_wrong_arguments_are_refused(self, wrong: list[str]) -> None:
+        with pytest.raises(SystemExit):
+            bench.main(wrong)
+
+    @pytest.mark.timeout(120)
+    def test_a_quick_run_measures_everything(self, tmp_path: Path) -> None:
+        """Nothing is said of its numbers: a busy machine makes any."""
+        out = tmp_path / "out.json"
+        code = bench.main(
+            ["--quick", "--size", "8MiB", "--json", str(out), "--folder", str(tmp_path / "work")]
+        )
+        rows = json.loads(out.read_text())["rows"]
+        assert code in (0, 1), [one["skipped"] for one in rows if one["skipped"]]
+        assert {one["name"] for one in rows} >= {"memcpy", "raw-write", "save-100", "list", "schedule"}
+        assert list((tmp_path / "work").iterdir()) == []

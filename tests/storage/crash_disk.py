@@ -1,11 +1,11 @@
 """What a disk may hold after a power loss: record the file operations of real code, lose power anywhere.
 
-`recording(root)` notes every change that code makes below `root` through `os` (and so through pathlib), and
-`crashes` gives the directory trees that may be found after a power loss at each point. The disk is as weak as
-POSIX allows:
+`recording(root)` notes every change that code makes below `root` through `os` (and so through pathlib), in
+any thread, and `crashes` gives the directory trees that may be found after a power loss at each point. The
+disk is as weak as POSIX allows:
 
-- bytes of a file are safe once the file was fsynced; of later ones any prefix may be there, and the size may
-  be there before the bytes, which then read as zeros;
+- bytes of a file are safe once the file was fsynced; of later writes any subset may be there, of each of them
+  any prefix, and the size may be there before the bytes, which then read as zeros;
 - a change of a directory (create, link, rename, unlink, mkdir, rmdir) is safe once the directory was fsynced;
   of later ones any subset may have been done, each of them entirely or not at all. A rename between two
   directories is two changes: both names may be left, or none.
@@ -18,12 +18,15 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+
+from ray_ckpt.storage import direct
 
 Fact: TypeAlias = tuple[str, ...]
 """Something that was acknowledged, such as ("held", directory, file): from there on it must be true."""
@@ -36,10 +39,19 @@ ROOT = 0  # the inode of the recorded folder
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Bytes at the end of a file."""
+    """Bytes from `offset` of a file."""
 
     inode: int
+    offset: int
     data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Room set aside: the file has at least this size from here on, and zeros where nothing was written."""
+
+    inode: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +77,7 @@ class Said:
     fact: Fact
 
 
-Operation: TypeAlias = Write | Change | Sync | Said
+Operation: TypeAlias = Write | Grow | Change | Sync | Said
 
 
 class ProcessDied(BaseException):
@@ -82,6 +94,7 @@ class CrashDisk:
         self._inodes: dict[str, int] = {str(root): ROOT}  # by path
         self._open_files: dict[int, int] = {}  # descriptor -> inode
         self._dead = False
+        self._lock = threading.RLock()  # one operation at a time; what happens before one is not in it
 
     def say(self, *fact: str) -> None:
         """`fact` is acknowledged now."""
@@ -93,10 +106,11 @@ class CrashDisk:
 
     def kill(self) -> None:
         """End the process: use as an action. Its descriptors and locks go, the page cache stays."""
-        self._dead = True
-        for fd in tuple(self._open_files):
-            self._open_files.pop(fd)
-            _REAL["close"](fd)
+        with self._lock:
+            self._dead = True
+            for fd in tuple(self._open_files):
+                self._open_files.pop(fd)
+                _REAL["close"](fd)
         raise ProcessDied
 
     def restart(self) -> None:
@@ -109,47 +123,65 @@ class CrashDisk:
         where = self._inside(path)
         if where is None:
             return int(_REAL["open"](path, flags, mode, **more))
-        self._before()
-        fd = int(_REAL["open"](path, flags, mode, **more))
-        if where not in self._inodes:
-            self._add(where)
-        self._open_files[fd] = self._inodes[where]
-        return fd
+        with self._operation():
+            fd = int(_REAL["open"](path, flags, mode, **more))
+            if where not in self._inodes:
+                self._add(where)
+            self._open_files[fd] = self._inodes[where]
+            return fd
 
     def write(self, fd: int, data: Any) -> int:
         if fd not in self._open_files:
             return int(_REAL["write"](fd, data))
-        self._before()
-        count = int(_REAL["write"](fd, data))
-        self.operations.append(Write(self._open_files[fd], bytes(memoryview(data)[:count])))
-        return count
+        with self._operation():
+            offset = os.lseek(fd, 0, os.SEEK_CUR)
+            return self._written(fd, offset, data, int(_REAL["write"](fd, data)))
+
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        if fd not in self._open_files:
+            return int(_REAL["pwrite"](fd, data, offset))
+        with self._operation():
+            return self._written(fd, offset, data, int(_REAL["pwrite"](fd, data, offset)))
+
+    def reserve(self, fd: int, size_bytes: int) -> None:
+        """`direct.reserve`, which is not in `os`."""
+        if fd not in self._open_files:
+            _RESERVE(fd, size_bytes)
+            return
+        with self._operation():
+            _RESERVE(fd, size_bytes)
+            self.operations.append(Grow(self._open_files[fd], size_bytes))
 
     def fsync(self, fd: int) -> None:
-        if fd in self._open_files:
-            self._before()
-        _REAL["fsync"](fd)
-        if fd in self._open_files:
+        if fd not in self._open_files:
+            _REAL["fsync"](fd)
+            return
+        with self._operation():
+            _REAL["fsync"](fd)
             self.operations.append(Sync(self._open_files[fd]))
 
     def close(self, fd: int) -> None:
-        if not self._dead or fd in self._open_files:
-            self._open_files.pop(fd, None)
-            _REAL["close"](fd)
+        with self._lock:
+            if not self._dead or fd in self._open_files:
+                self._open_files.pop(fd, None)
+                _REAL["close"](fd)
 
     def link(self, src: Any, dst: Any, **more: Any) -> None:
         source, target = self._inside(src), self._inside(dst)
-        if source and target:
-            self._before()
-        _REAL["link"](src, dst, **more)
-        if source and target:
+        if not source or not target:
+            _REAL["link"](src, dst, **more)
+            return
+        with self._operation():
+            _REAL["link"](src, dst, **more)
             self._change({target: self._inodes[source]})
 
     def rename(self, src: Any, dst: Any, **more: Any) -> None:
         source, target = self._inside(src), self._inside(dst)
-        if source and target:
-            self._before()
-        _REAL["rename"](src, dst, **more)
-        if source and target:
+        if not source or not target:
+            _REAL["rename"](src, dst, **more)
+            return
+        with self._operation():
+            _REAL["rename"](src, dst, **more)
             self._change({source: None, target: self._inodes[source]})
 
     def unlink(self, path: Any, **more: Any) -> None:
@@ -160,10 +192,11 @@ class CrashDisk:
 
     def mkdir(self, path: Any, mode: int = 0o777, **more: Any) -> None:
         where = self._inside(path)
-        if where:
-            self._before()
-        _REAL["mkdir"](path, mode, **more)
-        if where:
+        if not where:
+            _REAL["mkdir"](path, mode, **more)
+            return
+        with self._operation():
+            _REAL["mkdir"](path, mode, **more)
             self._add(where, folder=True)
 
     # -- what was done ---------------------------------------------------------------------------------
@@ -177,11 +210,16 @@ class CrashDisk:
 
     def _remove(self, how: str, path: Any, more: dict[str, Any]) -> None:
         where = self._inside(path)
-        if where:
-            self._before()
-        _REAL[how](path, **more)
-        if where:
+        if not where:
+            _REAL[how](path, **more)
+            return
+        with self._operation():
+            _REAL[how](path, **more)
             self._change({where: None})
+
+    def _written(self, fd: int, offset: int, data: Any, count: int) -> int:
+        self.operations.append(Write(self._open_files[fd], offset, bytes(memoryview(data)[:count])))
+        return count
 
     def _add(self, where: str, *, folder: bool = False) -> None:
         self._change({where: len(self.operations) + 1}, makes_folder=folder)
@@ -200,20 +238,31 @@ class CrashDisk:
             else:
                 self._inodes[path] = inode
 
-    def _before(self) -> None:
-        if self._dead:
-            raise ProcessDied
-        due = [index for index in self._actions if index <= len(self.operations)]
-        for index in due:
-            self._actions.pop(index)()
+    @contextlib.contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Around an operation and its record. What is to happen before it happens first."""
+        while (action := self._due()) is not None:
+            action()
+        with self._lock:
+            if self._dead:
+                raise ProcessDied
+            yield
+
+    def _due(self) -> Callable[[], None] | None:
+        with self._lock:
+            if self._dead:
+                raise ProcessDied
+            due = next((index for index in self._actions if index <= len(self.operations)), None)
+            return None if due is None else self._actions.pop(due)
 
     def _inside(self, path: Any) -> str | None:
         where = os.path.abspath(os.fspath(path))  # noqa: PTH100
         return where if where == str(self.root) or where.startswith(f"{self.root}/") else None
 
 
-_RECORDED = ("open", "write", "fsync", "close", "link", "rename", "unlink", "rmdir", "mkdir")
+_RECORDED = ("open", "write", "pwrite", "fsync", "close", "link", "rename", "unlink", "rmdir", "mkdir")
 _REAL: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in _RECORDED}
+_RESERVE = direct.reserve
 
 
 @contextlib.contextmanager
@@ -223,6 +272,7 @@ def recording(root: Path) -> Iterator[CrashDisk]:
     with pytest.MonkeyPatch.context() as patch:
         for name in _RECORDED:
             patch.setattr(os, name, getattr(disk, name))
+        patch.setattr(direct, "reserve", disk.reserve)
         yield disk
 
 
@@ -270,20 +320,22 @@ def write_image(image: Image, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Which unsynced changes were done, and what is left of a file's bytes if `safe` were synced."""
+    """Which unsynced changes of directories were done, and what is left of unsynced bytes."""
 
     keeps: Callable[[], bool]
-    left_of: Callable[[bytes, int], bytes]
+    left_of: Callable[[Write], Write | None]
 
 
-NOTHING = _Choice(lambda: False, lambda data, safe: data[:safe])
-EVERYTHING = _Choice(lambda: True, lambda data, _: data)
+NOTHING = _Choice(lambda: False, lambda write: None)
+EVERYTHING = _Choice(lambda: True, lambda write: write)
 
 
 def _at_random(rng: random.Random) -> _Choice:
-    def torn(data: bytes, safe: int) -> bytes:
-        cut = rng.randint(safe, len(data))
-        return rng.choice((data[:safe], data, data[:cut], data[:cut] + bytes(len(data) - cut)))
+    def torn(write: Write) -> Write | None:
+        cut = write.data[: rng.randint(0, len(write.data))]
+        zeros = bytes(len(write.data) - len(cut))
+        data = rng.choice((b"", write.data, cut, cut + zeros))
+        return Write(write.inode, write.offset, data) if data else None
 
     return _Choice(lambda: rng.random() < 0.5, torn)
 
@@ -294,18 +346,19 @@ class _Disk:
     def __init__(self) -> None:
         self._folders: dict[int, dict[str, int]] = {ROOT: {}}  # the synced entries of each
         self._unsynced: list[Change] = []
-        self._data: dict[int, bytes] = {}  # all bytes written to each file
-        self._safe: dict[int, int] = {}  # how many of them are synced
+        self._files: dict[int, bytes] = {}  # the synced bytes of each
+        self._writes: dict[int, list[Write | Grow]] = {}  # to each file, since then
 
     def apply(self, operation: Operation) -> None:
         match operation:
-            case Write(inode, data):
-                self._data[inode] = self._data.get(inode, b"") + data
+            case Write(inode) | Grow(inode):
+                self._writes.setdefault(inode, []).append(operation)
             case Change():
                 self._unsynced.append(operation)
                 self._folders |= {i: {} for _, i in operation.names if i and operation.makes_folder}
             case Sync(inode):
-                self._safe[inode] = len(self._data.get(inode, b""))
+                self._files[inode] = self._left_of(inode, EVERYTHING)
+                self._writes.pop(inode, None)
                 for change in self._unsynced:
                     if change.directory == inode:
                         _do(change, self._folders)
@@ -316,17 +369,27 @@ class _Disk:
         for change in self._unsynced:
             if choice.keeps():
                 _do(change, folders)
-        data = {inode: choice.left_of(data, self._safe.get(inode, 0)) for inode, data in self._data.items()}
         found: dict[str, bytes | None] = {}
         todo = [("", ROOT)]
         while todo:
             prefix, folder = todo.pop()
             for name, inode in folders[folder].items():
                 is_folder = inode in folders
-                found[prefix + name] = None if is_folder else data.get(inode, b"")
+                found[prefix + name] = None if is_folder else self._left_of(inode, choice)
                 if is_folder:
                     todo.append((f"{prefix}{name}/", inode))
         return tuple(sorted(found.items()))
+
+    def _left_of(self, inode: int, choice: _Choice) -> bytes:
+        data = bytearray(self._files.get(inode, b""))
+        for change in self._writes.get(inode, ()):
+            match change:
+                case Grow(size_bytes=size) if choice.keeps():
+                    data.extend(bytes(max(0, size - len(data))))
+                case Write() if left := choice.left_of(change):
+                    data.extend(bytes(max(0, left.offset - len(data))))
+                    data[left.offset : left.offset + len(left.data)] = left.data
+        return bytes(data)
 
 
 def _do(change: Change, folders: dict[int, dict[str, int]]) -> None:

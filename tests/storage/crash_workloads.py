@@ -19,7 +19,7 @@ import pytest
 
 from ray_ckpt.format import names, records
 from ray_ckpt.format.digest import digest
-from ray_ckpt.storage import files
+from ray_ckpt.storage import direct, files
 from ray_ckpt.storage.log_store import Outcome, PosixLogStore
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.storage.staging import Staging
@@ -54,7 +54,9 @@ def put_fragment(disk: CrashDisk, stage: Staging, saved: SampleCheckpoint, node:
     manifest = names.fragment_file(node, saved.num_nodes)
     for name in (*(file.name for file in fragment.files), manifest):
         data = memoryview(saved.files[name])
-        stage.put(UID, directory, name, [data[: data.nbytes // 2], data[data.nbytes // 2 :]])
+        stage.put(
+            UID, directory, name, [data[: data.nbytes // 2], data[data.nbytes // 2 :]], size_bytes=data.nbytes
+        )
     disk.say("held", directory, manifest)
 
 
@@ -81,6 +83,20 @@ def save(disk: CrashDisk, at: int) -> None:
     with open_staging(disk.root) as stage:
         meanwhile(disk, stage, at, lambda: say_holdings(disk, stage))
         put_fragment(disk, stage, FIRST, 0)
+
+
+def save_in_blocks(disk: CrashDisk, at: int) -> None:
+    """An agent writes a shard as large ones are: in blocks, by several threads. It dies at `at`."""
+    file = FIRST.fragments[0].files[0].name
+    disk.at(at, disk.kill)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "PAGE_BYTES", 512)
+        patch.setattr(direct, "BLOCK_BYTES", 512)
+        for _ in range(2):
+            with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
+                stage.put(UID, FIRST.attempt.directory, file, [FIRST.files[file]], size_bytes=4176)
+                disk.say("whole", FIRST.attempt.directory, file)
+            disk.restart()
 
 
 def save_and_copy(disk: CrashDisk, at: int) -> None:
@@ -231,6 +247,13 @@ def check_staging(root: Path, said: frozenset[Fact]) -> None:
                 ]:
                     raise Torn(f"{directory}/{entry.name} has other bytes")
             held.add(("held", directory, holding.entry.name))
+        for directory, saved in SAVED.items():
+            for file, data in saved.files.items():
+                path = stage.path(UID, directory, file)
+                if path.exists() and path.read_bytes() != data:
+                    raise Torn(f"{directory}/{file} is visible with other bytes")
+                if ("whole", directory, file) in said and not path.exists():
+                    raise Lost(f"{directory}/{file} was written and is not there")
         if promised - held:
             raise Lost(f"not held any more: {promised - held}")
         if back := held & {("held", *fact[1:]) for fact in said if fact[0] == "bad"}:
@@ -276,6 +299,7 @@ Run: TypeAlias = Callable[[CrashDisk, int], None]
 Check: TypeAlias = Callable[[Path, frozenset[Fact]], None]
 WORKLOADS: tuple[tuple[Run, Check], ...] = (
     (save, check_staging),
+    (save_in_blocks, check_staging),
     (save_and_copy, check_staging),
     (killed_save, check_staging),
     (delete, check_staging),

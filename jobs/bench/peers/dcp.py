@@ -1,0 +1,98 @@
+"""torch.distributed.checkpoint in its four ways; one rank with a gloo group, since async_save wants one.
+
+`thread` is async_save as it comes, `process` writes from another process, `shared` stages into shared memory
+that is kept from save to save, which its authors call the way without overhead (without pinned memory and its
+copy thread: those need CUDA). As many writer threads as cores.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    async_save,
+    save,
+)
+
+from jobs.bench.peers.child import RETURNED, STAGED, Live, Peer, main, parser
+
+SHARED = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+)
+
+
+class Dcp(Peer):
+    def __init__(self, way: str) -> None:
+        start_group()
+        self.way = way
+        self.stager = DefaultStager(SHARED) if way == "shared" else None
+
+    def save(self, live: Live, folder: Path, step: int) -> Iterator[str]:
+        state = _state(live)
+        writer = FileSystemWriter(folder, thread_count=os.cpu_count() or 1)
+        if self.way == "sync":
+            save(state, storage_writer=writer)
+            return
+        process = self.way in ("process", "shared")
+        answer = async_save(
+            state,
+            storage_writer=writer,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS
+            if process
+            else AsyncCheckpointerType.THREAD,
+            async_stager=self.stager,
+        )
+        yield RETURNED
+        if isinstance(answer, AsyncSaveResponse):
+            answer.staging_completion.result()
+            answer = answer.upload_completion
+        yield STAGED
+        answer.result()
+
+    def load(self, live: Live, folder: Path, step: int, *, cached: bool) -> None:
+        load(_state(live), checkpoint_id=folder)  # into the tensors themselves
+
+    def close(self) -> None:
+        if self.stager is not None:
+            self.stager.close()
+
+
+def _state(live: Live) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(live.model),
+        "optimizer": get_optimizer_state_dict(live.model, live.optimizer),
+    }
+
+
+def start_group() -> None:
+    """A group of this one process, which some libraries cannot do without."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+    )
+    dist.init_process_group("gloo", rank=0, world_size=1)
+
+
+if __name__ == "__main__":
+    arguments = parser()
+    arguments.add_argument("way", choices=("sync", "thread", "process", "shared"))
+    chosen = arguments.parse_args()
+    main(lambda live: Dcp(chosen.way), chosen)

@@ -1,0 +1,92 @@
+"""The peers' environments: `python -m jobs.bench.peers.environments [NAME...]` makes what is missing.
+
+Each peer that is no part of the project's own environment has a folder in `.venv-peers`, since their pins
+clash with one another and with ours. A `.pth` file lends it torch and what else it shares from the
+environment that runs this command, so that all peers run on the same torch; a package of its own comes first.
+A peer that cannot be installed leaves the reason in its folder, which becomes the text of its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HOME = Path(__file__).resolve().parents[3] / ".venv-peers"
+READY = "ready.txt"  # the requirements that are installed
+FAILED = "failed.txt"  # why they are not
+INSTALL_TIMEOUT_S = 900.0  # a few packages, one of which compiles
+# Their newest releases that install on Python 3.11 beside torch 2.13; without torch and Ray, which are lent.
+REQUIREMENTS: Mapping[str, Sequence[str]] = {
+    "dlrover": ("dlrover==0.6.1", "grpcio", "protobuf", "pynvml", "deprecated", "requests", "packaging"),
+    "lm_resiliency": ("lm-resiliency==0.2.0",),
+    "ml_flashpoint": ("ml-flashpoint==0.0.10", "typing-extensions==4.15.0"),
+    "nvrx": ("nvidia-resiliency-ext==0.4.1", "defusedxml", "nvidia-ml-py", "pynvml", "pyyaml"),
+    "orbax": ("orbax-checkpoint==0.12.8", "jax==0.10.2", "tensorstore"),
+    "torch_checkpointing": ("torch-checkpointing==0.1.1",),
+    "torchsnapshot": ("torchsnapshot==0.1.0", "aiofiles", "importlib-metadata", "nest-asyncio"),
+}
+
+
+def python_of(environment: str) -> Path:
+    """The interpreter of a peer's environment; FileNotFoundError, with the reason, if it is not there."""
+    folder = HOME / environment
+    if (folder / READY).exists():
+        return folder / "bin" / "python"
+    if (folder / FAILED).exists():
+        raise FileNotFoundError(f"not installable here: {(folder / FAILED).read_text().strip()}")
+    raise FileNotFoundError("not installed; `make bench` does it")
+
+
+def make(environment: str) -> str:
+    """Installs one environment unless it is up to date; what came of it in a line."""
+    folder = HOME / environment
+    wanted = "\n".join(REQUIREMENTS[environment])
+    if (folder / READY).exists() and (folder / READY).read_text() == wanted:
+        return "ready"
+    venv.create(folder, clear=True, with_pip=True)
+    _lend(folder)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    try:
+        done = subprocess.run(
+            [*pip, *REQUIREMENTS[environment]], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S
+        )
+        reason = "" if done.returncode == 0 else _reason(done.stderr)
+    except subprocess.TimeoutExpired:
+        reason = f"pip took more than {INSTALL_TIMEOUT_S:.0f} s"
+    (folder / (FAILED if reason else READY)).write_text(reason or wanted)
+    return reason or "installed"
+
+
+def _lend(folder: Path) -> None:
+    """What this interpreter has installed can be imported there as well, after what is its own."""
+    (own,) = (folder / "lib").glob("python*/site-packages")
+    (own / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+
+def _reason(stderr: str) -> str:
+    """The line of pip's that says what went wrong: the first "fatal", else the first error."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    found = [[line for line in lines if word in line.lower()] for word in ("fatal: ", "error")]
+    return [*found[0], *found[1], *lines, "pip failed"][0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 even if some cannot be installed: the bench says so in their rows."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.bench.peers.environments",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", choices=[*REQUIREMENTS, []], metavar="NAME", help="default: all")
+    for name in parser.parse_args(arguments).names or REQUIREMENTS:
+        print(f"{name}: {make(name)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""This project as a user has it: one rank on a local Ray, the service's actors and all.
+
+A save is complete with the commit at level local: files fsynced on the node, the record in the log. A load is
+a restore by a new group, without its connecting: from the node's arena, which it gives back, then from its
+disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import ray
+
+import ray_ckpt
+from jobs.bench.peers.child import RETURNED, Live, Peer, forget_cached, main, parser
+from jobs.bench.state import wipe
+
+RUN = "bench"
+
+
+class Ours(Peer):
+    def __init__(self, live: Live, folder: Path) -> None:
+        self.folder = folder
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        self.checkpointer = self._connect(live)
+        assert self.checkpointer.restore() is None
+
+    def save(self, live: Live, folder: Path, step: int) -> Iterator[str]:
+        if not self.checkpointer.save(step):
+            raise RuntimeError("the save was skipped")
+        yield RETURNED
+        self.checkpointer.wait("local")
+
+    def load(self, live: Live, folder: Path, step: int, *, cached: bool) -> float:
+        used_s, tiers = self._restore(live, step)
+        if not cached and "memory" in tiers:  # the agent has given the arena back now
+            wipe(live.model, live.optimizer)
+            forget_cached(self.folder)
+            used_s, tiers = self._restore(live, step)
+        assert ("memory" in tiers) == cached, tiers
+        return used_s
+
+    def _restore(self, live: Live, step: int) -> tuple[float, set[str]]:
+        """Seconds of a restore by a new group, and where it read."""
+        self.checkpointer.close()
+        self.checkpointer = self._connect(live)
+        started_s = time.perf_counter()
+        info = self.checkpointer.restore()
+        used_s = time.perf_counter() - started_s
+        assert info is not None and info.step == step, info
+        return used_s, set(info.bytes_by_tier())
+
+    def close(self) -> None:
+        self.checkpointer.close()
+        ray.shutdown()
+
+    def _connect(self, live: Live) -> ray_ckpt.Checkpointer:
+        ray_ckpt.connect(
+            run=RUN,
+            storage_path=str(self.folder / "storage"),
+            staging=str(self.folder / "staging"),
+            replicas=0,
+        )
+        return ray_ckpt.Checkpointer(model=live.model, optimizer=live.optimizer)
+
+
+if __name__ == "__main__":
+    chosen = parser().parse_args()
+    main(lambda live: Ours(live, chosen.folder), chosen)

@@ -1,0 +1,77 @@
+"""The picture of a run: what rows reach of what they have to, and peers as multiples of the limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs.bench.row import REACH, Row
+
+INCHES_PER_BAR = 0.24
+WIDTH_INCHES = 10.0
+DPI = 110
+PASS, MISS = "#2a7f62", "#b3362b"
+KINDS = {
+    "blocked-first": "#c9a227",
+    "blocked": "#e07a1f",
+    "complete": "#33658a",
+    "load-memory": "#8fb8de",
+    "load": "#6a4c93",
+}
+
+
+def write_plot(path: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> None:
+    """A PNG at `path`. ValueError if no row has anything to show."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    reaching = [row for row in rows if row.ratio and REACH.fullmatch(row.reach)]
+    beside = [row for row in rows if row.ratio and row.extra.get("kind") in KINDS]
+    panels = [(draw, some) for draw, some in ((_draw_reach, reaching), (_draw_peers, beside)) if some]
+    if not panels:
+        raise ValueError("nothing to draw: no row has been compared with anything")
+    heights = [INCHES_PER_BAR * len(some) + 1.0 for _, some in panels]
+    figure, axes = pyplot.subplots(
+        len(panels), 1, figsize=(WIDTH_INCHES, sum(heights)), height_ratios=heights, squeeze=False
+    )
+    for axis, (draw, some) in zip(axes[:, 0], panels, strict=True):
+        draw(axis, some)
+    figure.suptitle(f"{facts['cpu']}, {facts['cores']} cores; {facts['date'][:10]}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=DPI, format="png")
+    pyplot.close(figure)
+
+
+def margin(row: Row) -> float:
+    """How much better than it has to be a row is: 1 is just reached, 2 is twice as good."""
+    match = REACH.fullmatch(row.reach)
+    assert match is not None and row.ratio
+    return row.ratio / float(match[2]) if match[1] == ">=" else float(match[2]) / row.ratio
+
+
+def _draw_reach(axis: Any, rows: Sequence[Row]) -> None:
+    names = [f"{row.name}  {row.ratio:.2f} {row.reach}" for row in rows]
+    colours = [PASS if row.verdict == "pass" else MISS for row in rows]
+    _bars(axis, names, [margin(row) for row in rows], colours)
+    axis.set_title("What has to be reached (1: just reached; to the right is better)", fontsize=9)
+
+
+def _draw_peers(axis: Any, rows: Sequence[Row]) -> None:
+    names = [f"{row.name}  {row.median:.3g} {row.unit}" for row in rows]
+    _bars(axis, names, [row.ratio or 0.0 for row in rows], [KINDS[row.extra["kind"]] for row in rows])
+    axis.set_title(
+        "Multiples of the limit: copy, write or read of the same bytes (to the left is better)", fontsize=9
+    )
+
+
+def _bars(axis: Any, names: Sequence[str], values: Sequence[float], colours: Sequence[str]) -> None:
+    axis.barh(range(len(names)), [value - 1 for value in values], left=1, color=colours, height=0.7)
+    axis.set_yticks(range(len(names)), names, fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xscale("log")
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.tick_params(axis="x", labelsize=7)
+    axis.grid(axis="x", alpha=0.3)

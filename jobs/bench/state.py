@@ -1,0 +1,108 @@
+"""The state that all save and restore rows move: a GPT's parameters and AdamW's moments, of a wanted size.
+
+Twelve blocks, as many tensors as a real model of that depth has, and the skew of a real one: a few embeddings
+and matrices hold nearly all bytes, two thirds of the tensors are vectors. It needs torch only, so that
+processes of other environments make the same state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+NUM_BLOCKS = 12
+WIDTH_STEP = 16  # widths are multiples of it
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SEED = 20
+State = tuple[nn.Module, torch.optim.AdamW]
+
+
+class Block(nn.Module):
+    """The parameters of a transformer block; it is never run."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.ln_2 = nn.LayerNorm(width)
+        self.fc_in = nn.Linear(width, 4 * width)
+        self.fc_out = nn.Linear(4 * width, width)
+
+
+class Gpt(nn.Module):
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(NUM_BLOCKS))
+        self.ln_f = nn.LayerNorm(width)
+
+
+def make_state(size_bytes: int, dtype: torch.dtype = torch.float32, *, fill: bool = True) -> State:
+    """A model and its optimizer, together `size_bytes` to within a row of the embedding, at least about 1
+    MiB.
+
+    Moments have the dtype of the parameters, as AdamW makes them. All memory is touched; `fill` puts noise
+    into it, the same in every process, else zeros.
+    """
+    width, vocabulary = _dimensions(size_bytes // (dtype.itemsize * (1 + len(MOMENTS))))
+    with torch.device("meta"):
+        model = Gpt(width, vocabulary).to(dtype)
+    model = model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=False)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(1.0),
+            **{name: torch.empty_like(parameter, requires_grad=False) for name in MOMENTS},
+        }
+    generator = torch.Generator().manual_seed(SEED)
+    for tensor in tensors(model, optimizer):
+        if tensor.dim():
+            tensor.normal_(0, 0.02, generator=generator) if fill else tensor.zero_()
+    return model, optimizer
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """All of the state, in a fixed order."""
+    for parameter in model.parameters():
+        yield parameter.data
+        yield from (value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    return sum(tensor.nbytes for tensor in tensors(model, optimizer))
+
+
+def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As most programs save it; tensors are the live ones."""
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Changes one element of every tensor, as little work as makes each save another one."""
+    for tensor in tensors(model, optimizer):
+        tensor.view(-1)[:1].add_(1)
+
+
+def wipe(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for tensor in tensors(model, optimizer):
+        tensor.zero_()
+
+
+def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """One sum over the bits of each tensor: equal before a save and after its load."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    found = tensors(model, optimizer)
+    return tuple(int(each.view(-1).view(widths[each.itemsize]).sum()) for each in found)
+
+
+def _dimensions(num_parameters: int) -> tuple[int, int]:
+    """Width and rows of the embedding: blocks take about three quarters, the embedding the rest."""
+    ideal = math.sqrt(0.75 * num_parameters / (12 * NUM_BLOCKS))
+    width = max(WIDTH_STEP, round(ideal / WIDTH_STEP) * WIDTH_STEP)
+    blocks = NUM_BLOCKS * (12 * width * width + 13 * width) + 2 * width
+    return width, max(1, round((num_parameters - blocks) / width))

@@ -1,0 +1,88 @@
+"""Optimizer state that does not exist yet: what it will look like, so that there is room for it in time.
+
+A copy of the optimizer takes a step over fake parameters, which have shapes and no memory. The live one is
+never stepped. A class that cannot be copied so is predicted to have no state: its first save lays the arena
+out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from ray_ckpt.capture.items import Item, OptimizerItem, local_tensor
+from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, slices_of
+
+_REAL_DEVICES_ONLY = ("foreach", "fused", "capturable")
+
+
+def with_predictions(walked: Walked, items: Mapping[str, Item], *, world_size: int) -> Walked:
+    """`walked` with the slices of the optimizer state to come; their tensors are of the device "meta"."""
+    predicted = [
+        live
+        for name, item in items.items()
+        if isinstance(item, OptimizerItem)
+        for live in _predicted_slices(name, item, tuple(range(world_size)))
+    ]
+    return replace(walked, slices=(*walked.slices, *predicted))
+
+
+def _predicted_slices(name: str, item: OptimizerItem, everyone: tuple[int, ...]) -> Iterator[LiveSlice]:
+    names = {id(param): param_name for param_name, param in item.parameters.items()}
+    for param, state in predicted_state(item.optimizer):
+        path = ("state", names[id(param)])
+        for like in slices_of(param, item=name, path=path, ranks=everyone):
+            for key, value in state.items():
+                tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                place = like.slice
+                if tuple(value.shape) != tuple(like.tensor.shape):  # of its own shape: the same on every rank
+                    shape = tuple(value.shape)
+                    place = replace(place, global_shape=shape, offset=(0,) * len(shape), shape=shape)
+                    like = replace(like, ranks=everyone)
+                place = replace(place, name=".".join((*path, key)), dtype=DTYPE_NAMES[value.dtype])
+                yield replace(like, slice=place, tensor=tensor, leaf=tensor, path=(*path, key))
+
+
+def predicted_state(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
+    """(parameter, its state to come as fake tensors of this rank's shapes) of each that has none yet."""
+    for group in optimizer.param_groups:
+        missing = [param for param in group["params"] if param not in optimizer.state and param.requires_grad]
+        if missing:
+            yield from zip(missing, _step_of_twin(optimizer, group, missing), strict=False)
+
+
+def _step_of_twin(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], missing: list[torch.Tensor]
+) -> list[Mapping[str, torch.Tensor]]:
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    options = {k: _plain(v) for k, v in group.items() if k in accepted and k != "params"}
+    options |= {k: False for k in _REAL_DEVICES_ONLY if k in options}
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            locals_ = [local_tensor(param) for param in missing]
+            copies = [torch.empty(p.shape, dtype=p.dtype, requires_grad=True) for p in locals_]
+            twin = type(optimizer)(copies, **options)
+            for copy in copies:
+                copy.grad = torch.zeros_like(copy)
+            with contextlib.suppress(
+                DataDependentOutputException
+            ):  # needs a value: its state is made by then
+                twin.step()
+    except Exception:  # a foreign optimizer may do anything
+        return []
+    return [
+        {k: v for k, v in twin.state.get(copy, {}).items() if isinstance(v, torch.Tensor)} for copy in copies
+    ]
+
+
+def _plain(option: Any) -> Any:
+    """A learning rate that is a tensor as a number, whose value a fake one would not have."""
+    return option.item() if isinstance(option, torch.Tensor) and option.numel() == 1 else option

@@ -1,0 +1,170 @@
+"""Where restored bytes go: straight into a live tensor's memory, or through a small buffer.
+
+A saved slice that fills contiguous CPU memory is copied there as it arrives. Everything else (a part of a
+slice, strided memory, a device) passes through a buffer of the reading thread's, a slab of the slice at a
+time; on CUDA the buffer is pinned and the copy to the device runs while the next slab is filled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ray_ckpt.restore import Bytes, FlatSink, Sink
+
+SLAB_BYTES = (
+    1 << 20
+)  # of a buffer for memory: what was just written is still in the cache when it is copied on
+DEVICE_SLAB_BYTES = 8 << 20  # of a pinned buffer: long enough for the full speed of PCIe
+NUM_BUFFERS = 2  # per thread: one is filled while the other is on its way to the device
+
+
+class Target(NamedTuple):
+    """`shape` elements from `source_start` of a saved slice go to all of `tensor`, which has that shape."""
+
+    tensor: torch.Tensor
+    source_start: tuple[int, ...]
+
+
+def sink_for(shape: Sequence[int], dtype: torch.dtype, targets: Sequence[Target]) -> Sink:
+    """The sink for a saved slice of `shape`, whose bytes are in C order, and everywhere its elements go."""
+    if len(targets) == 1 and tuple(targets[0].tensor.shape) == tuple(shape):
+        flat = flat_bytes(targets[0].tensor)
+        if flat is not None:
+            return FlatSink(flat)
+    return BoxSink(shape, dtype, targets)
+
+
+def flat_bytes(tensor: torch.Tensor) -> Bytes | None:
+    """The memory behind a contiguous CPU tensor, writable; None if there is no such thing."""
+    if not tensor.is_cpu or type(tensor) is not torch.Tensor or not tensor.is_contiguous():
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        return None  # its memory holds other values than it shows
+    return np.asarray(_Memory(tensor))
+
+
+class _Memory:
+    """A tensor's memory for numpy, whatever its dtype; `view(torch.uint8).numpy()` takes thrice as long."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # numpy keeps this object, so the memory stays
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class BoxSink:
+    """Gathers slabs of a slice and copies what is wanted of each to its targets."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, targets: Sequence[Target]) -> None:
+        self._shape = tuple(shape) or (1,)
+        self._dtype = dtype
+        self._targets = [(t.source_start, t.tensor) if shape else ((0,), t.tensor.view(1)) for t in targets]
+        self._devices = {tensor.device for _, tensor in self._targets if tensor.device.type == "cuda"}
+        limit = DEVICE_SLAB_BYTES if self._devices else SLAB_BYTES
+        self._axis, self._unit_bytes = _axis(self._shape, dtype.itemsize, limit)
+        self._max_units = max(1, limit // self._unit_bytes)
+        self._unit = 0  # the first one of the slab
+        self._filled = 0  # bytes of the slab
+        self._buffer: _Buffer | None = None
+
+    def write(self, view: memoryview) -> None:
+        data = np.frombuffer(view, np.uint8)
+        while data.size:
+            size = self._slab_units() * self._unit_bytes
+            if self._buffer is None:
+                self._buffer = _BUFFERS.next(pinned=bool(self._devices))
+            part, data = data[: size - self._filled], data[size - self._filled :]
+            np.copyto(self._buffer.array[self._filled : self._filled + part.size], part)
+            self._filled += part.size
+            if self._filled == size:
+                self._copy(self._buffer)
+                self._buffer, self._filled = None, 0
+
+    def finish(self) -> None:
+        """What is on its way to a device arrives in order; whoever reads it waits for the device."""
+
+    def _slab_units(self) -> int:
+        """Units of the slab: no more than fit a buffer, and none beyond the end of the axis."""
+        length = self._shape[self._axis]
+        return min(self._max_units, length - self._unit % length)
+
+    def _copy(self, buffer: _Buffer) -> None:
+        """Copy the full slab's share of every target."""
+        axis, count = self._axis, self._slab_units()
+        lead = np.unravel_index(self._unit // self._shape[axis], self._shape[:axis]) if axis else ()
+        start = (*map(int, lead), self._unit % self._shape[axis], *(0 for _ in self._shape[axis + 1 :]))
+        shape = (*(1 for _ in lead), count, *self._shape[axis + 1 :])
+        slab = buffer.tensor[: count * self._unit_bytes].view(self._dtype).view(shape)
+        for source_start, tensor in self._targets:
+            first = tuple(map(max, start, source_start))
+            ends = zip(start, shape, source_start, tensor.shape, strict=True)
+            size = tuple(min(s + n, t + m) - f for (s, n, t, m), f in zip(ends, first, strict=True))
+            if all(n > 0 for n in size):
+                there, here = _box(first, source_start, size), _box(first, start, size)
+                tensor[there].copy_(slab[here], non_blocking=bool(self._devices))
+        buffer.sent(self._devices)
+        self._unit += count
+
+
+def _axis(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
+    """The axis along which slabs are cut, and the bytes of one step along it: as large as fits `limit`."""
+    axis, unit = len(shape) - 1, itemsize
+    while axis > 0 and unit * shape[axis] <= limit:
+        unit *= shape[axis]
+        axis -= 1
+    return axis, unit
+
+
+def _box(first: Sequence[int], origin: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(f - o, f - o + n) for f, o, n in zip(first, origin, size, strict=True))
+
+
+class _Buffer:
+    """Memory for a slab; pinned if it is on its way to a CUDA device."""
+
+    def __init__(self, size_bytes: int, *, pinned: bool) -> None:
+        self.tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.array: Bytes = self.tensor.numpy()
+        self._copies: list[Any] = []
+
+    def sent(self, devices: Iterable[torch.device]) -> None:
+        """Copies to these devices now read from it."""
+        for device in devices:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._copies.append(event)
+
+    def wait(self) -> None:
+        """Until it may be filled again."""
+        while self._copies:
+            self._copies.pop().synchronize()
+
+
+class _Buffers(threading.local):
+    """The buffers of each thread, used in turn; a thread reads one row at a time."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._kept: dict[tuple[int, bool], _Buffer] = {}
+
+    def next(self, *, pinned: bool) -> _Buffer:
+        self._turn = (self._turn + 1) % NUM_BUFFERS
+        key = (self._turn, pinned)
+        if key not in self._kept:
+            self._kept[key] = _Buffer(DEVICE_SLAB_BYTES if pinned else SLAB_BYTES, pinned=pinned)
+        self._kept[key].wait()
+        return self._kept[key]
+
+
+_BUFFERS = _Buffers()

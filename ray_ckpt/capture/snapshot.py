@@ -1,0 +1,256 @@
+"""One snapshot: live tensors copied into an arena or a ring, in the background where that is safe.
+
+`start` returns as soon as everything that may change at any time has been copied. The rest is copied while
+training goes on; `before_change`, called before parameters change, waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from threadpoolctl import threadpool_limits
+
+from ray_ckpt.capture.arena import Arena, Ring
+from ray_ckpt.capture.guard import running
+from ray_ckpt.capture.walk import LiveSlice
+from ray_ckpt.errors import StateError
+
+
+@dataclass(slots=True)
+class _Part:
+    """A slice on its way. Sources that may change at any time are replaced by copies of them."""
+
+    live: LiveSlice
+    source: torch.Tensor
+    is_late: bool  # copied in the background
+    view: torch.Tensor | None = None  # where it goes in an arena; a ring has none
+    reference: torch.Tensor | None = None  # what it must look like there, if captures are verified
+
+    def differs(self) -> bool:
+        """Whether a verified capture is not what it should be, bit for bit (NaN included)."""
+        if self.view is None or self.reference is None:
+            return False
+        return not torch.equal(_raw(self.view), _raw(self.reference.cpu()))
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """A copy that is running, or has ended. Made by `Snapshotter.start`."""
+
+    parts: Sequence[_Part]
+    versions: Sequence[tuple[LiveSlice, int]]
+    waited_s: float = 0.0  # that training was held up by `before_change`
+    _host_copied: threading.Event = field(default_factory=threading.Event)
+    _device_copied: list[tuple[Any, Any]] = field(default_factory=list)  # (torch.cuda or the like, event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _changed: list[LiveSlice] | None = None  # None: still looking
+
+    def before_change(self) -> None:
+        """Return when live state may be changed: the host waits for host copies, a device for its own."""
+        start_s = time.monotonic()
+        self.look_for_changes()
+        for module, event in self._device_copied:
+            module.current_stream().wait_event(event)
+        self._host_copied.wait()
+        self.waited_s += time.monotonic() - start_s
+
+    def look_for_changes(self) -> None:
+        """Note what was changed since the start, once: when all is copied, or before the first change."""
+        with self._lock:
+            if self._changed is None:
+                self._changed = [live for live, version in self.versions if live.leaf._version != version]
+
+    def check(self) -> None:
+        """StateError if a tensor was changed before it was copied."""
+        changed = [*(self._changed or ()), *(part.live for part in self.parts if part.differs())]
+        if changed:
+            keys = tuple(live.slice.key for live in changed)
+            raise StateError(
+                f"{keys[0]} was changed outside optimizer.step() while it was being captured"
+                + (f", and {len(keys) - 1} others." if len(keys) > 1 else "."),
+                hint="Put that change into `with ckpt.lock():`, or set overlap=False.",
+                keys=keys,
+            )
+
+
+class Snapshotter:
+    """Copies of one rank, one at a time, on a thread and, for an accelerator, a stream of its own.
+
+    `verify` takes a second copy at once and compares: for finding code that changes parameters behind the
+    optimizer's back, at the price of a blocking copy and its memory.
+    """
+
+    def __init__(self, *, overlap: bool, verify: bool) -> None:
+        self._overlap = overlap
+        self._verify = verify
+        self._thread = ThreadPoolExecutor(1, "ray_ckpt-capture", initializer=_use_one_core)
+        self._streams: dict[torch.device, Any] = {}
+        self._unsafe: set[str] = set()  # slices found changed during a copy are copied at once from then on
+
+    def start(
+        self,
+        target: Arena | Ring,
+        slices: Sequence[LiveSlice],
+        *,
+        background: Set[str],
+        during: Callable[[], None],
+        finish: Callable[[], None],
+        fail: Callable[[Exception], None],
+    ) -> Snapshot:
+        """Copy `slices`, in the layout's order, into `target`; then call `finish`, or `fail` with the reason.
+
+        Those whose keys are in `background` may be copied while training goes on; `during` is called then,
+        before live state may change.
+        One of them is called once, by the thread of the copy, or before returning if nothing is overlapped.
+        The target has begun; `finish` seals it.
+        """
+        parts = self._parts(target, slices, background)
+        snapshot = Snapshot(parts, [(part.live, part.live.leaf._version) for part in parts if part.is_late])
+        with torch.no_grad():
+            rest = self._copy_now(target, parts, snapshot)
+
+        def run() -> None:
+            try:
+                try:
+                    with torch.no_grad():
+                        rest()
+                        during()
+                finally:
+                    snapshot._host_copied.set()
+                for _, event in snapshot._device_copied:
+                    event.synchronize()
+                snapshot.look_for_changes()
+                snapshot.check()
+            except Exception as error:
+                if isinstance(error, StateError):
+                    self._unsafe.update(error.fields.get("keys", ()))
+                fail(error)
+            else:
+                finish()
+            finally:
+                running.remove(snapshot)
+
+        if snapshot.versions:
+            running.add(snapshot)
+        if self._overlap:
+            self._thread.submit(run)
+        else:
+            run()
+        return snapshot
+
+    def close(self) -> None:
+        """End the thread once the copy that it is at has ended."""
+        self._thread.shutdown(wait=False)
+
+    def _parts(self, target: Arena | Ring, slices: Sequence[LiveSlice], background: Set[str]) -> list[_Part]:
+        safe = background - self._unsafe if self._overlap else frozenset()
+        parts = [_Part(live, live.tensor, is_late=live.slice.key in safe) for live in slices]
+        if isinstance(target, Arena):
+            for part, view in zip(parts, target.views, strict=True):
+                part.view = view
+                part.reference = part.source.detach().clone() if self._verify else None
+        return parts
+
+    def _copy_now(
+        self, target: Arena | Ring, parts: Sequence[_Part], snapshot: Snapshot
+    ) -> Callable[[], None]:
+        """Copy what may change at any time; returns what copies the rest."""
+        if isinstance(target, Arena):
+            on_host = [part for part in parts if _is_on_host(part)]
+            _copy([part for part in on_host if not part.is_late])
+            snapshot._device_copied = self._start_devices([p for p in parts if not _is_on_host(p)])
+            return partial(_copy, [part for part in on_host if part.is_late])
+        for part in parts:
+            if not part.is_late and self._overlap:
+                part.source = part.source.detach().clone()
+        return partial(self._stream_out, target, parts, self._ready_events(parts))
+
+    # -- accelerators ----------------------------------------------------------------------------------
+
+    def _start_devices(self, parts: Sequence[_Part]) -> list[tuple[Any, Any]]:
+        """Enqueue the copies from each device on its own stream, after what its current stream has to do.
+
+        What may change at any time is copied on the device first, in the order of the training's stream.
+        """
+        copied = []
+        for device in dict.fromkeys(part.source.device for part in parts):
+            mine = [part for part in parts if part.source.device == device]
+            for part in mine:
+                if not part.is_late:
+                    part.source = part.source.detach().clone()
+            module, stream = self._stream_of(device)
+            with _on_device(module, device):
+                ready, done = module.Event(), module.Event()
+                ready.record(module.current_stream())
+                with module.stream(stream):
+                    stream.wait_event(ready)
+                    for part in mine:
+                        assert part.view is not None
+                        part.view.copy_(part.source, non_blocking=True)
+                    done.record(stream)
+            copied.append((module, done))
+        return copied
+
+    def _stream_of(self, device: torch.device) -> tuple[Any, Any]:
+        module = torch.get_device_module(device)
+        if device not in self._streams:
+            with _on_device(module, device):
+                self._streams[device] = module.Stream()
+        return module, self._streams[device]
+
+    def _ready_events(self, parts: Sequence[_Part]) -> dict[torch.device, Any]:
+        """An event for each device, behind everything that training has asked of it so far."""
+        events = {}
+        for device in {part.source.device for part in parts if not _is_on_host(part)}:
+            module, _ = self._stream_of(device)
+            with _on_device(module, device):
+                events[device] = module.Event()
+                events[device].record(module.current_stream())
+        return events
+
+    def _stream_out(self, ring: Ring, parts: Sequence[_Part], ready: dict[torch.device, Any]) -> None:
+        """Put every part through the ring, in file order."""
+        for part in parts:
+            device = part.source.device
+            if _is_on_host(part):
+                ring.write(part.source)
+                continue
+            module, stream = self._stream_of(device)
+            with _on_device(module, device), module.stream(stream):
+                stream.wait_event(ready[device])
+                ring.write(part.source.cpu())
+
+
+def _is_on_host(part: _Part) -> bool:
+    return part.source.device.type == "cpu"
+
+
+def _on_device(module: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """`device` as the current one of this thread, if the module has several."""
+    current = getattr(module, "device", None)
+    return current(device) if current is not None else nullcontext()
+
+
+def _copy(parts: Sequence[_Part]) -> None:
+    """In one call, which holds the interpreter's lock at its beginning and its end only."""
+    if parts:
+        views = [part.view for part in parts if part.view is not None]
+        torch._foreach_copy_(views, [part.source for part in parts])
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _use_one_core() -> None:
+    """This thread's copies run on one core, so that they do not push training off the others."""
+    torch.get_num_threads()  # sets this thread up; it would undo the limit later
+    threadpool_limits(limits=1, user_api="openmp")  # of the calling thread only

@@ -1,0 +1,96 @@
+"""The arena's first page: what a rank and its agent tell each other through memory, without a message.
+
+    byte 0     16 hex digits of the attempt that is sealed here; zeros while it is being written
+    byte 64    u64, bytes of the arena that have memory behind them (written by the agent)
+    byte 128   u64, blocks of a stream that the rank has filled
+    byte 192   u64, blocks of a stream that the agent has done with
+    byte 256   u64, 1 when the rank gives the stream up
+    byte 4096  the shard file, or the ring of a stream
+
+Each counter has one writer and a cache line of its own. A counter is written after the bytes that it
+counts: the order in which x86 stores become visible, and on other machines the interpreter's own locking
+between two Python operations orders them.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from ray_ckpt.types import ARENA_PAGE_BYTES
+
+if TYPE_CHECKING:
+    from mmap import mmap
+
+RING_BLOCK_BYTES = 8 << 20  # what a disk takes at full speed in one write
+RING_BLOCKS = 16  # 128 MiB a rank: the writes in flight, the block being filled, and room between them
+RING_BYTES = RING_BLOCK_BYTES * RING_BLOCKS
+
+_SEAL_BYTES = 16
+_POPULATED, _FILLED, _DONE, _GIVEN_UP = 64, 128, 192, 256
+_COUNTER = struct.Struct("<Q")
+
+
+class ArenaPage:
+    """The state page of a mapped arena. Both ends make one over their own mapping."""
+
+    def __init__(self, memory: mmap) -> None:
+        self._memory = memory
+
+    @property
+    def sealed(self) -> str:
+        """The attempt whose capture is complete here, or an empty string."""
+        return self._memory[:_SEAL_BYTES].strip(b"\0").decode()
+
+    def seal(self, attempt: str) -> None:
+        self._memory[:_SEAL_BYTES] = attempt.encode()
+
+    def unseal(self) -> None:
+        """Before the first byte changes: what was here is nobody's from now on; a stream starts over."""
+        self._memory[:_SEAL_BYTES] = bytes(_SEAL_BYTES)
+        for place in (_FILLED, _DONE, _GIVEN_UP):
+            self._set(place, 0)
+
+    @property
+    def populated_bytes(self) -> int:
+        return self._get(_POPULATED)
+
+    @populated_bytes.setter
+    def populated_bytes(self, value: int) -> None:
+        self._set(_POPULATED, value)
+
+    @property
+    def filled_blocks(self) -> int:
+        return self._get(_FILLED)
+
+    @filled_blocks.setter
+    def filled_blocks(self, value: int) -> None:
+        self._set(_FILLED, value)
+
+    @property
+    def done_blocks(self) -> int:
+        return self._get(_DONE)
+
+    @done_blocks.setter
+    def done_blocks(self, value: int) -> None:
+        self._set(_DONE, value)
+
+    @property
+    def is_given_up(self) -> bool:
+        return self._get(_GIVEN_UP) == 1
+
+    def give_up(self) -> None:
+        self._set(_GIVEN_UP, 1)
+
+    def _get(self, place: int) -> int:
+        value: int = _COUNTER.unpack_from(self._memory, place)[0]
+        return value
+
+    def _set(self, place: int, value: int) -> None:
+        _COUNTER.pack_into(self._memory, place, value)
+
+
+def ring_block(index: int) -> slice:
+    """Where block `index` of a stream lies in the arena."""
+    start = ARENA_PAGE_BYTES + index % RING_BLOCKS * RING_BLOCK_BYTES
+    return slice(start, start + RING_BLOCK_BYTES)

@@ -1,0 +1,320 @@
+"""A rank's saves: the memory they go into, the copy, and the handing over to the node's agent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+
+import torch
+
+from ray_ckpt.capture.arena import Arena, Ring
+from ray_ckpt.capture.guard import background_slices, guarded_storages
+from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
+from ray_ckpt.capture.walk import LiveSlice, Walked, bytes_digest
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format.shard import ShardLayout, build_layout
+from ray_ckpt.link import ArenaGrant, Link, SealedShard
+from ray_ckpt.types import AttemptId
+
+log = logging.getLogger("ray_ckpt")
+
+SETUP_WAIT_S = (
+    120.0  # for the agent's answer to the first request for memory; pages come later, by themselves
+)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Memory for one save at a time."""
+
+    target: Arena | Ring
+    index: int
+    released: Future[None] | None = None  # done when the agent has done with what is in it
+    layout: ShardLayout | None = None  # the one that the agent has been told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveParts:
+    """What a save is made of, apart from tensors. `metrics` is called beside the copy, off the training."""
+
+    attempt: AttemptId
+    state: bytes
+    metrics: Callable[[], Mapping[str, float] | None]
+    compare_content: bool  # whether the ranks compare the bytes of what they share
+
+
+class Saver:
+    """Owns the rank's end of the arena. Copies run one at a time; a buffer is used again once released."""
+
+    def __init__(self, link: Link, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._link = link
+        self._optimizers = tuple(optimizers)
+        options = link.options
+        self._snapshotter = Snapshotter(overlap=options.overlap, verify=options.verify_captures)
+        self._buffers: deque[_Buffer] = deque()  # the one that was used longest ago first
+        self._grant: ArenaGrant | None = None
+        self._setup: Future[None] | None = None
+        self._layout: ShardLayout | None = None
+        self._layout_key: Mapping[str, object] = {}
+        self._snapshot: Snapshot | None = None
+        self.setup_s: float | None = (
+            None  # that it took to have the arena's memory in place, in the background
+        )
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def prepare(self, layout: ShardLayout) -> None:
+        """Have memory for a shard of that layout made ready while training goes on. Does not wait."""
+        setup: Future[None] = Future()
+        self._setup = setup
+        self._layout = layout
+        self._layout_key = {placed.slice.key: placed.slice for placed in layout.slices}
+
+        def work() -> None:
+            start_s = time.monotonic()
+            try:
+                self._open(layout.size_bytes)
+                buffers = list(self._buffers)
+                for buffer in buffers:
+                    if isinstance(buffer.target, Arena):
+                        buffer.target.lay_out(layout)
+            except Exception as error:  # the first save asks again, and tells of it
+                setup.set_exception(error)
+                return
+            setup.set_result(None)
+            try:
+                self._populate(buffers)
+            except Exception as error:  # the first save is slower, that is all
+                log.warning("the arena could not be made ready: %s", error)
+            self.setup_s = time.monotonic() - start_s
+
+        threading.Thread(target=work, name="ray_ckpt-setup", daemon=True).start()
+
+    def _open(self, size_bytes: int) -> None:
+        grant = self._link.open_arena(size_bytes)
+        try:
+            targets = [_map(grant, path) for path in grant.paths]
+        except OSError as error:  # another user or PID namespace: /proc does not lead there
+            log.info("the agent's memory is reached by a file in /dev/shm: %s", error)
+            grant = self._link.open_arena(size_bytes, named=True)
+            targets = [_map(grant, path) for path in grant.paths]
+        self._grant = grant
+        self._buffers = deque(_Buffer(target, index) for index, target in enumerate(targets))
+
+    def _populate(self, buffers: Iterable[_Buffer]) -> None:
+        for buffer in buffers:
+            buffer.target.mapping.populate()
+            if torch.cuda.is_initialized() and isinstance(buffer.target, Arena):
+                buffer.target.mapping.pin(torch.device("cuda", torch.cuda.current_device()))
+
+    def _fit(self, size_bytes: int) -> None:
+        """Have an arena that a shard of `size_bytes` fits into. InsufficientSpace if there cannot be one."""
+        if self._setup is not None:
+            setup, self._setup = self._setup, None
+            try:
+                setup.result(SETUP_WAIT_S)
+            except Exception as error:
+                log.info("the arena is asked for again: %s", error)
+        if self._grant is None or size_bytes > self._grant.size_bytes:
+            self._open(size_bytes)
+
+    def wait_free(self, timeout_s: float) -> bool:
+        """Whether a buffer may be captured into, after at most `timeout_s`."""
+        if not self._buffers or self._buffers[0].released is None:
+            return True
+        try:
+            self._buffers[0].released.result(timeout_s)
+        except FutureTimeout:
+            return False
+        except Exception as error:  # the agent died, and the save with it
+            log.warning("the last save was lost: %s", error)
+            self.lose_agent()
+            return True
+        self._buffers[0].released = None
+        return True
+
+    def wait_released(self, timeout_s: float) -> bool:
+        """Whether everything captured is out of this process's hands, after at most `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        for buffer in list(self._buffers):
+            if buffer.released is not None:
+                try:
+                    buffer.released.result(max(0.0, deadline_s - time.monotonic()))
+                except FutureTimeout:
+                    return False
+                except Exception as error:
+                    log.debug("the last save was lost: %s", error)
+        return True
+
+    def lose_agent(self) -> None:
+        """The agent does not answer: its memory is gone; ask for a new one, and save again next time."""
+        self._grant = None
+        self._buffers.clear()
+        self._link.recover()
+
+    # -- a save ----------------------------------------------------------------------------------------
+
+    def save(self, walked: Walked, parts: SaveParts) -> None:
+        """Start the capture of this rank's slices; a buffer must be free.
+
+        Returns when everything that may change before the next optimizer step has been copied. What fails
+        later costs this attempt, and the agent is told. Raises CheckpointError or OSError before that.
+        """
+        self.settle()
+        rank = self._link.identity.rank
+        layout = self._layout_of(walked.owned(rank))
+        self._fit(layout.size_bytes)
+        buffer = self._buffers[0]
+        is_new, buffer.layout = buffer.layout is not layout, layout
+        background = background_slices(walked.slices, guarded_storages(self._optimizers))
+        agreed = _Agreed(walked, self._link.identity.world_size, content=parts.compare_content)
+        agreed.add(lambda key: key not in background)
+        if isinstance(buffer.target, Arena) and buffer.target.layout is not layout:
+            buffer.target.lay_out(layout)
+        released: Future[None] = Future()
+
+        def hand_over() -> None:
+            shard = SealedShard(
+                attempt=parts.attempt,
+                rank=rank,
+                state=parts.state,
+                replicated=agreed.digest(),
+                metrics=parts.metrics(),
+                buffer=buffer.index,
+                layout=layout if is_new else None,
+            )
+            try:
+                self._link.seal(shard).add_done_callback(lambda done: _pass_on(done, released))
+            except Exception as error:  # there is no agent any more
+                released.set_exception(error)
+
+        def fail(error: Exception) -> None:
+            log.warning("step %d is not saved: %s", parts.attempt.step, error)
+            buffer.layout = None  # whatever is there now
+            with contextlib.suppress(Exception):
+                self._link.skip(parts.attempt, str(error))
+            if not released.done():
+                released.set_result(None)
+
+        buffer.released = released
+        self._buffers.rotate(-1)
+        target = buffer.target
+        if isinstance(target, Ring):
+            agreed.complete()
+            target.begin(released.done)
+            hand_over()
+            self._save_to_ring(target, layout, walked, background, parts.attempt.attempt, fail)
+            return
+        target.begin()
+
+        def finish() -> None:
+            target.seal(parts.attempt.attempt)
+            hand_over()
+
+        slices = _in_order(layout, walked)
+        self._snapshot = self._snapshotter.start(
+            target, slices, background=background, during=agreed.complete, finish=finish, fail=fail
+        )
+
+    def _save_to_ring(
+        self,
+        ring: Ring,
+        layout: ShardLayout,
+        walked: Walked,
+        background: Set[str],
+        attempt: str,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """The agent reads while this rank writes, so it has been told before anything is there."""
+        try:
+            ring.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
+        except CheckpointError as error:
+            ring.give_up()
+            fail(error)
+            return
+
+        def give_up(error: Exception) -> None:
+            ring.give_up()
+            fail(error)
+
+        self._snapshot = self._snapshotter.start(
+            ring,
+            _in_order(layout, walked),
+            background=background,
+            during=_nothing,
+            finish=lambda: ring.end(attempt),
+            fail=give_up,
+        )
+
+    def settle(self) -> None:
+        """Return when live state may be changed."""
+        if self._snapshot is not None:
+            self._snapshot.before_change()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which optimizer steps were held up by the last capture."""
+        return self._snapshot.waited_s if self._snapshot is not None else 0.0
+
+    def close(self) -> None:
+        self._snapshotter.close()
+
+    def _layout_of(self, owned: Sequence[LiveSlice]) -> ShardLayout:
+        """The layout of these slices; the one before, unless shapes or placements have changed."""
+        key = {live.slice.key: live.slice for live in owned}
+        if self._layout is None or key != self._layout_key:
+            self._layout, self._layout_key = build_layout(key.values()), key
+        return self._layout
+
+
+class _Agreed:
+    """The digest that all ranks must agree on, with the bytes of what they share if `content`.
+
+    Bytes that change in optimizer steps only are read beside the copy, the others at once.
+    """
+
+    def __init__(self, walked: Walked, world_size: int, *, content: bool) -> None:
+        self._walked = walked
+        self._world_size = world_size
+        self._left = {live.slice.key: live for live in walked.shared(world_size)} if content else {}
+        self._contents: dict[str, str] = {}
+
+    def add(self, is_wanted: Callable[[str], bool]) -> None:
+        for key in [key for key in self._left if is_wanted(key)]:
+            self._contents[key] = bytes_digest(self._left.pop(key).tensor)
+
+    def complete(self) -> None:
+        self.add(lambda key: True)
+
+    def digest(self) -> str:
+        return self._walked.shared_digest(self._world_size, self._contents)
+
+
+def _map(grant: ArenaGrant, path: str) -> Arena | Ring:
+    return Ring(path) if grant.mode == "stream" else Arena(path)
+
+
+def _in_order(layout: ShardLayout, walked: Walked) -> list[LiveSlice]:
+    by_key = {live.slice.key: live for live in walked.slices}
+    return [by_key[placed.slice.key] for placed in layout.slices]
+
+
+def _pass_on(done: Future[None], released: Future[None]) -> None:
+    error = done.exception()
+    if released.done():
+        return
+    if error is None:
+        released.set_result(None)
+    else:
+        released.set_exception(error)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,445 @@
+"""Large files past the page cache: written and read with O_DIRECT, several blocks in flight.
+
+A checkpoint is written once and hardly ever read on the same node, so it has no business in the page cache,
+where it would push out the trainer's data and wait for pages to be cleared. Writing keeps `DEPTH` blocks of
+`BLOCK_BYTES` at the device while the calling thread hashes, so a file's digest costs no time of its own.
+
+Page-aligned memory can go to the device as it is; everything else passes through a small pool of aligned
+buffers in huge pages. A virtual disk may take 4 KiB pages that are scattered over the machine's memory at
+half its speed, and whether they are cannot be seen: so a write tries both ways at its beginning.
+
+Where the file system refuses O_DIRECT, and for the end of a file that is no whole page, the same calls go
+through the page cache, and what they leave there is given up afterwards. Files are published as those of
+`files.py`: whoever calls renames the temporary. An error is never retried on the same inode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from typing_extensions import Buffer
+
+from ray_ckpt.errors import CorruptionError
+from ray_ckpt.format.digest import Digester, digest
+from ray_ckpt.storage import files
+
+PAGE_BYTES = 4096  # alignment that every block device accepts for memory, offsets and lengths
+BLOCK_BYTES = 8 << 20  # of one request: measured, smaller ones are slower and larger ones no faster
+DEPTH = (
+    4  # requests at the device per file: measured, the device is busy from 2 on; 4 rides out a late thread
+)
+IN_FLIGHT = DEPTH  # chunks that a write may still be using after it asked for the next one
+MIN_DIRECT_BYTES = 1 << 20  # of a piece of a chunk: smaller ones are gathered into blocks, which costs a copy
+TRIAL_BLOCKS = 8  # of a file's aligned memory are copied, and as many more are not, to see which is faster
+COPY_GAIN = 1.2  # times as fast: then all is copied
+MAX_IDLE_BUFFERS = 10  # kept for the next file, 80 MiB: two files at a time; fresh memory is slow to touch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a write has put on the disk."""
+
+    digest: str
+    size_bytes: int
+    spans: tuple[str, ...] = ()  # the digest of each span that was asked for, in order
+
+
+def write_direct(
+    directory: Path,
+    chunks: Iterable[Buffer],
+    *,
+    size_bytes: int | None = None,
+    spans: Sequence[tuple[int, int]] = (),
+) -> tuple[Path, Written]:
+    """Write `chunks` to a new fsynced temporary file in `directory`, and hash them on the way.
+
+    `size_bytes`, if known, is taken from the file system first: a full disk shows before the work is done.
+    `spans` are (offset, nbytes) in ascending order, disjoint. A chunk must stay unchanged until IN_FLIGHT
+    more have been asked for, or the call returns.
+
+    Raises CorruptionError if `chunks` are not `size_bytes` together, ValueError if a span is out of order or
+    out of the file, OSError if the disk fails. Any exception leaves nothing behind.
+    """
+    path = files.temporary_name(directory)
+    file = _File(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+    try:
+        try:
+            hashes = _Hashes(spans)
+            if size_bytes:
+                reserve(file.fd, size_bytes)
+            with ThreadPoolExecutor(DEPTH, thread_name_prefix="ray_ckpt-write") as pool:
+                writer = _Writer(file, pool, hashes)
+                for chunk in chunks:
+                    writer.add(memoryview(chunk).cast("B"))
+                    if size_bytes is not None and writer.size_bytes > size_bytes:
+                        break
+                written = writer.end()
+            if size_bytes not in (None, written.size_bytes):
+                raise CorruptionError(f"{written.size_bytes} bytes came for a file of {size_bytes}.")
+            os.fsync(file.fd)
+        finally:
+            file.close()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+    return path, written
+
+
+def read_blocks_direct(path: Path, offset: int = 0, nbytes: int | None = None) -> Iterator[memoryview]:
+    """The bytes of `path` from `offset`, read from the medium, in blocks of at most BLOCK_BYTES.
+
+    Each view is valid until the next one is asked for. DEPTH blocks are read ahead. EOFError if the file is
+    too short. Where O_DIRECT is refused the cache is asked to forget the range before and after.
+    """
+    file = _File(path, os.O_RDONLY)
+    try:
+        end = os.fstat(file.fd).st_size if nbytes is None else offset + nbytes
+        if end - offset <= BLOCK_BYTES - offset % PAGE_BYTES:  # one block needs no thread
+            if end > offset:
+                with _BUFFERS.lend() as buffer:
+                    file.read(_Range(offset, end), buffer)
+                    yield _part(buffer, offset, end)
+        else:
+            yield from _read_ahead(file, offset, end)
+    finally:
+        file.close()
+
+
+class _Range(NamedTuple):
+    """Bytes of a file: the first and the one after the last."""
+
+    start: int
+    end: int
+
+
+def _read_ahead(file: _File, offset: int, end: int) -> Iterator[memoryview]:
+    """The blocks of a range in order, while the next DEPTH are being read."""
+    starts = range(offset - offset % PAGE_BYTES, end, BLOCK_BYTES)
+    ranges = (_Range(max(start, offset), min(start + BLOCK_BYTES, end)) for start in starts)
+    num_buffers = min(DEPTH + 1, len(starts))  # one is the caller's
+    with contextlib.ExitStack() as held:  # given back when the pool has ended: nobody reads into them then
+        buffers = deque(held.enter_context(_BUFFERS.lend()) for _ in range(num_buffers))
+        with ThreadPoolExecutor(DEPTH, thread_name_prefix="ray_ckpt-read") as pool:
+            reads: deque[tuple[Future[None], _Range, mmap.mmap]] = deque()
+
+            def ask() -> None:
+                wanted = next(ranges, None)
+                if wanted is not None:
+                    buffer = buffers.popleft()
+                    reads.append((pool.submit(file.read, wanted, buffer), wanted, buffer))
+
+            try:
+                for _ in range(num_buffers):
+                    ask()
+                while reads:
+                    read, wanted, buffer = reads.popleft()
+                    read.result()
+                    yield _part(buffer, *wanted)
+                    buffers.append(buffer)
+                    ask()
+            finally:
+                for read, _, _ in reads:
+                    read.cancel()
+
+
+def _part(buffer: mmap.mmap, start: int, end: int) -> memoryview:
+    """The bytes of a range in the buffer that it was read into, which begins at a page of the file."""
+    shift = start % PAGE_BYTES
+    return memoryview(buffer)[shift : shift + end - start]
+
+
+class _Writer:
+    """Cuts chunks into blocks of the file, hashes them, and keeps some at the device."""
+
+    def __init__(self, file: _File, pool: ThreadPoolExecutor, hashes: _Hashes) -> None:
+        self._file = file
+        self._pool = pool
+        self._hashes = hashes
+        self._offset = 0  # of the next block, always at a page
+        self._bounce: mmap.mmap | None = None  # a block that is being gathered
+        self._filled = 0  # bytes of it
+        self._num_chunks = 0
+        self._num_writes = 0
+        self._ends: list[float] = []  # when each write of the trial was done
+        self._writes: deque[_Write] = deque()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._offset + self._filled
+
+    def add(self, chunk: memoryview) -> None:
+        self._num_chunks += 1
+        while chunk.nbytes:
+            nbytes = self._aligned_bytes(chunk)
+            if nbytes and not self._copies():
+                self._flush()
+                self._submit(chunk[:nbytes], None)
+            else:
+                nbytes = self._gather(chunk)
+            self._hashes.update(chunk[:nbytes])
+            chunk = chunk[nbytes:]
+        while self._writes and self._writes[0].chunk <= self._num_chunks + 1 - IN_FLIGHT:
+            self._finish_one()
+
+    def end(self) -> Written:
+        """Write what is left, wait for all of it, and say what it was."""
+        size = self.size_bytes
+        rest = self._filled % PAGE_BYTES
+        tail = b""
+        if self._bounce is not None and rest:
+            tail = self._bounce[self._filled - rest : self._filled]
+            self._filled -= rest
+        self._flush()
+        while self._writes:
+            self._finish_one()
+        if tail:
+            self._file.write_tail(tail, size - rest)
+        return self._hashes.end(size)
+
+    def _copies(self) -> bool:
+        """Whether the next block is copied although it need not be: at first, and if that proves faster."""
+        if self._num_writes < TRIAL_BLOCKS:
+            return True
+        if len(self._ends) < 2 * TRIAL_BLOCKS:
+            return False
+        quarter = TRIAL_BLOCKS // 2  # blocks: those at the device when the way changes are not counted
+        at = [self._ends[n * quarter - 1] for n in (1, 2, 3, 4)]
+        return at[3] - at[2] > COPY_GAIN * (at[1] - at[0])
+
+    def _aligned_bytes(self, chunk: memoryview) -> int:
+        """How much of the beginning of `chunk` can go to the device as it lies in memory."""
+        if chunk.nbytes < MIN_DIRECT_BYTES or self._filled % PAGE_BYTES or _address(chunk) % PAGE_BYTES:
+            return 0
+        return min(chunk.nbytes - chunk.nbytes % PAGE_BYTES, BLOCK_BYTES)
+
+    def _gather(self, chunk: memoryview) -> int:
+        if self._bounce is None:
+            self._bounce = _BUFFERS.take()
+        nbytes = min(chunk.nbytes, BLOCK_BYTES - self._filled)
+        block = np.frombuffer(self._bounce, np.uint8)
+        np.copyto(block[self._filled : self._filled + nbytes], np.frombuffer(chunk[:nbytes], np.uint8))
+        self._filled += nbytes
+        if self._filled == BLOCK_BYTES:
+            pass
+        return nbytes
+
+    def _flush(self) -> None:
+        """Hand over the block that is being gathered."""
+        if self._bounce is not None:
+            bounce, self._bounce = self._bounce, None
+            block = memoryview(bounce)[: self._filled]
+            self._filled = 0
+            self._submit(block, bounce)
+
+    def _submit(self, block: memoryview, bounce: mmap.mmap | None) -> None:
+        while len(self._writes) >= DEPTH:
+            self._finish_one()
+        done = self._pool.submit(self._file.write, block, self._offset)
+        self._writes.append(_Write(done, self._num_chunks, bounce))
+        self._num_writes += 1
+        self._offset += block.nbytes
+
+    def _finish_one(self) -> None:
+        write = self._writes.popleft()
+        end = write.done.result()
+        if len(self._ends) < 2 * TRIAL_BLOCKS:
+            self._ends.append(end)
+        if write.bounce is not None:
+            _BUFFERS.give(write.bounce)
+
+
+class _Write(NamedTuple):
+    """A block at the device, the number of the chunk that it is of, and the buffer that it was copied to."""
+
+    done: Future[float]
+    chunk: int
+    bounce: mmap.mmap | None
+
+
+class _Hashes:
+    """The digests of a file and of spans of it, from its bytes in order."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        end = 0
+        for offset, nbytes in spans:
+            if offset < end or nbytes < 0:
+                raise ValueError(f"The span at {offset} of {nbytes} bytes begins before byte {end}.")
+            end = offset + nbytes
+        self._spans = spans
+        self._file = Digester()
+        self._at = 0  # bytes seen
+        self._found: list[str] = []
+        self._open: Digester | None = None  # of the span that has begun in an earlier block
+
+    def update(self, block: memoryview) -> None:
+        self._file.update(block)
+        start, end = self._at, self._at + block.nbytes
+        while len(self._found) < len(self._spans):
+            offset, nbytes = self._spans[len(self._found)]
+            if offset >= end:
+                break
+            part = block[max(offset, start) - start : offset + nbytes - start]
+            if self._open is None and offset + nbytes <= end:
+                self._found.append(digest(part))
+                continue
+            self._open = self._open or Digester()
+            self._open.update(part)
+            if offset + nbytes > end:
+                break
+            self._found.append(self._open.hexdigest())
+            self._open = None
+        self._at = end
+
+    def end(self, size_bytes: int) -> Written:
+        """All digests; empty spans may lie at the very end."""
+        rest = self._spans[len(self._found) :]
+        if self._open is not None or any(span != (size_bytes, 0) for span in rest):
+            raise ValueError(f"A span lies beyond the end of the file, which has {size_bytes} bytes.")
+        spans = (*self._found, *(digest(b"") for _ in rest))
+        return Written(digest=self._file.hexdigest(), size_bytes=size_bytes, spans=spans)
+
+
+class _File:
+    """A file that is open past the page cache, or through it where the file system has no other way.
+
+    `read` and `write` may run in several threads at once.
+    """
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self._path = path
+        self._is_direct = True
+        try:
+            self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, files.FILE_MODE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # A refused O_DIRECT may have made the file all the same: it is ours, and empty.
+            self.fd = os.open(path, (flags | os.O_CLOEXEC) & ~os.O_EXCL, files.FILE_MODE)
+            self._use_cache()
+
+    def close(self) -> None:
+        try:
+            if not self._is_direct:
+                self._forget_cached()
+        finally:
+            os.close(self.fd)
+
+    def write(self, block: memoryview, offset: int) -> float:
+        """All of `block`; its address, size and offset are multiples of PAGE_BYTES. Returns the time."""
+        while block.nbytes:
+            count = self._try(os.pwrite, block, offset)
+            if not self._is_direct:
+                os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)  # begins to write it back
+            block, offset = block[count:], offset + count
+        return time.monotonic()
+
+    def write_tail(self, data: bytes, offset: int) -> None:
+        """The end of the file that is no full page, through the page cache. After everything else."""
+        self._use_cache()
+        while data:
+            count = os.pwrite(self.fd, data, offset)
+            data, offset = data[count:], offset + count
+
+    def read(self, wanted: _Range, buffer: mmap.mmap) -> None:
+        """The range and what its pages have around it into `buffer`; EOFError if it is not there."""
+        start = wanted.start - wanted.start % PAGE_BYTES
+        size = wanted.end + -wanted.end % PAGE_BYTES - start
+        view, got = memoryview(buffer), 0
+        while start + got < wanted.end:
+            count = self._try(os.preadv, [view[got:size]], start + got)
+            if not count:
+                raise EOFError(f"{self._path} ends at byte {max(start + got, wanted.start)}")
+            got += count
+
+    def _forget_cached(self) -> None:
+        """Drop what the cache holds of the file and is on the medium already."""
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _try(self, call: Callable[[int, Any, int], int], data: Any, offset: int) -> int:
+        """`call` it; EINVAL is how a file system refuses O_DIRECT at the first use, or an odd rest of it."""
+        was_direct = self._is_direct
+        try:
+            return call(self.fd, data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not was_direct:
+                raise
+        self._use_cache()
+        return call(self.fd, data, offset)
+
+    def _use_cache(self) -> None:
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._is_direct = False  # said when it is true: another thread may look
+        self._forget_cached()
+
+
+def reserve(fd: int, size_bytes: int) -> None:
+    """Have the file system set `size_bytes` aside; OSError if it has not got them.
+
+    Not `os.posix_fallocate`, which writes to each block of a file system that cannot do this.
+    """
+    while _LIBC.fallocate(fd, 0, 0, size_bytes):
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+class _Buffers:
+    """Page-aligned buffers of BLOCK_BYTES that are used again, because fresh memory is slow to touch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[mmap.mmap] = []
+
+    def take(self) -> mmap.mmap:
+        with self._lock:
+            while self._idle:
+                buffer = self._idle.pop()
+                if len(buffer) == BLOCK_BYTES:
+                    return buffer
+        buffer = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        return buffer
+
+    def give(self, buffer: mmap.mmap) -> None:
+        """Back into the pool; nobody may be using it any more. A full pool lets go of it."""
+        with self._lock:
+            if len(self._idle) < MAX_IDLE_BUFFERS:
+                self._idle.append(buffer)
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[mmap.mmap]:
+        buffer = self.take()
+        try:
+            yield buffer
+        finally:
+            self.give(buffer)
+
+
+_BUFFERS = _Buffers()

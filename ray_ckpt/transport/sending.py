@@ -1,0 +1,140 @@
+"""Sending several files to a peer at a time: paced, and again after an interruption."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from typing_extensions import Buffer
+
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.transport import wire
+from ray_ckpt.transport.client import SLOWEST_BYTES_PER_S, PeerClient
+from ray_ckpt.transport.credentials import Credentials
+
+log = logging.getLogger("ray_ckpt.transport")
+
+MAX_STREAMS = 4  # connections to one peer: together as fast as its disk
+CORES_PER_STREAM = 4  # two threads encrypt and decrypt at each end; the rest of the cores are the training's
+STREAMS = max(1, min(MAX_STREAMS, (os.cpu_count() or 1) // CORES_PER_STREAM))
+BURST_S = 0.1  # what a limiter lets through at once, in seconds of its rate: a chunk or so of each stream
+MAX_TRIES = 4  # of one file: a peer that restarts is back in seconds, a longer loss is the coordinator's
+MAX_SHARING = 16  # streams that may share a limiter: 4 peers at a time, MAX_STREAMS to each
+RETRY_S = 0.5  # before the second try, doubled for each further one, with up to as much again by chance
+
+
+class Limiter:
+    """A bandwidth that all streams of an agent share; None: no limit. Safe to use from many threads.
+
+    Each caller takes the next free span of time on the wire and sleeps until it begins (GCRA, ITU-T I.371).
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        if bytes_per_s is not None and bytes_per_s <= 0:
+            raise ValueError(f"a limit of {bytes_per_s} bytes a second lets nothing through")
+        self.bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0  # when what was let through so far has left at the allowed rate
+
+    def wait(self, nbytes: int) -> None:
+        """Return when `nbytes` may leave."""
+        if self.bytes_per_s is None:
+            return
+        with self._lock:
+            now_s = self._clock()
+            start_s = max(self._free_at_s, now_s - BURST_S)
+            self._free_at_s = start_s + nbytes / self.bytes_per_s
+        if start_s > now_s:
+            self._sleep(start_s - now_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgoing:
+    """A file to send. `chunks` makes a new iterator over its bytes for each try; a chunk may change once the
+    next is asked for."""
+
+    request: wire.PutRequest
+    chunks: Callable[[], Iterable[Buffer]]
+
+
+class _Stopped(Exception):
+    """Another file has failed, so this one is not wanted any more."""
+
+
+def send_files(
+    endpoint: str,
+    credentials: Credentials,
+    files: Sequence[Outgoing],
+    *,
+    streams: int = STREAMS,
+    limiter: Limiter | None = None,
+    sleep: Callable[[float], object] = time.sleep,
+) -> None:
+    """Send `files` over up to `streams` connections at a time; returns when the peer has all of them durably.
+
+    An interrupted file is sent again, MAX_TRIES times in all, over a new connection. Unavailable if the peer
+    refuses or cannot be reached; what the source of a file raises comes through and is not tried again. Once
+    one file has failed, the others stop. Files already stored stay; a fragment is to be sent after its files.
+    """
+    sender = _Sender(endpoint, credentials, limiter or Limiter(), sleep)
+    largest_first = sorted(files, key=lambda file: file.request.size_bytes, reverse=True)
+    with ThreadPoolExecutor(max(1, streams), thread_name_prefix="ray_ckpt-send") as pool:
+        sent = [pool.submit(sender.send, file) for file in largest_first]
+    failures = [error for task in sent if (error := task.exception()) is not None]
+    for failure in sorted(failures, key=lambda error: isinstance(error, _Stopped)):
+        raise failure
+
+
+class _Sender:
+    """One `send_files`."""
+
+    def __init__(
+        self, endpoint: str, credentials: Credentials, limiter: Limiter, sleep: Callable[[float], object]
+    ) -> None:
+        self._endpoint = endpoint
+        self._credentials = credentials
+        self._limiter = limiter
+        self._sleep = sleep
+        self._stop = threading.Event()
+        rate = limiter.bytes_per_s
+        self._slowest = SLOWEST_BYTES_PER_S if rate is None else min(SLOWEST_BYTES_PER_S, rate / MAX_SHARING)
+
+    def send(self, file: Outgoing) -> None:
+        """Send one file, however many tries it takes."""
+        try:
+            for tried in range(1, MAX_TRIES + 1):
+                try:
+                    return self._try(file)
+                except Unavailable as error:
+                    if error.fields.get("refused", True) or tried == MAX_TRIES:
+                        raise  # without the field it is the source's own error
+                    log.info("copy %d of %d failed: %s", tried, MAX_TRIES, error)
+                self._sleep(RETRY_S * 2 ** (tried - 1) * (1 + random.random()))
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def _try(self, file: Outgoing) -> None:
+        with PeerClient(self._endpoint, credentials=self._credentials) as peer:
+            peer.put(file.request, self._paced(file.chunks()), slowest_bytes_per_s=self._slowest)
+
+    def _paced(self, blocks: Iterable[Buffer]) -> Iterator[memoryview]:
+        for chunk in wire.split(blocks):
+            if self._stop.is_set():
+                raise _Stopped
+            self._limiter.wait(chunk.nbytes)
+            yield chunk

@@ -1,0 +1,195 @@
+"""Memory for captures on the agent's side: how much, of what kind, and what if there is too little."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import ray_ckpt.actors.arena_memory as memory_module
+from ray_ckpt.actors.arena_memory import (
+    ArenaMemory,
+    available_memory_bytes,
+    choose_mode,
+    make_arena,
+    sweep_named_files,
+)
+from ray_ckpt.capture.arena import Ring
+from ray_ckpt.errors import InsufficientSpace, Unavailable
+from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BLOCKS
+from ray_ckpt.format.shard import ShardLayout
+
+GIB = 1 << 30
+ATTEMPT = "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("all_bytes", "free_bytes", "expected"),
+    [(1, 8, "double"), (1.01, 8, "single"), (5.5, 8, "single"), (5.7, 8, "stream"), (100, 8, "stream")],
+)
+def test_auto_takes_what_leaves_memory_to_the_training(
+    all_bytes: float, free_bytes: float, expected: str
+) -> None:
+    assert choose_mode("auto", all_bytes=int(all_bytes * GIB), free_bytes=int(free_bytes * GIB)) == expected
+
+
+def test_what_is_asked_for_by_name_is_checked() -> None:
+    assert choose_mode("single", all_bytes=7 * GIB, free_bytes=8 * GIB) == "single"
+    assert choose_mode("stream", all_bytes=700 * GIB, free_bytes=8 * GIB) == "stream"
+    for mode, size in (("single", 8 * GIB), ("double", 4 * GIB)):
+        with pytest.raises(InsufficientSpace, match=f"memory='{mode}' needs 8,589,934,592 bytes"):
+            choose_mode(mode, all_bytes=size, free_bytes=8 * GIB)
+
+
+def test_a_cgroup_limits_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = available_memory_bytes()
+    assert 0 < everything <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 200000\n")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "memory.max").write_text("max\n")
+    monkeypatch.setattr(
+        memory_module,
+        "_cgroups",
+        lambda: iter((folder, "memory.max", "memory.current") for folder in (inner, tmp_path)),
+    )
+    assert available_memory_bytes() == 500_000
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_memory_is_put_behind_every_page(named: bool) -> None:
+    arena = make_arena(0, 5 << 20, mode="double", all_bytes=1, free_bytes=GIB, named=named)
+    assert arena.mode == "double" and len(arena.buffers) == 2
+    for buffer in arena.buffers:
+        buffer.populate()
+        assert buffer.page.populated_bytes == len(buffer.memory)
+        assert Path(buffer.path).stat().st_blocks * 512 >= len(buffer.memory)
+    paths = [buffer.path for buffer in arena.buffers]
+    arena.close()
+    assert not any(Path(path).exists() for path in paths)
+
+
+def test_a_rank_cannot_be_cut_off_from_its_memory() -> None:
+    buffer = ArenaMemory(0, 1 << 20)
+    with pytest.raises(PermissionError):
+        os.truncate(buffer.path, 0)
+    buffer.close()
+
+
+def test_too_little_room_in_dev_shm_is_an_error_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    """In a mount namespace of its own, with a /dev/shm of 64 MB, as containers have it."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path.cwd())!r})
+from ray_ckpt.actors.arena_memory import make_arena, SHM_FOLDER
+from ray_ckpt.errors import InsufficientSpace
+arena = make_arena(0, 256 << 20, mode="single", all_bytes=1, free_bytes=1 << 40, named=False)
+arena.buffers[0].populate()
+assert arena.buffers[0].page.populated_bytes == len(arena.buffers[0].memory)
+try:
+    make_arena(0, 256 << 20, mode="single", all_bytes=1, free_bytes=1 << 40, named=True)
+except InsufficientSpace as error:
+    print("refused:", error)
+assert not list(SHM_FOLDER.glob("ray_ckpt-*"))
+"""
+    command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command], input=script, capture_output=True, text=True, timeout=60
+    )
+    if "unshare" in done.stderr and done.returncode != 0:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert "refused: There is no shared memory of 269,484,032 bytes" in done.stdout
+
+
+def test_files_of_dead_agents_are_swept_and_those_of_live_ones_are_not() -> None:
+    alive = ArenaMemory(0, 1 << 16, named=True)
+    code = "import os; from ray_ckpt.actors.arena_memory import ArenaMemory as A; "
+    code += "a = A(1, 1 << 16, named=True); print(a.path, flush=True); os._exit(9)"
+    left = Path(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
+    assert left.exists()
+    sweep_named_files()
+    assert not left.exists() and Path(alive.path).exists()
+    alive.close()
+
+
+# -- streams -----------------------------------------------------------------------------------------
+
+
+def layout_of(size_bytes: int) -> ShardLayout:
+    return ShardLayout(header=b"", slices=(), size_bytes=size_bytes)
+
+
+def stream_through(size_bytes: int) -> tuple[bytes, bytes]:
+    arena = make_arena(0, 1, mode="stream", all_bytes=1, free_bytes=GIB, named=False)
+    (buffer,) = arena.buffers
+    data = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8)
+    ring = Ring(buffer.path)
+    ring.begin(lambda: False)
+
+    def write() -> None:
+        for piece in torch.split(data, 3_000_001):
+            ring.write(piece)
+        ring.end(ATTEMPT)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    buffer.layout = layout_of(size_bytes)
+    found = b"".join(bytes(block) for block in arena.chunks(buffer))
+    writer.join()
+    assert arena.find(ATTEMPT) is None, "a ring holds no whole shard to restore from"
+    arena.close()
+    return found, data.numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "size_bytes",
+    [1, RING_BLOCK_BYTES, RING_BLOCK_BYTES * (RING_BLOCKS + 3) + 17],
+    ids=["1", "block", "wraps"],
+)
+def test_a_stream_brings_every_byte_in_order(size_bytes: int) -> None:
+    found, expected = stream_through(size_bytes)
+    assert found == expected
+
+
+def test_a_stream_that_the_rank_gives_up_is_no_file() -> None:
+    arena = make_arena(0, 1, mode="stream", all_bytes=1, free_bytes=GIB, named=False)
+    (buffer,) = arena.buffers
+    ring = Ring(buffer.path)
+    ring.begin(lambda: False)
+    ring.write(torch.ones(10, dtype=torch.uint8))
+    ring.give_up()
+    buffer.layout = layout_of(10)
+    with pytest.raises(Unavailable, match="did not finish"):
+        list(arena.chunks(buffer))
+    arena.close()
+
+
+def test_a_rank_does_not_wait_for_an_agent_that_stopped_reading() -> None:
+    arena = make_arena(0, 1, mode="stream", all_bytes=1, free_bytes=GIB, named=False)
+    ring = Ring(arena.buffers[0].path)
+    ring.begin(lambda: True)
+    with pytest.raises(Unavailable, match="stopped reading"):
+        ring.write(torch.empty(RING_BLOCK_BYTES * RING_BLOCKS + 1, dtype=torch.uint8))
+    arena.close()
+
+
+def test_a_capture_that_comes_too_early_is_found_by_the_writer() -> None:
+    arena = make_arena(0, 1 << 16, mode="single", all_bytes=1, free_bytes=GIB, named=False)
+    (buffer,) = arena.buffers
+    buffer.layout = layout_of(1 << 16)
+    buffer.page.seal(ATTEMPT)
+    arena.check(buffer, ATTEMPT)
+    (data,) = arena.chunks(buffer)
+    assert len(data) == 1 << 16
+    buffer.page.unseal()
+    with pytest.raises(Unavailable, match="captured into its arena again"):
+        arena.check(buffer, ATTEMPT)
+    arena.close()

@@ -1,0 +1,128 @@
+"""A node in this process: arenas as the agent makes them, and a link that keeps what is sealed."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from safetensors.torch import load
+
+from ray_ckpt.actors.arena_memory import RankArena, make_arena
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.messages import RankProgress
+from ray_ckpt.core.node import Outcome
+from ray_ckpt.errors import CheckpointError, Unavailable
+from ray_ckpt.format.tree import decode_tree
+from ray_ckpt.link import ArenaGrant, Identity, SealedShard
+from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.types import AttemptId, Level, RankRestore
+
+
+@dataclass(slots=True)
+class LocalLink:
+    """Implements ray_ckpt.link.Link for rank `rank`; `go` holds up every write while it is cleared."""
+
+    options: RunOptions = field(default_factory=RunOptions)
+    rank: int = 0
+    world_size: int = 1
+    fails: bool = False
+    arena: RankArena | None = None
+    grants: list[ArenaGrant] = field(default_factory=list)
+    sealed: list[SealedShard] = field(default_factory=list)
+    files: dict[int, bytes] = field(default_factory=dict)  # step -> the shard file
+    skipped: dict[int, str] = field(default_factory=dict)
+    reserved_bytes: int = 0
+    recovered: int = 0
+    go: threading.Event = field(default_factory=threading.Event)
+    identity: Identity = field(init=False)
+    _outcomes: dict[str, Future[Outcome]] = field(default_factory=dict)
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2))
+
+    def __post_init__(self) -> None:
+        self.go.set()
+        self.identity = Identity(
+            run_uid="0" * 32, run_name="run", rank=self.rank, world_size=self.world_size, node_id="node"
+        )
+
+    def ticket(self) -> RestoreTicket:
+        return RestoreTicket(session=1, epoch=1, checkpoint=None)
+
+    def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
+        return None
+
+    def reserve(self, size_bytes: int) -> None:
+        self.reserved_bytes = size_bytes
+
+    def open_arena(self, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+        if self.arena is not None:
+            self.arena.close()
+        mode = self.options.memory
+        self.arena = make_arena(
+            self.rank, size_bytes, mode=mode, all_bytes=size_bytes, free_bytes=1 << 34, named=named
+        )
+        self.arena.start_populating()
+        paths = tuple(buffer.path for buffer in self.arena.buffers)
+        self.grants.append(
+            ArenaGrant(mode=self.arena.mode, paths=paths, size_bytes=self.arena.buffers[0].size_bytes)
+        )
+        return self.grants[-1]
+
+    def seal(self, shard: SealedShard) -> Future[None]:
+        if self.fails:
+            self._outcome(shard.attempt).set_exception(Unavailable("there is no agent"))
+            raise Unavailable("there is no agent")
+        arena = self.arena
+        assert arena is not None
+        buffer = arena.buffers[shard.buffer]
+        if shard.layout is not None:
+            buffer.layout = shard.layout
+        self.sealed.append(shard)
+
+        def write() -> None:
+            self.go.wait(30)
+            data = b"".join(bytes(chunk) for chunk in arena.chunks(buffer))
+            arena.check(buffer, shard.attempt.attempt)
+            self.files[shard.attempt.step] = data
+            self._outcome(shard.attempt).set_result(Outcome(level=Level.LOCAL, error=None))
+
+        return self._pool.submit(write)
+
+    def outcome(self, attempt: AttemptId, level: Level) -> Future[Outcome]:
+        return self._outcome(attempt)
+
+    def _outcome(self, attempt: AttemptId) -> Future[Outcome]:
+        return self._outcomes.setdefault(attempt.attempt, Future())
+
+    def ended(self, session: int) -> Future[CheckpointError]:
+        return Future()
+
+    def skip(self, attempt: AttemptId, reason: str) -> None:
+        self.skipped[attempt.step] = reason
+        outcome = self._outcome(attempt)
+        if not outcome.done():
+            outcome.set_result(Outcome(level=None, error=Unavailable(reason)))
+
+    def progress(self, session: int, progress: RankProgress) -> None:
+        pass
+
+    def recover(self) -> None:
+        self.recovered += 1
+
+    def make_durable(self) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    # -- for tests -------------------------------------------------------------------------------------
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        """What the checkpoint of that step holds, by key."""
+        found: dict[str, torch.Tensor] = load(self.files[step])
+        return found
+
+    def state(self, step: int) -> dict[str, object]:
+        """Its tree of everything else."""
+        tree: dict[str, object] = decode_tree(next(s.state for s in self.sealed if s.attempt.step == step))
+        return tree

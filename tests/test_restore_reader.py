@@ -1,0 +1,428 @@
+"""Rows from files, arenas and peers into memory: verified, and from the next source if one is bad."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typing_extensions import Buffer
+
+from ray_ckpt import restore
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.names import make_attempt, shard_file
+from ray_ckpt.restore import (
+    Bytes,
+    FlatSink,
+    Place,
+    ProgressLog,
+    Shared,
+    Sink,
+    Source,
+    SourceReader,
+    place_of,
+)
+from ray_ckpt.transport.server import PeerServer
+from ray_ckpt.transport.wire import FileName, PutRequest
+from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow, Slice, Tier
+from tests.transport.peers import KEYS
+
+ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0)
+HEADER = 100  # bytes before the first row, as a file's header
+FILE = shard_file(0, 1)
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """Files of known rows, with as many copies as are asked for."""
+
+    folder: Path
+    files: dict[str, bytes] = field(default_factory=dict)
+    rows: list[ManifestRow] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, folder: Path, *sizes: Sequence[int], seed: int = 0) -> Checkpoint:
+        """One file per list of row sizes."""
+        made, noise = cls(folder), np.random.default_rng(seed)
+        for index, file_sizes in enumerate(sizes):
+            file = shard_file(index, len(sizes))
+            data = noise.bytes(HEADER + sum(file_sizes))
+            at = HEADER
+            for number, size in enumerate(file_sizes):
+                made.rows.append(row(file, at, data[at : at + size], f"t{number}"))
+                at += size
+            made.files[file] = data
+        return made
+
+    def copy(self, name: str, bad: Sequence[Place] = (), *, tier: Tier = "local") -> dict[str, Source]:
+        """One source of each file, with the first byte of each row in `bad` flipped."""
+        sources = {}
+        for file, good in self.files.items():
+            data = bytearray(good)
+            for place in bad:
+                if place[0] == file:
+                    data[place[1]] ^= 1
+            path = self.folder / f"{name}-{file}"
+            page = ATTEMPT.attempt.encode().ljust(ARENA_PAGE_BYTES, b"\0") if tier == "memory" else b""
+            path.write_bytes(page + data)
+            sources[file] = Source(tier=tier, where=name, path=str(path))
+        return sources
+
+    def reader(self, *copies: dict[str, Source], **options: object) -> SourceReader:
+        sources = {file: tuple(copy[file] for copy in copies if file in copy) for file in self.files}
+        options.setdefault("credentials", None)
+        return SourceReader(ATTEMPT, sources, **options)  # type: ignore[arg-type]
+
+    def bytes_of(self, place: Place, size: int) -> bytes:
+        return self.files[place[0]][place[1] : place[1] + size]
+
+    def places(self) -> list[Place]:
+        return [place_of(each) for each in self.rows]
+
+
+def row(file: str, at: int, data: bytes, name: str) -> ManifestRow:
+    part = Slice(item="m", name=name, dtype="U8", global_shape=(len(data),), offset=(0,), shape=(len(data),))
+    return ManifestRow(
+        kind="slice", file=file, byte_offset=at, nbytes=len(data), digest=digest(data), slice=part
+    )
+
+
+class Memory:
+    """Where rows go, and which of them were said to be whole."""
+
+    def __init__(self, rows: Sequence[ManifestRow]) -> None:
+        self.bytes: dict[Place, Bytes] = {place_of(each): np.zeros(each.nbytes, np.uint8) for each in rows}
+        self.finished: list[Place] = []
+
+    def sink_for(self, wanted: ManifestRow) -> Sink:
+        return _Noting(self, place_of(wanted))
+
+    def content(self) -> dict[Place, bytes]:
+        return {place: data.tobytes() for place, data in self.bytes.items()}
+
+
+class _Noting(FlatSink):
+    def __init__(self, memory: Memory, place: Place) -> None:
+        super().__init__(memory.bytes[place])
+        self._memory, self._place = memory, place
+
+    def finish(self) -> None:
+        self._memory.finished.append(self._place)
+
+
+def read(reader: SourceReader, rows: Sequence[ManifestRow], **options: object) -> Memory:
+    memory = Memory(rows)
+    reader.read(rows, memory.sink_for, **options)  # type: ignore[arg-type]
+    return memory
+
+
+def check(checkpoint: Checkpoint, rows: Sequence[ManifestRow], memory: Memory, reader: SourceReader) -> None:
+    """Everything asked for is there, once."""
+    assert not reader.damage
+    assert sorted(memory.finished) == sorted(place_of(each) for each in rows)
+    for each in rows:
+        place = place_of(each)
+        assert memory.bytes[place].tobytes() == checkpoint.bytes_of(place, each.nbytes)
+    assert sum(part.size_bytes for part in reader.parts) == sum(each.nbytes for each in rows)
+
+
+# -- what is read ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_each_row_comes_from_the_first_source_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    sizes = data.draw(st.lists(st.lists(st.integers(0, 300), max_size=12), min_size=1, max_size=3))
+    for name, limit in (("PIECE_BYTES", 70), ("EXTENT_BYTES", 200), ("GAP_BYTES", 30), ("EXTENT_ROWS", 4)):
+        monkeypatch.setattr(restore, name, data.draw(st.integers(1, limit), label=name))
+    checkpoint = Checkpoint.make(tmp_path, *sizes)
+    tiers: list[Tier] = data.draw(st.lists(st.sampled_from(["memory", "local", "remote"]), max_size=3))
+    full = [place_of(each) for each in checkpoint.rows if each.nbytes]
+    subsets = st.lists(st.sampled_from(full), unique=True) if full else st.just([])
+    bad = [set(data.draw(subsets)) for _ in tiers]
+    copies = [
+        checkpoint.copy(f"c{i}", sorted(b), tier=t) for i, (t, b) in enumerate(zip(tiers, bad, strict=True))
+    ]
+    wanted = data.draw(st.lists(st.sampled_from(checkpoint.rows), unique_by=place_of)) if full else []
+    reader = checkpoint.reader(*copies)
+    memory = read(reader, wanted)
+    lost = [each for each in wanted if all(place_of(each) in b for b in bad)]
+    assert reader.damage == [f"{r.file}: {r.label}" for r in sorted(lost, key=place_of)]
+    assert sorted(memory.finished) == sorted({place_of(r) for r in wanted} - {place_of(r) for r in lost})
+    for place in memory.finished:
+        size = memory.bytes[place].size
+        assert memory.bytes[place].tobytes() == checkpoint.bytes_of(place, size)
+    came = {f"c{i}": 0 for i in range(len(tiers))}
+    for each in wanted:
+        for i, b in enumerate(bad):
+            if place_of(each) not in b:
+                came[f"c{i}"] += each.nbytes
+                break
+    told = {where: sum(p.size_bytes for p in reader.parts if p.where == where) for where in came}
+    assert told == came
+
+
+def test_one_row_by_itself(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.make(tmp_path, [5, 10])
+    place = place_of(checkpoint.rows[1])
+    reader = checkpoint.reader(checkpoint.copy("one", [place]))
+    assert reader.read_bytes(checkpoint.rows[0]) == checkpoint.bytes_of((FILE, HEADER), 5)
+    assert not reader.damage
+    assert reader.read_bytes(checkpoint.rows[1]) is None
+    assert reader.damage == [f"{FILE}: m.t1[0:10]"]
+
+
+def test_thousands_of_small_rows(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.make(tmp_path, [3] * 5000, [64] * 5000)
+    for tier in ("memory", "local"):
+        reader = checkpoint.reader(checkpoint.copy(tier, tier=tier))
+        check(checkpoint, checkpoint.rows, read(reader, checkpoint.rows), reader)
+        assert len(reader.parts) == 2, "one per file"
+
+
+def test_a_row_larger_than_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "EXTENT_BYTES", 1 << 20)
+    checkpoint = Checkpoint.make(tmp_path, [7, 20 << 20, 7])
+    for tier in ("memory", "local"):
+        reader = checkpoint.reader(checkpoint.copy(tier, tier=tier))
+        check(checkpoint, checkpoint.rows, read(reader, checkpoint.rows), reader)
+
+
+def test_an_error_of_a_sink_is_not_taken_for_one_of_the_source(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.make(tmp_path, [10] * 50)
+    reader = checkpoint.reader(checkpoint.copy("one"), checkpoint.copy("two"))
+
+    def broken(_: ManifestRow) -> Sink:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        reader.read(checkpoint.rows, broken)
+    assert not reader.rejected
+    assert not [t for t in threading.enumerate() if t.name.startswith("ray_ckpt-restore")]
+
+
+# -- arenas ------------------------------------------------------------------------------------------
+
+
+class Recapture(FlatSink):
+    """The arena is captured into again as soon as this row arrives."""
+
+    def __init__(self, destination: Bytes, arena: Path) -> None:
+        super().__init__(destination)
+        self._arena = arena
+
+    def write(self, view: memoryview) -> None:
+        super().write(view)
+        with self._arena.open("r+b") as file:
+            file.write(bytes(16))
+
+
+def test_an_arena_that_is_captured_into_meanwhile_gives_nothing(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.make(tmp_path, [50] * 20)
+    arena, disk = checkpoint.copy("arena", tier="memory"), checkpoint.copy("disk")
+    memory = Memory(checkpoint.rows)
+    middle = place_of(checkpoint.rows[10])
+
+    def sink_for(wanted: ManifestRow) -> Sink:
+        if place_of(wanted) == middle:
+            return Recapture(memory.bytes[middle], Path(arena[FILE].path))
+        return memory.sink_for(wanted)
+
+    reader = checkpoint.reader(arena, disk)
+    reader.read(checkpoint.rows, sink_for)
+    assert not reader.damage
+    assert {part.where for part in reader.parts} == {"disk"}, "no row that was read before counts"
+    assert "captured into again" in reader.rejected[0]
+    assert set(memory.finished) == set(checkpoint.places()) - {middle}
+
+
+@pytest.mark.parametrize("harm", ["another seal", "too short", "empty", "gone"])
+def test_an_arena_that_is_not_what_it_should_be(tmp_path: Path, harm: str) -> None:
+    checkpoint = Checkpoint.make(tmp_path, [50] * 20)
+    arena, disk = checkpoint.copy("arena", tier="memory"), checkpoint.copy("disk")
+    path = Path(arena[FILE].path)
+    data = path.read_bytes()
+    path.unlink()
+    if harm != "gone":
+        changed = {"another seal": b"x" * 16 + data[16:], "too short": data[:-60], "empty": b""}
+        path.write_bytes(changed[harm])
+    reader = checkpoint.reader(arena, disk)
+    check(checkpoint, checkpoint.rows, read(reader, checkpoint.rows), reader)
+    assert reader.rejected
+    assert ("arena" in {p.where for p in reader.parts}) == (harm == "too short"), "its whole rows are good"
+
+
+# -- peers -------------------------------------------------------------------------------------------
+
+
+class Files:
+    """A peer's files; `trouble` is called before each read."""
+
+    def __init__(self, sources: dict[str, Source]) -> None:
+        self._sources = sources
+        self.trouble: Callable[[], None] = lambda: None
+        self.num_reads = 0
+
+    def put(self, request: PutRequest, chunks: object) -> str:
+        raise AssertionError
+
+    def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
+        self.num_reads += 1
+        self.trouble()
+        data = Path(self._sources[name.file].path).read_bytes()
+        assert nbytes is not None
+        for at in range(offset, offset + nbytes, 1000):
+            yield data[at : min(at + 1000, offset + nbytes)]
+
+
+@dataclass(slots=True)
+class PeerRig:
+    checkpoint: Checkpoint
+    files: Files
+    server: PeerServer
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        endpoint = self.server.endpoint
+        return dict.fromkeys(self.checkpoint.files, Source(tier="peer", where="p", endpoint=endpoint))
+
+    def reader(self, *copies: dict[str, Source]) -> SourceReader:
+        return self.checkpoint.reader(*copies, credentials=KEYS.credentials(ATTEMPT.run_uid))
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[PeerRig]:
+    checkpoint = Checkpoint.make(tmp_path, [700] * 40, [10] * 300)
+    bad = [place_of(checkpoint.rows[3])]
+    files = Files(checkpoint.copy("peer", bad))
+    server = PeerServer("127.0.0.1", keys=KEYS, files=files)
+    yield PeerRig(checkpoint, files, server)
+    server.shutdown()
+
+
+def test_a_peer_gives_rows_and_what_is_bad_there_comes_from_the_next(
+    peer: PeerRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "EXTENT_BYTES", 3000)
+    checkpoint, reader = peer.checkpoint, peer.reader(peer.sources, peer.checkpoint.copy("disk"))
+    check(checkpoint, checkpoint.rows, read(reader, checkpoint.rows), reader)
+    assert [p.size_bytes for p in reader.parts if p.where == "disk"] == [700]
+    assert len(reader.rejected) == 1 and "m.t3" in reader.rejected[0]
+
+
+def test_rows_far_apart_are_one_request(peer: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "GAP_BYTES", 0)
+    rows = peer.checkpoint.rows[4:40:2]
+    reader = peer.reader(peer.sources)
+    check(peer.checkpoint, rows, read(reader, rows), reader)
+    assert peer.files.num_reads == len(rows), "nothing between them was read"
+
+
+def test_a_connection_that_breaks_once_is_made_again(peer: PeerRig) -> None:
+    def once() -> None:
+        if peer.files.num_reads == 1:
+            raise RuntimeError("cut")  # not a refusal: the stream just ends
+
+    peer.files.trouble = once
+    rows = peer.checkpoint.rows[40:]
+    reader = peer.reader(peer.sources)
+    check(peer.checkpoint, rows, read(reader, rows), reader)
+    assert reader.rejected, "it is told all the same"
+
+
+def test_nobody_waits_twice_for_a_peer_that_is_gone(peer: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "EXTENT_BYTES", 1)
+    asked: list[str] = []
+
+    class Gone:
+        def __init__(self, endpoint: str, *, credentials: object) -> None:
+            asked.append(endpoint)
+            raise Unavailable("no route")
+
+    monkeypatch.setattr(restore, "PeerClient", Gone)
+    reader = peer.reader(peer.sources, peer.checkpoint.copy("disk"))
+    check(peer.checkpoint, peer.checkpoint.rows, read(reader, peer.checkpoint.rows), reader)
+    assert len(asked) <= restore.PEER_TRIES * restore.num_threads("peer"), "those under way, not all 340"
+
+
+def test_without_credentials_a_peer_is_no_source(peer: PeerRig) -> None:
+    reader = peer.checkpoint.reader(peer.sources, peer.checkpoint.copy("disk"))
+    check(peer.checkpoint, peer.checkpoint.rows, read(reader, peer.checkpoint.rows), reader)
+    assert "no credentials" in reader.rejected[0]
+
+
+# -- what the agent gives ----------------------------------------------------------------------------
+
+
+def test_rows_of_the_agent_are_verified_and_an_agent_that_fails_is_done_without(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.make(tmp_path, [30] * 9)
+    places = checkpoint.places()
+    memory = bytearray(300)
+    for index, place in enumerate(places[:3]):
+        memory[index * 64 : index * 64 + 30] = checkpoint.bytes_of(place, 30)
+    memory[64] ^= 1
+    (tmp_path / "shared").write_bytes(memory)
+    asked: list[tuple[list[Place], tuple[Place, ...]]] = []
+
+    def fetch(wants: dict[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+        asked.append((list(wants), taken))
+        if len(asked) == 2:
+            raise Unavailable("the agent died")
+        offsets = {place: 64 * i for i, place in enumerate(places[:3])}
+        origin: dict[str, tuple[Tier, str]] = {FILE: ("remote", "bucket")}
+        return Shared(path=str(tmp_path / "shared"), offsets=offsets, origin=origin, refused=(places[3],))
+
+    reader = checkpoint.reader(checkpoint.copy("disk"), fetch=fetch)
+    memory_ = read(reader, checkpoint.rows, sharers=dict.fromkeys(places[:8], (0, 1)))
+    check(checkpoint, checkpoint.rows, memory_, reader)
+    assert asked == [(places[:8], ()), (places[4:8], tuple(places[:3]))]
+    assert {(p.where, p.size_bytes) for p in reader.parts} == {("bucket", 60), ("disk", 210)}
+    assert "wrong digest" in reader.rejected[0] and "the agent died" in reader.rejected[1]
+
+
+def test_what_is_in_an_arena_is_not_asked_of_the_agent(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.make(tmp_path, [30] * 3)
+
+    def fetch(wants: object, taken: object) -> Shared:
+        raise AssertionError
+
+    reader = checkpoint.reader(checkpoint.copy("arena", tier="memory"), fetch=fetch)
+    memory = read(reader, checkpoint.rows, sharers=dict.fromkeys(checkpoint.places(), (0, 1)))
+    check(checkpoint, checkpoint.rows, memory, reader)
+
+
+# -- progress ----------------------------------------------------------------------------------------
+
+
+def test_progress_is_told_from_the_reading_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "PROGRESS_S", 0.0)
+    told: list[tuple[int, int, str, str]] = []
+
+    def progress(done: int, total: int, tier: Tier) -> None:
+        told.append((done, total, tier, threading.current_thread().name))
+
+    checkpoint = Checkpoint.make(tmp_path, [1000] * 10)
+    reader = checkpoint.reader(checkpoint.copy("disk"), progress=progress)
+    read(reader, checkpoint.rows)
+    assert told[-1] == (10_000, 10_000, "local", threading.current_thread().name)
+    assert [done for done, *_ in told] == sorted(done for done, *_ in told)
+
+
+def test_a_long_restore_says_how_far_it_is() -> None:
+    now_s, lines = 100.0, []
+    log = ProgressLog(7, say=lines.append, clock=lambda: now_s)
+    for second in range(13):
+        now_s = 100.0 + second
+        log(second * 2_000_000_000, 40_000_000_000, "peer")
+    assert lines == [
+        "restoring step 7: 10.0 of 40.0 GB, 2 GB/s, from peer",
+        "restoring step 7: 20.0 of 40.0 GB, 2 GB/s, from peer",
+    ]
