@@ -32,8 +32,13 @@ soak: $(VENV)/.ready  ## real processes and nodes killed one after another, for 
 demo: $(VENV)/.ready  ## train, kill a node, resume, compare bit for bit
 	$(BIN)/python -m jobs.demo
 
-bench: $(VENV)/.ready  ## speed in numbers, each beside its limit; some minutes
-	$(BIN)/python -m jobs.bench
+SIZE  ?= 2GiB
+PEERS ?= --peers
+bench: $(VENV)/.ready  ## speed in numbers, each beside its limit and beside peers; half an hour, PEERS= leaves them out
+	$(BIN)/python -m jobs.bench.peers.environments
+	mkdir -p bench-out
+	$(BIN)/python -m jobs.bench --size $(SIZE) $(PEERS) \
+	    --json bench-out/results.json --plot bench-out/results.png --results bench-out/RESULTS.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out

@@ -26,6 +26,8 @@ from ray_ckpt.actors.arena_memory import (
     choose_mode,
     make_arena,
 )
+from ray_ckpt.actors.priority import limit_heaps, yield_to_training
+from ray_ckpt.actors.shared_reads import SharedReads
 from ray_ckpt.actors.sources import SourceFinder
 from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, RunSpec, ServiceCard, SessionStart
 from ray_ckpt.config import ADDRESS_ENV, staging_roots, transport_ports
@@ -37,7 +39,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import attempt_of, fragment_file, shard_file, state_file
 from ray_ckpt.link import ArenaGrant, SealedShard
-from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.restore import Place, RestoreTicket, Shared
 from ray_ckpt.storage.direct import read_blocks_direct
 from ray_ckpt.storage.disks import Disks
 from ray_ckpt.storage.files import checked
@@ -79,6 +81,7 @@ class NodeRun:
         self.settled = asyncio.Condition()
         self.ordering = asyncio.Lock()
         self.ticket: asyncio.Task[RestoreTicket] | None = None
+        self.shared: SharedReads | None = None  # of the restore that is going on
         self.restored: dict[int, RankRestore] = {}
         self.decision: asyncio.Future[bool] | None = None  # True: go; False: a new session has started
         self.started = asyncio.Event()
@@ -92,6 +95,11 @@ class NodeRun:
         self.staging.check_space(
             needed_bytes, reserve_bytes=reserve_bytes, what=what, is_one_file=is_one_file
         )
+
+    def end_shared_reads(self) -> None:
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
 
 
 class NodeAgent:
@@ -108,9 +116,10 @@ class NodeAgent:
         self._stagings: dict[tuple[Path, ...], Disks] = {}
         self._staging_lock = threading.Lock()  # a folder is locked once, whoever asks
         # Apart from each other, so that a hanging store or peer never stops what is local.
-        self._disk_io = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="ray_ckpt-disk")
-        self._peer_io = ThreadPoolExecutor(PEER_THREADS, thread_name_prefix="ray_ckpt-peer")
-        self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
+        limit_heaps()
+        self._disk_io = ThreadPoolExecutor(DISK_THREADS, "ray_ckpt-disk", yield_to_training)
+        self._peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
+        self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, "ray_ckpt-remote", yield_to_training)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = PeerServer(
             os.environ.get(ADDRESS_ENV) or ray.util.get_node_ip_address(),
@@ -191,6 +200,7 @@ class NodeAgent:
         run.spec, run.endpoints, run.is_over = start.spec, dict(start.endpoints), False
         run.restored = {}
         run.ticket = None
+        run.end_shared_reads()
         previous, run.decision = run.decision, asyncio.get_running_loop().create_future()
         if previous is not None and not previous.done():
             previous.set_result(False)
@@ -221,6 +231,7 @@ class NodeAgent:
     async def rest(self, run_uid: str) -> None:
         """The run is over: its checkpoints stay on disk, its memory is given back."""
         self._runs[run_uid].is_over = True
+        self._runs[run_uid].end_shared_reads()
         self._close_arenas(self._runs[run_uid])
 
     async def replicate(
@@ -272,6 +283,18 @@ class NodeAgent:
         if run.ticket is None:
             run.ticket = asyncio.ensure_future(self._make_ticket(run))
         return await asyncio.shield(run.ticket)
+
+    async def fetch(
+        self, run_uid: str, rank: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]
+    ) -> Shared:
+        """Rows of the checkpoint that is being restored which several ranks here want, read once."""
+        run = self._runs[run_uid]
+        ticket = await self.get_ticket(run_uid)
+        if ticket.checkpoint is None:
+            raise Unavailable("There is nothing to restore.")
+        if run.shared is None:
+            run.shared = SharedReads(ticket, pool=self._disk_io)
+        return await run.shared.fetch(rank, wants, taken)
 
     async def restored(self, run_uid: str, session: int, report: RankRestore) -> RestoreTicket | None:
         """Wait for all ranks of the group; None is `go`, a ticket starts over with an older checkpoint."""
@@ -634,6 +657,7 @@ class NodeAgent:
                 decision.set_exception(error)
             return
         if go and not decision.done():
+            run.end_shared_reads()
             self._close_arenas(run)  # of the session before; a zombie of it must not write into ours
             decision.set_result(True)
 
@@ -695,10 +719,14 @@ class _Served:
     def put(self, request: PutRequest, chunks: Iterable[Buffer]) -> str:
         name, run = request.name, self._run(request.name)
         run.check_space(request.size_bytes, what=f"A copy of {name.file}")
-        whole = checked(chunks, size_bytes=request.size_bytes, digest=request.digest, what=name.file)
         self._check_wanted(run, name)
         written = run.staging.put(
-            name.run_uid, name.directory, name.file, whole, size_bytes=request.size_bytes
+            name.run_uid,
+            name.directory,
+            name.file,
+            chunks,
+            size_bytes=request.size_bytes,
+            expect=request.digest,
         )
         self._check_wanted(run, name)
         return written.digest

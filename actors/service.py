@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +21,7 @@ from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, ServiceError, Unavailable
 from ray_ckpt.format.names import check_run_name
 from ray_ckpt.link import ArenaGrant, Identity, SealedShard
-from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.restore import Place, RestoreTicket, Shared
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, RankRestore
 
 log = logging.getLogger("ray_ckpt")
@@ -164,6 +164,10 @@ class RayLink:
         call = self._agent.restored.remote(self._uid, session, report)
         again: RestoreTicket | None = ask(call, None)
         return again
+
+    def fetch(self, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+        shared: Shared = ask(self._agent.fetch.remote(self._uid, self._rank, wants, taken), CALL_S)
+        return shared
 
     def reserve(self, size_bytes: int) -> None:
         ask(self._agent.reserve.remote(self._uid, self._rank, size_bytes), CALL_S)

@@ -94,6 +94,7 @@ class SaveStats:
     skipped: int = 0
     dropped: int = 0
     blocked_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # per save, the newest
+    waited_s: float = 0.0  # that optimizer steps waited for captures, in all
 
 
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -135,6 +136,7 @@ class Checkpointer:
         self._epoch = 0
         self._ended: Future[CheckpointError] | None = None
         self._saver: Saver | None = None
+        self._walked: Walked | None = None  # what the walk before has found
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
         self._newest: tuple[AttemptId, Mapping[str, float]] | None = None
         self._tries: dict[int, int] = {}
@@ -183,7 +185,7 @@ class Checkpointer:
             ticket = again
         load()
         optimizers = [obj for obj in self._objects.values() if isinstance(obj, torch.optim.Optimizer)]
-        self._saver = Saver(self._link, optimizers)
+        self._saver = Saver(self._link, optimizers, waited=self._count_wait)
         self._saver.prepare(self._predicted_layout(self._walk()))
         self._ended = self._link.ended(ticket.session)
         info = None if ticket.checkpoint is None else _restore_info(ticket.checkpoint, report)
@@ -195,6 +197,9 @@ class Checkpointer:
                 "restored step %d in %.2f s from %s", info.step, info.seconds, dict(info.bytes_by_tier())
             )
         return info
+
+    def _count_wait(self, seconds: float) -> None:
+        self.stats.waited_s += seconds
 
     def _progress(self) -> RankProgress:
         return RankProgress(step=self._step, saved_step=self._saved_step)
@@ -239,7 +244,11 @@ class Checkpointer:
             return RankRestore(rank=identity.rank, damage=ticket.damage), load
         progress = ProgressLog(checkpoint.step, say=log.info)
         reader = SourceReader(
-            checkpoint.id, ticket.sources, credentials=ticket.credentials, progress=progress
+            checkpoint.id,
+            ticket.sources,
+            credentials=ticket.credentials,
+            fetch=self._link.fetch,
+            progress=progress,
         )
         rows = [row for fragment in ticket.fragments for row in fragment.rows]
         mine = identity.rank if identity.rank < checkpoint.world_size else 0
@@ -355,6 +364,11 @@ class Checkpointer:
                 hint="See the log of the coordinator for the reason; raise timeout_s if it is just slow.",
             ) from error
 
+    @property
+    def setup_s(self) -> float | None:
+        """Seconds that it took to have memory for captures in place, in the background; None until it is."""
+        return self._saver.setup_s if self._saver is not None else None
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Change parameters or optimizer state other than by `optimizer.step()` in here.
@@ -455,7 +469,10 @@ class Checkpointer:
 
     def _walk(self) -> Walked:
         identity = self._link.identity
-        return walk(self._items, rank=identity.rank, world_size=identity.world_size)
+        self._walked = walk(
+            self._items, rank=identity.rank, world_size=identity.world_size, before=self._walked
+        )
+        return self._walked
 
     def _attempt(self, step: int) -> AttemptId:
         assert self._session is not None

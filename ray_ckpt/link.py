@@ -16,7 +16,7 @@ from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.shard import ShardLayout
-from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.restore import Place, RestoreTicket, Shared
 from ray_ckpt.types import AttemptId, Level, RankRestore
 
 MAX_STATE_BYTES = 64 << 20  # non-tensor state travels in a control message; tensors do not
@@ -76,6 +76,13 @@ class Link(Protocol):
         """This rank has read and verified everything, or reports damage. None: all ranks have, go.
 
         A ticket: all ranks start over with this older checkpoint. RestoreError: none is left.
+        """
+        ...
+
+    def fetch(self, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+        """Rows that several ranks of this node want, read once by its agent; see `restore.Fetch`.
+
+        Unavailable if there is no agent: the rank reads them by itself.
         """
         ...
 

@@ -185,7 +185,7 @@ class SourceReader:
         left = _by_file(rows)
         self._meter.begin(sum(row.nbytes for wanted in left.values() for row in wanted))
         with contextlib.ExitStack() as stack:
-            stack.callback(self._maps.clear)
+            stack.callback(self._unmap)
             stack.callback(self._peers.close)
             pools = _Pools(stack)
             if sharers and self._fetch is not None:
@@ -224,6 +224,10 @@ class SourceReader:
 
     def _mapped(self, path: str, *, base: int, seal: bytes) -> _Mapped:
         return self._maps.setdefault(path, _Mapped(path, base=base, seal=seal))
+
+    def _unmap(self) -> None:
+        while self._maps:
+            self._maps.popitem()[1].close()
 
     def _read_shared(
         self,
@@ -557,7 +561,11 @@ class _Disk:
 
 
 class _Mapped:
-    """Memory of another process, mapped at the first use: an arena, or what the agent has read for all."""
+    """Memory of another process: an arena, or what the agent has read for all.
+
+    Each extent is mapped by itself, so that page tables are filled and given up by all threads at once:
+    with small pages that takes nearly as long as the copy.
+    """
 
     tries = 1
 
@@ -566,39 +574,42 @@ class _Mapped:
         self._base = base
         self._seal = seal
         self._lock = threading.Lock()
-        self._memory: mmap.mmap | None = None
+        self._fd: int | None = None
 
     def open(self) -> None:
         self.check()
 
     def check(self) -> None:
-        memory = self._mapped()
-        if memory[: len(self._seal)] != self._seal:
+        if os.pread(self._file(), len(self._seal), 0) != self._seal:
             raise Unavailable("the arena has been captured into again.")
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        view = memoryview(self._mapped())
+        fd = self._file()
+        (first, _), (last, last_bytes) = ranges[0], ranges[-1]
+        start = (self._base + first) // mmap.PAGESIZE * mmap.PAGESIZE
+        end = min(self._base + last + last_bytes, os.fstat(fd).st_size)
+        memory = memoryview(b"")
+        if end > start:
+            memory = memoryview(mmap.mmap(fd, end - start, prot=mmap.PROT_READ, offset=start))
         for offset, size in ranges:
-            block = view[self._base + offset : self._base + offset + size]
-            yield block
-            if block.nbytes < size:
-                raise EOFError(f"it ends at byte {view.nbytes - self._base}")
+            at = self._base + offset - start
+            yield memory[at : at + size]
+            if at + size > memory.nbytes:
+                raise EOFError(f"it ends at byte {end - self._base}")
 
     def give_up(self) -> None:
         pass
 
-    def _mapped(self) -> mmap.mmap:
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _file(self) -> int:
         with self._lock:
-            if self._memory is None:
-                fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    size = os.fstat(fd).st_size
-                    if size <= self._base:
-                        raise EOFError(f"it has only {size} bytes")
-                    self._memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-                finally:
-                    os.close(fd)
-            return self._memory
+            if self._fd is None:
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._fd
 
 
 class _Peer:

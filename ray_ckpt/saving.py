@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from ray_ckpt.capture.arena import Arena, Ring
-from ray_ckpt.capture.guard import background_slices, guarded_storages
+from ray_ckpt.capture.guard import background_slices, guarded_storages, hooks_in_backward
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.walk import LiveSlice, Walked, bytes_digest
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.link import ArenaGrant, Link, SealedShard
-from ray_ckpt.types import AttemptId
+from ray_ckpt.types import AttemptId, Slice
 
 log = logging.getLogger("ray_ckpt")
 
@@ -50,19 +50,40 @@ class SaveParts:
     compare_content: bool  # whether the ranks compare the bytes of what they share
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What a save copies, as long as the tensors of the rank stay where they are."""
+
+    whole: tuple[LiveSlice, ...]  # all of the rank, for which this was made
+    hooks: int
+    layout: ShardLayout
+    slices: tuple[LiveSlice, ...]  # in the layout's order
+    background: Set[str]
+
+
 class Saver:
     """Owns the rank's end of the arena. Copies run one at a time; a buffer is used again once released."""
 
-    def __init__(self, link: Link, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        link: Link,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        waited: Callable[[float], None],
+    ) -> None:
+        """`waited` is told the seconds of each wait before an optimizer's step."""
         self._link = link
         self._optimizers = tuple(optimizers)
         options = link.options
-        self._snapshotter = Snapshotter(overlap=options.overlap, verify=options.verify_captures)
+        self._snapshotter = Snapshotter(
+            overlap=options.overlap, verify=options.verify_captures, waited=waited
+        )
         self._buffers: deque[_Buffer] = deque()  # the one that was used longest ago first
         self._grant: ArenaGrant | None = None
         self._setup: Future[None] | None = None
         self._layout: ShardLayout | None = None
-        self._layout_key: Mapping[str, object] = {}
+        self._layout_key: Mapping[str, Slice] = {}
+        self._plan: _Plan | None = None
         self._snapshot: Snapshot | None = None
         self.setup_s: float | None = (
             None  # that it took to have the arena's memory in place, in the background
@@ -111,7 +132,7 @@ class Saver:
     def _populate(self, buffers: Iterable[_Buffer]) -> None:
         for buffer in buffers:
             buffer.target.mapping.populate()
-            if torch.cuda.is_initialized() and isinstance(buffer.target, Arena):
+            if torch.cuda.is_available() and isinstance(buffer.target, Arena):
                 buffer.target.mapping.pin(torch.device("cuda", torch.cuda.current_device()))
 
     def _fit(self, size_bytes: int) -> None:
@@ -169,11 +190,11 @@ class Saver:
         """
         self.settle()
         rank = self._link.identity.rank
-        layout = self._layout_of(walked.owned(rank))
+        plan = self._plan_of(walked)
+        layout, background = plan.layout, plan.background
         self._fit(layout.size_bytes)
         buffer = self._buffers[0]
         is_new, buffer.layout = buffer.layout is not layout, layout
-        background = background_slices(walked.slices, guarded_storages(self._optimizers))
         agreed = _Agreed(walked, self._link.identity.world_size, content=parts.compare_content)
         agreed.add(lambda key: key not in background)
         if isinstance(buffer.target, Arena) and buffer.target.layout is not layout:
@@ -210,7 +231,7 @@ class Saver:
             agreed.complete()
             target.begin(released.done)
             hand_over()
-            self._save_to_ring(target, layout, walked, background, parts.attempt.attempt, fail)
+            self._save_to_ring(target, plan, parts.attempt.attempt, fail)
             return
         target.begin()
 
@@ -218,23 +239,20 @@ class Saver:
             target.seal(parts.attempt.attempt)
             hand_over()
 
-        slices = _in_order(layout, walked)
         self._snapshot = self._snapshotter.start(
-            target, slices, background=background, during=agreed.complete, finish=finish, fail=fail
+            target, plan.slices, background=background, during=agreed.complete, finish=finish, fail=fail
         )
 
     def _save_to_ring(
         self,
         ring: Ring,
-        layout: ShardLayout,
-        walked: Walked,
-        background: Set[str],
+        plan: _Plan,
         attempt: str,
         fail: Callable[[Exception], None],
     ) -> None:
         """The agent reads while this rank writes, so it has been told before anything is there."""
         try:
-            ring.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
+            ring.write(torch.frombuffer(bytearray(plan.layout.header), dtype=torch.uint8))
         except CheckpointError as error:
             ring.give_up()
             fail(error)
@@ -246,8 +264,8 @@ class Saver:
 
         self._snapshot = self._snapshotter.start(
             ring,
-            _in_order(layout, walked),
-            background=background,
+            plan.slices,
+            background=plan.background,
             during=_nothing,
             finish=lambda: ring.end(attempt),
             fail=give_up,
@@ -258,19 +276,30 @@ class Saver:
         if self._snapshot is not None:
             self._snapshot.before_change()
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds for which optimizer steps were held up by the last capture."""
-        return self._snapshot.waited_s if self._snapshot is not None else 0.0
-
     def close(self) -> None:
         self._snapshotter.close()
 
-    def _layout_of(self, owned: Sequence[LiveSlice]) -> ShardLayout:
+    def _plan_of(self, walked: Walked) -> _Plan:
+        """What to copy where; that of the save before unless a tensor has moved, or a hook was added."""
+        hooks = hooks_in_backward(self._optimizers)
+        plan = self._plan
+        if plan is None or plan.whole is not walked.slices or plan.hooks != hooks:
+            owned = walked.owned(self._link.identity.rank)
+            layout = self._layout_of({live.slice.key: live.slice for live in owned})
+            by_key = walked.by_key
+            plan = self._plan = _Plan(
+                whole=walked.slices,
+                hooks=hooks,
+                layout=layout,
+                slices=tuple(by_key[placed.slice.key] for placed in layout.slices),
+                background=background_slices(walked.slices, guarded_storages(self._optimizers)),
+            )
+        return plan
+
+    def _layout_of(self, slices: Mapping[str, Slice]) -> ShardLayout:
         """The layout of these slices; the one before, unless shapes or placements have changed."""
-        key = {live.slice.key: live.slice for live in owned}
-        if self._layout is None or key != self._layout_key:
-            self._layout, self._layout_key = build_layout(key.values()), key
+        if self._layout is None or slices != self._layout_key:
+            self._layout, self._layout_key = build_layout(slices.values()), slices
         return self._layout
 
 
@@ -299,11 +328,6 @@ class _Agreed:
 
 def _map(grant: ArenaGrant, path: str) -> Arena | Ring:
     return Ring(path) if grant.mode == "stream" else Arena(path)
-
-
-def _in_order(layout: ShardLayout, walked: Walked) -> list[LiveSlice]:
-    by_key = {live.slice.key: live for live in walked.slices}
-    return [by_key[placed.slice.key] for placed in layout.slices]
 
 
 def _pass_on(done: Future[None], released: Future[None]) -> None:

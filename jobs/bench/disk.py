@@ -3,8 +3,8 @@
 The raw loops move the same bytes in 8 MiB requests from four threads, to and from memory in huge pages, which
 was the fastest of all block sizes (1 to 32 MiB), thread counts (1 to 8) and kinds of memory that were tried.
 They hash nothing. The writes of ray_ckpt go from an arena in shared memory (4 KiB pages, as ranks share it),
-hash the file and each slice, rename, and fsync file and folder; its reads hash each block and copy it to where
-it belongs.
+hash the file and each slice, rename, and fsync file and folder; its reads hash each block and copy it to
+where it belongs.
 """
 
 from __future__ import annotations

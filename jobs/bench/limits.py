@@ -1,8 +1,8 @@
 """What the machine can do at most: the limits that the other rows are measured against.
 
-Copying memory that has been touched before, writing and reading a disk around the page cache, and a bare socket to
-another process on this machine. Memory touched for the first time is a row too: it is far slower, and the reason why
-the arena is touched before the first save.
+Copying memory that has been touched before, writing and reading a disk around the page cache, and a bare
+socket to another process on this machine. Memory touched for the first time is a row too: it is far slower,
+and the reason why the arena is touched before the first save.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGE = mmap.PAGESIZE
 
 
 class Limits:
-    """Two warm buffers of `size_bytes` (up to a whole page) in huge pages, and a file of that size in `folder`.
+    """Two warm buffers of `size_bytes` (whole pages) in huge pages, and a file of that size in `folder`.
 
     Each method moves all of it once and returns the seconds. Buffers and file are gone when it is closed.
     """
@@ -45,6 +45,7 @@ class Limits:
             return _timed(partial(np.copyto, self._to, self._from))
         part = -(-self.size_bytes // threads)
         with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(abs, range(threads)))  # starts them
             starts = range(0, self.size_bytes, part)
             return _timed(lambda: list(pool.map(lambda at: self._copy(at, part), starts)))
 

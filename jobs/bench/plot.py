@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jobs.bench.peers.catalogue import OURS
 from jobs.bench.row import REACH, Row
 
 INCHES_PER_BAR = 0.24
@@ -60,17 +61,20 @@ def _draw_reach(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_peers(axis: Any, rows: Sequence[Row]) -> None:
-    names = [f"{row.name}  {row.median:.3g} {row.unit}" for row in rows]
-    _bars(axis, names, [row.ratio or 0.0 for row in rows], [KINDS[row.extra["kind"]] for row in rows])
-    axis.set_title(
-        "Multiples of the limit: copy, write or read of the same bytes (to the left is better)", fontsize=9
-    )
+    """Kind by kind, the best first, so that peers stand beside each other."""
+    kinds = list(KINDS)
+    placed = sorted(rows, key=lambda row: (kinds.index(row.extra["kind"]), row.ratio or 0.0))
+    names = [f"{row.extra['kind']}: {row.extra['peer']}  {row.median:.3g} {row.unit}" for row in placed]
+    _bars(axis, names, [row.ratio or 0.0 for row in placed], [KINDS[row.extra["kind"]] for row in placed])
+    for label, row in zip(axis.get_yticklabels(), placed, strict=True):
+        label.set_fontweight("bold" if row.extra["peer"] == OURS else "normal")
+    axis.set_title("Multiples of a copy, write or read of the same bytes (to the left is better)", fontsize=9)
 
 
 def _bars(axis: Any, names: Sequence[str], values: Sequence[float], colours: Sequence[str]) -> None:
     axis.barh(range(len(names)), [value - 1 for value in values], left=1, color=colours, height=0.7)
     axis.set_yticks(range(len(names)), names, fontsize=7)
-    axis.invert_yaxis()
+    axis.set_ylim(len(names) - 0.4, -0.6)
     axis.set_xscale("log")
     axis.axvline(1, color="black", linewidth=0.8)
     axis.tick_params(axis="x", labelsize=7)

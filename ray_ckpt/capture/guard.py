@@ -65,12 +65,21 @@ def guarded_storages(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
         runs_hooks = getattr(type(optimizer).step, "hooked", False)
         for group in optimizer.param_groups:
             for param in group["params"]:
-                in_backward = bool(getattr(param, "_post_accumulate_grad_hooks", None))
-                places = guarded if runs_hooks and not in_backward else refused
+                places = guarded if runs_hooks and not _has_backward_hook(param) else refused
                 places.add(storage_of(param))
                 state = optimizer.state.get(param, {}) if param in optimizer.state else {}
                 places.update(storage_of(v) for v in state.values() if isinstance(v, torch.Tensor))
     return guarded - refused
+
+
+def hooks_in_backward(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """How many parameters are updated inside backward, or may be."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return sum(_has_backward_hook(param) for group in groups for param in group["params"])
+
+
+def _has_backward_hook(param: torch.Tensor) -> bool:
+    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

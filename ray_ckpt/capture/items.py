@@ -93,7 +93,7 @@ class ModuleItem:
 
     def tree(self) -> Any:
         state: dict[str, Any] = {}
-        for name, value in self._module.state_dict().items():
+        for name, value in self._module.state_dict(keep_vars=True).items():  # the same objects each time
             state[clean_name(name)] = value
         return state
 

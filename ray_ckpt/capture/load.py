@@ -46,20 +46,23 @@ def load_items(
     problems: list[str] = []
     here = _tensors_by_ref(items, walked.trees)
     everyone = tuple(range(world_size))
+    slices = {part.slice.key: part for part in walked.slices}
     for name, item in items.items():
         wanted = _refs(saved_trees[name])
         for key, path in wanted.items():
             tensor = None if item.per_rank else here.get(key)
-            if tensor is None:
-                saved = saved_slices.get(key)
-                if saved is None:
-                    problems.append(f"{key}: not in the checkpoint's manifest")
-                    continue
-                tensor = item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
-            live[key] = tensor
+            if tensor is not None:
+                live[key] = tensor
+                targets.extend([slices[key]] if key in slices else [])  # an empty local part is no slice
+                continue
+            saved = saved_slices.get(key)
+            if saved is None:
+                problems.append(f"{key}: not in the checkpoint's manifest")
+                continue
+            live[key] = item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
             item_name, _, _ = key.partition(".")
-            ranks = everyone if not item.per_rank and item.is_shared(path) else (rank,)
-            targets.extend(slices_of(tensor, item=item_name, path=_path_in(key, item_name), ranks=ranks))
+            ranks = everyone if item.is_shared(path) else (rank,)
+            targets.extend(slices_of(live[key], item=item_name, path=_path_in(key, item_name), ranks=ranks))
         problems += [f"{name}.{problem}" for problem in item.problems(saved_trees[name])]
     own_file = shard_file(rank, world_size)
     plan = plan_restore([target.slice for target in targets], rows, prefer_file=own_file)

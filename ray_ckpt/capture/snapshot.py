@@ -47,7 +47,7 @@ class Snapshot:
 
     parts: Sequence[_Part]
     versions: Sequence[tuple[LiveSlice, int]]
-    waited_s: float = 0.0  # that training was held up by `before_change`
+    waited: Callable[[float], None]  # told the seconds for which `before_change` held training up
     _host_copied: threading.Event = field(default_factory=threading.Event)
     _device_copied: list[tuple[Any, Any]] = field(default_factory=list)  # (torch.cuda or the like, event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -60,7 +60,7 @@ class Snapshot:
         for module, event in self._device_copied:
             module.current_stream().wait_event(event)
         self._host_copied.wait()
-        self.waited_s += time.monotonic() - start_s
+        self.waited(time.monotonic() - start_s)
 
     def look_for_changes(self) -> None:
         """Note what was changed since the start, once: when all is copied, or before the first change."""
@@ -88,8 +88,9 @@ class Snapshotter:
     optimizer's back, at the price of a blocking copy and its memory.
     """
 
-    def __init__(self, *, overlap: bool, verify: bool) -> None:
+    def __init__(self, *, overlap: bool, verify: bool, waited: Callable[[float], None]) -> None:
         self._overlap = overlap
+        self._waited = waited
         self._verify = verify
         self._thread = ThreadPoolExecutor(1, "ray_ckpt-capture", initializer=_use_one_core)
         self._streams: dict[torch.device, Any] = {}
@@ -113,7 +114,8 @@ class Snapshotter:
         The target has begun; `finish` seals it.
         """
         parts = self._parts(target, slices, background)
-        snapshot = Snapshot(parts, [(part.live, part.live.leaf._version) for part in parts if part.is_late])
+        versions = [(part.live, part.live.leaf._version) for part in parts if part.is_late]
+        snapshot = Snapshot(parts, versions, self._waited)
         with torch.no_grad():
             rest = self._copy_now(target, parts, snapshot)
 

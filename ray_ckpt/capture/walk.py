@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -53,6 +54,18 @@ class LiveSlice:
     def nbytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
 
+    def is_still(self, leaf: torch.Tensor) -> bool:
+        """Whether `leaf` is the same object in the same memory as when this slice was made of it."""
+        local = getattr(leaf, "_local_tensor", leaf)  # of a DTensor, without a node in the autograd graph
+        tensor = self.tensor
+        return (
+            leaf is self.leaf
+            and local.data_ptr() == tensor.data_ptr()
+            and local.shape == tensor.shape
+            and local.stride() == tensor.stride()
+            and local.dtype == tensor.dtype
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
@@ -60,6 +73,10 @@ class Walked:
 
     slices: tuple[LiveSlice, ...]
     trees: Mapping[str, Any]
+
+    @property
+    def by_key(self) -> dict[str, LiveSlice]:
+        return {live.slice.key: live for live in self.slices}
 
     def owned(self, rank: int) -> tuple[LiveSlice, ...]:
         """The slices that `rank` saves: those it alone holds and its share of those that others hold too."""
@@ -91,11 +108,15 @@ class Walked:
         return digest(json.dumps(lines).encode())
 
 
-def walk(items: Mapping[str, Item], *, rank: int, world_size: int) -> Walked:
-    """Every tensor of `items` as slices of this rank, nothing copied. UnsupportedLeaf names a bad leaf."""
+def walk(items: Mapping[str, Item], *, rank: int, world_size: int, before: Walked | None = None) -> Walked:
+    """Every tensor of `items` as slices of this rank, nothing copied. UnsupportedLeaf names a bad leaf.
+
+    What is where it was in `before` keeps its slices; if that is everything, `slices` is the same object.
+    """
     slices: list[LiveSlice] = []
     keys: set[str] = set()
     everyone = tuple(range(world_size))
+    known = before.by_key if before is not None else {}
 
     def visit(value: Any, item: Item, prefix: str, path: tuple[str, ...]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -108,6 +129,10 @@ def walk(items: Mapping[str, Item], *, rank: int, world_size: int) -> Walked:
                     path=key,
                 )
             keys.add(key)
+            live = known.get(key)
+            if live is not None and live.is_still(value):
+                slices.append(live)
+                return TensorRef(key)
             stepped = item.changes_in_step(path)
             slices.extend(slices_of(value, item=prefix, path=path, ranks=ranks, changes_in_step=stepped))
             return TensorRef(key)
@@ -117,7 +142,10 @@ def walk(items: Mapping[str, Item], *, rank: int, world_size: int) -> Walked:
     for name, item in items.items():
         prefix, path = (f"rank{rank}", (name,)) if item.per_rank else (name, ())
         trees[name] = visit(item.tree(), item, prefix, path)
-    return Walked(slices=tuple(slices), trees=trees)
+    found = tuple(slices)
+    if before is not None and len(found) == len(before.slices) and all(map(is_, found, before.slices)):
+        found = before.slices
+    return Walked(slices=found, trees=trees)
 
 
 def map_leaves(value: Any, visit: Any, path: tuple[str, ...]) -> Any:

@@ -6,7 +6,8 @@ where it would push out the trainer's data and wait for pages to be cleared. Wri
 
 Page-aligned memory can go to the device as it is; everything else passes through a small pool of aligned
 buffers in huge pages. A virtual disk may take 4 KiB pages that are scattered over the machine's memory at
-half its speed, and whether they are cannot be seen: so a write tries both ways at its beginning.
+half its speed, and whether they are cannot be seen: so a large write tries both ways at its beginning, and
+those that follow from the same memory do what was faster.
 
 Where the file system refuses O_DIRECT, and for the end of a file that is no whole page, the same calls go
 through the page cache, and what they leave there is given up afterwards. Files are published as those of
@@ -46,6 +47,8 @@ IN_FLIGHT = DEPTH  # chunks that a write may still be using after it asked for t
 MIN_DIRECT_BYTES = 1 << 20  # of a piece of a chunk: smaller ones are gathered into blocks, which costs a copy
 TRIAL_BLOCKS = 8  # of a file's aligned memory are copied, and as many more are not, to see which is faster
 COPY_GAIN = 1.2  # times as fast: then all is copied
+VERDICT_USES = 32  # files from one memory that follow a trial: the memory may be another one by then
+MAX_VERDICTS = 64  # that are remembered; a node has an arena or two per rank
 MAX_IDLE_BUFFERS = 10  # kept for the next file, 80 MiB: two files at a time; fresh memory is slow to touch
 
 
@@ -69,7 +72,7 @@ def write_direct(
 
     `size_bytes`, if known, is taken from the file system first: a full disk shows before the work is done.
     `spans` are (offset, nbytes) in ascending order, disjoint. A chunk must stay unchanged until IN_FLIGHT
-    more have been asked for, or the call returns.
+    more have been asked for, or the call returns; so the views of `read_blocks_direct` are none.
 
     Raises CorruptionError if `chunks` are not `size_bytes` together, ValueError if a span is out of order or
     out of the file, OSError if the disk fails. Any exception leaves nothing behind.
@@ -175,7 +178,9 @@ class _Writer:
         self._filled = 0  # bytes of it
         self._num_chunks = 0
         self._num_writes = 0
-        self._ends: list[float] = []  # when each write of the trial was done
+        self._ends: list[float] = []  # when each write of a trial was done
+        self._source: tuple[int, int] | None = None  # the disk and the memory of the first aligned block
+        self._verdict: bool | None = None  # of the trial
         self._writes: deque[_Write] = deque()
 
     @property
@@ -186,7 +191,7 @@ class _Writer:
         self._num_chunks += 1
         while chunk.nbytes:
             nbytes = self._aligned_bytes(chunk)
-            if nbytes and not self._copies():
+            if nbytes and not self._copies(chunk):
                 self._flush()
                 self._submit(chunk[:nbytes], None)
             else:
@@ -211,15 +216,22 @@ class _Writer:
             self._file.write_tail(tail, size - rest)
         return self._hashes.end(size)
 
-    def _copies(self) -> bool:
-        """Whether the next block is copied although it need not be: at first, and if that proves faster."""
+    def _copies(self, block: memoryview) -> bool:
+        """Whether an aligned block is copied although it need not be: in a trial, and if that is faster."""
+        if self._source is None:
+            self._source = (os.fstat(self._file.fd).st_dev, _address(block))
+            self._verdict = _VERDICTS.get(self._source)
+        if self._verdict is not None:
+            return self._verdict
         if self._num_writes < TRIAL_BLOCKS:
             return True
         if len(self._ends) < 2 * TRIAL_BLOCKS:
             return False
         quarter = TRIAL_BLOCKS // 2  # blocks: those at the device when the way changes are not counted
         at = [self._ends[n * quarter - 1] for n in (1, 2, 3, 4)]
-        return at[3] - at[2] > COPY_GAIN * (at[1] - at[0])
+        self._verdict = at[3] - at[2] > COPY_GAIN * (at[1] - at[0])
+        _VERDICTS.put(self._source, self._verdict)
+        return self._verdict
 
     def _aligned_bytes(self, chunk: memoryview) -> int:
         """How much of the beginning of `chunk` can go to the device as it lies in memory."""
@@ -235,7 +247,7 @@ class _Writer:
         np.copyto(block[self._filled : self._filled + nbytes], np.frombuffer(chunk[:nbytes], np.uint8))
         self._filled += nbytes
         if self._filled == BLOCK_BYTES:
-            pass
+            self._flush()
         return nbytes
 
     def _flush(self) -> None:
@@ -443,3 +455,27 @@ class _Buffers:
 
 
 _BUFFERS = _Buffers()
+
+
+class _Verdicts:
+    """Whether copying was faster, by disk and address of the memory; each is forgotten after some use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[tuple[int, int], tuple[bool, int]] = {}  # and how often it may still be used
+
+    def get(self, source: tuple[int, int]) -> bool | None:
+        with self._lock:
+            verdict, uses = self._found.pop(source, (None, 0))
+            if verdict is not None and uses > 1:
+                self._found[source] = (verdict, uses - 1)
+            return verdict
+
+    def put(self, source: tuple[int, int], verdict: bool) -> None:
+        with self._lock:
+            if len(self._found) >= MAX_VERDICTS:
+                self._found.clear()
+            self._found[source] = (verdict, VERDICT_USES)
+
+
+_VERDICTS = _Verdicts()

@@ -19,13 +19,15 @@ SLOWEST_BYTES_PER_S = 10 << 20  # a slower peer is treated as gone
 SILENT_S = 30.0  # bytes that a peer's kernel has not taken for so long: its node is gone
 PING_S = 600.0  # idle connections are pinged this often; servers refuse more than one ping in 5 minutes
 
+_FINAL = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError, flight.FlightTimedOutError)
 _FAILURES = (flight.FlightError, pa.ArrowException, OSError, FormatError)
 
 
 class PeerClient:
     """A connection of its own to one agent. Every failure of the peer or the way to it is `Unavailable`.
 
-    Its `fields["refused"]` is true if the peer lives and another try cannot go better.
+    Its `fields["refused"]` is true if another try cannot go better: the peer has said no, or a frozen one has
+    used up the time that its slowest acceptable pace would take.
     """
 
     def __init__(self, endpoint: str, *, credentials: Credentials) -> None:
@@ -128,8 +130,7 @@ class PeerClient:
         reason = (
             str(error).split(". gRPC client debug context", maxsplit=1)[0].split(". Detail: ", maxsplit=1)[0]
         )
-        is_refused = isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError)
-        is_refused |= getattr(error, "extra_info", b"") == wire.REFUSED
+        is_refused = isinstance(error, _FINAL) or getattr(error, "extra_info", b"") == wire.REFUSED
         return Unavailable(
             f"Peer {self._endpoint}, {name.directory}/{name.file}: {reason.rstrip('.')}.", refused=is_refused
         )

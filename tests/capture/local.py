@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.tree import decode_tree
 from ray_ckpt.link import ArenaGrant, Identity, SealedShard
-from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.restore import Place, RestoreTicket, Shared
 from ray_ckpt.types import AttemptId, Level, RankRestore
 
 
@@ -51,6 +52,9 @@ class LocalLink:
 
     def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
         return None
+
+    def fetch(self, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+        raise Unavailable("every rank reads for itself here")
 
     def reserve(self, size_bytes: int) -> None:
         self.reserved_bytes = size_bytes

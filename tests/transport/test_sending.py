@@ -167,6 +167,21 @@ def test_a_refusal_is_not_tried_again(
     assert len(receiver.tries) == (error is not None)
 
 
+def test_a_frozen_peer_is_given_up_when_its_time_is_over(
+    server: PeerServer, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "CALL_BASE_S", 0.3)
+    is_over = threading.Event()
+
+    def freeze(request: wire.PutRequest) -> None:
+        is_over.wait(10)
+
+    receiver.fail = freeze
+    with pytest.raises(Unavailable, match="Deadline Exceeded"):
+        send_files(server.endpoint, OURS, [outgoing(0, b"1")], sleep=lambda _: pytest.fail("tried again"))
+    is_over.set()
+
+
 def test_what_the_source_raises_comes_through_at_once(server: PeerServer, receiver: Receiver) -> None:
     def chunks() -> Iterator[bytes]:
         yield b"1"

@@ -8,39 +8,41 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A script `jobs/bench/peers/<script>.py` with its arguments, in an environment of `environments.py`.
+    """`jobs/bench/peers/<script>.py` with its arguments, in an environment of `environments.py`.
 
-    `fsyncs` says whether it puts its files on stable storage itself; if not, the bench does it afterwards, in
-    the time that the save takes. `memory` is where a load from memory reads: for most it is what the system
-    happens to hold of the files, for some memory that the library keeps, which may be there `once` only.
-    `disk` says whether a load from files can be had while that is there.
+    `note` says of its files what a reader has to know. If it does not fsync them, the bench does, in the time
+    that the save takes. `memory` is where a load from memory reads: for most it is what
+    the system happens to hold of the files, for some memory that the library keeps, which may be there `once`
+    only. `disk` says whether a load from files can be had while that is there.
     """
 
     what: str
     script: str
     arguments: tuple[str, ...] = ()
     environment: str = ""  # none: that of the project
-    fsyncs: bool = False
+    note: str = "it does not fsync; done for it"
     memory: str = "files in the page cache"
     once: bool = False
     disk: bool = True
 
 
+OURS = "ray_ckpt"
+IN_MEMORY = "in memory, on no disk"
 PEERS: Mapping[str, Peer] = {
-    "ray_ckpt": Peer(
+    OURS: Peer(
         what="this project, one rank on a local Ray",
         script="ours",
-        fsyncs=True,
+        note="",
         memory="the node's arena",
         once=True,
     ),
     "torch.save": Peer(what="torch.save and torch.load(mmap=True)", script="plain", arguments=("torch",)),
     "safetensors": Peer(what="safetensors.torch", script="plain", arguments=("safetensors",)),
-    "dcp": Peer(what="torch.distributed.checkpoint.save", script="dcp", arguments=("sync",), fsyncs=True),
-    "dcp-thread": Peer(what="DCP async_save, thread", script="dcp", arguments=("thread",), fsyncs=True),
-    "dcp-process": Peer(what="DCP async_save, process", script="dcp", arguments=("process",), fsyncs=True),
+    "dcp": Peer(what="torch.distributed.checkpoint.save", script="dcp", arguments=("sync",), note=""),
+    "dcp-thread": Peer(what="DCP async_save, thread", script="dcp", arguments=("thread",), note=""),
+    "dcp-process": Peer(what="DCP async_save, process", script="dcp", arguments=("process",), note=""),
     "dcp-shared": Peer(
-        what="DCP async_save, shared-memory stager", script="dcp", arguments=("shared",), fsyncs=True
+        what="DCP async_save, shared-memory stager", script="dcp", arguments=("shared",), note=""
     ),
     "torchsnapshot": Peer(
         what="torchsnapshot async_take", script="torchsnapshot_peer", environment="torchsnapshot"
@@ -63,6 +65,7 @@ PEERS: Mapping[str, Peer] = {
         what="ML Flashpoint on tmpfs",
         script="ml_flashpoint_peer",
         environment="ml_flashpoint",
+        note=IN_MEMORY,
         memory="its files on tmpfs",
         disk=False,
     ),
@@ -70,7 +73,7 @@ PEERS: Mapping[str, Peer] = {
         what="lm-resiliency in-memory checkpoint, flushed to disk",
         script="lm_resiliency_peer",
         environment="lm_resiliency",
-        fsyncs=True,
+        note="",
     ),
     "ray.train": Peer(what="ray.train.report, SYNC upload", script="ray_train_peer", arguments=("SYNC",)),
     "ray.train-async": Peer(

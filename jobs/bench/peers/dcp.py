@@ -39,7 +39,7 @@ class Dcp(Peer):
         self.stager = DefaultStager(SHARED) if way == "shared" else None
 
     def save(self, live: Live, folder: Path, step: int) -> Iterator[str]:
-        state = _state(live)
+        state = dcp_state(live)
         writer = FileSystemWriter(folder, thread_count=os.cpu_count() or 1)
         if self.way == "sync":
             save(state, storage_writer=writer)
@@ -61,14 +61,14 @@ class Dcp(Peer):
         answer.result()
 
     def load(self, live: Live, folder: Path, step: int, *, cached: bool) -> None:
-        load(_state(live), checkpoint_id=folder)  # into the tensors themselves
+        load(dcp_state(live), checkpoint_id=folder)  # into the tensors themselves
 
     def close(self) -> None:
         if self.stager is not None:
             self.stager.close()
 
 
-def _state(live: Live) -> dict[str, Any]:
+def dcp_state(live: Live) -> dict[str, Any]:
     return {
         "model": get_model_state_dict(live.model),
         "optimizer": get_optimizer_state_dict(live.model, live.optimizer),

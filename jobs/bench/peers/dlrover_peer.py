@@ -19,12 +19,14 @@ from jobs.bench.peers.dcp import start_group
 
 POLL_S = 0.005  # its own wait looks every 3 s, which is no way to time it
 WAIT_S = 240.0
+RUN = "ray_ckpt-bench"  # in the names of its shared memory, which outlives all processes
 
 
 class Dlrover(Peer):
     def __init__(self, folder: Path) -> None:
         start_group()
-        os.environ.setdefault("TORCHELASTIC_RUN_ID", f"bench-{os.getpid()}")
+        os.environ["TORCHELASTIC_RUN_ID"] = RUN
+        self.close()  # of a run that was killed
         self.tracker = folder / "dlrover_latest.txt"
         self.checkpointer = DdpCheckpointer(str(folder))
 
@@ -41,6 +43,10 @@ class Dlrover(Peer):
 
     def load(self, live: Live, folder: Path, step: int, *, cached: bool) -> None:
         live.load_state_dict(self.checkpointer.load_checkpoint())
+
+    def close(self) -> None:
+        for path in Path("/dev/shm").glob(f"{RUN}_*"):
+            path.unlink()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ A peer that cannot be installed leaves the reason in its folder, which becomes t
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -24,11 +25,18 @@ INSTALL_TIMEOUT_S = 900.0  # a few packages, one of which compiles
 REQUIREMENTS: Mapping[str, Sequence[str]] = {
     "dlrover": ("dlrover==0.6.1", "grpcio", "protobuf", "pynvml", "deprecated", "requests", "packaging"),
     "lm_resiliency": ("lm-resiliency==0.2.0",),
-    "ml_flashpoint": ("ml-flashpoint==0.0.10", "typing-extensions==4.15.0"),
+    "ml_flashpoint": ("ml-flashpoint==0.0.10",),
     "nvrx": ("nvidia-resiliency-ext==0.4.1", "defusedxml", "nvidia-ml-py", "pynvml", "pyyaml"),
     "orbax": ("orbax-checkpoint==0.12.8", "jax==0.10.2", "tensorstore"),
     "torch_checkpointing": ("torch-checkpointing==0.1.1",),
     "torchsnapshot": ("torchsnapshot==0.1.0", "aiofiles", "importlib-metadata", "nest-asyncio"),
+}
+
+# Those that have to be installed from their unpacked sources, with pip's options: ML Flashpoint looks for its
+# compiled parts beside its modules. It fetches Abseil from GitHub, unless the environment variable
+# CMAKE_ARGS=-DFETCHCONTENT_SOURCE_DIR_ABSEIL-CPP=FOLDER names one that is there already.
+EDITABLE: Mapping[str, Sequence[str]] = {
+    "ml_flashpoint": ("--no-deps", "--config-settings=cmake.define.BUILD_TESTING=OFF"),
 }
 
 
@@ -50,16 +58,36 @@ def make(environment: str) -> str:
         return "ready"
     venv.create(folder, clear=True, with_pip=True)
     _lend(folder)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    try:
-        done = subprocess.run(
-            [*pip, *REQUIREMENTS[environment]], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S
-        )
-        reason = "" if done.returncode == 0 else _reason(done.stderr)
-    except subprocess.TimeoutExpired:
-        reason = f"pip took more than {INSTALL_TIMEOUT_S:.0f} s"
+    install = _install_editable if environment in EDITABLE else _install
+    reason = install(environment, folder)
     (folder / (FAILED if reason else READY)).write_text(reason or wanted)
     return reason or "installed"
+
+
+def _install(environment: str, folder: Path) -> str:
+    return _pip(folder, "install", *REQUIREMENTS[environment])
+
+
+def _install_editable(environment: str, folder: Path) -> str:
+    (requirement,) = REQUIREMENTS[environment]
+    sources = folder / "source"
+    reason = _pip(folder, "download", "--no-deps", "--no-binary=:all:", "--dest", str(sources), requirement)
+    if reason:
+        return reason
+    (archive,) = sources.iterdir()
+    shutil.unpack_archive(archive, sources, filter="data")
+    source = sources / archive.name.removesuffix(".tar.gz")
+    return _pip(folder, "install", *EDITABLE[environment], "--editable", str(source))
+
+
+def _pip(folder: Path, *arguments: str) -> str:
+    """Why it failed, or nothing."""
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    try:
+        done = subprocess.run([*pip, *arguments], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"pip took more than {INSTALL_TIMEOUT_S:.0f} s"
+    return "" if done.returncode == 0 else _reason(done.stdout + done.stderr)
 
 
 def _lend(folder: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from jobs.bench.context import Context
 from jobs.bench.limits import Limits
-from jobs.bench.peers.catalogue import PEERS, Peer
+from jobs.bench.peers.catalogue import IN_MEMORY, OURS, PEERS, Peer
 from jobs.bench.peers.environments import python_of
 from jobs.bench.row import Reference, Row, skipped
 
@@ -33,7 +33,6 @@ START_TIMEOUT_S = 180.0  # importing a library, making the state, starting a clu
 COMMAND_TIMEOUT_S = 300.0  # one save or load; the slowest peers write 0.1 GB/s
 END_TIMEOUT_S = 20.0  # then the process and its children are killed
 LOG_TAIL = 4_000  # characters of a failed child's output, to find the reason in
-OURS = "ray_ckpt"  # in the catalogue
 MAX_REPEAT = 3  # samples per peer and row; there are many peers, and some take a minute for one
 ROOT = Path(__file__).resolve().parents[3]
 Answer = Mapping[str, Any]
@@ -208,10 +207,8 @@ def _rows_of(name: str, peer: Peer, child: Child, repeat: int, limits: Limits) -
     note = f"the call returns after {returned_s:.3g} s" if returned_s < 0.9 * median(blocked) else ""
     yield row("blocked-first", "blocked by the first save", [first["blocked_s"]], copy)
     yield row("blocked", "blocked by a save", blocked, copy, note)
-    synced = "" if peer.fsyncs else "it does not fsync; done for it"
-    yield row(
-        "complete", "until files are on stable storage", [save["complete_s"] for save in saves], write, synced
-    )
+    complete = [save["complete_s"] for save in saves]
+    yield row("complete", "until files are complete and on disk", complete, write, peer.note)
     yield loads("load-memory", f"load from {peer.memory}", "memcpy", limits.memcpy_s)
     if peer.disk:
         yield loads("load", "load from disk", "raw read", limits.read_s)
@@ -222,7 +219,9 @@ def _beside_best(rows: Sequence[Row]) -> Iterator[Row]:
     measured = [row for row in rows if not row.skipped]
     for own in (row for row in measured if row.extra["peer"] == OURS):
         kind = own.extra["kind"]
-        others = [row for row in measured if row.extra["kind"] == kind and row is not own]
+        others = [
+            row for row in measured if row.extra["kind"] == kind and row is not own and row.note != IN_MEMORY
+        ]
         if others:
             best = min(others, key=lambda row: row.median or 0.0)
             yield Row(

@@ -30,7 +30,7 @@ class TorchCheckpointing(Peer):
         )
         self.manager = tc.CheckpointManager(config)
         self.manager.prewarm_staging(live.state_dict())
-        # Buffers and writer process are ready when training starts, as ours are; the library has no call for that.
+        # Both are ready when training has begun, as ours are; the library has no call that waits for them.
         self.manager._prewarm_staging_future.result()
         self.manager._saver._checkpoint_process._creation_future.result()
 

@@ -1,0 +1,164 @@
+"""What a save costs the training: blocking and overlapped, the first one and the warm ones.
+
+Measured through the whole service on a Ray of one node. Blocked time is what `save` takes plus what the next
+optimizer step waits for; the memcpy beside it moves the same bytes between warm buffers with as many threads
+as torch has.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from jobs.bench import device
+from jobs.bench.context import Context
+from jobs.bench.limits import Limits
+from jobs.bench.row import Reference, Row, compared, measure, skipped
+from jobs.bench.state import state_bytes
+from jobs.bench.training import Compute, Training, fill_gradients, local_ray, threads
+
+STEP_S = 0.5  # of a training step; DESIGN's limit on blocked time holds from there on
+STEPS_PER_SAVE = 10
+MAX_PAIRS = 3  # of ten steps with and without a save; each takes ten seconds and more
+
+
+def rows(context: Context) -> Iterator[Row]:
+    with context.temporary() as folder, local_ray(folder):
+        yield from _blocking(context, folder)
+        yield from _overlapped(context, folder)
+    yield from _device(context)
+
+
+def _blocking(context: Context, folder: Path) -> Iterator[Row]:
+    training = Training(context.size_bytes, folder, "blocking", overlap=False)
+    ready_s = training.wait_ready()
+    size = state_bytes(training.model, training.optimizer)
+    yield measure(
+        "arena-setup",
+        "memory for the arena, in the background after the start",
+        "s",
+        lambda: ready_s,
+        repeat=1,
+    )
+    first_s = training.save()
+    training.settle()
+    training.save()
+    training.settle()
+    limits = Limits(size, folder)
+    cores = torch.get_num_threads()
+    limits.memcpy_s(cores)
+
+    def save() -> float:
+        blocked_s = training.save()
+        training.settle()
+        return blocked_s
+
+    row = compared(
+        "save-blocking",
+        "blocking save, warm",
+        "s",
+        save,
+        (f"memcpy, {cores} threads", lambda: limits.memcpy_s(cores)),
+        repeat=context.repeat,
+        reach="<= 1.15",
+    )
+    yield row
+    yield Row(
+        name="save-first",
+        what="the first save, blocking, once the arena is set up",
+        unit="s",
+        samples=(first_s,),
+        reference=Reference(name="warm save", samples=row.samples),
+        reach="<= 2",
+        machine=row.machine,
+    )
+    limits.close()
+    training.close()
+
+
+def _overlapped(context: Context, folder: Path) -> Iterator[Row]:
+    cores = os.cpu_count() or 1
+    with threads(max(1, cores - 1)):
+        training = Training(context.size_bytes, folder, "overlapped")
+        training.wait_ready()
+        size = state_bytes(training.model, training.optimizer)
+        compute = Compute(0.05 if context.quick else STEP_S)
+        limits = Limits(size, folder)
+        limits.memcpy_s()
+
+        def save() -> float:
+            before_s = training.ckpt.stats.waited_s
+            blocked_s = training.save()
+            compute()
+            training.optimizer.step()  # without gradients: just the hook, which waits for the copy
+            blocked_s += training.ckpt.stats.waited_s - before_s
+            training.settle()
+            return blocked_s
+
+        save()
+        yield compared(
+            "save-overlapped",
+            "overlapped save, with the wait before the optimizer's step; one core is spare",
+            "s",
+            save,
+            (f"memcpy, {max(1, cores - 1)} threads", lambda: limits.memcpy_s(max(1, cores - 1))),
+            repeat=context.repeat,
+            reach="<= 0.15",
+        )
+        limits.close()
+
+        def beside() -> float:
+            training.save()
+            taken_s = compute()
+            training.optimizer.step()
+            training.settle()
+            return taken_s
+
+        yield compared(
+            "step-beside-save",
+            "forward and backward while a save is copied and written",
+            "s",
+            beside,
+            ("alone", compute),
+            repeat=context.repeat,
+        )
+        fill_gradients(training.model)
+        yield _ten_steps(context, training, compute)
+        training.close()
+
+
+def _ten_steps(context: Context, training: Training, compute: Compute) -> Row:
+    """Wall-clock time of ten steps, with one save and without, in interleaved pairs."""
+
+    def ten(*, with_save: bool) -> float:
+        start_s = time.perf_counter()
+        for step in range(STEPS_PER_SAVE):
+            compute()
+            training.optimizer.step()
+            if with_save and step == 0:
+                training.save()
+        taken_s = time.perf_counter() - start_s
+        training.settle()
+        return taken_s
+
+    ten(with_save=False)
+    return compared(
+        "ten-steps",
+        "ten steps of half a second and more with one save",
+        "s",
+        lambda: ten(with_save=True),
+        ("without", lambda: ten(with_save=False)),
+        repeat=min(context.repeat, MAX_PAIRS),
+        reach="<= 1.02",
+    )
+
+
+def _device(context: Context) -> Iterator[Row]:
+    if torch.cuda.is_available():
+        yield from device.rows(context.size_bytes, context.repeat)
+    else:
+        yield skipped("device-copy", "from a GPU into the pinned arena", "this machine has no GPU")

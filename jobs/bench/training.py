@@ -1,0 +1,110 @@
+"""One rank on a local Ray with the whole service, for rows about what training notices."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from torch import nn
+
+import ray_ckpt
+from jobs.bench.state import make_state
+
+READY_S = 300.0  # for the arena's memory; 2 GiB take some seconds where memory is touched for the first time
+FAR_FUTURE_STEPS = 10**9  # a cadence that never comes: the rows save when they want to
+
+
+@contextmanager
+def local_ray(folder: Path) -> Iterator[None]:
+    """A Ray of one node, with its files in `folder`."""
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(folder / "ray") if len(str(folder)) < 40 else None,  # sockets have short names
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class Training:
+    """A model with its AdamW that saves into a run of its own."""
+
+    def __init__(self, size_bytes: int, folder: Path, name: str, **options: Any) -> None:
+        self.model, self.optimizer = make_state(size_bytes)
+        self.step = 0
+        defaults = {"memory": "single", "replicas": 0, "keep_last": 1, "every_steps": FAR_FUTURE_STEPS}
+        ray_ckpt.connect(
+            run=name,
+            storage_path=str(folder / "storage"),
+            staging=str(folder / "staging"),
+            **{**defaults, **options},
+        )
+        self.ckpt = ray_ckpt.Checkpointer(model=self.model, optimizer=self.optimizer)
+        self.ckpt.restore()
+
+    def wait_ready(self) -> float:
+        """Until the arena's memory is in place; returns the seconds that it took in the background."""
+        deadline_s = time.monotonic() + READY_S
+        while (taken_s := self.ckpt.setup_s) is None:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("the arena did not become ready")
+            time.sleep(0.02)
+        return taken_s
+
+    def save(self) -> float:
+        """Save the next step; returns the seconds that `save` took."""
+        self.step += 1
+        if not self.ckpt.save(self.step):
+            raise RuntimeError("the save was skipped")
+        return self.ckpt.stats.blocked_s[-1]
+
+    def settle(self) -> None:
+        """Until the last save is on the disk and in the log."""
+        self.ckpt.wait("local")
+
+    def close(self) -> None:
+        self.ckpt.close()
+
+
+class Compute:
+    """Work as a forward and backward pass do it: matrix products of about `seconds`, in `threads` threads."""
+
+    def __init__(self, seconds: float, *, side: int = 512) -> None:
+        self._one, self._two, self._out = (torch.randn(side, side) for _ in range(3))
+        self._count = 1
+        while self() < seconds / 4:
+            self._count *= 2
+        self._count = max(1, round(self._count * seconds / self()))
+
+    def __call__(self) -> float:
+        start_s = time.perf_counter()
+        for _ in range(self._count):
+            torch.mm(self._one, self._two, out=self._out)
+        return time.perf_counter() - start_s
+
+
+def fill_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-6)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Training on so many cores, so that others are spare."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
