@@ -18,6 +18,7 @@ import contextlib
 import logging
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -27,6 +28,7 @@ import numpy as np
 
 from ray_ckpt.actors.arena_memory import available_memory_bytes
 from ray_ckpt.restore import Bytes, FlatSink, Place, RestoreTicket, Shared, SourceReader, place_of
+from ray_ckpt.storage.huge import make_huge
 from ray_ckpt.types import ManifestRow, Tier
 
 log = logging.getLogger("ray_ckpt.agent")
@@ -91,6 +93,8 @@ class SharedReads:
         self._space = _Space(max(ALIGNMENT_BYTES, capacity - capacity % ALIGNMENT_BYTES))
         self._fd = os.memfd_create("ray_ckpt-shared", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, self._space.size_bytes)
+        self._huge_bytes = 0  # as far as huge pages have been asked for
+        self._lock = threading.Lock()  # of the descriptor, which a thread may be using when it is closed
         self._memory: Bytes = np.frombuffer(mmap.mmap(self._fd, self._space.size_bytes), np.uint8)
         self._rows: dict[Place, _Row] = {}
         self._refused: dict[Place, set[int]] = {}
@@ -135,7 +139,8 @@ class SharedReads:
         if not self._is_closed:
             self._is_closed = True
             self._queue.clear()
-            os.close(self._fd)  # the memory goes when the last rank has unmapped it
+            with self._lock:
+                os.close(self._fd)  # the memory goes when the last rank has unmapped it
             self._memory = np.empty(0, np.uint8)
             self._tell()
 
@@ -214,6 +219,7 @@ class SharedReads:
 
     def _read(self, memory: Bytes, batch: Sequence[_Row]) -> set[Place]:
         """The places of the rows that are in memory now, verified. Runs in a thread."""
+        self._make_huge(max(row.offset + row.row.nbytes for row in batch))
         places = {place_of(row.row): memory[row.offset : row.offset + row.row.nbytes] for row in batch}
         good: set[Place] = set()
         ticket = self._ticket
@@ -225,6 +231,14 @@ class SharedReads:
             self._origin[part.file] = (part.tier, part.where)
         self.bytes_read += sum(part.size_bytes for part in reader.parts)
         return good
+
+    def _make_huge(self, end: int) -> None:
+        """Memory is cheaper in huge pages, to fill and for each rank to map; more of it than one batch."""
+        with self._lock:
+            if end > self._huge_bytes and not self._is_closed:
+                end = min(self._space.size_bytes, end + LOAD_BYTES)
+                make_huge(self._fd, self._huge_bytes, end)
+                self._huge_bytes = end
 
     async def _change(self, deadline_s: float | None) -> None:
         """Until something is different, or the time is up."""

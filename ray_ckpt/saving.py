@@ -84,6 +84,7 @@ class Saver:
         self._layout: ShardLayout | None = None
         self._layout_key: Mapping[str, Slice] = {}
         self._plan: _Plan | None = None
+        self._device: int | None = None  # whose copies the arena is pinned for
         self._snapshot: Snapshot | None = None
         self.setup_s: float | None = (
             None  # that it took to have the arena's memory in place, in the background
@@ -97,9 +98,10 @@ class Saver:
         self._setup = setup
         self._layout = layout
         self._layout_key = {placed.slice.key: placed.slice for placed in layout.slices}
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._device = device  # of this thread: others have the first one
 
         def work() -> None:
-            start_s = time.monotonic()
             try:
                 self._open(layout.size_bytes)
                 buffers = list(self._buffers)
@@ -110,15 +112,12 @@ class Saver:
                 setup.set_exception(error)
                 return
             setup.set_result(None)
-            try:
-                self._populate(buffers)
-            except Exception as error:  # the first save is slower, that is all
-                log.warning("the arena could not be made ready: %s", error)
-            self.setup_s = time.monotonic() - start_s
+            self._populate(buffers)
 
         threading.Thread(target=work, name="ray_ckpt-setup", daemon=True).start()
 
     def _open(self, size_bytes: int) -> None:
+        self._forget_buffers()
         grant = self._link.open_arena(size_bytes)
         try:
             targets = [_map(grant, path) for path in grant.paths]
@@ -130,10 +129,21 @@ class Saver:
         self._buffers = deque(_Buffer(target, index) for index, target in enumerate(targets))
 
     def _populate(self, buffers: Iterable[_Buffer]) -> None:
-        for buffer in buffers:
-            buffer.target.mapping.populate()
-            if torch.cuda.is_available() and isinstance(buffer.target, Arena):
-                buffer.target.mapping.pin(torch.device("cuda", torch.cuda.current_device()))
+        """Without it the first save would be slower, that is all."""
+        start_s = time.monotonic()
+        try:
+            for buffer in buffers:
+                buffer.target.mapping.populate()
+                if self._device is not None and isinstance(buffer.target, Arena):
+                    buffer.target.mapping.pin(torch.device("cuda", self._device))
+        except (OSError, RuntimeError) as error:
+            log.warning("the arena could not be made ready: %s", error)
+        self.setup_s = time.monotonic() - start_s
+
+    def _forget_buffers(self) -> None:
+        for buffer in self._buffers:
+            buffer.target.mapping.unpin()
+        self._buffers.clear()
 
     def _fit(self, size_bytes: int) -> None:
         """Have an arena that a shard of `size_bytes` fits into. InsufficientSpace if there cannot be one."""
@@ -145,6 +155,10 @@ class Saver:
                 log.info("the arena is asked for again: %s", error)
         if self._grant is None or size_bytes > self._grant.size_bytes:
             self._open(size_bytes)
+            buffers = list(self._buffers)
+            threading.Thread(
+                target=self._populate, args=(buffers,), name="ray_ckpt-setup", daemon=True
+            ).start()
 
     def wait_free(self, timeout_s: float) -> bool:
         """Whether a buffer may be captured into, after at most `timeout_s`."""
@@ -177,7 +191,7 @@ class Saver:
     def lose_agent(self) -> None:
         """The agent does not answer: its memory is gone; ask for a new one, and save again next time."""
         self._grant = None
-        self._buffers.clear()
+        self._forget_buffers()
         self._link.recover()
 
     # -- a save ----------------------------------------------------------------------------------------
@@ -191,12 +205,12 @@ class Saver:
         self.settle()
         rank = self._link.identity.rank
         plan = self._plan_of(walked)
-        layout, background = plan.layout, plan.background
+        layout, attempt = plan.layout, parts.attempt.attempt
         self._fit(layout.size_bytes)
         buffer = self._buffers[0]
         is_new, buffer.layout = buffer.layout is not layout, layout
         agreed = _Agreed(walked, self._link.identity.world_size, content=parts.compare_content)
-        agreed.add(lambda key: key not in background)
+        agreed.add(lambda key: key not in plan.background)
         if isinstance(buffer.target, Arena) and buffer.target.layout is not layout:
             buffer.target.lay_out(layout)
         released: Future[None] = Future()
@@ -226,42 +240,51 @@ class Saver:
 
         buffer.released = released
         self._buffers.rotate(-1)
-        target = buffer.target
-        if isinstance(target, Ring):
-            agreed.complete()
-            target.begin(released.done)
-            hand_over()
-            self._save_to_ring(target, plan, parts.attempt.attempt, fail)
-            return
-        target.begin()
+        try:
+            if isinstance(buffer.target, Ring):
+                agreed.complete()
+                buffer.target.begin(released.done)
+                hand_over()
+                self._start_stream(buffer.target, plan, attempt, fail)
+            else:
+                self._start_copy(buffer.target, plan, attempt, agreed.complete, hand_over, fail)
+        except BaseException:  # nothing runs that would ever give the buffer back
+            if not released.done():
+                released.set_result(None)
+            raise
 
-        def finish() -> None:
-            target.seal(parts.attempt.attempt)
-            hand_over()
-
-        self._snapshot = self._snapshotter.start(
-            target, plan.slices, background=background, during=agreed.complete, finish=finish, fail=fail
-        )
-
-    def _save_to_ring(
+    def _start_copy(
         self,
-        ring: Ring,
+        arena: Arena,
         plan: _Plan,
         attempt: str,
+        during: Callable[[], None],
+        hand_over: Callable[[], None],
         fail: Callable[[Exception], None],
     ) -> None:
+        """The agent is told when everything is there."""
+
+        def finish() -> None:
+            arena.seal(attempt)
+            hand_over()
+
+        arena.begin()
+        self._snapshot = self._snapshotter.start(
+            arena, plan.slices, background=plan.background, during=during, finish=finish, fail=fail
+        )
+
+    def _start_stream(self, ring: Ring, plan: _Plan, attempt: str, fail: Callable[[Exception], None]) -> None:
         """The agent reads while this rank writes, so it has been told before anything is there."""
-        try:
-            ring.write(torch.frombuffer(bytearray(plan.layout.header), dtype=torch.uint8))
-        except CheckpointError as error:
-            ring.give_up()
-            fail(error)
-            return
 
         def give_up(error: Exception) -> None:
             ring.give_up()
             fail(error)
 
+        try:
+            ring.write(torch.frombuffer(bytearray(plan.layout.header), dtype=torch.uint8))
+        except CheckpointError as error:
+            give_up(error)
+            return
         self._snapshot = self._snapshotter.start(
             ring,
             plan.slices,

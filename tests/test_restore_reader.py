@@ -132,6 +132,10 @@ def check(checkpoint: Checkpoint, rows: Sequence[ManifestRow], memory: Memory, r
     assert sum(part.size_bytes for part in reader.parts) == sum(each.nbytes for each in rows)
 
 
+def small_extents(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
+    monkeypatch.setattr(restore, "EXTENT_BYTES", dict.fromkeys(restore.EXTENT_BYTES, size_bytes))
+
+
 # -- what is read ------------------------------------------------------------------------------------
 
 
@@ -141,8 +145,9 @@ def test_each_row_comes_from_the_first_source_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
     sizes = data.draw(st.lists(st.lists(st.integers(0, 300), max_size=12), min_size=1, max_size=3))
-    for name, limit in (("PIECE_BYTES", 70), ("EXTENT_BYTES", 200), ("GAP_BYTES", 30), ("EXTENT_ROWS", 4)):
+    for name, limit in (("PIECE_BYTES", 70), ("GAP_BYTES", 30), ("EXTENT_ROWS", 4)):
         monkeypatch.setattr(restore, name, data.draw(st.integers(1, limit), label=name))
+    small_extents(monkeypatch, data.draw(st.integers(1, 200), label="extent"))
     checkpoint = Checkpoint.make(tmp_path, *sizes)
     tiers: list[Tier] = data.draw(st.lists(st.sampled_from(["memory", "local", "remote"]), max_size=3))
     full = [place_of(each) for each in checkpoint.rows if each.nbytes]
@@ -189,8 +194,7 @@ def test_thousands_of_small_rows(tmp_path: Path) -> None:
 
 
 def test_a_row_larger_than_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "EXTENT_BYTES", 1 << 20)
-    checkpoint = Checkpoint.make(tmp_path, [7, 20 << 20, 7])
+    checkpoint = Checkpoint.make(tmp_path, [7, restore.EXTENT_BYTES["memory"] + 5, 7])
     for tier in ("memory", "local"):
         reader = checkpoint.reader(checkpoint.copy(tier, tier=tier))
         check(checkpoint, checkpoint.rows, read(reader, checkpoint.rows), reader)
@@ -311,7 +315,7 @@ def peer(tmp_path: Path) -> Iterator[PeerRig]:
 def test_a_peer_gives_rows_and_what_is_bad_there_comes_from_the_next(
     peer: PeerRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restore, "EXTENT_BYTES", 3000)
+    small_extents(monkeypatch, 3000)
     checkpoint, reader = peer.checkpoint, peer.reader(peer.sources, peer.checkpoint.copy("disk"))
     check(checkpoint, checkpoint.rows, read(reader, checkpoint.rows), reader)
     assert [p.size_bytes for p in reader.parts if p.where == "disk"] == [700]
@@ -339,7 +343,7 @@ def test_a_connection_that_breaks_once_is_made_again(peer: PeerRig) -> None:
 
 
 def test_nobody_waits_twice_for_a_peer_that_is_gone(peer: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "EXTENT_BYTES", 1)
+    small_extents(monkeypatch, 1)
     asked: list[str] = []
 
     class Gone:
@@ -417,7 +421,8 @@ def test_progress_is_told_from_the_reading_thread(tmp_path: Path, monkeypatch: p
 
 
 def test_a_long_restore_says_how_far_it_is() -> None:
-    now_s, lines = 100.0, []
+    now_s = 100.0
+    lines: list[str] = []
     log = ProgressLog(7, say=lines.append, clock=lambda: now_s)
     for second in range(13):
         now_s = 100.0 + second

@@ -222,7 +222,7 @@ def test_at_the_end_everything_is_given_up(tmp_path: Path) -> None:
         wants = dict.fromkeys(checkpoint.places(), (0, 1))
         answer = opened.fetch_of(0)(wants, ())
         assert len(answer.offsets) == 8
-        taken = opened.fetch_of(0)(dict.fromkeys(checkpoint.places()[:1], (0, 1)), checkpoint.places())
+        taken = opened.fetch_of(0)(dict.fromkeys(checkpoint.places()[:1], (0, 1)), tuple(checkpoint.places()))
         assert len(taken.offsets) == 1, "rank 1 has not had it yet"
         opened._call(opened.shared.close)
         assert opened.fetch_of(1)(wants, ()).refused == tuple(wants)
@@ -236,7 +236,7 @@ def test_who_waits_for_room_at_the_end_is_sent_away(tmp_path: Path) -> None:
         opened.fetch_of(0)(dict.fromkeys(places[:8], (0, 1)), ())
         threading.Timer(0.05, lambda: opened._call(opened.shared.close)).start()
         last = dict.fromkeys(places[8:], (0, 1))
-        assert opened.fetch_of(0)(last, places[:8]).refused == tuple(places[8:])
+        assert opened.fetch_of(0)(last, tuple(places[:8])).refused == tuple(places[8:])
 
 
 @settings(max_examples=100, deadline=None)

@@ -32,6 +32,7 @@ from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
 from ray_ckpt.restore import Source, SourceReader, num_threads
+from ray_ckpt.storage.huge import make_huge
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow, Tier
 
 ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=1, attempt=0)
@@ -57,6 +58,7 @@ class Restoring:
         self.size_bytes = layout.size_bytes
         self._fd = os.memfd_create("ray_ckpt-bench", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, -(-(ARENA_PAGE_BYTES + layout.size_bytes) // PAGE) * PAGE)
+        make_huge(self._fd, 0, ARENA_PAGE_BYTES + layout.size_bytes)
         self._arena = Arena(f"/proc/{os.getpid()}/fd/{self._fd}")
         self._arena.lay_out(layout)
         for placed, view in zip(layout.slices, self._arena.views, strict=True):

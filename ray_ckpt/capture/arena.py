@@ -36,6 +36,7 @@ class Mapping:
             os.close(fd)
         self.page = ArenaPage(self.memory)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self._pinned_for: torch.device | None = None
 
     def populate(self) -> float:
         """Have this process's page table filled once the agent has the memory; returns seconds.
@@ -55,13 +56,21 @@ class Mapping:
     def pin(self, device: torch.device) -> None:
         """Register the memory with CUDA, once, so that copies from `device` run by themselves at full speed.
 
-        CUDA undoes it when the process ends. Raises RuntimeError if CUDA refuses (a low RLIMIT_MEMLOCK).
+        RuntimeError if CUDA refuses (a low RLIMIT_MEMLOCK).
         """
         with torch.cuda.device(device):
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = cudart.cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
         if int(code) != 0:
             raise RuntimeError(f"cudaHostRegister of {self.bytes.numel()} bytes failed with {code}")
+        self._pinned_for = device
+
+    def unpin(self) -> None:
+        """Before the memory is given back, which CUDA would not notice. No copy may be running."""
+        if self._pinned_for is not None:
+            with torch.cuda.device(self._pinned_for):
+                torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())  # type: ignore[no-untyped-call]
+            self._pinned_for = None
 
 
 class Arena:

@@ -14,7 +14,7 @@ from ray_ckpt.errors import MismatchError
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.plan.restore import Copy, Read, plan_restore
-from ray_ckpt.restore import Sink, SourceReader, place_of
+from ray_ckpt.restore import Place, Sink, SourceReader, place_of
 from ray_ckpt.types import ManifestRow
 
 MAX_LISTED = 20  # differences named in one error
@@ -74,7 +74,7 @@ def load_items(
             hint="Build the same model as the run that saved it, or start another run name.",
             problems=tuple(problems),
         )
-    _read(plan.reads, targets, reader, set(node_ranks))
+    _read(plan.reads, targets, reader, node_ranks)
 
     def load_all() -> None:
         for name, item in items.items():
@@ -131,11 +131,10 @@ def _path_in(key: str, item_name: str) -> tuple[str, ...]:
 
 
 def _read(
-    reads: Iterable[Read], targets: list[LiveSlice], reader: SourceReader, node_ranks: set[int]
+    reads: Iterable[Read], targets: list[LiveSlice], reader: SourceReader, node_ranks: Sequence[int]
 ) -> None:
     """Fill the targets. Returns when devices have everything too."""
     by_place = {place_of(read.row): read for read in reads}
-    sharers = {place: _holders(read, targets) & node_ranks for place, read in by_place.items()}
     devices = {target.tensor.device for target in targets if target.tensor.device.type == "cuda"}
 
     def sink_of(row: ManifestRow) -> Sink:
@@ -146,15 +145,29 @@ def _read(
 
     for device in devices:  # what may still be writing to the tensors, on whichever stream
         torch.cuda.synchronize(device)
-    shared = {place: tuple(sorted(ranks)) for place, ranks in sharers.items() if len(ranks) > 1}
-    reader.read([read.row for read in by_place.values()], sink_of, shared)
+    rows = [read.row for read in by_place.values()]
+    reader.read(rows, sink_of, _sharers(by_place, targets, node_ranks))
     for device in devices:
         torch.cuda.synchronize(device)
 
 
-def _holders(read: Read, targets: list[LiveSlice]) -> set[int]:
-    """The ranks that want this row; those that want another part of it are not known here."""
-    return {rank for copy in read.copies for rank in targets[copy.target].ranks}
+def _sharers(
+    reads: Mapping[Place, Read], targets: list[LiveSlice], node_ranks: Sequence[int]
+) -> dict[Place, tuple[int, ...]]:
+    """The rows that several ranks of this node hold alike, with these ranks.
+
+    Ranks that want another part of the row are not known here. Of a row for several tensors the first counts.
+    """
+    found: dict[Place, tuple[int, ...]] = {}
+    here: dict[int, tuple[int, ...]] = {}  # by identity: most slices have one tuple of all ranks in common
+    for place, read in reads.items() if len(node_ranks) > 1 else ():
+        ranks = targets[read.copies[0].target].ranks
+        if id(ranks) not in here:
+            held = frozenset(ranks)
+            here[id(ranks)] = tuple(rank for rank in sorted(node_ranks) if rank in held)
+        if len(here[id(ranks)]) > 1:
+            found[place] = here[id(ranks)]
+    return found
 
 
 def _target(copy: Copy, targets: list[LiveSlice]) -> Target:

@@ -4,10 +4,11 @@ A checkpoint is written once and hardly ever read on the same node, so it has no
 where it would push out the trainer's data and wait for pages to be cleared. Writing keeps `DEPTH` blocks of
 `BLOCK_BYTES` at the device while the calling thread hashes, so a file's digest costs no time of its own.
 
-Page-aligned memory can go to the device as it is; everything else passes through a small pool of aligned
-buffers in huge pages. A virtual disk may take 4 KiB pages that are scattered over the machine's memory at
-half its speed, and whether they are cannot be seen: so a large write tries both ways at its beginning, and
-those that follow from the same memory do what was faster.
+All bytes pass through a small pool of aligned buffers in huge pages, also those of page-aligned memory that
+could go to the device as it is: a virtual disk takes 4 KiB pages that are scattered over the machine's memory
+(an arena) at half its speed or less, whether they are cannot be seen, and the copy leaves the bytes in the
+processor's cache for the hash (measured, GB/s: huge pages 4.3, scattered pages 2.2, scattered pages copied
+and hashed 3.9). So a chunk is free again as soon as the next one is asked for.
 
 Where the file system refuses O_DIRECT, and for the end of a file that is no whole page, the same calls go
 through the page cache, and what they leave there is given up afterwards. Files are published as those of
@@ -23,7 +24,6 @@ import fcntl
 import mmap
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,16 +40,11 @@ from ray_ckpt.storage import files
 
 PAGE_BYTES = 4096  # alignment that every block device accepts for memory, offsets and lengths
 BLOCK_BYTES = 8 << 20  # of one request: measured, smaller ones are slower and larger ones no faster
-DEPTH = (
-    4  # requests at the device per file: measured, the device is busy from 2 on; 4 rides out a late thread
-)
-IN_FLIGHT = DEPTH  # chunks that a write may still be using after it asked for the next one
-MIN_DIRECT_BYTES = 1 << 20  # of a piece of a chunk: smaller ones are gathered into blocks, which costs a copy
-TRIAL_BLOCKS = 8  # of a file's aligned memory are copied, and as many more are not, to see which is faster
-COPY_GAIN = 1.2  # times as fast: then all is copied
-VERDICT_USES = 32  # files from one memory that follow a trial: the memory may be another one by then
-MAX_VERDICTS = 64  # that are remembered; a node has an arena or two per rank
-MAX_IDLE_BUFFERS = 10  # kept for the next file, 80 MiB: two files at a time; fresh memory is slow to touch
+DEPTH = 4  # requests per file that is written: measured, 2 keep the device busy, 4 ride out a late thread
+READ_AHEAD = 8  # requests per file that is read: measured, a reader that hashes and copies needs so many
+IN_FLIGHT = 0  # chunks that a write may still be using after it asked for the next one
+COPY_BYTES = 1 << 20  # copied, then hashed while the processor's cache has them; far less is all calls
+MAX_IDLE_BUFFERS = 10  # kept for the next file, 80 MiB: a reader or two writers; fresh memory is slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +66,8 @@ def write_direct(
     """Write `chunks` to a new fsynced temporary file in `directory`, and hash them on the way.
 
     `size_bytes`, if known, is taken from the file system first: a full disk shows before the work is done.
-    `spans` are (offset, nbytes) in ascending order, disjoint. A chunk must stay unchanged until IN_FLIGHT
-    more have been asked for, or the call returns; so the views of `read_blocks_direct` are none.
+    `spans` are (offset, nbytes) in ascending order, disjoint. A chunk may change as soon as the next one is
+    asked for.
 
     Raises CorruptionError if `chunks` are not `size_bytes` together, ValueError if a span is out of order or
     out of the file, OSError if the disk fails. Any exception leaves nothing behind.
@@ -106,8 +101,8 @@ def write_direct(
 def read_blocks_direct(path: Path, offset: int = 0, nbytes: int | None = None) -> Iterator[memoryview]:
     """The bytes of `path` from `offset`, read from the medium, in blocks of at most BLOCK_BYTES.
 
-    Each view is valid until the next one is asked for. DEPTH blocks are read ahead. EOFError if the file is
-    too short. Where O_DIRECT is refused the cache is asked to forget the range before and after.
+    Each view is valid until the next one is asked for; up to READ_AHEAD more are on their way. EOFError if
+    the file is too short. Where O_DIRECT is refused the cache is asked to forget the range before and after.
     """
     file = _File(path, os.O_RDONLY)
     try:
@@ -131,13 +126,13 @@ class _Range(NamedTuple):
 
 
 def _read_ahead(file: _File, offset: int, end: int) -> Iterator[memoryview]:
-    """The blocks of a range in order, while the next DEPTH are being read."""
+    """The blocks of a range in order, while the next READ_AHEAD are being read."""
     starts = range(offset - offset % PAGE_BYTES, end, BLOCK_BYTES)
     ranges = (_Range(max(start, offset), min(start + BLOCK_BYTES, end)) for start in starts)
-    num_buffers = min(DEPTH + 1, len(starts))  # one is the caller's
+    num_buffers = min(READ_AHEAD + 1, len(starts))  # one is the caller's
     with contextlib.ExitStack() as held:  # given back when the pool has ended: nobody reads into them then
         buffers = deque(held.enter_context(_BUFFERS.lend()) for _ in range(num_buffers))
-        with ThreadPoolExecutor(DEPTH, thread_name_prefix="ray_ckpt-read") as pool:
+        with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="ray_ckpt-read") as pool:
             reads: deque[tuple[Future[None], _Range, mmap.mmap]] = deque()
 
             def ask() -> None:
@@ -174,13 +169,8 @@ class _Writer:
         self._pool = pool
         self._hashes = hashes
         self._offset = 0  # of the next block, always at a page
-        self._bounce: mmap.mmap | None = None  # a block that is being gathered
+        self._block: mmap.mmap | None = None  # a block that is being gathered
         self._filled = 0  # bytes of it
-        self._num_chunks = 0
-        self._num_writes = 0
-        self._ends: list[float] = []  # when each write of a trial was done
-        self._source: tuple[int, int] | None = None  # the disk and the memory of the first aligned block
-        self._verdict: bool | None = None  # of the trial
         self._writes: deque[_Write] = deque()
 
     @property
@@ -188,27 +178,15 @@ class _Writer:
         return self._offset + self._filled
 
     def add(self, chunk: memoryview) -> None:
-        self._num_chunks += 1
-        while chunk.nbytes:
-            nbytes = self._aligned_bytes(chunk)
-            if nbytes and not self._copies(chunk):
-                self._flush()
-                self._submit(chunk[:nbytes], None)
-            else:
-                nbytes = self._gather(chunk)
-            self._hashes.update(chunk[:nbytes])
-            chunk = chunk[nbytes:]
-        while self._writes and self._writes[0].chunk <= self._num_chunks + 1 - IN_FLIGHT:
-            self._finish_one()
+        for offset in range(0, chunk.nbytes, COPY_BYTES):
+            self._gather(chunk[offset : offset + COPY_BYTES])
 
     def end(self) -> Written:
         """Write what is left, wait for all of it, and say what it was."""
         size = self.size_bytes
         rest = self._filled % PAGE_BYTES
-        tail = b""
-        if self._bounce is not None and rest:
-            tail = self._bounce[self._filled - rest : self._filled]
-            self._filled -= rest
+        tail = self._block[self._filled - rest : self._filled] if self._block else b""
+        self._filled -= rest
         self._flush()
         while self._writes:
             self._finish_one()
@@ -216,71 +194,42 @@ class _Writer:
             self._file.write_tail(tail, size - rest)
         return self._hashes.end(size)
 
-    def _copies(self, block: memoryview) -> bool:
-        """Whether an aligned block is copied although it need not be: in a trial, and if that is faster."""
-        if self._source is None:
-            self._source = (os.fstat(self._file.fd).st_dev, _address(block))
-            self._verdict = _VERDICTS.get(self._source)
-        if self._verdict is not None:
-            return self._verdict
-        if self._num_writes < TRIAL_BLOCKS:
-            return True
-        if len(self._ends) < 2 * TRIAL_BLOCKS:
-            return False
-        quarter = TRIAL_BLOCKS // 2  # blocks: those at the device when the way changes are not counted
-        at = [self._ends[n * quarter - 1] for n in (1, 2, 3, 4)]
-        self._verdict = at[3] - at[2] > COPY_GAIN * (at[1] - at[0])
-        _VERDICTS.put(self._source, self._verdict)
-        return self._verdict
-
-    def _aligned_bytes(self, chunk: memoryview) -> int:
-        """How much of the beginning of `chunk` can go to the device as it lies in memory."""
-        if chunk.nbytes < MIN_DIRECT_BYTES or self._filled % PAGE_BYTES or _address(chunk) % PAGE_BYTES:
-            return 0
-        return min(chunk.nbytes - chunk.nbytes % PAGE_BYTES, BLOCK_BYTES)
-
-    def _gather(self, chunk: memoryview) -> int:
-        if self._bounce is None:
-            self._bounce = _BUFFERS.take()
-        nbytes = min(chunk.nbytes, BLOCK_BYTES - self._filled)
-        block = np.frombuffer(self._bounce, np.uint8)
-        np.copyto(block[self._filled : self._filled + nbytes], np.frombuffer(chunk[:nbytes], np.uint8))
-        self._filled += nbytes
-        if self._filled == BLOCK_BYTES:
-            self._flush()
-        return nbytes
+    def _gather(self, piece: memoryview) -> None:
+        while piece.nbytes:
+            if self._block is None:
+                self._block = _BUFFERS.take()
+            nbytes = min(piece.nbytes, BLOCK_BYTES - self._filled)
+            copy = memoryview(self._block)[self._filled : self._filled + nbytes]
+            np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(piece[:nbytes], np.uint8))
+            self._hashes.update(copy)  # of what is written, whatever becomes of the chunk
+            self._filled += nbytes
+            if self._filled == BLOCK_BYTES:
+                self._flush()
+            piece = piece[nbytes:]
 
     def _flush(self) -> None:
         """Hand over the block that is being gathered."""
-        if self._bounce is not None:
-            bounce, self._bounce = self._bounce, None
-            block = memoryview(bounce)[: self._filled]
-            self._filled = 0
-            self._submit(block, bounce)
-
-    def _submit(self, block: memoryview, bounce: mmap.mmap | None) -> None:
+        block, self._block = self._block, None
+        if block is None:
+            return
         while len(self._writes) >= DEPTH:
             self._finish_one()
-        done = self._pool.submit(self._file.write, block, self._offset)
-        self._writes.append(_Write(done, self._num_chunks, bounce))
-        self._num_writes += 1
-        self._offset += block.nbytes
+        done = self._pool.submit(self._file.write, memoryview(block)[: self._filled], self._offset)
+        self._writes.append(_Write(done, block))
+        self._offset += self._filled
+        self._filled = 0
 
     def _finish_one(self) -> None:
         write = self._writes.popleft()
-        end = write.done.result()
-        if len(self._ends) < 2 * TRIAL_BLOCKS:
-            self._ends.append(end)
-        if write.bounce is not None:
-            _BUFFERS.give(write.bounce)
+        write.done.result()
+        _BUFFERS.give(write.block)
 
 
 class _Write(NamedTuple):
-    """A block at the device, the number of the chunk that it is of, and the buffer that it was copied to."""
+    """A block at the device."""
 
-    done: Future[float]
-    chunk: int
-    bounce: mmap.mmap | None
+    done: Future[None]
+    block: mmap.mmap
 
 
 class _Hashes:
@@ -351,14 +300,13 @@ class _File:
         finally:
             os.close(self.fd)
 
-    def write(self, block: memoryview, offset: int) -> float:
-        """All of `block`; its address, size and offset are multiples of PAGE_BYTES. Returns the time."""
+    def write(self, block: memoryview, offset: int) -> None:
+        """All of `block`, whose address, size and offset are multiples of PAGE_BYTES."""
         while block.nbytes:
             count = self._try(os.pwrite, block, offset)
             if not self._is_direct:
                 os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)  # begins to write it back
             block, offset = block[count:], offset + count
-        return time.monotonic()
 
     def write_tail(self, data: bytes, offset: int) -> None:
         """The end of the file that is no full page, through the page cache. After everything else."""
@@ -417,10 +365,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-
-
 class _Buffers:
     """Page-aligned buffers of BLOCK_BYTES that are used again, because fresh memory is slow to touch."""
 
@@ -455,27 +399,3 @@ class _Buffers:
 
 
 _BUFFERS = _Buffers()
-
-
-class _Verdicts:
-    """Whether copying was faster, by disk and address of the memory; each is forgotten after some use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[tuple[int, int], tuple[bool, int]] = {}  # and how often it may still be used
-
-    def get(self, source: tuple[int, int]) -> bool | None:
-        with self._lock:
-            verdict, uses = self._found.pop(source, (None, 0))
-            if verdict is not None and uses > 1:
-                self._found[source] = (verdict, uses - 1)
-            return verdict
-
-    def put(self, source: tuple[int, int], verdict: bool) -> None:
-        with self._lock:
-            if len(self._found) >= MAX_VERDICTS:
-                self._found.clear()
-            self._found[source] = (verdict, VERDICT_USES)
-
-
-_VERDICTS = _Verdicts()

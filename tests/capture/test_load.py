@@ -399,7 +399,7 @@ def test_only_what_ranks_hold_in_common_is_asked_of_the_agent(tmp_path: Path) ->
     for rank in range(2):
         saved.save(training.items, rank=rank)
     asked: set[Place] = set()
-    rank_sets = set()
+    rank_sets: set[tuple[int, ...]] = set()
 
     def fetch(wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
         asked.update(wants)

@@ -322,6 +322,14 @@ class TestPeers:
         assert missing.skipped == "not installed; `make bench` does it"
         assert failed.skipped == "not installable here: error: no compiler"
 
+    def test_the_reason_of_a_failed_installation_is_its_cause(self) -> None:
+        said = "  error: subprocess-exited\n  fatal: unable to access 'https://x'\nERROR: Failed building wheel\n"
+        assert environments._reason(said) == "fatal: unable to access 'https://x'"
+        assert (
+            environments._reason("Looking\nERROR: No matching distribution\n")
+            == "ERROR: No matching distribution"
+        )
+
     def test_torch_save_is_measured_for_real(self, context: Context) -> None:
         """All of it: the child's protocol, the library, the comparison of what was loaded."""
         rows = {one.name: one for one in peers.rows(context, ["torch.save"])}

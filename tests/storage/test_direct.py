@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.storage import direct, files
-from ray_ckpt.storage.direct import IN_FLIGHT, read_blocks_direct, write_direct
+from ray_ckpt.storage.direct import read_blocks_direct, write_direct
 
 PAGE = direct.PAGE_BYTES
 BLOCK = 4 * PAGE  # of these tests, so that a few pages are many blocks
@@ -34,8 +34,7 @@ SIZES = sorted(
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(direct, "MIN_DIRECT_BYTES", PAGE)
-    monkeypatch.setattr(direct, "_VERDICTS", direct._Verdicts())
+    monkeypatch.setattr(direct, "COPY_BYTES", 3 * PAGE)
 
 
 @pytest.fixture(params=["direct", "cached", "turns cached"])
@@ -143,7 +142,6 @@ def test_any_range_is_read(tmp_path: Path, way: str, size: int) -> None:
 
 
 def test_the_real_block_size(tmp_path: Path) -> None:
-    """Both ways of the trial, and what follows it."""
     size = 9 * direct.BLOCK_BYTES + 12345
     data = aligned(size)
     middle = (direct.BLOCK_BYTES - 5, 2 * direct.BLOCK_BYTES)
@@ -179,67 +177,26 @@ def test_all_but_the_end_goes_past_the_cache(
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("is_copied", [True, False])
-def test_aligned_memory_is_copied_only_where_that_is_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_copied: bool
-) -> None:
-    data = aligned(64 * BLOCK)
-    clock = iter(range(10**6))
-    seen: list[bool] = []
-    write = direct._File.write
-    first = direct._address(data)
-
-    def note(file: direct._File, block: memoryview, offset: int) -> float:
-        write(file, block, offset)
-        seen.append(direct._address(block) != first + offset)
-        in_trial = BLOCK * direct.TRIAL_BLOCKS <= offset < 2 * BLOCK * direct.TRIAL_BLOCKS
-        return offset * (2.0 if is_copied and in_trial else 1.0) + next(clock)
-
-    monkeypatch.setattr(direct._File, "write", note)
-    write_direct(tmp_path, [data], size_bytes=data.nbytes)
-    assert len(seen) == 64
-    assert sum(seen[:32]) < 32
-    assert sum(seen[32:]) == (32 if is_copied else 0)
-    for _ in range(direct.VERDICT_USES):
-        seen.clear()
-        write_direct(tmp_path, [data], size_bytes=data.nbytes)
-        assert sum(seen) == (64 if is_copied else 0), "what has been found out holds for a while"
-    seen.clear()
-    write_direct(tmp_path, [data], size_bytes=data.nbytes)
-    assert 0 < sum(seen) < 64, "then it is tried again"
-
-
-def test_few_verdicts_are_remembered() -> None:
-    verdicts = direct._Verdicts()
-    for address in range(3 * direct.MAX_VERDICTS):
-        verdicts.put((0, address), True)
-        assert len(verdicts._found) <= direct.MAX_VERDICTS
-    assert verdicts.get((0, address)) is True and verdicts.get((1, address)) is None
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_a_chunk_may_change_when_enough_others_were_asked_for(
+def test_a_chunk_may_change_when_the_next_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """IN_FLIGHT buffers, used in turn, are enough: what is written is what each held when it was given."""
+    """One buffer, filled again and again: what is written is what it held when it was given."""
     pwrite = os.pwrite
 
     def late(fd: int, data: Buffer, offset: int) -> int:
-        time.sleep(0.03 if offset // size % IN_FLIGHT == 1 else 0.001)
+        time.sleep(0.001)
         return pwrite(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", late)
-    monkeypatch.setattr(direct, "COPY_GAIN", 1e9)
-    size, count = BLOCK, 2 * direct.TRIAL_BLOCKS + 4 * IN_FLIGHT
-    ring = [aligned(size) for _ in range(IN_FLIGHT)]
+    buffer, count = aligned(BLOCK), 40
 
     def chunks() -> Iterator[Buffer]:
         for number in range(count):
-            ring[number % IN_FLIGHT][:] = bytes([number]) * size
-            yield ring[number % IN_FLIGHT]
+            buffer[:] = bytes([number]) * BLOCK
+            yield buffer
 
-    path, written = write_direct(tmp_path, chunks(), size_bytes=size * count)
-    expected = b"".join(bytes([number]) * size for number in range(count))
+    path, written = write_direct(tmp_path, chunks(), size_bytes=BLOCK * count)
+    expected = b"".join(bytes([number]) * BLOCK for number in range(count))
     assert path.read_bytes() == expected and written.digest == digest(expected)
 
 
@@ -276,7 +233,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="injected"):
         write_direct(tmp_path, [aligned(30 * BLOCK)])
     assert not names_in(tmp_path)
-    assert calls[0] <= 5 + IN_FLIGHT, "and it is not tried again"
+    assert calls[0] <= 5 + direct.DEPTH, "and it is not tried again"
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -393,7 +350,7 @@ def test_a_reader_may_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bloc
         next(blocks)
     blocks.close()  # type: ignore[attr-defined]
     assert len(names_in(Path("/proc/self/fd"))) == len(before)
-    assert len(pool._idle) == (direct.DEPTH + 1 if blocks_read else 0)
+    assert len(pool._idle) == (direct.READ_AHEAD + 1 if blocks_read else 0)
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -70,8 +70,10 @@ def _install(environment: str, folder: Path) -> str:
 
 def _install_editable(environment: str, folder: Path) -> str:
     (requirement,) = REQUIREMENTS[environment]
-    sources = folder / "source"
-    reason = _pip(folder, "download", "--no-deps", "--no-binary=:all:", "--dest", str(sources), requirement)
+    package, sources = requirement.partition("==")[0], folder / "source"
+    reason = _pip(
+        folder, "download", "--no-deps", "--no-binary", package, "--dest", str(sources), requirement
+    )
     if reason:
         return reason
     (archive,) = sources.iterdir()
