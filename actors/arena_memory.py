@@ -51,15 +51,26 @@ class ArenaMemory:
         self.memory = mmap.mmap(self._file, total)
         self.page = ArenaPage(self.memory)
         self.layout: ShardLayout | None = None
+        self._lock = threading.Lock()  # of the two below
+        self._is_populating = False
         self._is_closed = False
 
     def populate(self) -> None:
         """Put memory behind all of it; ends early when it is closed. Takes a second per GB or more."""
-        with contextlib.suppress(BufferError, ValueError):  # closed meanwhile
-            for populated in populate(self.memory):
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_populating = True
+        try:
+            for populated in populate(self.memory, file=self._file):
                 if self._is_closed:
-                    return
+                    break
                 self.page.populated_bytes = populated
+        finally:
+            with self._lock:
+                self._is_populating = False
+                if self._is_closed:
+                    self._release()
 
     def data(self, layout: ShardLayout) -> memoryview:
         """The shard file's bytes."""
@@ -87,10 +98,18 @@ class ArenaMemory:
             time.sleep(STREAM_POLL_S)
 
     def close(self) -> None:
-        self._is_closed = True
-        if self._named is not None:
-            with contextlib.suppress(FileNotFoundError):
-                Path(self._named).unlink()
+        """Give it up. Ranks that have mapped it keep it; a thread that is populating it releases it."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._named is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    Path(self._named).unlink()
+            if not self._is_populating:
+                self._release()
+
+    def _release(self) -> None:
         os.close(self._file)
         with contextlib.suppress(BufferError):  # somebody still reads it; the kernel frees it afterwards
             self.memory.close()

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +26,6 @@ import numpy.typing as npt
 
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
-from ray_ckpt.storage.direct import read_blocks_direct
-from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import (
@@ -40,6 +37,7 @@ from ray_ckpt.types import (
     RestoredPart,
     Tier,
 )
+from ray_ckpt.ways import Disk, Mapped, Peer, Peers, Way
 
 PIECE_BYTES = 2 << 20  # hashed and then copied: fits a cache, and is long enough to be copied past it
 EXTENT_BYTES: Mapping[Tier, int] = {
@@ -54,11 +52,9 @@ FETCH_BYTES = 256 << 20  # asked of the node's agent at a time
 PROGRESS_S = 1.0  # between two calls of `progress`
 SAY_EVERY_S = 5.0  # between two lines about a long restore
 MAX_REJECTED = 200  # notes kept about bad rows and sources; the rest would say the same
-PEER_TRIES = 2  # a connection may break once; then the peer is gone for this restore
 
 Place: TypeAlias = tuple[str, int]  # of a row: its file, and where its bytes begin in it
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-Blocks: TypeAlias = Generator[memoryview, None, None]
 
 
 def num_threads(tier: Tier) -> int:
@@ -169,8 +165,8 @@ class SourceReader:
         self._sources = sources
         self._fetch = fetch
         self._meter = _Meter(progress)
-        self._peers = _Peers(credentials)
-        self._maps: dict[str, _Mapped] = {}
+        self._peers = Peers(credentials)
+        self._maps: dict[str, Mapped] = {}
         self._lock = threading.Lock()
         self.parts: list[RestoredPart] = []
         self.damage: list[str] = []
@@ -219,16 +215,16 @@ class SourceReader:
                 jobs += _extents(self._way(source, file), tally, [(r.byte_offset, r) for r in left[file]])
         return jobs
 
-    def _way(self, source: Source, file: str) -> _Way:
+    def _way(self, source: Source, file: str) -> Way:
         if source.tier == "peer":
             name = FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=file)
-            return _Peer(self._peers, source.endpoint, name)
+            return Peer(self._peers, source.endpoint, name)
         if source.tier == "memory":
             return self._mapped(source.path, base=ARENA_PAGE_BYTES, seal=self._attempt.attempt.encode())
-        return _Disk(Path(source.path))
+        return Disk(Path(source.path))
 
-    def _mapped(self, path: str, *, base: int, seal: bytes) -> _Mapped:
-        return self._maps.setdefault(path, _Mapped(path, base=base, seal=seal))
+    def _mapped(self, path: str, *, base: int, seal: bytes) -> Mapped:
+        return self._maps.setdefault(path, Mapped(path, base=base, seal=seal))
 
     def _unmap(self) -> None:
         while self._maps:
@@ -422,15 +418,15 @@ class _Tally:
 class _Job:
     """Rows that one thread reads from one source: each with where its bytes begin there, in that order."""
 
-    way: _Way
+    way: Way
     tally: _Tally
     left: deque[tuple[int, ManifestRow]]
     done: list[ManifestRow] = field(default_factory=list)
 
 
-def _extents(way: _Way, tally: _Tally, placed: Sequence[tuple[int, ManifestRow]]) -> Iterator[_Job]:
+def _extents(way: Way, tally: _Tally, placed: Sequence[tuple[int, ManifestRow]]) -> Iterator[_Job]:
     """Jobs of about an extent's bytes; a larger row is one alone."""
-    limit = EXTENT_BYTES["memory" if isinstance(way, _Mapped) else tally.tier]
+    limit = EXTENT_BYTES["memory" if isinstance(way, Mapped) else tally.tier]
     part: deque[tuple[int, ManifestRow]] = deque()
     size = 0
     for start, row in placed:
@@ -519,159 +515,7 @@ def _window(wanted: Mapping[Place, ManifestRow]) -> Iterator[Place]:
         yield place
 
 
-# -- ways to a source --------------------------------------------------------------------------------
-
-
-class _Way(Protocol):
-    """How the bytes of one file come from one source. Shared by the threads that read it."""
-
-    tries: int
-
-    def open(self) -> None:
-        """Before a read: OSError, EOFError or Unavailable if there is no use in one."""
-        ...
-
-    def check(self) -> None:
-        """After a read: Unavailable if the bytes may have changed under it."""
-        ...
-
-    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        """The bytes of the ranges (offset, size), one after the other, in blocks of any size."""
-        ...
-
-    def give_up(self) -> None:
-        """The last try has failed."""
-        ...
-
-
-class _Disk:
-    """A file on a disk of this node or on the storage path."""
-
-    tries = 1
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def open(self) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        for offset, size in ranges:
-            yield from read_blocks_direct(self._path, offset, size)
-
-    def give_up(self) -> None:
-        pass
-
-
-class _Mapped:
-    """Memory of another process: an arena, or what the agent has read for all.
-
-    Each extent is mapped by itself, so that page tables are filled and given up by all threads at once:
-    with small pages that takes nearly as long as the copy.
-    """
-
-    tries = 1
-
-    def __init__(self, path: str, *, base: int, seal: bytes) -> None:
-        self._path = path
-        self._base = base
-        self._seal = seal
-        self._lock = threading.Lock()
-        self._fd: int | None = None
-
-    def open(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        if os.pread(self._file(), len(self._seal), 0) != self._seal:
-            raise Unavailable("the arena has been captured into again.")
-
-    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        fd = self._file()
-        (first, _), (last, last_bytes) = ranges[0], ranges[-1]
-        start = (self._base + first) // mmap.PAGESIZE * mmap.PAGESIZE
-        end = min(self._base + last + last_bytes, os.fstat(fd).st_size)
-        memory = memoryview(b"")
-        if end > start:
-            memory = memoryview(mmap.mmap(fd, end - start, prot=mmap.PROT_READ, offset=start))
-        for offset, size in ranges:
-            at = self._base + offset - start
-            yield memory[at : at + size]
-            if at + size > memory.nbytes:
-                raise EOFError(f"it ends at byte {end - self._base}")
-
-    def give_up(self) -> None:
-        pass
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def _file(self) -> int:
-        with self._lock:
-            if self._fd is None:
-                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._fd
-
-
-class _Peer:
-    """A file on another node."""
-
-    tries = PEER_TRIES
-
-    def __init__(self, peers: _Peers, endpoint: str, name: FileName) -> None:
-        self._peers = peers
-        self._endpoint = endpoint
-        self._name = name
-
-    def open(self) -> None:
-        if self._endpoint in self._peers.gone:
-            raise Unavailable(f"{self._endpoint} has not answered.", refused=True)
-
-    def check(self) -> None:
-        pass
-
-    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        with self._peers.lend(self._endpoint) as peer:
-            yield from peer.read(self._name, ranges)
-
-    def give_up(self) -> None:
-        self._peers.gone.add(self._endpoint)
-
-
-class _Peers:
-    """Connections to peers, kept for the next extent: each thread has one of its own while it reads."""
-
-    def __init__(self, credentials: Credentials | None) -> None:
-        self._credentials = credentials
-        self._lock = threading.Lock()
-        self._idle: dict[str, list[PeerClient]] = {}
-        self.gone: set[str] = set()  # endpoints that this restore waits for no more
-
-    @contextlib.contextmanager
-    def lend(self, endpoint: str) -> Iterator[PeerClient]:
-        if self._credentials is None:
-            raise Unavailable("There are no credentials for peers.", refused=True)
-        with self._lock:
-            idle = self._idle.get(endpoint)
-            peer = idle.pop() if idle else None
-        peer = peer or PeerClient(endpoint, credentials=self._credentials)
-        try:
-            yield peer
-        except BaseException:
-            peer.__exit__()  # after a failure it may be in any state
-            raise
-        with self._lock:
-            self._idle.setdefault(endpoint, []).append(peer)
-
-    def close(self) -> None:
-        while self._idle:
-            for peer in self._idle.popitem()[1]:
-                peer.__exit__()
+# -- threads and progress -----------------------------------------------------------------------------
 
 
 class _Pools:
@@ -682,7 +526,7 @@ class _Pools:
         self._pools: dict[Tier, ThreadPoolExecutor] = {}
 
     def of(self, job: _Job) -> ThreadPoolExecutor:
-        tier: Tier = "memory" if isinstance(job.way, _Mapped) else job.tally.tier
+        tier: Tier = "memory" if isinstance(job.way, Mapped) else job.tally.tier
         if tier not in self._pools:
             pool = ThreadPoolExecutor(num_threads(tier), thread_name_prefix=f"ray_ckpt-restore-{tier}")
             self._stack.callback(partial(pool.shutdown, cancel_futures=True))

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typing_extensions import Buffer
 
-from ray_ckpt import restore
+from ray_ckpt import restore, ways
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
@@ -351,10 +351,10 @@ def test_nobody_waits_twice_for_a_peer_that_is_gone(peer: PeerRig, monkeypatch: 
             asked.append(endpoint)
             raise Unavailable("no route")
 
-    monkeypatch.setattr(restore, "PeerClient", Gone)
+    monkeypatch.setattr(ways, "PeerClient", Gone)
     reader = peer.reader(peer.sources, peer.checkpoint.copy("disk"))
     check(peer.checkpoint, peer.checkpoint.rows, read(reader, peer.checkpoint.rows), reader)
-    assert len(asked) <= restore.PEER_TRIES * restore.num_threads("peer"), "those under way, not all 340"
+    assert len(asked) <= ways.PEER_TRIES * restore.num_threads("peer"), "those under way, not all 340"
 
 
 def test_without_credentials_a_peer_is_no_source(peer: PeerRig) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,20 @@ def test_memory_is_put_behind_every_page(named: bool) -> None:
     paths = [buffer.path for buffer in arena.buffers]
     arena.close()
     assert not any(Path(path).exists() for path in paths)
+
+
+def test_memory_that_is_given_up_while_it_is_populated_is_released_by_then() -> None:
+    before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    for _ in range(20):
+        arena = make_arena(0, 200 << 20, mode="single", all_bytes=1, free_bytes=GIB, named=False)
+        arena.start_populating()
+        arena.close()
+        arena.close()
+    deadline_s = time.monotonic() + 30
+    while any(t.name == "ray_ckpt-populate" for t in threading.enumerate()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before
 
 
 def test_a_rank_cannot_be_cut_off_from_its_memory() -> None:

@@ -323,7 +323,7 @@ class TestPeers:
         assert failed.skipped == "not installable here: error: no compiler"
 
     def test_the_reason_of_a_failed_installation_is_its_cause(self) -> None:
-        said = "  error: subprocess-exited\n  fatal: unable to access 'https://x'\nERROR: Failed building wheel\n"
+        said = "  error: subprocess-exited\n  fatal: unable to access 'https://x'\nERROR: no wheel\n"
         assert environments._reason(said) == "fatal: unable to access 'https://x'"
         assert (
             environments._reason("Looking\nERROR: No matching distribution\n")

@@ -1,0 +1,173 @@
+"""How the bytes of one file come from one source: a disk, memory of another process, a peer."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.storage.direct import read_blocks_direct
+from ray_ckpt.transport.client import PeerClient
+from ray_ckpt.transport.credentials import Credentials
+from ray_ckpt.transport.wire import FileName
+
+PEER_TRIES = 2  # a connection may break once; then the peer is gone for this restore
+
+Blocks: TypeAlias = Generator[memoryview, None, None]
+
+
+class Way(Protocol):
+    """How the bytes of one file come from one source. Shared by the threads that read it."""
+
+    tries: int
+
+    def open(self) -> None:
+        """Before a read: OSError, EOFError or Unavailable if there is no use in one."""
+        ...
+
+    def check(self) -> None:
+        """After a read: Unavailable if the bytes may have changed under it."""
+        ...
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        """The bytes of the ranges (offset, size), one after the other, in blocks of any size."""
+        ...
+
+    def give_up(self) -> None:
+        """The last try has failed."""
+        ...
+
+
+class Disk:
+    """A file on a disk of this node or on the storage path."""
+
+    tries = 1
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def open(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        for offset, size in ranges:
+            yield from read_blocks_direct(self._path, offset, size)
+
+    def give_up(self) -> None:
+        pass
+
+
+class Mapped:
+    """Memory of another process: an arena, or what the agent has read for all.
+
+    Each extent is mapped by itself, so that page tables are filled and given up by all threads at once:
+    with small pages that takes nearly as long as the copy.
+    """
+
+    tries = 1
+
+    def __init__(self, path: str, *, base: int, seal: bytes) -> None:
+        self._path = path
+        self._base = base
+        self._seal = seal
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+
+    def open(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        if os.pread(self._file(), len(self._seal), 0) != self._seal:
+            raise Unavailable("the arena has been captured into again.")
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        fd = self._file()
+        (first, _), (last, last_bytes) = ranges[0], ranges[-1]
+        start = (self._base + first) // mmap.PAGESIZE * mmap.PAGESIZE
+        end = min(self._base + last + last_bytes, os.fstat(fd).st_size)
+        memory = memoryview(b"")
+        if end > start:
+            memory = memoryview(mmap.mmap(fd, end - start, prot=mmap.PROT_READ, offset=start))
+        for offset, size in ranges:
+            at = self._base + offset - start
+            yield memory[at : at + size]
+            if at + size > memory.nbytes:
+                raise EOFError(f"it ends at byte {end - self._base}")
+
+    def give_up(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _file(self) -> int:
+        with self._lock:
+            if self._fd is None:
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._fd
+
+
+class Peer:
+    """A file on another node."""
+
+    tries = PEER_TRIES
+
+    def __init__(self, peers: Peers, endpoint: str, name: FileName) -> None:
+        self._peers = peers
+        self._endpoint = endpoint
+        self._name = name
+
+    def open(self) -> None:
+        if self._endpoint in self._peers.gone:
+            raise Unavailable(f"{self._endpoint} has not answered.", refused=True)
+
+    def check(self) -> None:
+        pass
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        with self._peers.lend(self._endpoint) as peer:
+            yield from peer.read(self._name, ranges)
+
+    def give_up(self) -> None:
+        self._peers.gone.add(self._endpoint)
+
+
+class Peers:
+    """Connections to peers, kept for the next extent: each thread has one of its own while it reads."""
+
+    def __init__(self, credentials: Credentials | None) -> None:
+        self._credentials = credentials
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[PeerClient]] = {}
+        self.gone: set[str] = set()  # endpoints that this restore waits for no more
+
+    @contextlib.contextmanager
+    def lend(self, endpoint: str) -> Iterator[PeerClient]:
+        if self._credentials is None:
+            raise Unavailable("There are no credentials for peers.", refused=True)
+        with self._lock:
+            idle = self._idle.get(endpoint)
+            peer = idle.pop() if idle else None
+        peer = peer or PeerClient(endpoint, credentials=self._credentials)
+        try:
+            yield peer
+        except BaseException:
+            peer.__exit__()  # after a failure it may be in any state
+            raise
+        with self._lock:
+            self._idle.setdefault(endpoint, []).append(peer)
+
+    def close(self) -> None:
+        while self._idle:
+            for peer in self._idle.popitem()[1]:
+                peer.__exit__()
