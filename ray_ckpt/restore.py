@@ -41,7 +41,7 @@ from ray_ckpt.ways import Disk, Mapped, Peer, Peers, Way
 
 PIECE_BYTES = 2 << 20  # hashed and then copied: fits a cache, and is long enough to be copied past it
 EXTENT_BYTES: Mapping[Tier, int] = {
-    "memory": 16 << 20,  # starts at once: small enough for every thread to have a share
+    "memory": 32 << 20,  # starts at once: small enough for every thread to have a share
     "local": 256 << 20,  # each fills its own read-ahead first: measured, 64 MiB cost a fifth of the speed
     "peer": 64 << 20,  # a request is cheap, and a shard is to come in several streams
     "remote": 256 << 20,
@@ -181,9 +181,14 @@ class SourceReader:
         """Bring each row to its sink, verified. Rows without an intact source go to `damage`.
 
         `sink_for` and the sinks are called from several threads, those of one row from one at a time.
-        Rows in `sharers` are wanted by these ranks of this node; the agent is asked for them first.
+        Rows in `sharers` are wanted by these ranks of this node; the agent is asked for them first. An empty
+        row needs no source.
         """
-        left = _by_file(rows)
+        rows = list(rows)
+        for row in rows:
+            if not row.nbytes:
+                sink_for(row).finish()
+        left = _by_file(row for row in rows if row.nbytes)
         self._meter.begin(sum(row.nbytes for wanted in left.values() for row in wanted))
         with contextlib.ExitStack() as stack:
             stack.callback(self._unmap)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Protocol, TypeAlias
 
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.storage.direct import read_blocks_direct
+from ray_ckpt.storage.huge import map_shared
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
@@ -68,8 +68,9 @@ class Disk:
 class Mapped:
     """Memory of another process: an arena, or what the agent has read for all.
 
-    Each extent is mapped by itself, so that page tables are filled and given up by all threads at once:
-    with small pages that takes nearly as long as the copy.
+    Each extent is mapped by itself, so that page tables are filled and given up by all threads at once: in
+    small pages that takes nearly as long as the copy. The views must not outlive the file's bytes: arenas
+    keep their size, and are freed when the last one has unmapped them.
     """
 
     tries = 1
@@ -91,13 +92,11 @@ class Mapped:
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         fd = self._file()
         (first, _), (last, last_bytes) = ranges[0], ranges[-1]
-        start = (self._base + first) // mmap.PAGESIZE * mmap.PAGESIZE
+        start = self._base + first
         end = min(self._base + last + last_bytes, os.fstat(fd).st_size)
-        memory = memoryview(b"")
-        if end > start:
-            memory = memoryview(mmap.mmap(fd, end - start, prot=mmap.PROT_READ, offset=start))
+        memory = map_shared(fd, start, end) if end > start else memoryview(b"")
         for offset, size in ranges:
-            at = self._base + offset - start
+            at = offset - first
             yield memory[at : at + size]
             if at + size > memory.nbytes:
                 raise EOFError(f"it ends at byte {end - self._base}")

@@ -144,7 +144,7 @@ def small_extents(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
 def test_each_row_comes_from_the_first_source_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
-    sizes = data.draw(st.lists(st.lists(st.integers(0, 300), max_size=12), min_size=1, max_size=3))
+    sizes = data.draw(st.lists(st.lists(st.integers(1, 300), max_size=12), min_size=1, max_size=3))
     for name, limit in (("PIECE_BYTES", 70), ("GAP_BYTES", 30), ("EXTENT_ROWS", 4)):
         monkeypatch.setattr(restore, name, data.draw(st.integers(1, limit), label=name))
     small_extents(monkeypatch, data.draw(st.integers(1, 200), label="extent"))
@@ -183,6 +183,15 @@ def test_one_row_by_itself(tmp_path: Path) -> None:
     assert not reader.damage
     assert reader.read_bytes(checkpoint.rows[1]) is None
     assert reader.damage == [f"{FILE}: m.t1[0:10]"]
+
+
+def test_an_empty_row_is_whole_whatever_becomes_of_the_one_at_its_place(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.make(tmp_path, [0, 5, 0])
+    reader = checkpoint.reader(checkpoint.copy("bad", [(FILE, HEADER)]))
+    assert [reader.read_bytes(each) for each in checkpoint.rows] == [b"", None, b""]
+    reader = checkpoint.reader(checkpoint.copy("bad", [(FILE, HEADER)]))
+    reader.read(checkpoint.rows, lambda row: FlatSink(np.empty(row.nbytes, np.uint8)))
+    assert reader.damage == [f"{FILE}: m.t1[0:5]"]
 
 
 def test_thousands_of_small_rows(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_any_ranks_that_share_any_rows_all_get_them(
     monkeypatch.setattr(restore, "FETCH_BYTES", data.draw(st.integers(1, 900), label="window"))
     monkeypatch.setattr(shared_reads, "LOAD_BYTES", data.draw(st.integers(1, 900), label="load"))
     checkpoint = Checkpoint.make(
-        tmp_path, *data.draw(st.lists(st.lists(st.integers(0, 300), max_size=9), min_size=1, max_size=2))
+        tmp_path, *data.draw(st.lists(st.lists(st.integers(1, 300), max_size=9), min_size=1, max_size=2))
     )
     rows = st.lists(st.sampled_from(checkpoint.rows), unique_by=place_of) if checkpoint.rows else st.just([])
     wanted = {rank: data.draw(rows, label=f"rank {rank}") for rank in range(data.draw(st.integers(2, 4)))}

@@ -1,8 +1,8 @@
 """What a save costs the training: blocking and overlapped, the first one and the warm ones.
 
 Measured through the whole service on a Ray of one node. Blocked time is what `save` takes plus what the next
-optimizer step waits for; the memcpy beside it moves the same bytes between warm buffers with as many threads
-as torch has.
+optimizer step waits for; the memcpy beside it moves the same bytes from where they are to a warm buffer, with
+as many threads as torch has.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import torch
 
 from jobs.bench import device
 from jobs.bench.context import Context
-from jobs.bench.limits import Limits
 from jobs.bench.row import Reference, Row, compared, measure, skipped
-from jobs.bench.state import state_bytes
-from jobs.bench.training import Compute, Training, fill_gradients, local_ray, threads
+from jobs.bench.training import Compute, SameBytes, Training, fill_gradients, local_ray, threads
 
 STEP_S = 0.5  # of a training step; DESIGN's limit on blocked time holds from there on
 STEPS_PER_SAVE = 10
+BLOCKED_LIMIT = 2.0  # % of the time of those steps, as DESIGN has it
 MAX_PAIRS = 3  # of ten steps with and without a save; each takes ten seconds and more
 
 
@@ -36,7 +35,6 @@ def rows(context: Context) -> Iterator[Row]:
 def _blocking(context: Context, folder: Path) -> Iterator[Row]:
     training = Training(context.size_bytes, folder, "blocking", overlap=False)
     ready_s = training.wait_ready()
-    size = state_bytes(training.model, training.optimizer)
     yield measure(
         "arena-setup",
         "memory for the arena, in the background after the start",
@@ -48,9 +46,9 @@ def _blocking(context: Context, folder: Path) -> Iterator[Row]:
     training.settle()
     training.save()
     training.settle()
-    limits = Limits(size, folder)
     cores = torch.get_num_threads()
-    limits.memcpy_s(cores)
+    memcpy = SameBytes(training.model, training.optimizer, cores)
+    memcpy()
 
     def save() -> float:
         blocked_s = training.save()
@@ -62,7 +60,7 @@ def _blocking(context: Context, folder: Path) -> Iterator[Row]:
         "blocking save, warm",
         "s",
         save,
-        (f"memcpy, {cores} threads", lambda: limits.memcpy_s(cores)),
+        (f"memcpy, {cores} threads", memcpy),
         repeat=context.repeat,
         reach="<= 1.15",
     )
@@ -76,7 +74,7 @@ def _blocking(context: Context, folder: Path) -> Iterator[Row]:
         reach="<= 2",
         machine=row.machine,
     )
-    limits.close()
+    memcpy.close()
     training.close()
 
 
@@ -85,10 +83,9 @@ def _overlapped(context: Context, folder: Path) -> Iterator[Row]:
     with threads(max(1, cores - 1)):
         training = Training(context.size_bytes, folder, "overlapped")
         training.wait_ready()
-        size = state_bytes(training.model, training.optimizer)
         compute = Compute(0.05 if context.quick else STEP_S)
-        limits = Limits(size, folder)
-        limits.memcpy_s()
+        memcpy = SameBytes(training.model, training.optimizer, max(1, cores - 1))
+        memcpy()
 
         def save() -> float:
             before_s = training.ckpt.stats.waited_s
@@ -100,16 +97,26 @@ def _overlapped(context: Context, folder: Path) -> Iterator[Row]:
             return blocked_s
 
         save()
-        yield compared(
+        row = compared(
             "save-overlapped",
             "overlapped save, with the wait before the optimizer's step; one core is spare",
             "s",
             save,
-            (f"memcpy, {max(1, cores - 1)} threads", lambda: limits.memcpy_s(max(1, cores - 1))),
+            (f"memcpy, {max(1, cores - 1)} threads", memcpy),
             repeat=context.repeat,
             reach="<= 0.15",
         )
-        limits.close()
+        yield row
+        yield Row(
+            name="blocked-share",
+            what=f"what it blocks, of {STEPS_PER_SAVE} steps of {STEP_S} s",
+            unit="%",
+            samples=tuple(100 * blocked_s / (STEPS_PER_SAVE * STEP_S) for blocked_s in row.samples),
+            reference=Reference(name="limit", samples=(BLOCKED_LIMIT,)),
+            reach="<= 1",
+            machine=row.machine,
+        )
+        memcpy.close()
 
         def beside() -> float:
             training.save()
@@ -126,7 +133,7 @@ def _overlapped(context: Context, folder: Path) -> Iterator[Row]:
             ("alone", compute),
             repeat=context.repeat,
         )
-        fill_gradients(training.model)
+        fill_gradients(training.model, share=0.25)
         yield _ten_steps(context, training, compute)
         training.close()
 
@@ -148,12 +155,11 @@ def _ten_steps(context: Context, training: Training, compute: Compute) -> Row:
     ten(with_save=False)
     return compared(
         "ten-steps",
-        "ten steps of half a second and more with one save",
+        "ten steps with a real optimizer on a quarter of the parameters, and one save",
         "s",
         lambda: ten(with_save=True),
         ("without", lambda: ten(with_save=False)),
         repeat=min(context.repeat, MAX_PAIRS),
-        reach="<= 1.02",
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,10 @@ import torch
 from torch import nn
 
 import ray_ckpt
-from jobs.bench.state import make_state
+from jobs.bench.state import make_state, tensors
 
 READY_S = 300.0  # for the arena's memory; 2 GiB take some seconds where memory is touched for the first time
+PIECE_BYTES = 16 << 20  # of a large tensor for one thread at a time
 FAR_FUTURE_STEPS = 10**9  # a cadence that never comes: the rows save when they want to
 
 
@@ -94,9 +98,43 @@ class Compute:
         return time.perf_counter() - start_s
 
 
-def fill_gradients(model: nn.Module) -> None:
+def fill_gradients(model: nn.Module, *, share: float) -> None:
+    """Gradients for about `share` of the parameters, so that the optimizer has so much to do."""
+    wanted = share * sum(parameter.numel() for parameter in model.parameters())
     for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-6)
+        if wanted > 0:
+            parameter.grad = torch.full_like(parameter, 1e-6)
+            wanted -= parameter.numel()
+
+
+class SameBytes:
+    """A memcpy of the state from where it is, in ordinary memory, to one warm buffer."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, threads: int) -> None:
+        sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors(model, optimizer)]
+        self._target = torch.ones(sum(nbytes for _, nbytes in sources), dtype=torch.uint8)
+        self._pool = ThreadPoolExecutor(threads)
+        pieces, at = [], self._target.data_ptr()
+        for address, nbytes in sources:
+            for start in range(0, nbytes, PIECE_BYTES):
+                pieces.append((at + start, address + start, min(PIECE_BYTES, nbytes - start)))
+            at += nbytes
+        pieces.sort(key=itemgetter(2))
+        self._shares = [pieces[first::threads] for first in range(threads)]
+
+    def __call__(self) -> float:
+        start_s = time.perf_counter()
+        list(self._pool.map(_move, self._shares))
+        return time.perf_counter() - start_s
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        del self._target
+
+
+def _move(pieces: Sequence[tuple[int, int, int]]) -> None:
+    for target, source, nbytes in pieces:
+        ctypes.memmove(target, source, nbytes)
 
 
 @contextmanager
