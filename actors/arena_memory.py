@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import mmap
 import os
 import secrets
 import threading
@@ -24,7 +23,7 @@ from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BLOCKS, RING_BYTES, Are
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.link import ArenaMode
 from ray_ckpt.storage.direct import IN_FLIGHT
-from ray_ckpt.storage.pages import populate
+from ray_ckpt.storage.pages import map_shared, populate
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
 log = logging.getLogger("ray_ckpt.agent")
@@ -48,7 +47,7 @@ class ArenaMemory:
         total = ARENA_PAGE_BYTES + size_bytes
         self._file, self.path = _named_file(rank, total) if named else _memfd(rank, total)
         self._named = self.path if named else None
-        self.memory = mmap.mmap(self._file, total)
+        self.memory = map_shared(self._file, 0, total, writable=True)
         self.page = ArenaPage(self.memory)
         self.layout: ShardLayout | None = None
         self._lock = threading.Lock()  # of the two below
@@ -74,7 +73,7 @@ class ArenaMemory:
 
     def data(self, layout: ShardLayout) -> memoryview:
         """The shard file's bytes."""
-        return memoryview(self.memory)[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + layout.size_bytes]
+        return self.memory[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + layout.size_bytes]
 
     def stream(self, layout: ShardLayout) -> Iterator[memoryview]:
         """The shard file's bytes in blocks, as the rank fills the ring; the last one is cut to size.
@@ -82,11 +81,11 @@ class ArenaMemory:
         A block is the rank's again once IN_FLIGHT more have been asked for. Unavailable if the rank gives
         up or stalls.
         """
-        memory, left, index = memoryview(self.memory), layout.size_bytes, 0
+        left, index = layout.size_bytes, 0
         while left > 0:
             self._await_block(index, is_last=left <= RING_BLOCK_BYTES)
             take = min(left, RING_BLOCK_BYTES)
-            yield memory[ring_block(index)][:take]
+            yield self.memory[ring_block(index)][:take]
             left, index = left - take, index + 1
             self.page.done_blocks = max(0, index - IN_FLIGHT)
 
@@ -98,7 +97,7 @@ class ArenaMemory:
             time.sleep(STREAM_POLL_S)
 
     def close(self) -> None:
-        """Give it up. Ranks that have mapped it keep it; a thread that is populating it releases it."""
+        """Give it up. The memory goes with the last who has mapped it or still uses a part of it here."""
         with self._lock:
             if self._is_closed:
                 return
@@ -111,8 +110,6 @@ class ArenaMemory:
 
     def _release(self) -> None:
         os.close(self._file)
-        with contextlib.suppress(BufferError):  # somebody still reads it; the kernel frees it afterwards
-            self.memory.close()
 
 
 @dataclass(slots=True)

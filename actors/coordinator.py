@@ -109,7 +109,13 @@ class Coordinator:
     """See the module. Methods are called by agents and by the launchers of groups."""
 
     def __init__(self) -> None:
-        self._keys = ServiceKeys.make(datetime.now(UTC), encrypt=is_encrypted())
+        self._problem: ConfigError | None = None  # of this node's environment; told to launchers
+        encrypt = True
+        try:
+            encrypt = is_encrypted()
+        except ConfigError as error:
+            self._problem = error
+        self._keys = ServiceKeys.make(datetime.now(UTC), encrypt=encrypt)
         self._service = uuid.uuid4().hex  # of this cluster's service; agents keep it over my restarts
         self._needed_s: dict[str, float] = {}  # node -> when it was last needed (monotonic)
         self._looked_s = 0.0  # at the disks
@@ -125,6 +131,8 @@ class Coordinator:
         self._found: asyncio.Task[None] | None = None
 
     async def hello(self) -> int:
+        if self._problem is not None:
+            raise self._problem
         await self._ready()
         return names.PROTOCOL_VERSION
 

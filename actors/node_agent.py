@@ -34,7 +34,7 @@ from ray_ckpt.config import ADDRESS_ENV, staging_roots, transport_ports
 from ray_ckpt.core import node as n
 from ray_ckpt.core.claim import RunMark
 from ray_ckpt.core.messages import Age, DiskSpace, HeldFragment, Inventory, RankProgress, SessionPlan
-from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
+from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import attempt_of, fragment_file, shard_file, state_file
@@ -121,16 +121,23 @@ class NodeAgent:
         self._peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
         self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, "ray_ckpt-remote", yield_to_training)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = PeerServer(
-            os.environ.get(ADDRESS_ENV) or ray.util.get_node_ip_address(),
-            keys=keys,
-            files=_Served(self._runs),
-            ports=transport_ports(),
-        )
+        self._server: PeerServer | None = None
+        self._problem: ConfigError | None = None  # of this node's environment; told to whoever asks first
+        try:
+            self._server = PeerServer(
+                os.environ.get(ADDRESS_ENV) or ray.util.get_node_ip_address(),
+                keys=keys,
+                files=_Served(self._runs),
+                ports=transport_ports(),
+            )
+        except ConfigError as error:
+            self._problem = error
         self._coordinator: Any = None
 
     async def card(self) -> AgentCard:
         roots = ", ".join(str(root) for roots in self._stagings for root in roots)
+        if self._server is None:
+            raise self._problem or Unavailable("The agent has no server.")
         return AgentCard(node_id=self._node_id, endpoint=self._server.endpoint, staging=roots)
 
     async def describe(self) -> ServiceCard:
@@ -285,13 +292,18 @@ class NodeAgent:
         return await asyncio.shield(run.ticket)
 
     async def fetch(
-        self, run_uid: str, rank: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]
+        self,
+        run_uid: str,
+        session: int,
+        rank: int,
+        wants: Mapping[Place, tuple[int, ...]],
+        taken: tuple[Place, ...],
     ) -> Shared:
         """Rows of the checkpoint that is being restored which several ranks here want, read once."""
         run = self._runs[run_uid]
         ticket = await self.get_ticket(run_uid)
-        if ticket.checkpoint is None:
-            raise Unavailable("There is nothing to restore.")
+        if ticket.checkpoint is None or ticket.session != session:
+            raise Unavailable(f"Session {session} restores nothing here.")
         if run.shared is None:
             run.shared = SharedReads(ticket, pool=self._disk_io)
         return await run.shared.fetch(rank, wants, taken)

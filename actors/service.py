@@ -165,8 +165,8 @@ class RayLink:
         again: RestoreTicket | None = ask(call, None)
         return again
 
-    def fetch(self, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
-        shared: Shared = ask(self._agent.fetch.remote(self._uid, self._rank, wants, taken), CALL_S)
+    def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+        shared: Shared = ask(self._agent.fetch.remote(self._uid, session, self._rank, wants, taken), CALL_S)
         return shared
 
     def reserve(self, size_bytes: int) -> None:

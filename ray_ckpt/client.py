@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -247,7 +248,7 @@ class Checkpointer:
             checkpoint.id,
             ticket.sources,
             credentials=ticket.credentials,
-            fetch=self._link.fetch,
+            fetch=partial(self._link.fetch, ticket.session),
             progress=progress,
         )
         rows = [row for fragment in ticket.fragments for row in fragment.rows]
@@ -373,8 +374,8 @@ class Checkpointer:
     def lock(self) -> Iterator[None]:
         """Change parameters or optimizer state other than by `optimizer.step()` in here.
 
-        Waits for a capture that is still reading them. For weights that are clamped, copied or averaged in
-        place, for optimizers that are no torch.optim.Optimizer, and for a step replayed from a CUDA graph.
+        Waits for a capture that is still reading them. For weights that are clamped, copied or loaded in
+        place, and for a step that is replayed from a CUDA graph, which runs no hooks.
         """
         if self._saver is not None:
             self._saver.settle()

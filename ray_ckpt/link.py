@@ -79,7 +79,7 @@ class Link(Protocol):
         """
         ...
 
-    def fetch(self, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+    def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
         """Rows that several ranks of this node want, read once by its agent; see `restore.Fetch`.
 
         Unavailable if there is no agent: the rank reads them by itself.

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.storage.direct import read_blocks_direct
-from ray_ckpt.storage.huge import map_shared
+from ray_ckpt.storage.pages import map_shared
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName

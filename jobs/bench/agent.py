@@ -1,4 +1,4 @@
-"""What the service costs beside the saves: idle cores, memory over many saves, the trainer's interpreter lock."""
+"""What the service costs beside the saves: idle cores, memory over many saves, the interpreter's lock."""
 
 from __future__ import annotations
 

@@ -114,10 +114,11 @@ class SameBytes:
         sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors(model, optimizer)]
         self._target = torch.ones(sum(nbytes for _, nbytes in sources), dtype=torch.uint8)
         self._pool = ThreadPoolExecutor(threads)
-        pieces, at = [], self._target.data_ptr()
+        pieces: list[tuple[int, int, int]] = []
+        at = self._target.data_ptr()
         for address, nbytes in sources:
-            for start in range(0, nbytes, PIECE_BYTES):
-                pieces.append((at + start, address + start, min(PIECE_BYTES, nbytes - start)))
+            starts = range(0, nbytes, PIECE_BYTES)
+            pieces += [(at + s, address + s, min(PIECE_BYTES, nbytes - s)) for s in starts]
             at += nbytes
         pieces.sort(key=itemgetter(2))
         self._shares = [pieces[first::threads] for first in range(threads)]

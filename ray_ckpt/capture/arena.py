@@ -5,7 +5,6 @@ The rank maps it through /proc/<agent pid>/fd/<n>; it lives as long as its last 
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from ray_ckpt.capture.walk import DTYPES
 from ray_ckpt.errors import StateError, Unavailable
 from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BLOCKS, ArenaPage, ring_block
 from ray_ckpt.format.shard import PlacedSlice, ShardLayout
-from ray_ckpt.storage.pages import populate
+from ray_ckpt.storage.pages import map_shared, populate
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
 POPULATE_POLL_S = 0.05  # how often the rank looks whether the agent has got the memory
@@ -31,7 +30,7 @@ class Mapping:
     def __init__(self, path: str) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            self.memory = mmap.mmap(fd, os.fstat(fd).st_size)
+            self.memory = map_shared(fd, 0, os.fstat(fd).st_size, writable=True)
         finally:
             os.close(fd)
         self.page = ArenaPage(self.memory)

@@ -276,7 +276,8 @@ class OptimizerItem:
         if param is None:
             return torch.zeros(shape, dtype=dtype)
         if tuple(param.shape) == shape and path[-1] != "step":
-            return torch.zeros_like(param, dtype=dtype, requires_grad=False).detach()
+            # Not cleared: every element is read into it, by several threads, which touch its memory first.
+            return torch.empty_like(param, dtype=dtype, requires_grad=False).detach()
         group = next(g for g in self._optimizer.param_groups if any(p is param for p in g["params"]))
         on_device = path[-1] != "step" or group.get("fused") or group.get("capturable")
         return torch.zeros(shape, dtype=dtype, device=param.device if on_device else "cpu")

@@ -15,12 +15,8 @@ between two Python operations orders them.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
 
 from ray_ckpt.types import ARENA_PAGE_BYTES
-
-if TYPE_CHECKING:
-    from mmap import mmap
 
 RING_BLOCK_BYTES = 8 << 20  # what a disk takes at full speed in one write
 RING_BLOCKS = 16  # 128 MiB a rank: the writes in flight, the block being filled, and room between them
@@ -34,13 +30,13 @@ _COUNTER = struct.Struct("<Q")
 class ArenaPage:
     """The state page of a mapped arena. Both ends make one over their own mapping."""
 
-    def __init__(self, memory: mmap) -> None:
+    def __init__(self, memory: memoryview) -> None:
         self._memory = memory
 
     @property
     def sealed(self) -> str:
         """The attempt whose capture is complete here, or an empty string."""
-        return self._memory[:_SEAL_BYTES].strip(b"\0").decode()
+        return bytes(self._memory[:_SEAL_BYTES]).strip(b"\0").decode()
 
     def seal(self, attempt: str) -> None:
         self._memory[:_SEAL_BYTES] = attempt.encode()

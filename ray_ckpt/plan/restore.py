@@ -59,6 +59,14 @@ def plan_restore(
         if problem := _misfit(target, found):
             problems.append(problem)
             continue
+        exact = found.get((target.offset, target.shape))
+        if exact is not None and target.num_elements:  # saved as it is wanted, as in most restores
+            place = (exact.file, exact.byte_offset)
+            origin = (0,) * len(target.shape)
+            whole = Copy(target=index, source_start=origin, target_start=origin, shape=target.shape)
+            copies.setdefault(place, []).append(whole)
+            chosen[place] = exact
+            continue
         pieces: list[Copy] = []
         for row in found.values():
             assert row.slice is not None

@@ -53,7 +53,7 @@ class LocalLink:
     def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
         return None
 
-    def fetch(self, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+    def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
         raise Unavailable("every rank reads for itself here")
 
     def reserve(self, size_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The ways that bytes take, on real nodes: memory modes, several disks, ranks of one node that want the same."""
+"""The ways that bytes take on real nodes: memory modes, and ranks of one node that want the same."""
 
 from __future__ import annotations
 
