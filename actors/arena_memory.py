@@ -75,7 +75,7 @@ class ArenaMemory:
         """The shard file's bytes."""
         return self.memory[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + layout.size_bytes]
 
-    def stream(self, layout: ShardLayout) -> Iterator[memoryview]:
+    def stream(self, layout: ShardLayout, attempt: str) -> Iterator[memoryview]:
         """The shard file's bytes in blocks, as the rank fills the ring; the last one is cut to size.
 
         A block is the rank's again once IN_FLIGHT more have been asked for. Unavailable if the rank gives
@@ -83,17 +83,21 @@ class ArenaMemory:
         """
         left, index = layout.size_bytes, 0
         while left > 0:
-            self._await_block(index, is_last=left <= RING_BLOCK_BYTES)
+            self._await_block(index, attempt, is_last=left <= RING_BLOCK_BYTES)
             take = min(left, RING_BLOCK_BYTES)
             yield self.memory[ring_block(index)][:take]
             left, index = left - take, index + 1
             self.page.done_blocks = max(0, index - IN_FLIGHT)
 
-    def _await_block(self, index: int, *, is_last: bool) -> None:
+    def _await_block(self, index: int, attempt: str, *, is_last: bool) -> None:
         deadline_s = time.monotonic() + STREAM_STALL_S
-        while self.page.filled_blocks <= index or (is_last and not self.page.sealed):
-            if self.page.is_given_up or time.monotonic() > deadline_s:
+        while True:
+            is_filled = self.page.filled_blocks > index and (not is_last or self.page.sealed == attempt)
+            is_over = self.page.is_given_up or self.page.stream != attempt
+            if is_over or (not is_filled and time.monotonic() > deadline_s):
                 raise Unavailable("The rank did not finish the stream of its state.")
+            if is_filled:
+                return
             time.sleep(STREAM_POLL_S)
 
     def close(self) -> None:
@@ -123,16 +127,19 @@ class RankArena:
     def populated_bytes(self) -> int:
         return sum(buffer.page.populated_bytes for buffer in self.buffers)
 
-    def chunks(self, buffer: ArenaMemory) -> Iterable[memoryview]:
+    def chunks(self, buffer: ArenaMemory, attempt: str) -> Iterable[memoryview]:
         """The shard file's bytes, to be written; of an arena they can be read again."""
         layout = buffer.layout
         assert layout is not None
-        return buffer.stream(layout) if self.mode == "stream" else [buffer.data(layout)]
+        return buffer.stream(layout, attempt) if self.mode == "stream" else [buffer.data(layout)]
 
     def check(self, buffer: ArenaMemory, attempt: str) -> None:
-        """Unavailable unless `buffer` holds that attempt, or held it to the end of its stream."""
+        """Unavailable unless `buffer` holds that attempt, laid out as the agent has been told."""
         if buffer.page.sealed != attempt:
             raise Unavailable(f"The rank captured into its arena again before {attempt} was written.")
+        header = buffer.layout.header if buffer.layout is not None else b""
+        if self.mode != "stream" and buffer.memory[ARENA_PAGE_BYTES:][: len(header)] != header:
+            raise Unavailable(f"The rank laid its arena out anew before {attempt} was written.")
 
     def find(self, attempt: str) -> ArenaMemory | None:
         """The buffer that holds a complete capture of that attempt, to be read from."""

@@ -368,7 +368,9 @@ class NodeAgent:
         buffer = _buffer(run, shard)
         if shard.layout is not None and buffer is not None:
             buffer.layout = shard.layout
-        if buffer is None or buffer.layout is None:  # this agent was started after the rank got its arena
+        known = buffer.layout if buffer is not None else None
+        if known is None or known.signature != shard.layout_signature:
+            # This agent was started after the rank got its arena, or a message was lost.
             reason = f"the arena of rank {shard.rank} is gone"
             await self.skip(run_uid, shard.attempt, shard.rank, reason)
             raise Unavailable(f"Step {shard.attempt.step}: {reason}.")
@@ -520,7 +522,7 @@ class NodeAgent:
             run.run_uid,
             attempt.directory,
             file,
-            arena.chunks(buffer),
+            arena.chunks(buffer, attempt.attempt),
             size_bytes=layout.size_bytes,
             spans=spans,
         )

@@ -137,6 +137,7 @@ class Checkpointer:
         self._epoch = 0
         self._ended: Future[CheckpointError] | None = None
         self._saver: Saver | None = None
+        self._is_closed = False
         self._walked: Walked | None = None  # what the walk before has found
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
         self._newest: tuple[AttemptId, Mapping[str, float]] | None = None
@@ -323,6 +324,8 @@ class Checkpointer:
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Say that optimizer step number `step` is complete; saves if that is due."""
         self._step, self._last_metrics = step, _detached(metrics)
+        if self._saver is not None:
+            self._saver.look()
         if self.due(step):
             self.save(step, metrics)
         else:
@@ -344,8 +347,9 @@ class Checkpointer:
         """Return when the last saved step is at `level`; Unavailable if it was dropped or time is up."""
         if level not in LEVELS:
             raise ConfigError(f"{level!r} is not a level.", hint=f"Use one of {', '.join(LEVELS)}.")
-        if not self._pending:
+        if not self._pending or self._saver is None:
             return
+        self._saver.settle()
         last = self._pending[-1]
         deadline_s = time.monotonic() + timeout_s
         try:
@@ -385,6 +389,8 @@ class Checkpointer:
         """Wait, bounded, until the last capture is out of this process's hands, or (`commit`) committed."""
         if self._watch is not None:
             self._watch.send()
+        if self._saver is not None:
+            self._saver.settle()
         if self._saver is not None and not self._saver.wait_released(FLUSH_S):
             log.warning("the last capture was not written within %.0f s", FLUSH_S)
         if commit and self._pending:
@@ -394,6 +400,7 @@ class Checkpointer:
     def close(self) -> None:
         """Flush and end the progress thread."""
         self.flush()
+        self._is_closed = True
         self._end_progress()
         if self._saver is not None:
             self._saver.close()
@@ -419,11 +426,14 @@ class Checkpointer:
                 hint="Count optimizer steps over the whole run; to go back, start a new group.",
             )
         saver = _require(self._saver)
+        if self._is_closed:
+            raise ConfigError("save was called after close.", hint="Close the Checkpointer last.")
         self._step = step
         self._save_calls += 1
         if self._save_calls == 2 and self._pending:  # a rank that saves alone is told at its second save
             self._await_outcome(self._pending[0], FIRST_OUTCOME_S)
         self._check_outcomes()
+        saver.look()
         attempt = self._attempt(step)
         saved = False
         if not saver.wait_free(max_block_s):
@@ -440,6 +450,10 @@ class Checkpointer:
                 if isinstance(error, ServiceError | OSError):
                     saver.lose_agent()
                 self._stay_out(attempt, str(error))
+            except Exception as error:  # no memory for a copy, a state_dict that raises: training goes on
+                self.stats.dropped += 1
+                log.exception("step %d could not be captured", step)
+                self._stay_out(attempt, f"{type(error).__name__}: {error}")
         self._saved_step = step
         self.stats.blocked_s.append(time.monotonic() - start_s)
         return saved
@@ -501,7 +515,7 @@ class Checkpointer:
         values, late = _numbers(metrics)
 
         def all_values() -> Mapping[str, float] | None:
-            values.update((name, float(value)) for name, value in late.items())
+            values.update(_read_numbers(late))
             return values if identity.rank == 0 else None
 
         saver.save(
@@ -583,18 +597,21 @@ def _numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float], dict[
 
     What is no number is left out with a warning, for a save must not fail over it.
     """
+    now, late = _detached(metrics), {}
+    for name, value in list(now.items()):
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
+            late[name] = now.pop(name).clone()
+    return _read_numbers(now), late
+
+
+def _read_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     values: dict[str, float] = {}
-    late: dict[str, torch.Tensor] = {}
-    for name, value in _detached(metrics).items():
-        key = str(name)[:MAX_METRIC_NAME]
+    for name, value in metrics.items():
         try:
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
-                late[key] = value.clone()
-            else:
-                values[key] = float(value)
+            values[str(name)[:MAX_METRIC_NAME]] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             log.warning("metric %r is not a number and is left out: %s", name, error)
-    return values, late
+    return values
 
 
 def _require(saver: Saver | None) -> Saver:

@@ -60,6 +60,7 @@ class SealedShard:
     metrics: Mapping[str, float] | None  # rank 0 only
     buffer: int  # of the grant
     layout: ShardLayout | None  # None: as in the last one in this buffer
+    layout_signature: str
 
 
 class Link(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.guard import background_slices, guarded_storages, hooks_in_backward
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.walk import LiveSlice, Walked, bytes_digest
-from ray_ckpt.errors import CheckpointError
+from ray_ckpt.errors import CheckpointError, ConfigError
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.link import ArenaGrant, Link, SealedShard
 from ray_ckpt.types import AttemptId, Slice
@@ -84,6 +85,7 @@ class Saver:
         self._layout: ShardLayout | None = None
         self._layout_key: Mapping[str, Slice] = {}
         self._plan: _Plan | None = None
+        self._pid = os.getpid()
         self._device: int | None = None  # whose copies the arena is pinned for
         self._snapshot: Snapshot | None = None
         self.setup_s: float | None = (
@@ -153,7 +155,7 @@ class Saver:
                 setup.result(SETUP_WAIT_S)
             except Exception as error:
                 log.info("the arena is asked for again: %s", error)
-        if self._grant is None or size_bytes > self._grant.size_bytes:
+        if self._grant is None or (self._grant.mode != "stream" and size_bytes > self._grant.size_bytes):
             self._open(size_bytes)
             buffers = list(self._buffers)
             threading.Thread(
@@ -202,20 +204,27 @@ class Saver:
         Returns when everything that may change before the next optimizer step has been copied. What fails
         later costs this attempt, and the agent is told. Raises CheckpointError or OSError before that.
         """
+        if self._pid != os.getpid():
+            raise ConfigError(
+                "This Checkpointer belongs to the process that this one was forked from.",
+                hint="Save from the process that restored.",
+            )
         self.settle()
         rank = self._link.identity.rank
         plan = self._plan_of(walked)
         layout, attempt = plan.layout, parts.attempt.attempt
         self._fit(layout.size_bytes)
         buffer = self._buffers[0]
-        is_new, buffer.layout = buffer.layout is not layout, layout
+        is_new, buffer.layout = buffer.layout is not layout, None  # until the agent has been told
         agreed = _Agreed(walked, self._link.identity.world_size, content=parts.compare_content)
         agreed.add(lambda key: key not in plan.background)
         if isinstance(buffer.target, Arena) and buffer.target.layout is not layout:
             buffer.target.lay_out(layout)
         released: Future[None] = Future()
+        is_told = False  # the agent reads, and gives the buffer back itself
 
         def hand_over() -> None:
+            nonlocal is_told
             shard = SealedShard(
                 attempt=parts.attempt,
                 rank=rank,
@@ -224,15 +233,20 @@ class Saver:
                 metrics=parts.metrics(),
                 buffer=buffer.index,
                 layout=layout if is_new else None,
+                layout_signature=layout.signature,
             )
             try:
-                self._link.seal(shard).add_done_callback(lambda done: _pass_on(done, released))
+                sealed = self._link.seal(shard)
             except Exception as error:  # there is no agent any more
                 released.set_exception(error)
+                return
+            is_told, buffer.layout = True, layout
+            sealed.add_done_callback(lambda done: _pass_on(done, released))
 
         def fail(error: Exception) -> None:
             log.warning("step %d is not saved: %s", parts.attempt.step, error)
-            buffer.layout = None  # whatever is there now
+            if is_told:  # a stream was given up: its reader finds out, and says so itself
+                return
             with contextlib.suppress(Exception):
                 self._link.skip(parts.attempt, str(error))
             if not released.done():
@@ -243,13 +257,15 @@ class Saver:
         try:
             if isinstance(buffer.target, Ring):
                 agreed.complete()
-                buffer.target.begin(released.done)
+                buffer.target.begin(attempt, released.done)
                 hand_over()
                 self._start_stream(buffer.target, plan, attempt, fail)
             else:
                 self._start_copy(buffer.target, plan, attempt, agreed.complete, hand_over, fail)
-        except BaseException:  # nothing runs that would ever give the buffer back
-            if not released.done():
+        except BaseException:
+            if isinstance(buffer.target, Ring):
+                buffer.target.give_up()
+            if not is_told and not released.done():  # nothing runs that would ever give the buffer back
                 released.set_result(None)
             raise
 
@@ -298,6 +314,11 @@ class Saver:
         """Return when live state may be changed."""
         if self._snapshot is not None:
             self._snapshot.before_change()
+
+    def look(self) -> None:
+        """The training thread is between two operations: a copy that has ended can be judged now."""
+        if self._snapshot is not None:
+            self._snapshot.judge()
 
     def close(self) -> None:
         self._snapshotter.close()

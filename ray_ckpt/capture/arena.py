@@ -15,7 +15,7 @@ from ray_ckpt.capture.walk import DTYPES
 from ray_ckpt.errors import StateError, Unavailable
 from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BLOCKS, ArenaPage, ring_block
 from ray_ckpt.format.shard import PlacedSlice, ShardLayout
-from ray_ckpt.storage.pages import map_shared, populate
+from ray_ckpt.storage.pages import keep_from_children, map_shared, populate
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
 POPULATE_POLL_S = 0.05  # how often the rank looks whether the agent has got the memory
@@ -31,6 +31,7 @@ class Mapping:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self.memory = map_shared(fd, 0, os.fstat(fd).st_size, writable=True)
+            keep_from_children(self.memory)
         finally:
             os.close(fd)
         self.page = ArenaPage(self.memory)
@@ -115,9 +116,10 @@ class Ring:
         self._in_block = 0  # bytes of the block that is being filled
         self._is_over: Callable[[], bool] = _never
 
-    def begin(self, is_over: Callable[[], bool]) -> None:
+    def begin(self, attempt: str, is_over: Callable[[], bool]) -> None:
         """Start a stream; `is_over` says whether the agent has stopped reading it."""
         self.mapping.page.unseal()
+        self.mapping.page.begin_stream(attempt)
         self._filled = self._in_block = 0
         self._is_over = is_over
 

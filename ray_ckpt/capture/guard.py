@@ -3,12 +3,14 @@
 Parameters and their optimizer state change in `optimizer.step()` and nowhere else in a normal loop, so one
 hook before every optimizer's step is enough to keep a copy of them whole. Everything else (buffers, scaler
 and scheduler state, an EMA, frozen parameters, parameters that are updated inside backward) is copied
-before `save` returns. A change that comes another way is either announced with `ckpt.lock()` or found
-afterwards by the tensor's version counter, and that save is given up.
+before `save` returns. A change that comes another way is to be announced with `ckpt.lock()`. One that is not
+is found by the tensor's version counter, and that save is given up; but no counter sees a change through
+`.data`, which only `verify_captures` finds.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -32,12 +34,19 @@ class Running:
         with self._lock:
             if not self._is_hooked:
                 register_optimizer_step_pre_hook(_before_step)
+                os.register_at_fork(after_in_child=self._forget)
                 self._is_hooked = True
             self._copies[id(copy)] = copy
 
-    def remove(self, copy: Any) -> None:
+    def end(self, copy: Any) -> None:
+        """However it ended: nobody waits for it any more."""
         with self._lock:
             self._copies.pop(id(copy), None)
+        copy.host_copied.set()
+
+    def _forget(self) -> None:
+        """A forked child has no thread that would ever end its parent's copies."""
+        self._lock, self._copies = threading.Lock(), {}
 
     def wait(self) -> None:
         if self._copies:  # read without the lock: this runs before every optimizer step
@@ -87,6 +96,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return local_tensor(tensor).untyped_storage().data_ptr()
 
 
+def _may_wait(live: LiveSlice) -> bool:
+    """Whether its changes come in steps only, and are counted."""
+    return live.changes_in_step and not live.leaf.is_inference() and not live.tensor.is_inference()
+
+
 def background_slices(slices: Iterable[LiveSlice], guarded: set[int]) -> set[str]:
     """Keys of the slices whose memory nothing but an optimizer's step changes.
 
@@ -98,6 +112,6 @@ def background_slices(slices: Iterable[LiveSlice], guarded: set[int]) -> set[str
     return {
         live.slice.key
         for place, inside in places.items()
-        if place in guarded and all(one.changes_in_step and not one.leaf.is_inference() for one in inside)
+        if place in guarded and all(map(_may_wait, inside))
         for live in inside
     }

@@ -125,7 +125,7 @@ class TensorItem:
         self._tensor = tensor
 
     def tree(self) -> Any:
-        return self._tensor.detach()
+        return self._tensor
 
     def load(self, tree: Any) -> None:
         pass  # restored in place
@@ -213,7 +213,13 @@ class OptimizerItem:
     ) -> None:
         self._name = name
         self._optimizer = optimizer
+        self._owners = owners
         self._params = dict(self._named(parameter_names(owners)))
+
+    def _refresh(self) -> None:
+        """Groups may be added at any time: name their parameters too. UnsupportedItem if nobody owns them."""
+        if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._params):
+            self._params = dict(self._named(parameter_names(self._owners)))
 
     def _named(self, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
         for group in self._optimizer.param_groups:
@@ -238,6 +244,7 @@ class OptimizerItem:
         return self._params
 
     def tree(self) -> Any:
+        self._refresh()
         names = {id(p): n for n, p in self._params.items()}
         state = {
             n: dict(self._optimizer.state[p]) for n, p in self._params.items() if p in self._optimizer.state

@@ -1,8 +1,8 @@
 """Optimizer state that does not exist yet: what it will look like, so that there is room for it in time.
 
 A copy of the optimizer takes a step over fake parameters, which have shapes and no memory. The live one is
-never stepped. A class that cannot be copied so is predicted to have no state: its first save lays the arena
-out again.
+never stepped, and no hook runs. Only torch's own optimizers are predicted; the first save with another one's
+state lays the arena out again.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ def predicted_state(
 def _step_of_twin(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], missing: list[torch.Tensor]
 ) -> list[Mapping[str, torch.Tensor]]:
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):  # the user's global hooks are not for a twin
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    if not step.__module__.startswith("torch.optim"):
+        return []  # it may talk to other ranks
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {k: _plain(v) for k, v in group.items() if k in accepted and k != "params"}
     options |= {k: False for k in _REAL_DEVICES_ONLY if k in options}
@@ -75,7 +80,7 @@ def _step_of_twin(
             with contextlib.suppress(
                 DataDependentOutputException
             ):  # needs a value: its state is made by then
-                twin.step()
+                step(twin)
     except Exception:  # a foreign optimizer may do anything
         return []
     return [

@@ -6,12 +6,13 @@ training goes on; `before_change`, called before parameters change, waits for it
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,12 @@ from threadpoolctl import threadpool_limits
 from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.guard import running
 from ray_ckpt.capture.walk import LiveSlice
-from ray_ckpt.errors import StateError
+from ray_ckpt.errors import StateError, Unavailable
+
+log = logging.getLogger("ray_ckpt")
+
+COPY_WAIT_S = 300.0  # that training waits for a copy; one of a second that takes so long never ends
+OPERATION_S = 2.0  # that one operation on one tensor may still take when the copy has ended
 
 
 @dataclass(slots=True)
@@ -41,36 +47,52 @@ class _Part:
         return not torch.equal(_raw(self.view), _raw(self.reference.cpu()))
 
 
-@dataclass(slots=True)
 class Snapshot:
     """A copy that is running, or has ended. Made by `Snapshotter.start`."""
 
-    parts: Sequence[_Part]
-    versions: Sequence[tuple[LiveSlice, int]]
-    waited: Callable[[float], None]  # told the seconds for which `before_change` held training up
-    _host_copied: threading.Event = field(default_factory=threading.Event)
-    _device_copied: list[tuple[Any, Any]] = field(default_factory=list)  # (torch.cuda or the like, event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _changed: list[LiveSlice] | None = None  # None: still looking
+    def __init__(self, parts: Sequence[_Part], waited: Callable[[float], None]) -> None:
+        self.parts = parts
+        self.is_late = any(part.is_late for part in parts)
+        self._waited = waited  # told the seconds for which `before_change` held training up
+        self._versions = [(part.live, _version(part.live)) for part in parts if part.is_late]
+        self._lock = threading.Lock()
+        self._changed: list[LiveSlice] | None = None  # None: not judged yet
+        self._judged = threading.Event()
+        self._is_abandoned = False
+        self.host_copied = threading.Event()
+        self.device_copied: list[tuple[Any, Any]] = []  # (torch.cuda or the like, event)
 
     def before_change(self) -> None:
-        """Return when live state may be changed: the host waits for host copies, a device for its own."""
+        """Return when live state may be changed: the host waits for host copies, a device for its own.
+
+        Called by the thread that trains. A copy that takes longer than COPY_WAIT_S is given up.
+        """
         start_s = time.monotonic()
-        self.look_for_changes()
-        for module, event in self._device_copied:
+        self._note_changes()
+        for module, event in self.device_copied:
             module.current_stream().wait_event(event)
-        self._host_copied.wait()
-        self.waited(time.monotonic() - start_s)
+        if not self.host_copied.wait(COPY_WAIT_S):
+            log.error("a capture has not ended after %.0f s; its save is given up", COPY_WAIT_S)
+            self._is_abandoned = True
+        self._waited(time.monotonic() - start_s)
 
-    def look_for_changes(self) -> None:
-        """Note what was changed since the start, once: when all is copied, or before the first change."""
-        with self._lock:
-            if self._changed is None:
-                self._changed = [live for live, version in self.versions if live.leaf._version != version]
+    def judge(self) -> None:
+        """Called by the thread that trains, which is in no operation then: if all is copied, look at it."""
+        if self.host_copied.is_set() and not self.device_copied:
+            self._note_changes()
 
-    def check(self) -> None:
-        """StateError if a tensor was changed before it was copied."""
+    def finish(self) -> None:
+        """When all is copied, by the thread that copied. StateError if a tensor changed before it was.
+
+        torch counts a change when the operation ends, so one may still be running in the thread that trains.
+        Waits for that thread to say that it is not, or for OPERATION_S.
+        """
+        if self._versions:
+            self._judged.wait(OPERATION_S)
+        self._note_changes()
         changed = [*(self._changed or ()), *(part.live for part in self.parts if part.differs())]
+        if self._is_abandoned:
+            raise StateError(f"The capture took longer than {COPY_WAIT_S:.0f} s.")
         if changed:
             keys = tuple(live.slice.key for live in changed)
             raise StateError(
@@ -79,6 +101,13 @@ class Snapshot:
                 hint="Put that change into `with ckpt.lock():`, or set overlap=False.",
                 keys=keys,
             )
+
+    def _note_changes(self) -> None:
+        """Once: when all is copied, or before the first change that is allowed."""
+        with self._lock:
+            if self._changed is None:
+                self._changed = [live for live, version in self._versions if _version(live) != version]
+        self._judged.set()
 
 
 class Snapshotter:
@@ -113,40 +142,47 @@ class Snapshotter:
         One of them is called once, by the thread of the copy, or before returning if nothing is overlapped.
         The target has begun; `finish` seals it.
         """
-        parts = self._parts(target, slices, background)
-        versions = [(part.live, part.live.leaf._version) for part in parts if part.is_late]
-        snapshot = Snapshot(parts, versions, self._waited)
+        snapshot = Snapshot(self._parts(target, slices, background), self._waited)
         with torch.no_grad():
-            rest = self._copy_now(target, parts, snapshot)
-
-        def run() -> None:
-            try:
-                try:
-                    with torch.no_grad():
-                        rest()
-                        during()
-                finally:
-                    snapshot._host_copied.set()
-                for _, event in snapshot._device_copied:
-                    event.synchronize()
-                snapshot.look_for_changes()
-                snapshot.check()
-            except Exception as error:
-                if isinstance(error, StateError):
-                    self._unsafe.update(error.fields.get("keys", ()))
-                fail(error)
-            else:
-                finish()
-            finally:
-                running.remove(snapshot)
-
-        if snapshot.versions:
+            rest = self._copy_now(target, snapshot)
+        if snapshot.is_late:
             running.add(snapshot)
-        if self._overlap:
-            self._thread.submit(run)
-        else:
+        run = partial(self._run, snapshot, rest, during, finish, fail)
+        if not self._overlap:
             run()
+            return snapshot
+        try:
+            self._thread.submit(run).add_done_callback(lambda _: running.end(snapshot))
+        except RuntimeError as error:  # closed, or there can be no more threads
+            running.end(snapshot)
+            raise Unavailable(f"There is no thread to copy in: {error}.") from error
         return snapshot
+
+    def _run(
+        self,
+        snapshot: Snapshot,
+        rest: Callable[[], None],
+        during: Callable[[], None],
+        finish: Callable[[], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        try:
+            try:
+                with torch.no_grad():
+                    rest()
+                    during()
+            finally:
+                snapshot.host_copied.set()
+            for _, event in snapshot.device_copied:
+                event.synchronize()
+            snapshot.finish()
+            finish()
+        except Exception as error:
+            if isinstance(error, StateError):
+                self._unsafe.update(error.fields.get("keys", ()))
+            fail(error)
+        finally:
+            running.end(snapshot)
 
     def close(self) -> None:
         """End the thread once the copy that it is at has ended."""
@@ -161,14 +197,13 @@ class Snapshotter:
                 part.reference = part.source.detach().clone() if self._verify else None
         return parts
 
-    def _copy_now(
-        self, target: Arena | Ring, parts: Sequence[_Part], snapshot: Snapshot
-    ) -> Callable[[], None]:
+    def _copy_now(self, target: Arena | Ring, snapshot: Snapshot) -> Callable[[], None]:
         """Copy what may change at any time; returns what copies the rest."""
+        parts = snapshot.parts
         if isinstance(target, Arena):
             on_host = [part for part in parts if _is_on_host(part)]
             _copy([part for part in on_host if not part.is_late])
-            snapshot._device_copied = self._start_devices([p for p in parts if not _is_on_host(p)])
+            snapshot.device_copied = self._start_devices([p for p in parts if not _is_on_host(p)])
             return partial(_copy, [part for part in on_host if part.is_late])
         for part in parts:
             if not part.is_late and self._overlap:
@@ -231,6 +266,11 @@ class Snapshotter:
                 ring.write(part.source.cpu())
 
 
+def _version(live: LiveSlice) -> tuple[int, int]:
+    """Counts the changes of a tensor; a DTensor and its local part count their own."""
+    return live.leaf._version, live.tensor._version
+
+
 def _is_on_host(part: _Part) -> bool:
     return part.source.device.type == "cpu"
 
@@ -254,5 +294,8 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def _use_one_core() -> None:
     """This thread's copies run on one core, so that they do not push training off the others."""
-    torch.get_num_threads()  # sets this thread up; it would undo the limit later
-    threadpool_limits(limits=1, user_api="openmp")  # of the calling thread only
+    try:
+        torch.get_num_threads()  # sets this thread up; it would undo the limit later
+        threadpool_limits(limits=1, user_api="openmp")  # of the calling thread only
+    except Exception as error:  # a thread that cannot start would hold training up
+        log.debug("captures run on several cores: %s", error)

@@ -5,6 +5,7 @@
     byte 128   u64, blocks of a stream that the rank has filled
     byte 192   u64, blocks of a stream that the agent has done with
     byte 256   u64, 1 when the rank gives the stream up
+    byte 320   16 hex digits of the attempt that is being streamed
     byte 4096  the shard file, or the ring of a stream
 
 Each counter has one writer and a cache line of its own. A counter is written after the bytes that it
@@ -23,7 +24,7 @@ RING_BLOCKS = 16  # 128 MiB a rank: the writes in flight, the block being filled
 RING_BYTES = RING_BLOCK_BYTES * RING_BLOCKS
 
 _SEAL_BYTES = 16
-_POPULATED, _FILLED, _DONE, _GIVEN_UP = 64, 128, 192, 256
+_POPULATED, _FILLED, _DONE, _GIVEN_UP, _STREAM = 64, 128, 192, 256, 320
 _COUNTER = struct.Struct("<Q")
 
 
@@ -42,8 +43,17 @@ class ArenaPage:
         self._memory[:_SEAL_BYTES] = attempt.encode()
 
     def unseal(self) -> None:
-        """Before the first byte changes: what was here is nobody's from now on; a stream starts over."""
+        """Before the first byte changes: what was here is nobody's from now on."""
         self._memory[:_SEAL_BYTES] = bytes(_SEAL_BYTES)
+
+    @property
+    def stream(self) -> str:
+        """The attempt whose blocks are counted here."""
+        return bytes(self._memory[_STREAM : _STREAM + _SEAL_BYTES]).strip(b"\0").decode()
+
+    def begin_stream(self, attempt: str) -> None:
+        """A stream starts over; whoever still reads the one before it must find another name here."""
+        self._memory[_STREAM : _STREAM + _SEAL_BYTES] = attempt.encode()
         for place in (_FILLED, _DONE, _GIVEN_UP):
             self._set(place, 0)
 

@@ -20,7 +20,7 @@ HUGE_BYTES = 2 << 20  # of x86-64, and of arm64 with small pages; elsewhere the 
 STEP_BYTES = 64 << 20  # asked for at a time: a few milliseconds, so that a caller can stop in between
 TRIES = 3  # a page that was just written may still be on its way into the kernel's lists
 
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 22, 23, 25
+_MADV_DONTFORK, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 10, 22, 23, 25
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -83,6 +83,12 @@ def map_shared(fd: int, start: int, end: int, *, writable: bool = False) -> memo
     weakref.finalize(memory, _libc.munmap, reserved, room)
     view = memoryview(memory).cast("B")[start - first :]
     return view if writable else view.toreadonly()
+
+
+def keep_from_children(memory: memoryview) -> None:
+    """Leave a whole writable mapping out of processes that are forked: they would keep its memory alive."""
+    address = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
+    _libc.madvise(address, len(memory), _MADV_DONTFORK)
 
 
 def populate(memory: memoryview, *, file: int | None = None) -> Iterator[int]:

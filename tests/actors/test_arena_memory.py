@@ -147,7 +147,7 @@ def stream_through(size_bytes: int) -> tuple[bytes, bytes]:
     (buffer,) = arena.buffers
     data = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8)
     ring = Ring(buffer.path)
-    ring.begin(lambda: False)
+    ring.begin(ATTEMPT, lambda: False)
 
     def write() -> None:
         for piece in torch.split(data, 3_000_001):
@@ -157,7 +157,7 @@ def stream_through(size_bytes: int) -> tuple[bytes, bytes]:
     writer = threading.Thread(target=write)
     writer.start()
     buffer.layout = layout_of(size_bytes)
-    found = b"".join(bytes(block) for block in arena.chunks(buffer))
+    found = b"".join(bytes(block) for block in arena.chunks(buffer, ATTEMPT))
     writer.join()
     assert arena.find(ATTEMPT) is None, "a ring holds no whole shard to restore from"
     arena.close()
@@ -178,19 +178,19 @@ def test_a_stream_that_the_rank_gives_up_is_no_file() -> None:
     arena = make_arena(0, 1, mode="stream", all_bytes=1, free_bytes=GIB, named=False)
     (buffer,) = arena.buffers
     ring = Ring(buffer.path)
-    ring.begin(lambda: False)
+    ring.begin(ATTEMPT, lambda: False)
     ring.write(torch.ones(10, dtype=torch.uint8))
     ring.give_up()
     buffer.layout = layout_of(10)
     with pytest.raises(Unavailable, match="did not finish"):
-        list(arena.chunks(buffer))
+        list(arena.chunks(buffer, ATTEMPT))
     arena.close()
 
 
 def test_a_rank_does_not_wait_for_an_agent_that_stopped_reading() -> None:
     arena = make_arena(0, 1, mode="stream", all_bytes=1, free_bytes=GIB, named=False)
     ring = Ring(arena.buffers[0].path)
-    ring.begin(lambda: True)
+    ring.begin(ATTEMPT, lambda: True)
     with pytest.raises(Unavailable, match="stopped reading"):
         ring.write(torch.empty(RING_BLOCK_BYTES * RING_BLOCKS + 1, dtype=torch.uint8))
     arena.close()
@@ -202,7 +202,7 @@ def test_a_capture_that_comes_too_early_is_found_by_the_writer() -> None:
     buffer.layout = layout_of(1 << 16)
     buffer.page.seal(ATTEMPT)
     arena.check(buffer, ATTEMPT)
-    (data,) = arena.chunks(buffer)
+    (data,) = arena.chunks(buffer, ATTEMPT)
     assert len(data) == 1 << 16
     buffer.page.unseal()
     with pytest.raises(Unavailable, match="captured into its arena again"):

@@ -82,11 +82,12 @@ class LocalLink:
         buffer = arena.buffers[shard.buffer]
         if shard.layout is not None:
             buffer.layout = shard.layout
+        assert buffer.layout is not None and buffer.layout.signature == shard.layout_signature
         self.sealed.append(shard)
 
         def write() -> None:
             self.go.wait(30)
-            data = b"".join(bytes(chunk) for chunk in arena.chunks(buffer))
+            data = b"".join(bytes(chunk) for chunk in arena.chunks(buffer, shard.attempt.attempt))
             arena.check(buffer, shard.attempt.attempt)
             self.files[shard.attempt.step] = data
             self._outcome(shard.attempt).set_result(Outcome(level=Level.LOCAL, error=None))

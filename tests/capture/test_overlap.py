@@ -143,7 +143,7 @@ def test_the_step_waits_for_the_copy_and_the_forward_does_not(slow_copies: None)
     training.model(torch.randn(16, 8))
     assert guard.running._copies, "the forward pass waited"
     training.optimizer.step()
-    assert not any(not s._host_copied.is_set() for s in guard.running._copies.values())
+    assert not any(not s.host_copied.is_set() for s in guard.running._copies.values())
     assert training.check() == 1
     training.ckpt.close()
 

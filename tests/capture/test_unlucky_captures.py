@@ -1,0 +1,378 @@
+"""Captures that something goes wrong with: the training goes on, and no wrong byte is stored."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import ray_ckpt.capture.arena as arena_module
+import ray_ckpt.capture.snapshot as snapshot_module
+from ray_ckpt.capture import guard
+from ray_ckpt.client import Checkpointer
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.node import Outcome
+from ray_ckpt.errors import ConfigError, Unavailable
+from ray_ckpt.link import SealedShard
+from tests.capture.local import LocalLink
+
+LONG_S = 10.0  # nothing here may take so long
+
+
+def options(**more: Any) -> RunOptions:
+    return RunOptions(**{"memory": "single", "max_block_s": 10.0, **more})
+
+
+class Small:
+    """A linear layer with AdamW, its Checkpointer, and the agent in this process."""
+
+    def __init__(self, **more: Any) -> None:
+        self.link = LocalLink(options(**more))
+        self.model = nn.Linear(32, 32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.extra: dict[str, torch.Tensor] = {"a": torch.full((100,), 1.0), "b": torch.full((300,), 2.0)}
+        self.ckpt = Checkpointer(link=self.link, model=self.model, optimizer=self.optimizer, extra=self.extra)
+        self.ckpt.restore()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(2, 32)).square().mean().backward()
+        self.optimizer.step()
+
+
+@pytest.fixture
+def small() -> Iterator[Small]:
+    made = Small()
+    made.step()
+    yield made
+    made.ckpt.close()
+
+
+def ends(work: Callable[[], object]) -> bool:
+    """Whether it returns within LONG_S."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    return not thread.is_alive()
+
+
+def test_a_save_after_close_is_an_error_and_holds_nobody_up(small: Small) -> None:
+    small.ckpt.close()
+    with pytest.raises(ConfigError, match="after close"):
+        small.ckpt.save(1)
+    assert ends(small.step)
+
+
+def test_a_copy_without_a_thread_costs_its_save_only(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert small.ckpt._saver is not None
+    small.ckpt._saver._snapshotter._thread.shutdown()
+    assert not small.ckpt.save(1)
+    assert "no thread to copy in" in small.link.skipped[1]
+    assert ends(small.step) and not guard.running._copies
+
+
+def test_a_thread_that_cannot_be_kept_to_one_core_copies_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(**kwargs: object) -> None:
+        raise RuntimeError("a library cannot be read")
+
+    monkeypatch.setattr(snapshot_module, "threadpool_limits", refuse)
+    small = Small()
+    small.step()
+    small.ckpt.save(1)
+    assert ends(small.step)
+    small.ckpt.close()
+    assert list(small.link.files) == [1]
+
+
+def test_a_copy_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    real = snapshot_module._copy
+
+    def stuck(parts: Sequence[Any]) -> None:
+        if any(part.is_late for part in parts):
+            go.wait(LONG_S)
+        real(parts)
+
+    monkeypatch.setattr(snapshot_module, "_copy", stuck)
+    monkeypatch.setattr(snapshot_module, "COPY_WAIT_S", 0.2)
+    small = Small()
+    small.step()
+    small.ckpt.save(1)
+    assert ends(small.step)
+    go.set()
+    small.ckpt.close()
+    assert "took longer" in small.link.skipped[1] and not small.link.files
+
+
+def test_a_metric_that_is_no_number_costs_nothing(small: Small, caplog: pytest.LogCaptureFixture) -> None:
+    small.ckpt.save(1, {"fine": 1.5, "meta": torch.empty((), device="meta")})
+    small.ckpt.flush()
+    assert dict(small.link.sealed[0].metrics or {}) == {"fine": 1.5}
+    assert "'meta' is not a number" in caplog.text
+
+
+def test_a_message_that_cannot_be_made_gives_the_buffer_back(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(**fields: object) -> SealedShard:
+        raise RuntimeError("no message")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ray_ckpt.saving.SealedShard", broken)
+        small.ckpt.save(1)
+        small.ckpt.flush()
+    assert small.link.skipped == {1: "no message"}
+    small.step()
+    assert small.ckpt.save(2)
+    small.ckpt.flush()
+    assert list(small.link.files) == [2]
+
+
+def test_groups_may_be_added_to_an_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    link = LocalLink(options())
+    ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
+    ckpt.restore()
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    ckpt.save(1)
+    ckpt.flush()
+    assert "optimizer.state.1.weight.exp_avg" in link.tensors(1)
+    stranger = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [stranger]})
+    assert not ckpt.save(2), "a parameter that nobody owns"
+    assert "belongs to no registered item" in link.skipped[2]
+    ckpt.close()
+
+
+def test_whatever_a_capture_raises_training_goes_on(
+    small: Small, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def out_of_memory(parts: Sequence[Any]) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot_module, "_copy", out_of_memory)
+        assert not small.ckpt.save(1)
+    assert small.ckpt.stats.dropped == 1 and "RuntimeError: out of memory" in small.link.skipped[1]
+    small.step()
+    assert small.ckpt.save(2)
+    small.ckpt.flush()
+    assert list(small.link.files) == [2]
+
+
+def test_after_an_interrupted_save_the_agent_is_told_the_layout_again(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.ckpt.save(1)
+    small.ckpt.flush()
+
+    def interrupted(parts: Sequence[Any]) -> None:
+        raise KeyboardInterrupt
+
+    small.extra["a"] = torch.full((2000,), 3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot_module, "_copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            small.ckpt.save(2)
+    assert small.ckpt.save(3)
+    small.ckpt.flush()
+    found = small.link.tensors(3)
+    assert torch.equal(found["extra.a"], small.extra["a"]) and torch.equal(found["extra.b"], small.extra["b"])
+    layout = small.link.arena.buffers[0].layout  # type: ignore[union-attr]
+    assert layout is not None and layout.size_bytes == len(small.link.files[3])
+
+
+def test_no_hook_of_the_user_runs_when_state_is_predicted() -> None:
+    calls: list[object] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *args: calls.append(args)),
+        register_optimizer_step_post_hook(lambda *args: calls.append(args)),
+    ]
+    try:
+        small = Small()
+        assert not calls
+        assert small.link.reserved_bytes > 3 * 32 * 32 * 4, "predicted all the same"
+        small.ckpt.close()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_change_that_is_still_running_when_the_copy_ends_is_found(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version counts when an operation ends; here that is after the copy has ended."""
+    copied = threading.Event()
+    real = snapshot_module._copy
+
+    def copy(parts: Sequence[Any]) -> None:
+        real(parts)
+        if any(part.is_late for part in parts):
+            copied.set()
+
+    monkeypatch.setattr(snapshot_module, "_copy", copy)
+    small.ckpt.save(1)
+    assert copied.wait(LONG_S)
+    time.sleep(0.2)
+    with torch.no_grad():
+        small.model.weight.add_(1)
+    small.ckpt.step(2)
+    small.ckpt.flush()
+    assert "was changed outside" in small.link.skipped[1] and not small.link.files
+
+
+@pytest.fixture
+def one_rank_group(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", ["dtensor", "to_local"])
+def test_changes_of_a_dtensor_are_found_whichever_way_they_come(
+    one_rank_group: None, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    real = snapshot_module._copy
+
+    def held(parts: Sequence[Any]) -> None:
+        if any(part.is_late for part in parts):
+            go.wait(LONG_S)
+        real(parts)
+
+    monkeypatch.setattr(snapshot_module, "_copy", held)
+    mesh = init_device_mesh("cpu", (1,))
+    weight = nn.Parameter(distribute_tensor(torch.zeros(64), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    link = LocalLink(options())
+    ckpt = Checkpointer(link=link, weight=weight, optimizer=optimizer)
+    ckpt.restore()
+    ckpt.save(1)
+    with torch.no_grad():
+        weight.add_(1) if way == "dtensor" else weight.to_local().add_(1)  # type: ignore[attr-defined]
+    go.set()
+    ckpt.flush()
+    assert "weight was changed" in link.skipped[1] and not link.files
+    ckpt.close()
+
+
+def _child(queue: Any) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    with open("/proc/self/maps") as maps:  # noqa: PTH123
+        queue.put("ray_ckpt" in maps.read())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_forked_child_trains_and_does_not_hold_the_arena(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    real = snapshot_module._copy
+
+    def held(parts: Sequence[Any]) -> None:
+        if any(part.is_late for part in parts):
+            go.wait(LONG_S)
+        real(parts)
+
+    monkeypatch.setattr(snapshot_module, "_copy", held)
+    small.ckpt.save(1)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_child, args=(queue,))
+    child.start()
+    child.join(LONG_S)
+    came_back = child.exitcode == 0
+    child.kill()
+    go.set()
+    assert came_back
+    # The agent is in this process here, and its own mapping is inherited; the rank's is not.
+    small.ckpt.flush()
+    assert list(small.link.files) == [1]
+
+
+def test_a_large_stream_keeps_its_ring() -> None:
+    link = LocalLink(options(memory="stream", max_block_s=30.0))
+    big = {"t": torch.zeros(34 << 20)}  # 136 MiB, more than a ring
+    ckpt = Checkpointer(link=link, big=big)
+    ckpt.restore()
+    for step in (1, 2):
+        ckpt.save(step)
+        ckpt.flush()
+    assert len(link.grants) == 1 and sorted(link.files) == [1, 2]
+    ckpt.close()
+
+
+class SlowDisk(LocalLink):
+    """The disk stalls in the first stream, and is slow in the second."""
+
+    def seal(self, shard: SealedShard) -> Future[None]:
+        assert self.arena is not None
+        arena, buffer = self.arena, self.arena.buffers[shard.buffer]
+        if shard.layout is not None:
+            buffer.layout = shard.layout
+        nth = len(self.sealed)
+        self.sealed.append(shard)
+        if nth == 0:  # nobody is to wait for it
+            self._outcome(shard.attempt).set_result(Outcome(level=None, error=Unavailable("slow")))
+
+        def write() -> None:
+            blocks = []
+            for number, chunk in enumerate(arena.chunks(buffer, shard.attempt.attempt)):
+                if nth == 0 and number == 1:
+                    self.go.wait(30)
+                if nth == 1:
+                    time.sleep(0.02)
+                blocks.append(bytes(chunk))
+            arena.check(buffer, shard.attempt.attempt)
+            self.files[shard.attempt.step] = b"".join(blocks)
+
+        return ThreadPoolExecutor(1).submit(write)
+
+
+def test_a_ring_has_one_reader(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A stream that was given up is still being read when the next save comes: that one has to wait."""
+    caplog.set_level(logging.CRITICAL, "ray_ckpt")
+    monkeypatch.setattr(arena_module, "RING_STALL_S", 0.5)
+    link = SlowDisk(options(memory="stream", max_block_s=0.0))
+    link.go.clear()
+    parameters = nn.ParameterList([nn.Parameter(torch.zeros(20 << 20)) for _ in range(2)])
+    ckpt = Checkpointer(link=link, model=parameters)
+    ckpt.restore()
+    ckpt.save(1)  # blocks at the full ring, and gives up
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(torch.arange(parameter.numel()).float())
+    assert not ckpt.save(2), "the reader of the first stream is still there"
+    link.go.set()
+    deadline_s = time.monotonic() + LONG_S
+    monkeypatch.setattr(arena_module, "RING_STALL_S", 30.0)
+    while not ckpt.save(3):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    while 3 not in link.files:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert 1 not in link.files
+    for number, parameter in enumerate(parameters):
+        assert torch.equal(link.tensors(3)[f"model.{number}"], parameter)
+    ckpt.close()
