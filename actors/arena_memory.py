@@ -1,8 +1,9 @@
 """Arenas on the agent's side: shared memory that ranks map, checked against what the node can give.
 
-An arena is a memfd, which needs no name and no room in /dev/shm; ranks map it through /proc. Where they
-cannot (another user, another PID namespace) it is a file in /dev/shm. Its size is fixed and never shrinks,
-and a file in /dev/shm has its blocks allocated at once, so that no rank can be killed by SIGBUS.
+An arena is a memfd, which needs no name and no room in /dev/shm; ranks map it through /proc. Where they may
+not look into the agent (ptrace rules, another PID namespace) it is a file in /dev/shm. Its size is fixed and
+never shrinks, and a file in /dev/shm has its blocks allocated at once, so that no rank can be killed by
+SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ray_ckpt.errors import InsufficientSpace, Unavailable
-from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BLOCKS, RING_BYTES, ArenaPage, ring_block
+from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BYTES, ArenaPage, ring_block
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.link import ArenaMode
-from ray_ckpt.storage.direct import IN_FLIGHT
 from ray_ckpt.storage.pages import map_shared, populate
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
@@ -35,8 +35,6 @@ STREAM_POLL_S = 0.001  # a block takes some milliseconds to fill
 STREAM_STALL_S = 60.0  # no block of a stream is filled for so long: the rank is dead or stuck
 SHM_FOLDER = Path("/dev/shm")
 ARENA_GIVEN_BYTES = 1 << 20  # beyond what was asked for, so that a header that grows a little still fits
-
-assert RING_BLOCKS > IN_FLIGHT + 1, "a ring must hold the writes in flight and a block to fill"
 
 
 class ArenaMemory:
@@ -78,7 +76,7 @@ class ArenaMemory:
     def stream(self, layout: ShardLayout, attempt: str) -> Iterator[memoryview]:
         """The shard file's bytes in blocks, as the rank fills the ring; the last one is cut to size.
 
-        A block is the rank's again once IN_FLIGHT more have been asked for. Unavailable if the rank gives
+        A block is the rank's again once the next one has been asked for. Unavailable if the rank gives
         up or stalls.
         """
         left, index = layout.size_bytes, 0
@@ -87,18 +85,23 @@ class ArenaMemory:
             take = min(left, RING_BLOCK_BYTES)
             yield self.memory[ring_block(index)][:take]
             left, index = left - take, index + 1
-            self.page.done_blocks = max(0, index - IN_FLIGHT)
+            self._check_stream(attempt)  # the ring is another stream's by now: its counters are not ours
+            self.page.done_blocks = index
 
     def _await_block(self, index: int, attempt: str, *, is_last: bool) -> None:
         deadline_s = time.monotonic() + STREAM_STALL_S
         while True:
             is_filled = self.page.filled_blocks > index and (not is_last or self.page.sealed == attempt)
-            is_over = self.page.is_given_up or self.page.stream != attempt
-            if is_over or (not is_filled and time.monotonic() > deadline_s):
-                raise Unavailable("The rank did not finish the stream of its state.")
+            self._check_stream(attempt)
             if is_filled:
                 return
+            if time.monotonic() > deadline_s:
+                raise Unavailable("The rank stopped filling the stream of its state.")
             time.sleep(STREAM_POLL_S)
+
+    def _check_stream(self, attempt: str) -> None:
+        if self.page.is_given_up or self.page.stream != attempt:
+            raise Unavailable("The rank gave up the stream of its state.")
 
     def close(self) -> None:
         """Give it up. The memory goes with the last who has mapped it or still uses a part of it here."""
@@ -113,6 +116,7 @@ class ArenaMemory:
                 self._release()
 
     def _release(self) -> None:
+        self.page.populated_bytes = len(self.memory)  # there is nothing to wait for any more
         os.close(self._file)
 
 
@@ -278,8 +282,8 @@ def _named_file(rank: int, size: int) -> tuple[int, str]:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that its agent lives
         os.posix_fallocate(fd, 0, size)
     except OSError:
-        path.unlink()
         os.close(fd)
+        path.unlink(missing_ok=True)
         raise
     return fd, str(path)
 

@@ -55,6 +55,9 @@ from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, R
 log = logging.getLogger("ray_ckpt.agent")
 
 DISK_THREADS = 4  # local work at a time; more only queue at the device
+STREAM_THREADS = 64  # one per rank of a node: a stream runs as long as its rank copies, others would wait
+MAX_SERVED = 16  # files that peers read here at a time, each with its blocks of read-ahead
+SERVE_WAIT_S = 30.0  # for one of them to end; then the peer is told to come again
 PEER_THREADS = 4  # copies on their way at a time
 REMOTE_THREADS = 4  # uploads at a time
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
@@ -78,6 +81,7 @@ class NodeRun:
         self.arenas: dict[int, RankArena] = {}
         self.sealed: dict[tuple[str, int], SealedShard] = {}
         self.released: dict[tuple[str, int], asyncio.Event] = {}
+        self.reading: set[tuple[str, int]] = set()  # captures that are being written; their memory is in use
         self.settled = asyncio.Condition()
         self.ordering = asyncio.Lock()
         self.ticket: asyncio.Task[RestoreTicket] | None = None
@@ -117,6 +121,7 @@ class NodeAgent:
         self._staging_lock = threading.Lock()  # a folder is locked once, whoever asks
         # Apart from each other, so that a hanging store or peer never stops what is local.
         limit_heaps()
+        self._stream_io = ThreadPoolExecutor(STREAM_THREADS, "ray_ckpt-stream", yield_to_training)
         self._disk_io = ThreadPoolExecutor(DISK_THREADS, "ray_ckpt-disk", yield_to_training)
         self._peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
         self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, "ray_ckpt-remote", yield_to_training)
@@ -204,6 +209,8 @@ class NodeAgent:
             return  # late words about a group that has ended
         if ended is not None and ended.age < start.plan.age:
             await self._end(run, ended.session, RunSuperseded("A newer training group has opened this run."))
+        if run.machine.here is None:  # no rank is here any more, so nobody will ask for what they left
+            self._close_arenas(run)
         run.spec, run.endpoints, run.is_over = start.spec, dict(start.endpoints), False
         run.restored = {}
         run.ticket = None
@@ -332,13 +339,18 @@ class NodeAgent:
         needed = 2 * size_bytes * len(ranks) * (1 + run.spec.options.replicas)
         run.check_space(needed, what="Two checkpoints with copies", is_one_file=False)
 
-    async def open_arena(self, run_uid: str, rank: int, size_bytes: int, named: bool) -> ArenaGrant:
+    async def open_arena(
+        self, run_uid: str, session: int, rank: int, size_bytes: int, named: bool
+    ) -> ArenaGrant:
         """Shared memory for a rank; what was there before is given up."""
         run = self._runs[run_uid]
+        self._check_session(run, session)
         if (old := run.arenas.pop(rank, None)) is not None:
             old.close()
         run.reserved[rank] = size_bytes
-        arena = make_arena(
+        arena: RankArena = await self._in_thread(
+            self._disk_io,
+            make_arena,
             rank,
             size_bytes,
             mode=run.spec.options.memory,
@@ -346,6 +358,9 @@ class NodeAgent:
             free_bytes=self._free_memory(run),
             named=named,
         )
+        if rank in run.arenas or _require(run.machine.plan).session != session:
+            arena.close()
+            raise Unavailable("Another one has asked for this rank's memory meanwhile.")
         arena.start_populating()
         run.arenas[rank] = arena
         return ArenaGrant(
@@ -353,6 +368,10 @@ class NodeAgent:
             paths=tuple(buffer.path for buffer in arena.buffers),
             size_bytes=arena.buffers[0].size_bytes,
         )
+
+    def _check_session(self, run: NodeRun, session: int) -> None:
+        if _require(run.machine.plan).session != session:
+            raise RunSuperseded("A newer session owns this run.")
 
     def _free_memory(self, run: NodeRun) -> int:
         """Bytes that arenas of the run may take, with those that they have taken."""
@@ -464,6 +483,8 @@ class NodeAgent:
             case n.SendCopy():
                 self._spawn(self._send_copy(run, effect))
             case n.Release(attempt=attempt, rank=rank):
+                if (attempt.attempt, rank) in run.reading:
+                    return  # the end of the write releases it
                 run.sealed.pop((attempt.attempt, rank), None)
                 if event := run.released.get((attempt.attempt, rank)):
                     event.set()
@@ -496,12 +517,20 @@ class NodeAgent:
         shard = run.sealed.get((effect.attempt.attempt, effect.rank))
         if shard is None:
             return
+        key = (shard.attempt.attempt, shard.rank)
+        if key in run.reading:
+            return
+        run.reading.add(key)
+        arena = run.arenas.get(shard.rank)
+        pool = self._stream_io if arena is not None and arena.mode == "stream" else self._disk_io
         try:
-            files, rows = await self._in_thread(self._disk_io, self._store_shard, run, shard)
+            files, rows = await self._in_thread(pool, self._store_shard, run, shard)
         except Exception as error:  # whatever it was, the rank must get its arena back
             event: n.NodeEvent = n.SaveFailed(attempt=shard.attempt, rank=shard.rank, reason=_reason(error))
         else:
             event = n.ShardWritten(attempt=shard.attempt, rank=shard.rank, files=files, rows=rows)
+        finally:
+            run.reading.discard(key)
         await self._handle(run, event)
 
     def _store_shard(
@@ -724,6 +753,7 @@ class _Served:
 
     def __init__(self, runs: dict[str, NodeRun]) -> None:
         self._runs = runs
+        self._readers = threading.BoundedSemaphore(MAX_SERVED)
 
     def _run(self, name: FileName) -> NodeRun:
         if name.run_uid not in self._runs:
@@ -752,7 +782,12 @@ class _Served:
 
     def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[memoryview]:
         path = self._run(name).staging.path(name.run_uid, name.directory, name.file)
-        return read_blocks_direct(path, offset, nbytes)
+        if not self._readers.acquire(timeout=SERVE_WAIT_S):
+            raise Unavailable(f"{MAX_SERVED} others read here; come again")
+        try:
+            yield from read_blocks_direct(path, offset, nbytes)
+        finally:
+            self._readers.release()
 
 
 def _buffer(run: NodeRun, shard: SealedShard) -> ArenaMemory | None:

@@ -172,8 +172,8 @@ class RayLink:
     def reserve(self, size_bytes: int) -> None:
         ask(self._agent.reserve.remote(self._uid, self._rank, size_bytes), CALL_S)
 
-    def open_arena(self, size_bytes: int, *, named: bool = False) -> ArenaGrant:
-        call = self._agent.open_arena.remote(self._uid, self._rank, size_bytes, named)
+    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+        call = self._agent.open_arena.remote(self._uid, session, self._rank, size_bytes, named)
         grant: ArenaGrant = ask(call, CALL_S)
         return grant
 

@@ -187,7 +187,7 @@ class Checkpointer:
             ticket = again
         load()
         optimizers = [obj for obj in self._objects.values() if isinstance(obj, torch.optim.Optimizer)]
-        self._saver = Saver(self._link, optimizers, waited=self._count_wait)
+        self._saver = Saver(self._link, ticket.session, optimizers, waited=self._count_wait)
         self._saver.prepare(self._predicted_layout(self._walk()))
         self._ended = self._link.ended(ticket.session)
         info = None if ticket.checkpoint is None else _restore_info(ticket.checkpoint, report)

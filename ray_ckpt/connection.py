@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,15 +45,19 @@ class ProgressThread:
     def __init__(self, link: Link, session: int, where: Callable[[], RankProgress]) -> None:
         self._link = link
         self._session = session
-        self._where = where
+        self._where = weakref.WeakMethod(where)  # a Checkpointer that is dropped ends its thread
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ray_ckpt-progress", daemon=True)
         self._thread.start()
 
     def send(self) -> None:
         """Say it now; whatever goes wrong here must not end the thread or the training."""
+        where = self._where()
+        if where is None:
+            self._stop.set()
+            return
         try:
-            self._link.progress(self._session, self._where())
+            self._link.progress(self._session, where())
         except Exception as error:
             log.debug("progress was not told: %s", error)
 

@@ -91,7 +91,7 @@ class Link(Protocol):
         """InsufficientSpace unless this rank's checkpoints of that size fit its node."""
         ...
 
-    def open_arena(self, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         """Memory for a shard of that size. InsufficientSpace if there is too little.
 
         `named`: as a file in /dev/shm, for a rank that cannot open the agent's descriptors.

@@ -19,16 +19,14 @@ from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.guard import background_slices, guarded_storages, hooks_in_backward
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.walk import LiveSlice, Walked, bytes_digest
-from ray_ckpt.errors import CheckpointError, ConfigError
+from ray_ckpt.errors import CheckpointError, ConfigError, InsufficientSpace, Unavailable
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.link import ArenaGrant, Link, SealedShard
 from ray_ckpt.types import AttemptId, Slice
 
 log = logging.getLogger("ray_ckpt")
 
-SETUP_WAIT_S = (
-    120.0  # for the agent's answer to the first request for memory; pages come later, by themselves
-)
+SETUP_WAIT_S = 10.0  # for the agent's memory at the first save; its answer takes milliseconds
 
 
 @dataclass(slots=True)
@@ -68,12 +66,14 @@ class Saver:
     def __init__(
         self,
         link: Link,
+        session: int,
         optimizers: Iterable[torch.optim.Optimizer],
         *,
         waited: Callable[[float], None],
     ) -> None:
         """`waited` is told the seconds of each wait before an optimizer's step."""
         self._link = link
+        self._session = session
         self._optimizers = tuple(optimizers)
         options = link.options
         self._snapshotter = Snapshotter(
@@ -81,12 +81,11 @@ class Saver:
         )
         self._buffers: deque[_Buffer] = deque()  # the one that was used longest ago first
         self._grant: ArenaGrant | None = None
-        self._setup: Future[None] | None = None
+        self._setup: Future[tuple[ArenaGrant, deque[_Buffer]]] | None = None  # not taken over yet
         self._layout: ShardLayout | None = None
         self._layout_key: Mapping[str, Slice] = {}
         self._plan: _Plan | None = None
         self._pid = os.getpid()
-        self._device: int | None = None  # whose copies the arena is pinned for
         self._snapshot: Snapshot | None = None
         self.setup_s: float | None = (
             None  # that it took to have the arena's memory in place, in the background
@@ -96,71 +95,76 @@ class Saver:
 
     def prepare(self, layout: ShardLayout) -> None:
         """Have memory for a shard of that layout made ready while training goes on. Does not wait."""
-        setup: Future[None] = Future()
-        self._setup = setup
         self._layout = layout
         self._layout_key = {placed.slice.key: placed.slice for placed in layout.slices}
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        self._device = device  # of this thread: others have the first one
+        self._start_setup(layout)
 
-        def work() -> None:
+    def _start_setup(self, layout: ShardLayout) -> None:
+        setup: Future[tuple[ArenaGrant, deque[_Buffer]]] = Future()
+        self._setup = setup
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+        def work() -> None:  # in a thread of its own: the agent may be slow, or frozen
+            start_s = time.monotonic()
             try:
-                self._open(layout.size_bytes)
-                buffers = list(self._buffers)
-                for buffer in buffers:
-                    if isinstance(buffer.target, Arena):
-                        buffer.target.lay_out(layout)
-            except Exception as error:  # the first save asks again, and tells of it
+                grant, buffers = self._open(layout)
+            except Exception as error:
                 setup.set_exception(error)
                 return
-            setup.set_result(None)
-            self._populate(buffers)
+            setup.set_result((grant, buffers))
+            _make_ready(buffers, device)
+            self.setup_s = time.monotonic() - start_s
 
         threading.Thread(target=work, name="ray_ckpt-setup", daemon=True).start()
 
-    def _open(self, size_bytes: int) -> None:
-        self._forget_buffers()
-        grant = self._link.open_arena(size_bytes)
+    def _open(self, layout: ShardLayout) -> tuple[ArenaGrant, deque[_Buffer]]:
+        grant = self._link.open_arena(self._session, layout.size_bytes)
         try:
             targets = [_map(grant, path) for path in grant.paths]
-        except OSError as error:  # another user or PID namespace: /proc does not lead there
+        except OSError as error:  # /proc does not lead there: ptrace rules, or another PID namespace
             log.info("the agent's memory is reached by a file in /dev/shm: %s", error)
-            grant = self._link.open_arena(size_bytes, named=True)
+            grant = self._link.open_arena(self._session, layout.size_bytes, named=True)
             targets = [_map(grant, path) for path in grant.paths]
-        self._grant = grant
-        self._buffers = deque(_Buffer(target, index) for index, target in enumerate(targets))
+        for target in targets:
+            if isinstance(target, Arena):
+                target.lay_out(layout)
+        return grant, deque(_Buffer(target, index) for index, target in enumerate(targets))
 
-    def _populate(self, buffers: Iterable[_Buffer]) -> None:
-        """Without it the first save would be slower, that is all."""
-        start_s = time.monotonic()
-        try:
-            for buffer in buffers:
-                buffer.target.mapping.populate()
-                if self._device is not None and isinstance(buffer.target, Arena):
-                    buffer.target.mapping.pin(torch.device("cuda", self._device))
-        except (OSError, RuntimeError) as error:
-            log.warning("the arena could not be made ready: %s", error)
-        self.setup_s = time.monotonic() - start_s
+    def _fit(self, layout: ShardLayout) -> None:
+        """Have an arena that the shard fits into.
+
+        InsufficientSpace if there cannot be one, Unavailable if it is not there within SETUP_WAIT_S.
+        """
+        if self._is_large_enough(layout):
+            return
+        for _ in range(2):  # what was prepared may be too small by now
+            if self._setup is None:
+                self._forget_buffers()
+                self._start_setup(layout)
+            setup = self._setup
+            assert setup is not None
+            try:
+                grant, buffers = setup.result(SETUP_WAIT_S)
+            except FutureTimeout:  # left for the next save to look at
+                raise Unavailable("The agent has no memory for this rank's captures yet.") from None
+            except BaseException:
+                self._setup = None
+                raise
+            self._setup = None
+            self._grant, self._buffers = grant, buffers
+            if self._is_large_enough(layout):
+                return
+        raise InsufficientSpace(f"The agent gave less than the {layout.size_bytes:,} bytes asked for.")
+
+    def _is_large_enough(self, layout: ShardLayout) -> bool:
+        grant = self._grant
+        return grant is not None and (grant.mode == "stream" or layout.size_bytes <= grant.size_bytes)
 
     def _forget_buffers(self) -> None:
+        self._grant = self._snapshot = None
         for buffer in self._buffers:
-            buffer.target.mapping.unpin()
+            buffer.target.mapping.give_up()
         self._buffers.clear()
-
-    def _fit(self, size_bytes: int) -> None:
-        """Have an arena that a shard of `size_bytes` fits into. InsufficientSpace if there cannot be one."""
-        if self._setup is not None:
-            setup, self._setup = self._setup, None
-            try:
-                setup.result(SETUP_WAIT_S)
-            except Exception as error:
-                log.info("the arena is asked for again: %s", error)
-        if self._grant is None or (self._grant.mode != "stream" and size_bytes > self._grant.size_bytes):
-            self._open(size_bytes)
-            buffers = list(self._buffers)
-            threading.Thread(
-                target=self._populate, args=(buffers,), name="ray_ckpt-setup", daemon=True
-            ).start()
 
     def wait_free(self, timeout_s: float) -> bool:
         """Whether a buffer may be captured into, after at most `timeout_s`."""
@@ -180,7 +184,7 @@ class Saver:
     def wait_released(self, timeout_s: float) -> bool:
         """Whether everything captured is out of this process's hands, after at most `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
-        for buffer in list(self._buffers):
+        for buffer in list(self._buffers) if self._is_ours() else ():
             if buffer.released is not None:
                 try:
                     buffer.released.result(max(0.0, deadline_s - time.monotonic()))
@@ -192,7 +196,6 @@ class Saver:
 
     def lose_agent(self) -> None:
         """The agent does not answer: its memory is gone; ask for a new one, and save again next time."""
-        self._grant = None
         self._forget_buffers()
         self._link.recover()
 
@@ -204,7 +207,7 @@ class Saver:
         Returns when everything that may change before the next optimizer step has been copied. What fails
         later costs this attempt, and the agent is told. Raises CheckpointError or OSError before that.
         """
-        if self._pid != os.getpid():
+        if not self._is_ours():
             raise ConfigError(
                 "This Checkpointer belongs to the process that this one was forked from.",
                 hint="Save from the process that restored.",
@@ -213,11 +216,11 @@ class Saver:
         rank = self._link.identity.rank
         plan = self._plan_of(walked)
         layout, attempt = plan.layout, parts.attempt.attempt
-        self._fit(layout.size_bytes)
+        self._fit(layout)
         buffer = self._buffers[0]
         is_new, buffer.layout = buffer.layout is not layout, None  # until the agent has been told
         agreed = _Agreed(walked, self._link.identity.world_size, content=parts.compare_content)
-        agreed.add(lambda key: key not in plan.background)
+        agreed.add_now(plan.background)
         if isinstance(buffer.target, Arena) and buffer.target.layout is not layout:
             buffer.target.lay_out(layout)
         released: Future[None] = Future()
@@ -312,16 +315,24 @@ class Saver:
 
     def settle(self) -> None:
         """Return when live state may be changed."""
-        if self._snapshot is not None:
+        if self._snapshot is not None and self._is_ours():
             self._snapshot.before_change()
 
     def look(self) -> None:
         """The training thread is between two operations: a copy that has ended can be judged now."""
-        if self._snapshot is not None:
+        if self._snapshot is not None and self._is_ours():
             self._snapshot.judge()
 
+    def _is_ours(self) -> bool:
+        """A forked child has neither the thread nor the memory of its parent's captures."""
+        return self._pid == os.getpid()
+
     def close(self) -> None:
-        self._snapshotter.close()
+        """Wait for a copy that runs, and give the memory back; the agent keeps what is in it."""
+        if self._is_ours():
+            self.settle()
+            self._snapshotter.close()
+            self._forget_buffers()
 
     def _plan_of(self, walked: Walked) -> _Plan:
         """What to copy where; that of the save before unless a tensor has moved, or a hook was added."""
@@ -359,15 +370,30 @@ class _Agreed:
         self._left = {live.slice.key: live for live in walked.shared(world_size)} if content else {}
         self._contents: dict[str, str] = {}
 
-    def add(self, is_wanted: Callable[[str], bool]) -> None:
-        for key in [key for key in self._left if is_wanted(key)]:
-            self._contents[key] = bytes_digest(self._left.pop(key).tensor)
+    def add_now(self, background: Set[str]) -> None:
+        """Read what may change at any time, and what other devices hold: this thread knows their streams."""
+        for key, live in list(self._left.items()):
+            if key not in background or live.tensor.device.type != "cpu":
+                self._contents[key] = bytes_digest(self._left.pop(key).tensor)
 
     def complete(self) -> None:
-        self.add(lambda key: True)
+        while self._left:
+            key, live = self._left.popitem()
+            self._contents[key] = bytes_digest(live.tensor)
 
     def digest(self) -> str:
         return self._walked.shared_digest(self._world_size, self._contents)
+
+
+def _make_ready(buffers: Iterable[_Buffer], device: int | None) -> None:
+    """Have the pages in place, and pinned for copies from `device`. Without it the first save is slower."""
+    try:
+        for buffer in buffers:
+            buffer.target.mapping.populate()
+            if device is not None and isinstance(buffer.target, Arena):
+                buffer.target.mapping.pin(torch.device("cuda", device))
+    except (OSError, RuntimeError) as error:
+        log.warning("the arena could not be made ready: %s", error)
 
 
 def _map(grant: ArenaGrant, path: str) -> Arena | Ring:

@@ -6,6 +6,7 @@ The rank maps it through /proc/<agent pid>/fd/<n>; it lives as long as its last 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -36,41 +37,47 @@ class Mapping:
             os.close(fd)
         self.page = ArenaPage(self.memory)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self._lock = threading.Lock()  # of the two below
         self._pinned_for: torch.device | None = None
+        self._is_given_up = False
 
-    def populate(self) -> float:
-        """Have this process's page table filled once the agent has the memory; returns seconds.
+    def populate(self) -> None:
+        """Have this process's page table filled once the agent has the memory.
 
         Otherwise the first save would take a page fault for each page, which is what makes it 3 to 50 times
         slower than the next ones. Releases the GIL; what it is not given in time, the first save takes.
         """
-        start_s = time.monotonic()
-        while self.page.populated_bytes < len(self.memory):
-            if time.monotonic() - start_s > POPULATE_WAIT_S:
-                return time.monotonic() - start_s
+        deadline_s = time.monotonic() + POPULATE_WAIT_S
+        while self.page.populated_bytes < len(self.memory) and time.monotonic() < deadline_s:
+            if self._is_given_up:
+                return
             time.sleep(POPULATE_POLL_S)
         for _ in populate(self.memory):
             pass
-        return time.monotonic() - start_s
 
     def pin(self, device: torch.device) -> None:
         """Register the memory with CUDA, once, so that copies from `device` run by themselves at full speed.
 
         RuntimeError if CUDA refuses (a low RLIMIT_MEMLOCK).
         """
-        with torch.cuda.device(device):
+        with self._lock, torch.cuda.device(device):
+            if self._is_given_up:
+                return
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = cudart.cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
-        if int(code) != 0:
-            raise RuntimeError(f"cudaHostRegister of {self.bytes.numel()} bytes failed with {code}")
-        self._pinned_for = device
+            if int(code) != 0:
+                raise RuntimeError(f"cudaHostRegister of {self.bytes.numel()} bytes failed with {code}")
+            self._pinned_for = device
 
-    def unpin(self) -> None:
-        """Before the memory is given back, which CUDA would not notice. No copy may be running."""
-        if self._pinned_for is not None:
-            with torch.cuda.device(self._pinned_for):
-                torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())  # type: ignore[no-untyped-call]
-            self._pinned_for = None
+    def give_up(self) -> None:
+        """Before the memory is unmapped, which CUDA would not notice. No copy may be running."""
+        with self._lock:
+            self._is_given_up = True
+            if self._pinned_for is not None:
+                with torch.cuda.device(self._pinned_for):
+                    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                    cudart.cudaHostUnregister(self.bytes.data_ptr())
+                self._pinned_for = None
 
 
 class Arena:

@@ -218,7 +218,8 @@ class OptimizerItem:
 
     def _refresh(self) -> None:
         """Groups may be added at any time: name their parameters too. UnsupportedItem if nobody owns them."""
-        if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._params):
+        named = set(map(id, self._params.values()))
+        if any(id(param) not in named for group in self._optimizer.param_groups for param in group["params"]):
             self._params = dict(self._named(parameter_names(self._owners)))
 
     def _named(self, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:

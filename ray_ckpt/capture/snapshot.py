@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from ray_ckpt.errors import StateError, Unavailable
 log = logging.getLogger("ray_ckpt")
 
 COPY_WAIT_S = 300.0  # that training waits for a copy; one of a second that takes so long never ends
+MAX_CLONED_BYTES = 1 << 30  # of a device's memory for copies of what may change at any time; buffers and such
 OPERATION_S = 2.0  # that one operation on one tensor may still take when the copy has ended
 
 
@@ -60,7 +61,9 @@ class Snapshot:
         self._judged = threading.Event()
         self._is_abandoned = False
         self.host_copied = threading.Event()
-        self.device_copied: list[tuple[Any, Any]] = []  # (torch.cuda or the like, event)
+        self.device_copied: list[
+            tuple[Any, torch.device, Any]
+        ] = []  # (torch.cuda or the like, device, event)
 
     def before_change(self) -> None:
         """Return when live state may be changed: the host waits for host copies, a device for its own.
@@ -69,11 +72,12 @@ class Snapshot:
         """
         start_s = time.monotonic()
         self._note_changes()
-        for module, event in self.device_copied:
-            module.current_stream().wait_event(event)
+        for module, device, event in self.device_copied:
+            module.current_stream(device).wait_event(event)
         if not self.host_copied.wait(COPY_WAIT_S):
             log.error("a capture has not ended after %.0f s; its save is given up", COPY_WAIT_S)
             self._is_abandoned = True
+            running.end(self)
         self._waited(time.monotonic() - start_s)
 
     def judge(self) -> None:
@@ -152,7 +156,7 @@ class Snapshotter:
             run()
             return snapshot
         try:
-            self._thread.submit(run).add_done_callback(lambda _: running.end(snapshot))
+            self._thread.submit(run).add_done_callback(partial(_ended, snapshot, fail))
         except RuntimeError as error:  # closed, or there can be no more threads
             running.end(snapshot)
             raise Unavailable(f"There is no thread to copy in: {error}.") from error
@@ -173,7 +177,7 @@ class Snapshotter:
                     during()
             finally:
                 snapshot.host_copied.set()
-            for _, event in snapshot.device_copied:
+            for _, _, event in snapshot.device_copied:
                 event.synchronize()
             snapshot.finish()
             finish()
@@ -183,6 +187,7 @@ class Snapshotter:
             fail(error)
         finally:
             running.end(snapshot)
+            snapshot.parts = ()  # copies on devices, references, and views of an arena that may be given up
 
     def close(self) -> None:
         """End the thread once the copy that it is at has ended."""
@@ -207,33 +212,36 @@ class Snapshotter:
             return partial(_copy, [part for part in on_host if part.is_late])
         for part in parts:
             if not part.is_late and self._overlap:
-                part.source = part.source.detach().clone()
+                part.source = _clone(part.source)
         return partial(self._stream_out, target, parts, self._ready_events(parts))
 
     # -- accelerators ----------------------------------------------------------------------------------
 
-    def _start_devices(self, parts: Sequence[_Part]) -> list[tuple[Any, Any]]:
+    def _start_devices(self, parts: Sequence[_Part]) -> list[tuple[Any, torch.device, Any]]:
         """Enqueue the copies from each device on its own stream, after what its current stream has to do.
 
-        What may change at any time is copied on the device first, in the order of the training's stream.
+        What may change at any time is copied on the device first, in the order of the training's stream; if
+        that is more than MAX_CLONED_BYTES, this waits until all of the device has been copied instead.
         """
         copied = []
         for device in dict.fromkeys(part.source.device for part in parts):
             mine = [part for part in parts if part.source.device == device]
-            for part in mine:
-                if not part.is_late:
-                    part.source = part.source.detach().clone()
+            at_once = [part for part in mine if not part.is_late]
+            waits = not self._overlap or sum(part.live.nbytes for part in at_once) > MAX_CLONED_BYTES
+            for part in () if waits else at_once:
+                part.source = _clone(part.source)
             module, stream = self._stream_of(device)
             with _on_device(module, device):
                 ready, done = module.Event(), module.Event()
-                ready.record(module.current_stream())
+                ready.record(module.current_stream(device))
                 with module.stream(stream):
                     stream.wait_event(ready)
                     for part in mine:
-                        assert part.view is not None
-                        part.view.copy_(part.source, non_blocking=True)
+                        _copy_from_device(part)
                     done.record(stream)
-            copied.append((module, done))
+            if waits and at_once:
+                done.synchronize()
+            copied.append((module, device, done))
         return copied
 
     def _stream_of(self, device: torch.device) -> tuple[Any, Any]:
@@ -250,7 +258,7 @@ class Snapshotter:
             module, _ = self._stream_of(device)
             with _on_device(module, device):
                 events[device] = module.Event()
-                events[device].record(module.current_stream())
+                events[device].record(module.current_stream(device))
         return events
 
     def _stream_out(self, ring: Ring, parts: Sequence[_Part], ready: dict[torch.device, Any]) -> None:
@@ -266,6 +274,14 @@ class Snapshotter:
                 ring.write(part.source.cpu())
 
 
+def _ended(snapshot: Snapshot, fail: Callable[[Exception], None], done: Future[None]) -> None:
+    """The thread itself may have failed, so that nothing was run."""
+    running.end(snapshot)
+    error = done.exception() if not done.cancelled() else CancelledError()
+    if isinstance(error, Exception):
+        fail(error)
+
+
 def _version(live: LiveSlice) -> tuple[int, int]:
     """Counts the changes of a tensor; a DTensor and its local part count their own."""
     return live.leaf._version, live.tensor._version
@@ -279,6 +295,17 @@ def _on_device(module: Any, device: torch.device) -> AbstractContextManager[Any]
     """`device` as the current one of this thread, if the module has several."""
     current = getattr(module, "device", None)
     return current(device) if current is not None else nullcontext()
+
+
+def _clone(source: torch.Tensor) -> torch.Tensor:
+    """A copy on the same device, in the order of this thread's stream."""
+    return source.detach().clone()
+
+
+def _copy_from_device(part: _Part) -> None:
+    """Enqueue the copy on the current stream."""
+    assert part.view is not None
+    part.view.copy_(part.source, non_blocking=True)
 
 
 def _copy(parts: Sequence[_Part]) -> None:

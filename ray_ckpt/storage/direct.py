@@ -42,7 +42,6 @@ PAGE_BYTES = 4096  # alignment that every block device accepts for memory, offse
 BLOCK_BYTES = 8 << 20  # of one request: measured, smaller ones are slower and larger ones no faster
 DEPTH = 4  # requests per file that is written: measured, 2 keep the device busy, 4 ride out a late thread
 READ_AHEAD = 8  # requests per file that is read: measured, a reader that hashes and copies needs so many
-IN_FLIGHT = 0  # chunks that a write may still be using after it asked for the next one
 COPY_BYTES = 1 << 20  # copied, then hashed while the processor's cache has them; far less is all calls
 MAX_IDLE_BUFFERS = 10  # kept for the next file, 80 MiB: a reader or two writers; fresh memory is slow
 

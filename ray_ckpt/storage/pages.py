@@ -80,7 +80,8 @@ def map_shared(fd: int, start: int, end: int, *, writable: bool = False) -> memo
         _libc.munmap(reserved, room)
         raise OSError(code, "shared memory cannot be mapped")
     memory = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(memory, _libc.munmap, reserved, room)
+    # Not at the exit of the process, when threads may still use it: the kernel does it after them.
+    weakref.finalize(memory, _libc.munmap, reserved, room).atexit = False
     view = memoryview(memory).cast("B")[start - first :]
     return view if writable else view.toreadonly()
 

@@ -59,7 +59,7 @@ class LocalLink:
     def reserve(self, size_bytes: int) -> None:
         self.reserved_bytes = size_bytes
 
-    def open_arena(self, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         if self.arena is not None:
             self.arena.close()
         mode = self.options.memory

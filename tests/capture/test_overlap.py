@@ -372,15 +372,3 @@ def one_thread() -> Iterator[None]:
     yield
     assert torch.get_num_threads() == before, "the capture thread changed the training's threads"
     assert threading.active_count() < 100
-
-
-@pytest.mark.parametrize("memory", ["single", "stream"])
-def test_the_path_of_accelerators(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code for devices with streams and events, on torch.cpu, which has both and no device."""
-    monkeypatch.setattr(snapshot_module, "_is_on_host", lambda part: False)
-    training = Training(0, LocalLink(options(memory=memory)))
-    for step in (1, 2, 3):
-        training.step(step)
-        training.save(step)
-    assert training.check() == 3
-    training.ckpt.close()

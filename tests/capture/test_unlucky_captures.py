@@ -98,6 +98,23 @@ def test_a_thread_that_cannot_be_kept_to_one_core_copies_all_the_same(
     assert list(small.link.files) == [1]
 
 
+def test_a_thread_that_does_not_start_costs_its_saves_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("no such thread")
+
+    monkeypatch.setattr(snapshot_module, "_use_one_core", refuse)
+    small = Small()
+    small.step()
+    small.ckpt.save(1)
+    assert ends(small.step)
+    small.ckpt.flush()
+    assert 1 in small.link.skipped and not small.ckpt.save(2)
+    assert ends(small.step)
+    small.ckpt.close()
+
+
 def test_a_copy_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     real = snapshot_module._copy
@@ -113,6 +130,9 @@ def test_a_copy_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     small.step()
     small.ckpt.save(1)
     assert ends(small.step)
+    start_s = time.monotonic()
+    small.step()
+    assert time.monotonic() - start_s < 0.15, "the copy that was given up is waited for again"
     go.set()
     small.ckpt.close()
     assert "took longer" in small.link.skipped[1] and not small.link.files
@@ -355,10 +375,11 @@ def test_a_ring_has_one_reader(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     monkeypatch.setattr(arena_module, "RING_STALL_S", 0.5)
     link = SlowDisk(options(memory="stream", max_block_s=0.0))
     link.go.clear()
-    parameters = nn.ParameterList([nn.Parameter(torch.zeros(20 << 20)) for _ in range(2)])
+    parameters = nn.ParameterList([nn.Parameter(torch.zeros(17 << 20)) for _ in range(2)])
     ckpt = Checkpointer(link=link, model=parameters)
     ckpt.restore()
-    ckpt.save(1)  # blocks at the full ring, and gives up
+    ckpt.save(1)
+    assert ends(lambda: ckpt._saver._snapshotter._thread.submit(bool).result()), "given up at the full ring"  # type: ignore[union-attr]
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(torch.arange(parameter.numel()).float())
