@@ -41,4 +41,4 @@ bench: $(VENV)/.ready  ## speed in numbers, each beside its limit and beside pee
 	    --json bench-out/results.json --plot bench-out/results.png --results bench-out/RESULTS.md
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out
+	rm -rf $(VENV) .venv-peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out bench-out
