@@ -87,9 +87,8 @@ class Saver:
         self._plan: _Plan | None = None
         self._pid = os.getpid()
         self._snapshot: Snapshot | None = None
-        self.setup_s: float | None = (
-            None  # that it took to have the arena's memory in place, in the background
-        )
+        self._setup_wait_s = 0.0  # what is left to wait for it
+        self.setup_s: float | None = None  # that memory took to be in place, in the background
 
     # -- memory ----------------------------------------------------------------------------------------
 
@@ -101,7 +100,7 @@ class Saver:
 
     def _start_setup(self, layout: ShardLayout) -> None:
         setup: Future[tuple[ArenaGrant, deque[_Buffer]]] = Future()
-        self._setup = setup
+        self._setup, self._setup_wait_s = setup, SETUP_WAIT_S
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
         def work() -> None:  # in a thread of its own: the agent may be slow, or frozen
@@ -133,7 +132,7 @@ class Saver:
     def _fit(self, layout: ShardLayout) -> None:
         """Have an arena that the shard fits into.
 
-        InsufficientSpace if there cannot be one, Unavailable if it is not there within SETUP_WAIT_S.
+        InsufficientSpace if there cannot be one, Unavailable if it is not there after SETUP_WAIT_S.
         """
         if self._is_large_enough(layout):
             return
@@ -144,8 +143,9 @@ class Saver:
             setup = self._setup
             assert setup is not None
             try:
-                grant, buffers = setup.result(SETUP_WAIT_S)
-            except FutureTimeout:  # left for the next save to look at
+                grant, buffers = setup.result(self._setup_wait_s)
+            except FutureTimeout:  # the next saves look at it without waiting
+                self._setup_wait_s = 0.0
                 raise Unavailable("The agent has no memory for this rank's captures yet.") from None
             except BaseException:
                 self._setup = None

@@ -397,3 +397,32 @@ def test_a_ring_has_one_reader(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     for number, parameter in enumerate(parameters):
         assert torch.equal(link.tensors(3)[f"model.{number}"], parameter)
     ckpt.close()
+
+
+def test_an_agent_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_ckpt.saving.SETUP_WAIT_S", 0.3)
+    go = threading.Event()
+    real = LocalLink.open_arena
+
+    def frozen(self: LocalLink, *args: Any, **kwargs: Any) -> Any:
+        go.wait(LONG_S)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(LocalLink, "open_arena", frozen)
+    small = Small()
+    small.step()
+    for step, limit_s in ((1, 2.0), (2, 0.2)):
+        start_s = time.monotonic()
+        assert not small.ckpt.save(step)
+        assert time.monotonic() - start_s < limit_s
+        assert "no memory" in small.link.skipped[step]
+    go.set()
+    deadline_s = time.monotonic() + LONG_S
+    step = 3
+    while not small.ckpt.save(step):
+        assert time.monotonic() < deadline_s
+        step += 1
+        time.sleep(0.05)
+    small.ckpt.flush()
+    assert list(small.link.files) == [step]
+    small.ckpt.close()
