@@ -474,6 +474,8 @@ class Checkpointer:
 
     def _await_outcome(self, pending: _Pending, limit_s: float | None = None) -> bool:
         """Whether that attempt was committed; waits as long as the coordinator does for missing ranks."""
+        if self._saver is not None:
+            self._saver.settle()  # it is not written before this thread has been seen between two operations
         if limit_s is None:
             limit_s = self._link.options.attempt_timeout_s + OUTCOME_SLACK_S
         try:

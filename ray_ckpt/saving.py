@@ -170,6 +170,8 @@ class Saver:
         """Whether a buffer may be captured into, after at most `timeout_s`."""
         if not self._buffers or self._buffers[0].released is None:
             return True
+        if timeout_s > 0:  # it is not handed over before this thread has been seen between two operations
+            self.settle()
         try:
             self._buffers[0].released.result(timeout_s)
         except FutureTimeout:

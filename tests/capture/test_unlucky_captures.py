@@ -426,3 +426,22 @@ def test_an_agent_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.Mo
     small.ckpt.flush()
     assert list(small.link.files) == [step]
     small.ckpt.close()
+
+
+def test_whoever_waits_for_a_save_does_not_wait_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy waits until the thread that trains is in no operation; that thread may be waiting for it."""
+    monkeypatch.setattr(snapshot_module, "OPERATION_S", 30.0)
+    waits: list[Callable[[Checkpointer], object]] = [
+        lambda ckpt: ckpt.wait("local"),
+        lambda ckpt: ckpt.flush(),
+        lambda ckpt: ckpt.save(2),
+        lambda ckpt: ckpt._save_last(),
+    ]
+    for wait in waits:
+        small = Small(max_block_s=20.0)
+        small.step()
+        small.ckpt.save(1)
+        start_s = time.monotonic()
+        wait(small.ckpt)
+        assert time.monotonic() - start_s < LONG_S
+        small.ckpt.close()

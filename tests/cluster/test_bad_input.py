@@ -130,12 +130,12 @@ def test_too_little_disk_is_found_before_training(group: RankGroup, storage: str
 
 
 def reserve_memory(run: str, storage: str) -> None:
-    training = Training(run, storage)
+    training = Training(run, storage, memory="single")
     training.ckpt._link.reserve(1 << 50)
 
 
 def test_too_little_memory_is_named(group: RankGroup, storage: str) -> None:
-    with pytest.raises(InsufficientSpace, match=r"shared memory.*Put fewer ranks on a node"):
+    with pytest.raises(InsufficientSpace, match=r"memory='single' needs.*put fewer ranks on a node"):
         group.run(reserve_memory, "memory", storage)
 
 
