@@ -33,7 +33,8 @@ class Running:
     def add(self, copy: Any) -> None:
         with self._lock:
             if not self._is_hooked:
-                register_optimizer_step_pre_hook(_before_step)
+                # Outside compiled graphs. Not a decorator: it would load torch._dynamo, a second, on import.
+                register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))  # type: ignore[no-untyped-call]
                 os.register_at_fork(after_in_child=self._forget)
                 self._is_hooked = True
             self._copies[id(copy)] = copy
@@ -57,7 +58,6 @@ class Running:
 running = Running()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Runs before the step of every optimizer of this process, registered with us or not."""
     running.wait()

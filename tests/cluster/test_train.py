@@ -48,6 +48,7 @@ def test_a_new_driver_resumes_exactly_and_ray_sees_our_checkpoints(
     # The schedule knows the total, so a run that stops early is one whose training loop breaks off.
     trainer = build_trainer(partial)
     trainer.train_loop_per_worker = _until_step_six
+    trainer.run_config.failure_config = ray.train.FailureConfig(max_failures=0)
     with pytest.raises(ray.train.TrainingFailedError):
         trainer.fit()
     result = build_trainer(tiny_args(tmp_path, "broken", 12, *args)).fit()

@@ -32,6 +32,7 @@ def test_the_next_commit_comes_soon_after_the_coordinator_died(make_rig: MakeRig
     assert rig.restore(["node-a", "node-b"]) >= acked
 
 
+@pytest.mark.slow
 def test_an_agent_that_died_is_replaced_and_finds_its_disk(make_rig: MakeRig) -> None:
     """P2: death of an agent costs its memory, nothing that it has acknowledged."""
     rig = make_rig("agent", every_steps=1, remote_every=1000, keep_last=50, max_block_s=1.0)
