@@ -10,6 +10,7 @@ from jobs.bench.peers.catalogue import OURS
 from jobs.bench.row import REACH, Row
 
 INCHES_PER_BAR = 0.24
+TITLE_INCHES = 0.3  # above the panels
 WIDTH_INCHES = 10.0
 DPI = 110
 PASS, MISS = "#2a7f62", "#b3362b"
@@ -41,7 +42,7 @@ def write_plot(path: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> Non
     for axis, (draw, some) in zip(axes[:, 0], panels, strict=True):
         draw(axis, some)
     figure.suptitle(f"{facts['cpu']}, {facts['cores']} cores; {facts['date'][:10]}", fontsize=9)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 1 - TITLE_INCHES / figure.get_figheight()))
     figure.savefig(path, dpi=DPI, format="png")
     pyplot.close(figure)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -36,6 +37,13 @@ class Receiver(Folder):
         self.most_at_work = 0
         self.tries: list[str] = []
         self._lock = threading.Lock()
+
+    def wait_idle(self) -> None:
+        """A sender hears of a broken connection before the receiver has cleaned up after it."""
+        deadline_s = time.monotonic() + 20
+        while self.at_work:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
 
     def put(self, request: wire.PutRequest, chunks: Iterable[Buffer]) -> str:
         with self._lock:
@@ -111,6 +119,7 @@ def test_an_interrupted_file_is_sent_again(receiver: Receiver, keys: ServiceKeys
         send_files(endpoint, credentials, [replace(file, chunks=chunks)], sleep=pauses.append)
         assert proxy.num_connections == 4
     assert receiver.path(shard(0)).read_bytes() == data
+    receiver.wait_idle()
     assert receiver.names(shard(0)) == [shard(0).file]  # nothing is left of the tries before
     assert len(pauses) == 3
     assert all(RETRY_S * 2**i <= pause <= RETRY_S * 2 ** (i + 1) for i, pause in enumerate(pauses))
@@ -126,6 +135,7 @@ def test_a_peer_that_is_always_interrupted_is_given_up(server: PeerServer, recei
         )
     assert caught.value.fields["refused"] is False
     assert (proxy.num_connections, len(pauses)) == (MAX_TRIES, MAX_TRIES - 1)
+    receiver.wait_idle()
     assert not receiver.names(shard(0))
 
 
@@ -190,6 +200,7 @@ def test_what_the_source_raises_comes_through_at_once(server: PeerServer, receiv
     file = Outgoing(request=announce(b"12", name=shard(0)), chunks=chunks)
     with pytest.raises(Unavailable, match="captured into again"):
         send_files(server.endpoint, OURS, [file], sleep=lambda _: pytest.fail("tried again"))
+    receiver.wait_idle()
     assert not receiver.names(shard(0))
 
 
