@@ -61,9 +61,8 @@ class Snapshot:
         self._judged = threading.Event()
         self._is_abandoned = False
         self.host_copied = threading.Event()
-        self.device_copied: list[
-            tuple[Any, torch.device, Any]
-        ] = []  # (torch.cuda or the like, device, event)
+        # (torch.cuda or the like, device, event) of each device's copies
+        self.device_copied: list[tuple[Any, torch.device, Any]] = []
 
     def before_change(self) -> None:
         """Return when live state may be changed: the host waits for host copies, a device for its own.
@@ -142,9 +141,8 @@ class Snapshotter:
         """Copy `slices`, in the layout's order, into `target`; then call `finish`, or `fail` with the reason.
 
         Those whose keys are in `background` may be copied while training goes on; `during` is called then,
-        before live state may change.
-        One of them is called once, by the thread of the copy, or before returning if nothing is overlapped.
-        The target has begun; `finish` seals it.
+        before live state may change. Either `finish` or `fail` is called once, by the thread of the copy, or
+        before returning if nothing is overlapped. The target has begun; `finish` seals it.
         """
         snapshot = Snapshot(self._parts(target, slices, background), self._waited)
         with torch.no_grad():
