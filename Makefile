@@ -1,9 +1,10 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both share one .venv, made on first use.
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+SERVERS := .venv-servers
 
-.PHONY: check test test-slow soak demo bench clean
+.PHONY: check test test-slow soak demo demo-s3 bench clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -12,16 +13,22 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable ".[dev]"
 	touch $@
 
+$(SERVERS)/.ready: tests/servers/requirements.txt tests/servers/constraints.txt  ## stores for the tests
+	$(PYTHON) -m venv $(SERVERS)
+	$(SERVERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -c tests/servers/constraints.txt -r tests/servers/requirements.txt
+	touch $@
+
 check: $(VENV)/.ready  ## ruff, mypy strict, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: $(VENV)/.ready  ## under 8 minutes on 2 cores
+test: $(VENV)/.ready $(SERVERS)/.ready  ## under 8 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(VENV)/.ready  ## faults on real Ray that take minutes, a minute of random schedules
+test-slow: $(VENV)/.ready $(SERVERS)/.ready  ## faults on real Ray that take minutes, a minute of random schedules
 	$(BIN)/python -m pytest -m slow
 
 SECONDS ?= 600
@@ -32,13 +39,16 @@ soak: $(VENV)/.ready  ## real processes and nodes killed one after another, for 
 demo: $(VENV)/.ready  ## train, kill a node, resume, compare bit for bit
 	$(BIN)/python -m jobs.demo
 
+demo-s3: $(VENV)/.ready  ## train with S3, lose the whole cluster, go on from the bucket, compare bit for bit
+	$(BIN)/python -m jobs.demo_s3
+
 SIZE  ?= 2GiB
 PEERS ?= --peers
-bench: $(VENV)/.ready  ## speed in numbers, each beside its limit and beside peers; half an hour, PEERS= leaves them out
+bench: $(VENV)/.ready $(SERVERS)/.ready  ## speed in numbers, each beside its limit and beside peers; half an hour, PEERS= leaves them out
 	$(BIN)/python -m jobs.bench.peers.environments
 	mkdir -p bench-out
 	$(BIN)/python -m jobs.bench --size $(SIZE) $(PEERS) \
 	    --json bench-out/results.json --plot bench-out/results.png --results bench-out/RESULTS.md
 
 clean:
-	rm -rf $(VENV) .venv-peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out bench-out
+	rm -rf $(VENV) $(SERVERS) .venv-peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out bench-out

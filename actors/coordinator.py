@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -50,7 +50,12 @@ from ray_ckpt.errors import (
     Unavailable,
 )
 from ray_ckpt.format.digest import digest, root_digest
-from ray_ckpt.format.manifest import CheckpointDescription, decode_fragment, encode_checkpoint
+from ray_ckpt.format.manifest import (
+    MAX_FRAGMENT_BYTES,
+    CheckpointDescription,
+    decode_fragment,
+    encode_checkpoint,
+)
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file
 from ray_ckpt.format.records import encode_record
 from ray_ckpt.storage.log_store import (
@@ -86,8 +91,7 @@ class Run:
 
     def __init__(self, spec: RunSpec, service: str) -> None:
         self.spec = spec
-        self.remote = RemoteTier(spec.storage_path, spec.name)
-        self.store: LogStore = self.remote.log
+        self.remote = spec.storage.open()
         self.machine = RunMachine(options=spec.options, writer=uuid.uuid4().hex, service=service)
         self.nonce = uuid.uuid4().hex
         self.waiting: dict[m.Token, asyncio.Future[Any]] = {}
@@ -99,6 +103,11 @@ class Run:
         self.is_over = False  # its launcher has ended it; nobody needs agents for it until the next group
         self.disks: dict[str, m.DiskSpace] = {}
         self.changed = asyncio.Condition()
+
+    @property
+    def store(self) -> LogStore:
+        """Opened by the probe, in a thread: making a client may read files and ask servers."""
+        return self.remote.log
 
     @property
     def run_uid(self) -> str:
@@ -370,7 +379,7 @@ class Coordinator:
         return answer is None
 
     async def revive(self, node: str) -> None:
-        """A rank says that the agent of its node is gone: start a new one if that is so."""
+        """The agent of a node is said to be gone: start a new one if that is so."""
         async with self._opening.setdefault(node, asyncio.Lock()):
             try:
                 await asyncio.wait_for(self._agents[node].card.remote(), AGENT_CALL_S)
@@ -432,6 +441,10 @@ class Coordinator:
                 self._spawn(self._describe(run, checkpoint))
             case m.Delete():
                 self._spawn(self._delete(run, effect))
+            case m.SweepRemote():
+                self._spawn(self._sweep(run, effect))
+            case m.DeleteOrphans():
+                self._spawn(self._delete_orphans(run, effect))
             case m.DeleteStrays(node_id=node, directories=directories):
                 self._send(run, node, "delete", run.run_uid, directories, epoch)
             case m.Evict(attempt=attempt, node_id=node):
@@ -529,26 +542,47 @@ class Coordinator:
             self._carry_out(run, m.Reply(token=token, value=effect.plan))
 
     async def _drain(self, run: Run, effect: m.Drain) -> None:
-        error = None
+        error, is_damage = None, False
         try:
             agent = self._agents[effect.node_id]
             await agent.drain.remote(run.run_uid, effect.attempt, effect.node_index, run.machine.epoch)
         except (ray.exceptions.RayError, KeyError) as failure:
             error = _reason(failure)
+            is_damage = isinstance(getattr(failure, "cause", None), CorruptionError)
+            if isinstance(failure, ray.exceptions.ActorDiedError | KeyError):
+                self._spawn(self.revive(effect.node_id))  # no rank may miss it for a while
         self._handle(
             run,
             m.DrainEnded(
-                attempt=effect.attempt, node_index=effect.node_index, node_id=effect.node_id, error=error
+                attempt=effect.attempt,
+                node_index=effect.node_index,
+                node_id=effect.node_id,
+                error=error,
+                is_damage=is_damage,
             ),
         )
 
+    async def _sweep(self, run: Run, effect: m.SweepRemote) -> None:
+        try:
+            listed = await self._in_thread(self._remote_io, _list_remote, run.remote, effect)
+        except (OSError, CheckpointError) as failure:
+            listed = m.RemoteListed(number=effect.number, error=_reason(failure))
+        self._handle(run, listed)
+
+    async def _delete_orphans(self, run: Run, effect: m.DeleteOrphans) -> None:
+        """What is not gone after it is found by the next listing."""
+        try:
+            await self._in_thread(self._remote_io, _delete_all, run.remote, effect)
+        except (OSError, CheckpointError) as failure:
+            log.warning("%s: the storage path is not tidied: %s", run.spec.name, _reason(failure))
+
     async def _describe(self, run: Run, checkpoint: CheckpointInfo) -> None:
-        error = None
+        error, is_damage = None, False
         try:
             await self._in_thread(self._remote_io, _write_description, run.remote, checkpoint)
-        except (OSError, CheckpointError) as failure:
-            error = str(failure)
-        self._handle(run, m.DescriptionWritten(attempt=checkpoint.id, error=error))
+        except (OSError, EOFError, CheckpointError) as failure:
+            error, is_damage = str(failure), isinstance(failure, CorruptionError)
+        self._handle(run, m.DescriptionWritten(attempt=checkpoint.id, error=error, is_damage=is_damage))
 
     async def _delete(self, run: Run, effect: m.Delete) -> None:
         error = None
@@ -592,7 +626,7 @@ class Coordinator:
             if run.machine.is_open:
                 return run
         raise Unavailable(
-            f"The log of run {spec.name} at {run.remote.root} does not take records.",
+            f"The log of run {spec.name} at {run.remote.where} does not take records.",
             hint="Check that the storage path is healthy and that no other cluster runs it, then try again.",
         )
 
@@ -819,13 +853,19 @@ def _write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
     files: list[FileEntry] = []
     for index in range(checkpoint.num_nodes):
         name = fragment_file(index, checkpoint.num_nodes)
-        data = remote.path(checkpoint.directory, name).read_bytes()
+        try:
+            data = remote.read_whole(checkpoint.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
+        except FileNotFoundError:
+            if not remote.files_of(checkpoint.directory):
+                raise  # the storage path as a whole may be away
+            raise CorruptionError(f"{checkpoint.directory}/{name} is gone from the storage path.") from None
         files += [
             *decode_fragment(data).files,
             FileEntry(name=name, size_bytes=len(data), digest=digest(data)),
         ]
     if root_digest(files) != checkpoint.root_digest:
         raise CorruptionError(f"{checkpoint.directory} on the storage path is not what was committed.")
+    _check_sizes(remote, checkpoint.directory, files)
     description = CheckpointDescription(
         attempt=checkpoint.id,
         world_size=checkpoint.world_size,
@@ -834,7 +874,41 @@ def _write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
         files=tuple(sorted(files, key=lambda f: f.name)),
         root_digest=checkpoint.root_digest,
     )
-    remote.put(checkpoint.directory, CHECKPOINT_JSON, [encode_checkpoint(description)])
+    remote.put(checkpoint.directory, CHECKPOINT_JSON, encode_checkpoint(description))
+
+
+def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry]) -> None:
+    """Every file is there and as long as it should be. CorruptionError, OSError."""
+    stored = remote.files_of(directory)
+    for file in files:
+        found = stored.get(file.name)
+        is_plain = found is not None and found.name.endswith(file.name)
+        size = found.size_bytes if found is not None and is_plain else remote.size(directory, file.name)
+        if size != file.size_bytes:
+            raise CorruptionError(
+                f"{directory}/{file.name} on the storage path has {size} bytes, not {file.size_bytes}.",
+                file=file.name,
+            )
+
+
+def _list_remote(remote: RemoteTier, order: m.SweepRemote) -> m.RemoteListed:
+    """What lies on the storage path, with ages by its own clock."""
+    now_s = remote.now_s()
+    uploads = []
+    for upload in remote.uploads():
+        _, directory, file = upload.name.split("/")
+        age_s = now_s - upload.started_s
+        uploads.append(m.UnfinishedUpload(directory=directory, file=file, upload_id=upload.id, age_s=age_s))
+    directories = {} if order.uploads_only else remote.directories()
+    ages = {directory: now_s - newest_s for directory, newest_s in directories.items()}
+    return m.RemoteListed(number=order.number, directories=ages, uploads=tuple(uploads))
+
+
+def _delete_all(remote: RemoteTier, effect: m.DeleteOrphans) -> None:
+    for upload in effect.uploads:
+        remote.abort(upload.directory, upload.file, upload.upload_id)
+    for directory in effect.directories:
+        remote.delete(directory)
 
 
 def _attempt_of(run: Run, step: int) -> str:

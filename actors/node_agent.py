@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,7 +28,7 @@ from ray_ckpt.actors.arena_memory import (
     choose_mode,
     make_arena,
 )
-from ray_ckpt.actors.priority import limit_heaps, yield_to_training
+from ray_ckpt.actors.priority import DrainPace, Underway, limit_heaps, yield_to_training
 from ray_ckpt.actors.shared_reads import SharedReads
 from ray_ckpt.actors.sources import SourceFinder
 from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, RunSpec, ServiceCard, SessionStart
@@ -42,9 +44,7 @@ from ray_ckpt.link import ArenaGrant, SealedShard
 from ray_ckpt.restore import Place, RestoreTicket, Shared
 from ray_ckpt.storage.direct import read_blocks_direct
 from ray_ckpt.storage.disks import Disks
-from ray_ckpt.storage.files import checked
-from ray_ckpt.storage.remote import RemoteTier
-from ray_ckpt.storage.scrub import verify_fragment
+from ray_ckpt.storage.scrub import verify_fragment, verify_stored
 from ray_ckpt.storage.staging import Holding
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.transport.sending import Limiter, Outgoing, send_files
@@ -59,7 +59,9 @@ STREAM_THREADS = 64  # one per rank of a node: a stream runs as long as its rank
 MAX_SERVED = 16  # files that peers read here at a time, each with its blocks of read-ahead
 SERVE_WAIT_S = 30.0  # for one of them to end; then the peer is told to come again
 PEER_THREADS = 4  # copies on their way at a time
-REMOTE_THREADS = 4  # uploads at a time
+REMOTE_THREADS = 4  # questions and scrubs on storage paths at a time
+DRAIN_SPREAD_S = 0.5  # by chance, before each: nodes that failed together do not come back together
+DRAIN_THREADS = 2  # fragments on their way to storage paths: each holds some 200 MiB of parts and read-ahead
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
 RETIRE_AFTER_S = 0.5  # time for the answer to leave
 COPY_BLOCK_BYTES = 8 << 20  # of an arena, between two looks at whether it still holds what is being sent
@@ -73,8 +75,9 @@ class NodeRun:
         self.spec = spec
         self.run_uid = run_uid
         self.staging = staging
-        self.remote = RemoteTier(spec.storage_path, spec.name)
+        self.remote = spec.storage.open()
         self.limiter = Limiter(spec.options.replicate_bytes_per_s)
+        self.drain_limiter = Limiter(spec.options.drain_bytes_per_s)
         self.machine = n.NodeMachine(epoch=staging.epoch(run_uid))
         self.end: tuple[int, CheckpointError] | None = None  # the last session that ended here, and why
         self.endpoints: dict[str, str] = {}
@@ -125,6 +128,8 @@ class NodeAgent:
         self._disk_io = ThreadPoolExecutor(DISK_THREADS, "ray_ckpt-disk", yield_to_training)
         self._peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
         self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, "ray_ckpt-remote", yield_to_training)
+        self._drain_io = ThreadPoolExecutor(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
+        self._copies = Underway()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: PeerServer | None = None
         self._problem: ConfigError | None = None  # of this node's environment; told to whoever asks first
@@ -258,10 +263,13 @@ class NodeAgent:
         )
 
     async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> None:
-        """Copy one fragment's files from here to the storage path, the fragment last. Raises if it cannot."""
+        """Copy one fragment's files from here to the storage path, the fragment last.
+
+        CorruptionError if a file here is damaged, OSError if the store or the disk fails.
+        """
         run = self._runs[run_uid]
         await self._obey(run, n.EpochSeen(epoch=epoch))
-        await self._in_thread(self._remote_io, self._drain, run, attempt, node_index)
+        await self._in_thread(self._drain_io, self._drain, run, attempt, node_index)
 
     async def delete(self, run_uid: str, directories: tuple[str, ...], epoch: int) -> None:
         await self._obey(self._runs[run_uid], n.DeleteOrdered(directories=directories, epoch=epoch))
@@ -284,7 +292,7 @@ class NodeAgent:
         """Read a fragment's files on the storage path. What is bad there is uploaded again, not moved."""
         remote = self._runs[run_uid].remote
         damage: tuple[str, ...] = await self._in_thread(
-            self._remote_io, verify_fragment, partial(remote.path, attempt.directory), node_index, num_nodes
+            self._remote_io, verify_stored, partial(remote.blocks, attempt.directory), node_index, num_nodes
         )
         return damage
 
@@ -624,17 +632,19 @@ class NodeAgent:
 
         for batch in (holding.fragment.files, (holding.entry,)):  # a fragment says that its files are there
             files = [outgoing(file) for file in batch]
-            try:
-                send_files(endpoint, credentials, files, limiter=run.limiter)
-            except _Recaptured:  # from the disk then
-                send_files(endpoint, credentials, files, limiter=run.limiter)
+            with self._copies.one():
+                try:
+                    send_files(endpoint, credentials, files, limiter=run.limiter)
+                except _Recaptured:  # from the disk then
+                    send_files(endpoint, credentials, files, limiter=run.limiter)
 
     def _drain(self, run: NodeRun, attempt: AttemptId, node_index: int) -> None:
         holding = self._holding(run, attempt, node_index)
+        time.sleep(random.uniform(0.0, DRAIN_SPREAD_S))
+        pace = DrainPace(run.drain_limiter, self._copies)
         for file in (*holding.fragment.files, holding.entry):
-            blocks = read_blocks_direct(run.staging.path(run.run_uid, attempt.directory, file.name))
-            whole = checked(blocks, size_bytes=file.size_bytes, digest=file.digest, what=file.name)
-            run.remote.put(attempt.directory, file.name, whole)
+            path = run.staging.path(run.run_uid, attempt.directory, file.name)
+            run.remote.put_file(attempt.directory, file, path, pace=pace, level=run.spec.options.compress)
 
     def _persist_epoch(self, run: NodeRun, epoch: int) -> None:
         name, path = run.spec.name, run.spec.storage_path
@@ -679,7 +689,7 @@ class NodeAgent:
                 credentials=self._keys.credentials(run.run_uid),
                 arenas=run.arenas,
                 staging=run.staging,
-                remote=run.remote,
+                storage=run.spec.storage,
                 endpoints=run.endpoints,
             )
             ticket: RestoreTicket = await self._in_thread(self._disk_io, finder.ticket, plan)

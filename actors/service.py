@@ -14,13 +14,14 @@ from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator import Coordinator
 from ray_ckpt.actors.ray_state import owner_here
 from ray_ckpt.actors.wire import Joined, RunSpec
-from ray_ckpt.config import RunOptions, local_path
+from ray_ckpt.config import RunOptions
 from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.core.messages import GroupNode, RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, ServiceError, Unavailable
 from ray_ckpt.format.names import check_run_name
 from ray_ckpt.link import ArenaGrant, Identity, SealedShard
+from ray_ckpt.location import Location, storage_options
 from ray_ckpt.restore import Place, RestoreTicket, Shared
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, RankRestore
 
@@ -72,7 +73,9 @@ def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -
     ConfigError says what is wrong; RunInUse and RunSuperseded, that somebody else has the run.
     """
     check_run_name(name)
-    spec = RunSpec(name=name, storage_path=str(local_path(storage_path)), options=options)
+    location = Location.parse(storage_path)
+    storage_options(location, options.storage_options)
+    spec = RunSpec(name=name, storage_path=str(location), options=options)
     ask(coordinator().open_run.remote(spec, owner), OPEN_S)
     return spec
 
@@ -106,7 +109,7 @@ def finish_run(spec: RunSpec) -> CheckpointInfo | None:
 
 def exposure(*, run: str, storage_path: str) -> tuple[Exposure, ...]:
     """What the death of each node of the run's group would cost right now. Unavailable if it is not open."""
-    key = RunSpec(name=run, storage_path=str(local_path(storage_path)), options=RunOptions()).key
+    key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
     found: tuple[Exposure, ...] = ask(coordinator().exposure.remote(key), CALL_S)
     return found
 
@@ -125,7 +128,7 @@ def unpin(*, run: str, storage_path: str, step: int, owner: str) -> None:
 
 
 def _change_pin(method: str, run: str, storage_path: str, step: int, *args: Any) -> None:
-    key = RunSpec(name=run, storage_path=str(local_path(storage_path)), options=RunOptions()).key
+    key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
     ask(getattr(coordinator(), method).remote(key, step, *args), CALL_S)
 
 

@@ -223,7 +223,9 @@ class SharedReads:
         places = {place_of(row.row): memory[row.offset : row.offset + row.row.nbytes] for row in batch}
         good: set[Place] = set()
         ticket = self._ticket
-        reader = SourceReader(self._attempt, ticket.sources, credentials=ticket.credentials)
+        reader = SourceReader(
+            self._attempt, ticket.sources, credentials=ticket.credentials, remote=ticket.remote
+        )
         reader.read(
             [row.row for row in batch], lambda row: _Landed(places[place_of(row)], place_of(row), good)
         )

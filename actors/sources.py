@@ -14,7 +14,7 @@ from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_fragment
 from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.restore import RestoreTicket, Source
 from ray_ckpt.storage.disks import Disks
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote import RemoteRef
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
@@ -32,7 +32,7 @@ class SourceFinder:
         credentials: Credentials,
         arenas: Mapping[int, RankArena],
         staging: Disks,
-        remote: RemoteTier,
+        storage: RemoteRef,
         endpoints: Mapping[str, str],
     ) -> None:
         self._run_uid = run_uid
@@ -40,7 +40,7 @@ class SourceFinder:
         self._credentials = credentials
         self._arenas = arenas
         self._staging = staging
-        self._remote = remote
+        self._storage = storage
         self._endpoints = endpoints
 
     def ticket(self, plan: SessionPlan) -> RestoreTicket:
@@ -70,6 +70,7 @@ class SourceFinder:
             fragments=tuple(fragments),
             sources=sources,
             credentials=self._credentials,
+            storage=self._storage,
             node_ranks=self._node_ranks(plan),
         )
 
@@ -90,20 +91,22 @@ class SourceFinder:
         peers = [node for node in holders if node != self._node_id and node in self._endpoints]
         found += [Source(tier="peer", where=node, endpoint=self._endpoints[node]) for node in peers]
         if checkpoint.level >= Level.DURABLE:
-            path = str(self._remote.path(attempt.directory, file))
-            found.append(Source(tier="remote", where=path, path=path))
+            found.append(Source(tier="remote", where=self._storage.open().where))
         return tuple(found)
 
     def _first_fragment(self, attempt: AttemptId, name: str, sources: Iterable[Source]) -> bytes:
         """The fragment's bytes from the first source whose bytes decode."""
         for source in sources:
-            with contextlib.suppress(OSError, CheckpointError):
+            with contextlib.suppress(OSError, EOFError, CheckpointError):
                 data = self._read_whole(attempt, name, source)
                 decode_fragment(data)
                 return data
         raise RestoreError(f"No source has {name} of step {attempt.step} intact.")
 
     def _read_whole(self, attempt: AttemptId, name: str, source: Source) -> bytes:
+        if source.tier == "remote":
+            tier = self._storage.open()
+            return tier.read_whole(attempt.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
         if source.tier != "peer":
             return Path(source.path).read_bytes()
         file = FileName(run_uid=self._run_uid, directory=attempt.directory, file=name)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.format.records import LogRecord
+from ray_ckpt.location import Location
+from ray_ckpt.storage.remote import RemoteRef
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.types import CheckpointInfo, Exposure, RankRestore
 
@@ -22,7 +24,14 @@ class RunSpec:
 
     @property
     def key(self) -> str:
-        return f"{self.storage_path.rstrip('/')}/{self.name}"
+        return str(Location.parse(self.storage_path) / self.name)
+
+    @property
+    def storage(self) -> RemoteRef:
+        options = self.options.storage_options or {}
+        return RemoteRef(
+            storage_path=self.storage_path, run_name=self.name, options=tuple(sorted(options.items()))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

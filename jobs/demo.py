@@ -15,10 +15,10 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from rich.console import Console
@@ -33,7 +33,8 @@ from ray_ckpt.catalog import Catalog
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.records import Commit, LogRecord, Promote, Retired, Session
-from ray_ckpt.types import Level
+from ray_ckpt.location import Location
+from ray_ckpt.types import Level, RankRestore, Tier
 
 STEPS = 70
 EVERY_STEPS = 10
@@ -42,7 +43,7 @@ STEP_TIME_S = 0.25
 MARKER = ".ray_ckpt-demo"  # only a folder with this file in it is wiped
 CALM, STORMY = "gpt-calm", "gpt-with-failure"
 POLL_S = 0.3
-TIER_NAMES = {
+TIER_NAMES: Mapping[Tier, str] = {
     "memory": "its own memory",
     "local": "its own disk",
     "peer": "a peer's disk",
@@ -52,10 +53,22 @@ TIER_NAMES = {
 console = Console(highlight=False, soft_wrap=True)
 
 
+class Followed(Protocol):
+    """A training that is watched."""
+
+    step: int
+
+    def is_running(self) -> bool: ...
+
+    def poll(self) -> list[str]:
+        """Brings `step` up to date; what is new, in lines for a person."""
+        ...
+
+
 class Watch:
     """Follows a run from outside: its steps through the history file, its checkpoints through the log."""
 
-    def __init__(self, cluster: LocalCluster, out: Path, name: str) -> None:
+    def __init__(self, cluster: LocalCluster, out: Path, name: str, trainer: threading.Thread) -> None:
         self.cluster = cluster
         self.name = name
         self.history = out / f"{name}.jsonl"
@@ -63,7 +76,11 @@ class Watch:
         self.step = 0
         self.status: RunStatus | None = None
         self.steps_of: dict[str, int] = {}
+        self._trainer = trainer
         self._seen = 0
+
+    def is_running(self) -> bool:
+        return self._trainer.is_alive()
 
     def poll(self) -> list[str]:
         """New log records as lines for a person."""
@@ -161,7 +178,7 @@ def training(cluster: LocalCluster, out: Path, name: str) -> Iterator[Watch]:
     options = f"--name {name} --steps {STEPS} --workers 2 --every-steps {EVERY_STEPS} --remote-every 3"
     args = parse_args([*options.split(), "--step-time-s", str(STEP_TIME_S), "--eval-every", str(STEPS)])
     args.storage_path, args.history = str(out / "storage"), str(out / f"{name}.jsonl")
-    watch, errors = Watch(cluster, out, name), []
+    errors: list[BaseException] = []
 
     def fit() -> None:
         try:
@@ -171,7 +188,7 @@ def training(cluster: LocalCluster, out: Path, name: str) -> Iterator[Watch]:
 
     thread = threading.Thread(target=fit, name="trainer", daemon=True)
     thread.start()
-    watch.is_running = thread.is_alive  # type: ignore[attr-defined]
+    watch = Watch(cluster, out, name, thread)
     yield watch
     thread.join()
     for line in watch.poll():
@@ -180,7 +197,7 @@ def training(cluster: LocalCluster, out: Path, name: str) -> Iterator[Watch]:
         raise errors[0]
 
 
-def follow(watch: Watch, until: int = STEPS) -> None:
+def follow(watch: Followed, until: int = STEPS) -> None:
     """Show progress until that step is done, or until the training has ended."""
     columns = (
         TextColumn("  training"),
@@ -189,7 +206,7 @@ def follow(watch: Watch, until: int = STEPS) -> None:
     )
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
         task = progress.add_task("steps", total=STEPS)
-        while watch.is_running() and (watch.step < until or until >= STEPS):  # type: ignore[attr-defined]
+        while watch.is_running() and (watch.step < until or until >= STEPS):
             for line in watch.poll():
                 progress.console.print("  " + line)
             progress.update(task, completed=watch.step)
@@ -231,40 +248,51 @@ def note_recovery(watch: Watch, times: Mapping[str, float]) -> dict[str, float]:
 
 def compare(out: Path, status: RunStatus, times: Mapping[str, float]) -> list[str]:
     """Everything that should hold after the failure; the returned lines say what does not."""
-    calm = {line["step"]: line["loss"] for line in read_history(out / f"{CALM}.jsonl")}
-    stormy = read_history(out / f"{STORMY}.jsonl")
-    differing = [line["step"] for line in stormy if line["loss"] != calm[line["step"]]]
-    bytes_by_tier: dict[str, int] = {}
-    for part in (part for rank in status.restores for part in rank.parts):
-        bytes_by_tier[part.tier] = bytes_by_tier.get(part.tier, 0) + part.size_bytes
-    before, after = final_digests(out, CALM), final_digests(out, STORMY)
-    different = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+    tiers = bytes_by_tier(status.restores)
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_row("the group was started again", f"{times['session']:.1f} s after the kill")
     table.add_row("reading and verifying its state took", f"{times['restore'] * 1e3:.0f} ms")
     table.add_row("the first new step was done", f"{times['first step']:.1f} s after the kill")
     table.add_row("steps done twice", f"{times['repeated']:.0f} (a checkpoint every {EVERY_STEPS} steps)")
-    for tier, size in sorted(bytes_by_tier.items()):
+    for tier, size in sorted(tiers.items()):
         table.add_row(f"restored from {TIER_NAMES[tier]}", f"{size / 1e6:.2f} MB")
+    failures = compare_bits(table, out, out / "storage", STORMY)
+    console.print(table)
+    if "remote" in tiers or not tiers.get("peer"):
+        failures.append(f"the lost shard should have come from a peer, but bytes came from {tiers}")
+    return failures
+
+
+def bytes_by_tier(restores: Iterable[RankRestore]) -> dict[Tier, int]:
+    found: dict[Tier, int] = {}
+    for part in (part for rank in restores for part in rank.parts):
+        found[part.tier] = found.get(part.tier, 0) + part.size_bytes
+    return found
+
+
+def compare_bits(table: Table, out: Path, runs: Path | Location, name: str) -> list[str]:
+    """The run of that name beside the calm one: what was compared goes to the table, what differs is
+    returned."""
+    calm = {line["step"]: line["loss"] for line in read_history(out / f"{CALM}.jsonl")}
+    stormy = read_history(out / f"{name}.jsonl")
+    differing = [line["step"] for line in stormy if line["loss"] != calm[line["step"]]]
+    before, after = final_digests(str(runs / CALM)), final_digests(str(runs / name))
+    different = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
     table.add_row("losses compared, bit for bit", f"{len(stormy)}, of which {len(differing)} differ")
     table.add_row(
         "slices and states of the last step compared", f"{len(after)}, of which {len(different)} differ"
     )
-    console.print(table)
     failures = []
     if differing or {line["step"] for line in stormy} != set(calm):
         failures.append(f"losses differ at steps {differing[:10]}, or steps are missing")
     if different or not after:
         failures.append(f"the final state differs in {different[:5]}")
-    if "remote" in bytes_by_tier or not bytes_by_tier.get("peer"):
-        failures.append(f"the lost shard should have come from a peer, but bytes came from {bytes_by_tier}")
     return failures
 
 
-def final_digests(out: Path, name: str) -> dict[tuple[str, str], str]:
+def final_digests(run: str) -> dict[tuple[str, str], str]:
     """Digest of every slice and state file of the last checkpoint: model, optimizer, schedule, RNG, data."""
-    catalog = Catalog(out / "storage" / name)
-    rows = (row for fragment in catalog[STEPS].fragments() for row in fragment.rows)
+    rows = (row for fragment in Catalog(run)[STEPS].fragments() for row in fragment.rows)
     return {(row.file, row.label): row.digest for row in rows if row.kind != "header"}
 
 

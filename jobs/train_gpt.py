@@ -38,6 +38,7 @@ import ray_ckpt
 from jobs.gpt import GPT, WarmupCosine, next_byte_loss
 from jobs.text import Batch, ByteLoader, as_batch, cut_blocks, read_text, split_text
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.location import Location
 from ray_ckpt.train import CheckpointCallback, check_storage_path
 
 log = logging.getLogger(__name__)  # Ray Train shows each line once; what workers print it shows twice
@@ -218,7 +219,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run = parser.add_argument_group("run")
     run.add_argument("--name", default="gpt", help="run name; with the same storage path it resumes")
     run.add_argument(
-        "--storage-path", type=absolute, default="~/ray_ckpt_runs", help="folder of runs, shared by all nodes"
+        "--storage-path",
+        type=absolute,
+        default="~/ray_ckpt_runs",
+        help="folder of runs that all nodes share, or s3://...",
     )
     run.add_argument("--steps", type=positive, default=200, help="optimizer steps in all")
     run.add_argument("--workers", type=positive, help="ranks; else one per GPU, or up to two on CPUs")
@@ -286,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     loss = "nothing left to do" if done["loss"] is None else f"loss {done['loss']:.4f}"
     print(f"step {done['step']}: {loss}")
     print("checkpoint:", result.checkpoint.path if result.checkpoint else "none reported to Ray Train")
-    print("list them:  ray-ckpt ls", shlex.quote(f"{args.storage_path.rstrip('/')}/{args.name}"))
+    print("list them:  ray-ckpt ls", shlex.quote(str(Location.parse(args.storage_path) / args.name)))
     return 0
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ray_ckpt.actors.service import connect, exposure, pin, unpin
     from ray_ckpt.catalog import Catalog
     from ray_ckpt.client import Checkpointer, RestoreInfo
+    from ray_ckpt.opened import open
 
 _HOMES = {
     "Catalog": "ray_ckpt.catalog",
@@ -20,6 +21,7 @@ _HOMES = {
     "RestoreInfo": "ray_ckpt.client",
     "connect": "ray_ckpt.actors.service",
     "exposure": "ray_ckpt.actors.service",
+    "open": "ray_ckpt.opened",
     "pin": "ray_ckpt.actors.service",
     "unpin": "ray_ckpt.actors.service",
 }
@@ -31,6 +33,7 @@ __all__ = [
     "__version__",
     "connect",
     "exposure",
+    "open",
     "pin",
     "unpin",
 ]

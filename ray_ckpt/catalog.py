@@ -7,8 +7,8 @@ error, never a shorter history.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,9 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from ray_ckpt.config import local_path
 from ray_ckpt.core.history import RunHistory, SessionInfo
-from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, StoragePathError
+from ray_ckpt.errors import ConfigError, CorruptionError, FormatError
 from ray_ckpt.format import names, records
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import (
@@ -29,9 +28,23 @@ from ray_ckpt.format.manifest import (
     decode_fragment,
     rows_table,
 )
-from ray_ckpt.storage.log_store import PosixLogStore, read_covered, read_run
+from ray_ckpt.location import Location
+from ray_ckpt.storage.file_store import FileStore
+from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, read_run
+from ray_ckpt.storage.remote import RemoteTier, open_store
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level
-from ray_ckpt.verify import Damage, Progress, VerifyReport, is_fragment, read_whole, verify_directory
+from ray_ckpt.verify import (
+    CheckpointFiles,
+    Damage,
+    Progress,
+    StoragePath,
+    VerifyReport,
+    is_fragment,
+    locate,
+    readable,
+    verify_directory,
+    verify_files,
+)
 
 __all__ = [
     "Catalog",
@@ -40,11 +53,12 @@ __all__ = [
     "SessionInfo",
     "VerifyReport",
     "find_runs",
-    "is_run",
     "to_datetime",
     "verify_directory",
 ]
 
+REQUESTS_AT_A_TIME = 16  # for small files of a store that answers late
+MAX_FOLDERS = 1000  # of a storage path that are looked into for runs
 _MAX_TIME_S = 253_402_300_800.0  # the year 10000: what datetime can hold
 _MAX_NAMED_RUNS = 10  # in a hint
 
@@ -55,45 +69,55 @@ _MAX_NAMED_RUNS = 10  # in a hint
 class Catalog:
     """A run's log, read once from its newest snapshot on. `path` is `<storage_path>/<run>` or its `ray_ckpt`.
 
+    It may be a folder or a URL, as the training's storage path; `storage_options` are those of RunOptions.
     `catalog[30]` is the newest live checkpoint of step 30, the current lineage first; iterating gives the
-    live checkpoints in log order. Raises ConfigError if there is no run at `path`, StoragePathError if its
-    log cannot be read, FormatError if its log is damaged.
+    live checkpoints in log order. Raises ConfigError if there is no run at `path` or no way to open it,
+    StoragePathError if its log cannot be read, FormatError if its log is damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = _run_root(path)
-        self._store = PosixLogStore(self.path / names.LOG_DIR)
+    def __init__(self, path: StoragePath, storage_options: Mapping[str, str] | None = None) -> None:
+        run = _run_at(locate(path), storage_options)
+        self._tier = RemoteTier(run / names.SERVICE_DIR, storage_options)
         self.refresh()
+
+    @property
+    def where(self) -> str:
+        """The folder that holds the log and the checkpoints: a path or a URL."""
+        return self._tier.where
+
+    @property
+    def path(self) -> Path | None:
+        """`where`, if it is a folder of this machine."""
+        root = self._tier.root
+        return root.folder if root.is_posix else None
 
     def refresh(self) -> None:
         """Read the log again. If that fails, the catalog stays as it was."""
-        try:
-            listed = [seq for name in self._store.list() if (seq := names.record_seq(name)) is not None]
-            history, found = read_run(self._store)  # after the listing: all that was listed must be here
-        except OSError as error:
-            raise self._unreadable(error) from error
+        with readable(self._tier.root):
+            listed = self._tier.log.list()
+            # after the listing: all that was listed must be here
+            history, found = read_run(self._ahead(_read_first(listed)))
         base = history.copy()
         for record, record_digest in found:
             history.apply(record, record_digest)
-        if max(listed, default=-1) >= history.next_seq:
+        last = max(_seqs(listed), default=-1)
+        if last >= history.next_seq:
             raise FormatError(
-                f"The log in {self.path} has no record {history.next_seq}, but record {max(listed)}.",
+                f"The log in {self.where} has no record {history.next_seq}, but record {last}.",
                 hint="Bring the missing file back from a backup; nothing after it can be trusted.",
-                path=str(self.path),
+                path=self.where,
             )
         if history.next_seq == 0:
             raise ConfigError(
-                f"The log in {self.path} has no records.", hint="The run has not begun.", path=str(self.path)
+                f"The log in {self.where} has no records.", hint="The run has not begun.", path=self.where
             )
         self._base, self._history, self._newest = base, history, tuple(record for record, _ in found)
         self._branch = _whole_lineage(history)
 
-    def _unreadable(self, error: OSError) -> StoragePathError:
-        return StoragePathError(
-            f"The log in {self.path} cannot be read: {error}.",
-            hint="Checkpoints are private to the user that trained; read them as that user.",
-            path=str(self.path),
-        )
+    def _ahead(self, wanted: Iterable[str]) -> LogStore:
+        """The log, with `wanted` fetched at once where each answer takes long. OSError."""
+        log = self._tier.log
+        return log if self._tier.root.is_posix else _Fetched(log, wanted)
 
     @property
     def run_name(self) -> str:
@@ -134,11 +158,29 @@ class Catalog:
         return self.view(found[-1]) if found else None
 
     def view(self, info: CheckpointInfo) -> CheckpointView:
-        folder = self.path / names.CHECKPOINTS_DIR / info.directory
-        there = info.level is Level.DURABLE and (
-            info.state == "live" or (info.state != "collected" and folder.is_dir())
+        """What there is of a checkpoint; the store is asked only if it was retired or lost."""
+        there = _may_have_files(info)
+        if there and info.state != "live":
+            with readable(self._tier.root):
+                folder = f"{names.CHECKPOINTS_DIR}/{info.directory}"
+                there = bool(self._tier.files.children(folder).files)
+        return self._view(info, there)
+
+    def views(self, *, all: bool = False) -> tuple[CheckpointView, ...]:
+        """As `list`. The folders of what was retired or lost are listed at once, if there are any."""
+        known = self.list(all=all)
+        folders: tuple[str, ...] = ()
+        if any(_may_have_files(info) and info.state != "live" for info in known):
+            with readable(self._tier.root):
+                folders = self._tier.files.children(names.CHECKPOINTS_DIR).folders
+        there = {folder.rpartition("/")[2] for folder in folders}
+        return tuple(
+            self._view(info, _may_have_files(info) and (info.state == "live" or info.directory in there))
+            for info in known
         )
-        return CheckpointView(info=info, path=folder if there else None)
+
+    def _view(self, info: CheckpointInfo, there: bool) -> CheckpointView:
+        return CheckpointView(info=info, tier=self._tier if there else None)
 
     def __getitem__(self, step: int) -> CheckpointView:
         if (view := self.find(step)) is not None:
@@ -154,13 +196,13 @@ class Catalog:
         return any(c.step == step for c in self.checkpoints)
 
     def __iter__(self) -> Iterator[CheckpointView]:
-        return map(self.view, self.checkpoints)
+        return iter(self.views())
 
     def __len__(self) -> int:
         return len(self.checkpoints)
 
     def __repr__(self) -> str:
-        return f"Catalog({str(self.path)!r}, run_name={self.run_name!r}, {len(self)} live checkpoints)"
+        return f"Catalog({self.where!r}, run_name={self.run_name!r}, {len(self)} live checkpoints)"
 
     def to_arrow(self) -> pa.Table:
         """One row per checkpoint that the log knows, in log order, whatever its `state`.
@@ -168,7 +210,8 @@ class Catalog:
         `resumed` says whether it is on the current lineage: whether the newest state comes from it. Metrics
         are columns `metric.<name>`, null where a checkpoint has none of that name.
         """
-        known = self.list(all=True)
+        views = self.views(all=True)
+        known = [view.info for view in views]
         columns: dict[str, pa.Array] = {
             "step": pa.array([c.step for c in known], pa.int64()),
             "session": pa.array([c.id.session for c in known], pa.int64()),
@@ -182,7 +225,7 @@ class Catalog:
             "committed_at": _times(c.committed_at_s for c in known),
             "root_digest": pa.array([c.root_digest for c in known], pa.string()),
             "directory": pa.array([c.directory for c in known], pa.string()),
-            "on_storage": pa.array([self.view(c).path is not None for c in known], pa.bool_()),
+            "on_storage": pa.array([view.where is not None for view in views], pa.bool_()),
             "resumed": pa.array([c.id.attempt in self._branch for c in known], pa.bool_()),
         }
         for name in sorted({name for c in known for name in c.metrics}):
@@ -199,10 +242,9 @@ class Catalog:
         Only records that are still there: of a long log those between the first and the last day or two are
         in its snapshots alone.
         """
-        try:
-            covered = read_covered(self._store, self._base)
-        except OSError as error:
-            raise self._unreadable(error) from error
+        with readable(self._tier.root):
+            seqs = (seq for seq in _seqs(self._tier.log.list()) if seq < self._base.next_seq)
+            covered = read_covered(self._ahead(map(names.record_file, seqs)), self._base)
         log = (*(record for record, _ in covered), *self._newest)
         rows = [self._event(record) for record in log]
         columns = {
@@ -269,29 +311,45 @@ _EVENT_COLUMNS: Mapping[str, pa.DataType] = {
 class CheckpointView:
     """One checkpoint: what the log says of it and, once it is durable, its files.
 
-    `path` is its folder on the storage path, None while it is in the cluster only. Reading files of such a
-    one is a ConfigError; damage is a CorruptionError that names the file.
+    `tier` is None while it is in the cluster only. Reading files of such a one is a ConfigError; damage is a
+    CorruptionError that names the file.
     """
 
     info: CheckpointInfo
-    path: Path | None
+    tier: RemoteTier | None
+
+    @property
+    def where(self) -> str | None:
+        """Its folder on the storage path: a path or a URL."""
+        return None if self.tier is None else str(self._location(self.tier))
+
+    @property
+    def path(self) -> Path | None:
+        """`where`, if it is a folder of this machine."""
+        return None if self.tier is None or not self.tier.root.is_posix else self._location(self.tier).folder
+
+    def files(self) -> CheckpointFiles:
+        """Nothing is asked of the store yet."""
+        if self.tier is None:
+            there = "in the cluster only" if self.info.state == "live" else self.info.state
+            raise ConfigError(
+                f"Step {self.info.step} is {there}; the storage path has no files of it.",
+                hint="Only live checkpoints that are durable can be read here.",
+                step=self.info.step,
+            )
+        folder = f"{names.CHECKPOINTS_DIR}/{self.info.directory}"
+        return CheckpointFiles(self._location(self.tier), self.tier.files, folder)
 
     def description(self) -> CheckpointDescription:
         """What its `checkpoint.json` says, checked against the log."""
-        data = read_whole(self._folder() / names.CHECKPOINT_JSON, MAX_DESCRIPTION_BYTES)
-        description = decode_checkpoint(data)
-        if (description.attempt, description.root_digest) != (self.info.id, self.info.root_digest):
-            raise CorruptionError(
-                f"{self._folder() / names.CHECKPOINT_JSON} does not describe what the log committed.",
-                hint="Run `ray-ckpt verify` on it, and restore another step.",
-                file=names.CHECKPOINT_JSON,
-            )
-        return description
+        return self._description(self.files())
 
     def fragments(self) -> tuple[Fragment, ...]:
         """Its manifest, by node, each fragment checked against its digest in `checkpoint.json`."""
-        listed = [f for f in self.description().files if is_fragment(f.name)]
-        return tuple(self._fragment(entry) for entry in listed)
+        files = self.files()
+        listed = [f for f in self._description(files).files if is_fragment(f.name)]
+        with ThreadPoolExecutor(REQUESTS_AT_A_TIME, thread_name_prefix="ray_ckpt-manifest") as pool:
+            return tuple(pool.map(lambda entry: _fragment(files, entry), listed))
 
     def slices(self) -> pa.Table:
         """Its manifest as one table, a row per byte range; see format.manifest.COLUMNS."""
@@ -299,64 +357,129 @@ class CheckpointView:
 
     def verify(self, progress: Progress | None = None) -> tuple[Damage, ...]:
         """Everything that is wrong with its files; empty if each byte is as it was saved."""
-        folder = self._folder()
-        return verify_directory(folder, root_digest=self.info.root_digest, progress=progress).damages
+        return verify_files(self.files(), root_digest=self.info.root_digest, progress=progress).damages
 
-    def _fragment(self, entry: FileEntry) -> Fragment:
-        data = read_whole(self._folder() / entry.name, MAX_FRAGMENT_BYTES)
-        if digest(data) != entry.digest:
+    def _location(self, tier: RemoteTier) -> Location:
+        return tier.root / names.CHECKPOINTS_DIR / self.info.directory
+
+    def _description(self, files: CheckpointFiles) -> CheckpointDescription:
+        description = decode_checkpoint(files.read_whole(names.CHECKPOINT_JSON, MAX_DESCRIPTION_BYTES))
+        if (description.attempt, description.root_digest) != (self.info.id, self.info.root_digest):
             raise CorruptionError(
-                f"{self._folder() / entry.name} differs from its digest.",
-                hint="Run `ray-ckpt verify` on it, and restore another step.",
-                file=entry.name,
+                f"{files.place(names.CHECKPOINT_JSON)} does not describe what the log committed.",
+                hint=_DAMAGED,
+                file=names.CHECKPOINT_JSON,
             )
-        return decode_fragment(data)
-
-    def _folder(self) -> Path:
-        if self.path is None:
-            where = "in the cluster only" if self.info.state == "live" else self.info.state
-            raise ConfigError(
-                f"Step {self.info.step} is {where}; the storage path has no files of it.",
-                hint="Only live checkpoints that are durable can be read here.",
-                step=self.info.step,
-            )
-        return self.path
+        return description
 
 
-def find_runs(path: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """The folders of the runs directly below a storage path, by name."""
-    try:
-        return tuple(sorted(child for child in _absolute(path).iterdir() if _log_in(child) is not None))
-    except OSError:
-        return ()
+_DAMAGED = "Run `ray-ckpt verify` on it, and restore another step."
 
 
-def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether `Catalog(path)` finds a log there."""
-    return _log_in(_absolute(path)) is not None
+def _fragment(files: CheckpointFiles, entry: FileEntry) -> Fragment:
+    data = files.read_whole(entry.name, MAX_FRAGMENT_BYTES)
+    if digest(data) != entry.digest:
+        raise CorruptionError(
+            f"{files.place(entry.name)} differs from its digest.", hint=_DAMAGED, file=entry.name
+        )
+    return decode_fragment(data)
 
 
-def _run_root(path: str | os.PathLike[str]) -> Path:
-    folder = _absolute(path)
-    if (root := _log_in(folder)) is not None:
-        return root
-    found = [run.name for run in find_runs(folder)]
+def _may_have_files(info: CheckpointInfo) -> bool:
+    """On the storage path: a live one has them, and another one until they are deleted."""
+    return info.level is Level.DURABLE and info.state != "collected"
+
+
+# Runs of a storage path
+
+
+def find_runs(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> tuple[Location, ...]:
+    """The folders of the runs directly below a storage path, by name; none if it is not there.
+
+    Looks into the first MAX_FOLDERS folders, with a request each. StoragePathError if the path cannot be
+    read, ConfigError if it cannot be opened.
+    """
+    location = locate(path)
+    with readable(location):
+        return _runs_in(location, open_store(location, storage_options)[0])
+
+
+def _run_at(location: Location, storage_options: Mapping[str, str] | None) -> Location:
+    """The folder of the run that somebody means by `location`. ConfigError if there is none."""
+    with readable(location):
+        files = open_store(location, storage_options)[0]
+        if (run := _run_in(location, files)) is not None:
+            return run
+        found = [run.name for run in _runs_in(location, files)]
     more = f" and {len(found) - _MAX_NAMED_RUNS} more" if len(found) > _MAX_NAMED_RUNS else ""
     hint = "Give <storage_path>/<run name>, as in the RunConfig of the training."
     if found:
-        hint = f"It holds the runs {', '.join(found[:_MAX_NAMED_RUNS])}{more}; open {folder / found[0]}, say."
-    raise ConfigError(f"There is no run at {folder}.", hint=hint, path=str(folder))
+        hint = (
+            f"It holds the runs {', '.join(found[:_MAX_NAMED_RUNS])}{more}; open {location / found[0]}, say."
+        )
+    raise ConfigError(f"There is no run at {location}.", hint=hint, path=str(location))
 
 
-def _log_in(folder: Path) -> Path | None:
-    """The folder that holds the log of the run at `folder`."""
-    roots = [folder / names.SERVICE_DIR, *([folder] if folder.name == names.SERVICE_DIR else [])]
-    return next((root for root in roots if (root / names.LOG_DIR).is_dir()), None)
+def _runs_in(location: Location, files: FileStore) -> tuple[Location, ...]:
+    folders = sorted(files.children().folders)[:MAX_FOLDERS]
+
+    def is_run_folder(folder: str) -> bool:
+        try:
+            return _has_log(files, f"{folder}/{names.SERVICE_DIR}")
+        except PermissionError:  # somebody else's
+            return False
+
+    with ThreadPoolExecutor(REQUESTS_AT_A_TIME, thread_name_prefix="ray_ckpt-runs") as pool:
+        found = zip(folders, pool.map(is_run_folder, folders), strict=True)
+        return tuple(location / folder for folder, it_is in found if it_is)
 
 
-def _absolute(path: str | os.PathLike[str]) -> Path:
-    text = os.fspath(path)
-    return local_path(text if "://" in text else str(Path(text).expanduser().absolute()))
+def _run_in(location: Location, files: FileStore) -> Location | None:
+    """The run whose folder is `location`, or whose `ray_ckpt` it is; `files` are those below it."""
+    if _has_log(files, names.SERVICE_DIR):
+        return location
+    return location.parent if location.name == names.SERVICE_DIR and _has_log(files, "") else None
+
+
+def _has_log(files: FileStore, folder: str) -> bool:
+    log = f"{folder}/{names.LOG_DIR}" if folder else names.LOG_DIR
+    return log in files.children(folder).folders
+
+
+# Reading
+
+
+class _Fetched(MemoryLogStore):
+    """For reading: what was fetched at once, and the store behind it for everything else."""
+
+    def __init__(self, store: LogStore, wanted: Iterable[str]) -> None:
+        super().__init__()
+        self._store = store
+        asked = tuple(wanted)
+        with ThreadPoolExecutor(REQUESTS_AT_A_TIME, thread_name_prefix="ray_ckpt-log") as pool:
+            for name, data in zip(asked, pool.map(store.read, asked), strict=True):
+                if data is not None:
+                    self.objects[name] = data
+
+    def read(self, name: str) -> bytes | None:
+        return self.objects[name] if name in self.objects else self._store.read(name)
+
+    def list(self, prefix: str = "") -> tuple[str, ...]:
+        return self._store.list(prefix)
+
+
+def _seqs(listed: Iterable[str]) -> Iterator[int]:
+    """The numbers of the records among the names in a log."""
+    return (seq for name in listed if (seq := names.record_seq(name)) is not None)
+
+
+def _read_first(listed: Iterable[str]) -> Iterator[str]:
+    """What a reader of the run asks for if all is well: record 0, the newest snapshot, what follows it."""
+    listed = tuple(listed)
+    newest = max((seq for name in listed if (seq := names.snapshot_seq(name)) is not None), default=-1)
+    if newest >= 0:
+        yield names.snapshot_file(newest)
+    yield from (names.record_file(seq) for seq in _seqs(listed) if seq == 0 or seq > newest)
 
 
 def _whole_lineage(history: RunHistory) -> frozenset[str]:

@@ -1,5 +1,5 @@
 """`ray-ckpt`: look at the checkpoints of a run, verify them, and see what retention would do, on any machine
-that sees the storage path.
+that reaches the storage path.
 
 Reads only, through the catalog; needs no cluster. Everything is there as JSON too, for scripts.
 """
@@ -12,8 +12,9 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -25,14 +26,13 @@ from rich.table import Table
 
 import ray_ckpt
 from ray_ckpt.catalog import (
+    REQUESTS_AT_A_TIME,
     Catalog,
     CheckpointView,
     Damage,
     VerifyReport,
     find_runs,
-    is_run,
     to_datetime,
-    verify_directory,
 )
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.retention import (
@@ -47,7 +47,9 @@ from ray_ckpt.core.retention import (
 )
 from ray_ckpt.errors import CheckpointError, ConfigError
 from ray_ckpt.format import jsontext, names
+from ray_ckpt.location import Location
 from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.verify import CheckpointFiles, files_at, readable, verify_files
 
 EXIT_DAMAGED = 1
 EXIT_USAGE = 2
@@ -61,11 +63,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Look at the checkpoints of a run, verify them, and see what retention would do. Needs no cluster.",
-    epilog="Exit codes: 0 fine, 1 damage found, 2 wrong usage or nothing there to read.",
+    epilog="PATH is a folder or a URL: `/shared/runs/gpt`, `s3://bucket/runs/gpt`, `gs://bucket/runs/gpt`. "
+    "Credentials come from the environment, a profile or a role. "
+    "Exit codes: 0 fine, 1 damage found, 2 wrong usage or nothing there to read.",
 )
 
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="The run: `<storage_path>/<run name>`.", show_default=False)
+    str, typer.Argument(metavar="PATH", help="The run: `<storage_path>/<run name>`.", show_default=False)
+]
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        metavar="NAME=VALUE",
+        help="How to open a URL, such as profile=training; no secrets. Repeatable.",
+        show_default=False,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -94,6 +107,13 @@ def _root(
     pass
 
 
+def _options(given: Iterable[str] | None) -> dict[str, str]:
+    """`profile=training` as an option of the store."""
+    if any("=" not in text for text in given or ()):  # it is not shown: it may be a secret
+        raise ConfigError("A --storage-option has no value.", hint="Give NAME=VALUE.")
+    return dict(text.partition("=")[::2] for text in given or ())
+
+
 def _keep(name: str, text: str, metavar: str | None = None) -> Any:
     """An option of `gc` that says what to keep."""
     panel = "Another policy than the last session's"
@@ -106,7 +126,7 @@ def _keep(name: str, text: str, metavar: str | None = None) -> Any:
 @app.command()
 def ls(
     path: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="PATH",
             help="The run, `<storage_path>/<run name>`, or a storage path with several runs.",
@@ -114,6 +134,7 @@ def ls(
         ),
     ],
     all: Annotated[bool, typer.Option("--all", help="Also what is lost, retired or deleted.")] = False,
+    storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the checkpoints of a run, oldest first, or the runs of a storage path.
@@ -122,10 +143,16 @@ def ls(
 
     Example: `ray-ckpt ls /shared/runs/gpt --all`
     """
-    if not is_run(path) and (runs := find_runs(path)):
-        _list_runs([_run_summary(run) for run in runs], as_json)
+    options = _options(storage_option)
+    try:
+        catalog = Catalog(path, options)
+    except ConfigError:
+        if not (runs := find_runs(path, options)):
+            raise
+        with ThreadPoolExecutor(REQUESTS_AT_A_TIME) as pool:
+            _list_runs(list(pool.map(lambda run: _run_summary(run, options), runs)), as_json)
     else:
-        _list_checkpoints(Catalog(path), all, as_json)
+        _list_checkpoints(catalog, all, as_json)
 
 
 def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
@@ -134,11 +161,11 @@ def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
     lineage = {c.id.attempt for c in catalog.lineage}
     rows = [
         {
-            **_info_json(catalog.view(c)),
-            "newest": c.id.attempt == last,
-            "on_lineage": c.id.attempt in lineage,
+            **_info_json(view),
+            "newest": view.info.id.attempt == last,
+            "on_lineage": view.info.id.attempt in lineage,
         }
-        for c in catalog.list(all=all)
+        for view in catalog.views(all=all)
     ]
     if as_json:
         _print_json({"run_name": catalog.run_name, "run_uid": catalog.run_uid, "checkpoints": rows})
@@ -163,10 +190,10 @@ def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
     console.print(table if rows else "No live checkpoints." if not all else "No checkpoints.")
 
 
-def _run_summary(run: Path) -> dict[str, Any]:
+def _run_summary(run: Location, options: Mapping[str, str]) -> dict[str, Any]:
     """A run as a row; one that cannot be read does not hide the others."""
     try:
-        catalog = Catalog(run)
+        catalog = Catalog(run, options)
     except CheckpointError as error:
         return {"run_name": run.name, "error": error.message}
     newest = catalog.newest()
@@ -175,7 +202,7 @@ def _run_summary(run: Path) -> dict[str, Any]:
         "live_checkpoints": len(catalog),
         "newest_step": newest.info.step if newest else None,
         "newest_level": newest.info.level.label if newest else None,
-        "in_cluster": newest.path is None if newest else None,
+        "in_cluster": newest.where is None if newest else None,
         "committed_at_s": newest.info.committed_at_s if newest else None,
     }
 
@@ -205,6 +232,7 @@ def show(
     path: PathArgument,
     step: Annotated[int, typer.Argument(metavar="STEP", help="The step.", show_default=False)],
     slices: Annotated[bool, typer.Option("--slices", help="Also every slice: where its bytes are.")] = False,
+    storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show one checkpoint: what the log says, its files, and its tensors by item.
@@ -213,10 +241,10 @@ def show(
 
     Example: `ray-ckpt show /shared/runs/gpt 3000 --slices`
     """
-    catalog = Catalog(path)
+    catalog = Catalog(path, _options(storage_option))
     view = catalog.find(step, all=True) or catalog[step]
     document = {"run_name": catalog.run_name, "run_uid": catalog.run_uid, **_info_json(view)}
-    if view.path is not None:
+    if view.where is not None:
         document |= _content_json(view, slices)
     if as_json:
         _print_json(document)
@@ -234,9 +262,9 @@ def show(
     _add(facts, "pins", _pins(view.info) or "none")
     verified_at_s = view.info.verified_at_s
     _add(facts, "last verified", "never" if verified_at_s is None else _when(verified_at_s))
-    _add(facts, "path", view.path or "none: it has no files on the storage path")
+    _add(facts, "path", view.where or "none: it has no files on the storage path")
     console.print(facts)
-    if view.path is not None:
+    if view.where is not None:
         _print_content(console, document)
 
 
@@ -301,7 +329,7 @@ def _print_content(console: Console, document: Mapping[str, Any]) -> None:
 @app.command()
 def verify(
     path: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="PATH",
             help="The run, or the directory of one checkpoint, wherever it was copied to.",
@@ -312,6 +340,7 @@ def verify(
         int | None, typer.Option(help="This step instead of the newest durable one.", show_default=False)
     ] = None,
     all: Annotated[bool, typer.Option("--all", help="All durable checkpoints of the run.")] = False,
+    storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read every byte of a checkpoint and compare it with its digest.
@@ -321,11 +350,12 @@ def verify(
 
     Example: `ray-ckpt verify /shared/runs/gpt --all && echo "safe to delete the old run"`
     """
-    targets = list(_targets(path, step, all))
+    targets = _targets(path, _options(storage_option), step, all)
     reports: list[VerifyReport] = []
     with _progress(targets) as advance:
-        for folder, root_digest in targets:
-            reports.append(verify_directory(folder, root_digest=root_digest, progress=advance))
+        for target in targets:
+            report = verify_files(target.files, root_digest=target.root_digest, progress=advance)
+            reports.append(report)
     if as_json:
         _print_json({"ok": _all_ok(reports), "checkpoints": [_report_json(r) for r in reports]})
     else:
@@ -339,21 +369,31 @@ def _all_ok(reports: Iterable[VerifyReport]) -> bool:
     return not any(report.damages for report in reports)
 
 
-def _targets(path: Path, step: int | None, all: bool) -> Iterator[tuple[Path, str | None]]:
-    """The directories to verify, each with the root digest in the log if there is one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """What to verify: files, and the root digest in the log if there is one."""
+
+    files: CheckpointFiles
+    root_digest: str | None
+    size_bytes: int
+
+
+def _targets(path: str, options: Mapping[str, str], step: int | None, all: bool) -> tuple[_Target, ...]:
     if step is not None and all:
         raise ConfigError("--step and --all exclude each other.", hint="Give one of them.")
-    if _is_checkpoint(path):
+    files = files_at(path, options)
+    with readable(files.location):
+        is_checkpoint, size_bytes = _is_checkpoint(files), files.size_bytes
+    if is_checkpoint:
         if step is not None or all:
             raise ConfigError(
                 f"{path} is one checkpoint.", hint="Leave out --step and --all, or name its run."
             )
-        yield path.absolute(), None
-        return
-    catalog = Catalog(path)
-    durable = [view for view in catalog if view.path is not None]
+        return (_Target(files=files, root_digest=None, size_bytes=size_bytes),)
+    catalog = Catalog(path, options)
+    durable = [view for view in catalog if view.where is not None]
     if step is not None:
-        durable = [view for view in (catalog[step],) if view.path is not None]
+        durable = [view for view in (catalog[step],) if view.where is not None]
     elif not all:
         durable = [view for view in (catalog.newest(Level.DURABLE),) if view is not None] or durable[-1:]
     if not durable:
@@ -362,42 +402,34 @@ def _targets(path: Path, step: int | None, all: bool) -> Iterator[tuple[Path, st
             f"Nothing to verify in run {catalog.run_name}: {what}.",
             hint="Only durable checkpoints can be read here; see `ray-ckpt ls`.",
         )
-    for view in durable:
-        if view.path is not None:
-            yield view.path, view.info.root_digest
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether `path` is the directory of one checkpoint, damaged or renamed perhaps."""
-    if not path.is_dir():
-        return False
-    return names.is_directory_name(path.absolute().name) or any(
-        names.is_file_name(p.name) for p in path.iterdir()
+    return tuple(
+        _Target(files=view.files(), root_digest=view.info.root_digest, size_bytes=view.info.size_bytes)
+        for view in durable
     )
 
 
+def _is_checkpoint(files: CheckpointFiles) -> bool:
+    """Whether they are the files of one checkpoint, damaged or renamed perhaps."""
+    if not files.names:
+        return False
+    return names.is_directory_name(files.location.name) or any(map(names.is_file_name, files.names))
+
+
 @contextmanager
-def _progress(targets: Sequence[tuple[Path, str | None]]) -> Iterator[Any]:
+def _progress(targets: Iterable[_Target]) -> Iterator[Any]:
     """A bar on stderr, if that is a terminal; gives the function that moves it by bytes."""
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=sum(_size_bytes(folder) for folder, _ in targets))
+        task = bar.add_task("", total=sum(target.size_bytes for target in targets))
         yield lambda nbytes: bar.advance(task, nbytes)
-
-
-def _size_bytes(folder: Path) -> int:
-    try:
-        return sum(p.stat().st_size for p in folder.iterdir() if names.is_file_name(p.name))
-    except OSError:
-        return 0
 
 
 def _print_report(report: VerifyReport) -> None:
     console = _console()
     verdict = "ok" if report.ok else f"DAMAGED ({len(report.damages)} findings)"
     read = f"{report.num_files} files, {report.num_slices} slices, {decimal(report.size_bytes)}"
-    console.print(_plain(f"{report.folder}: {verdict}; read {read}"), soft_wrap=True)
+    console.print(_plain(f"{report.where}: {verdict}; read {read}"), soft_wrap=True)
     for damage in report.damages:
         line = f"{damage.file}: {damage.where}: {damage.detail}"
         console.print(_plain(line), style="red", soft_wrap=True)
@@ -425,6 +457,7 @@ def gc(
     total_steps: Annotated[int | None, _keep("--total-steps", "Steps of the whole run.")] = None,
     keep_epochs: Annotated[bool, _keep("--keep-epochs", "The last of each finished epoch.")] = False,
     ttl_s: Annotated[float | None, _keep("--ttl-s", "None older than so many seconds.")] = None,
+    storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show which live checkpoints retention would give up, which would stay, and why.
@@ -439,7 +472,7 @@ def gc(
             "Checkpoints are deleted only by the service of a running training.",
             hint="Add --dry-run to see what it would delete, and why.",
         )
-    catalog = Catalog(path)
+    catalog = Catalog(path, _options(storage_option))
     options = {
         "keep_last": keep_last,
         "keep_every": keep_every,
@@ -537,13 +570,13 @@ def _info_json(view: CheckpointView) -> dict[str, Any]:
         "metrics": jsontext.metrics_json(info.metrics),
         "pins": dict(info.pins),
         "verified_at_s": info.verified_at_s,
-        "path": str(view.path) if view.path else None,
+        "path": view.where,
     }
 
 
 def _report_json(report: VerifyReport) -> dict[str, Any]:
     return {
-        "folder": str(report.folder),
+        "folder": report.where,
         "ok": report.ok,
         "num_files": report.num_files,
         "num_slices": report.num_slices,

@@ -249,6 +249,7 @@ class Checkpointer:
             checkpoint.id,
             ticket.sources,
             credentials=ticket.credentials,
+            remote=ticket.remote,
             fetch=partial(self._link.fetch, ticket.session),
             progress=progress,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ ENCRYPT_ENV = "RAY_CKPT_ENCRYPT"  # 0: no TLS between nodes, for a network that 
 MIB = 1 << 20
 GIB = 1 << 30
 MAX_MILESTONES = 100  # fractions; they stand in each session record of the log, as the metric's name does
+MAX_COMPRESS_LEVEL = 19  # zstd's last one without window sizes that a reader may refuse
 MAX_METRIC_NAME = 200  # characters; longer ones are cut when they are saved
 # Node labels that "auto" takes for a failure domain: the first that a node has.
 FAILURE_DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
@@ -90,6 +92,17 @@ class RunOptions:
     """A save is due after each multiple of this many optimizer steps."""
     remote_every: int = 10
     """Every this many commits one is drained to the storage path; the last one of a run always is."""
+    remote_every_s: float | None = None
+    """Besides, drain a commit when the last drained one was committed this many seconds ago or more."""
+    drain_bytes_per_s: int | None = None
+    """Bandwidth of each node to the storage path, after copies to other nodes. None: as fast as it goes."""
+    compress: int | None = None
+    """zstd level (1 to 19) for shards on the storage path, where a sample says that it saves a tenth; other
+    shards, and all with None, are stored as they are. Stock readers need them decompressed first."""
+    storage_options: Mapping[str, str] | None = None
+    """How to open a storage path that is a URL: names, never secrets; `env:NAME` for what stands in a
+    variable of each node. S3: profile, endpoint_url, region, anonymous, checksum, sse, sse_kms_key_id; GCS:
+    endpoint_url, anonymous; others: what their fsspec file system takes."""
     staging: str | tuple[str, ...] | None = None
     """Local folder on each node, best on NVMe, or one on each of several disks. `{node_id}` in it is
     replaced; the environment variable RAY_CKPT_STAGING of a node wins. Default: /tmp/ray_ckpt-<uid>."""
@@ -161,6 +174,9 @@ class RunOptions:
         domain = self.failure_domain
         good = isinstance(domain, str) and domain != ""
         self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")
+        good = self.compress is None or self.compress <= MAX_COMPRESS_LEVEL
+        self._need("compress", good, f"a zstd level of at most {MAX_COMPRESS_LEVEL}")
+        self._check_storage_options()
         self._check_staging()
         self._check_best()
         self._check_milestones()
@@ -171,6 +187,19 @@ class RunOptions:
         good = folders is None or (isinstance(folders, tuple) and folders != ())
         good = good and all(isinstance(folder, str) and folder for folder in folders or ())
         self._need("staging", good, "a folder, a tuple of folders, or None")
+
+    def _check_storage_options(self) -> None:
+        options = self.storage_options
+        good = options is None or (
+            isinstance(options, Mapping)
+            and all(isinstance(name, str) and isinstance(value, str) for name, value in options.items())
+        )
+        if not good:  # their values are not shown: one may be a secret
+            raise ConfigError(
+                "storage_options is no mapping of names to texts.",
+                hint="Give a dict such as {'profile': 'training'}.",
+                option="storage_options",
+            )
 
     def _check_best(self) -> None:
         match self.keep_best:
@@ -231,7 +260,13 @@ _WHOLE = {  # option -> the least it may be
     "scrub_bytes_per_s": 0,
 }
 _FLAGS = ("keep_epochs", "overlap", "verify_captures", "ray_report")
-_WHOLE_OR_NONE = {"keep_every": 1, "total_steps": 1, "replicate_bytes_per_s": 1}
+_WHOLE_OR_NONE = {
+    "keep_every": 1,
+    "total_steps": 1,
+    "replicate_bytes_per_s": 1,
+    "drain_bytes_per_s": 1,
+    "compress": 1,
+}
 _SECONDS = (
     "max_block_s",
     "goal_timeout_s",
@@ -243,7 +278,7 @@ _SECONDS = (
     "store_wait_s",
     "agent_idle_s",
 )
-_SECONDS_OR_NONE = ("keep_every_s", "ttl_s")
+_SECONDS_OR_NONE = ("keep_every_s", "remote_every_s", "ttl_s")
 
 
 def _is_whole(value: object, least: int) -> bool:
@@ -259,25 +294,3 @@ def resume_step(resume: Resume) -> int | None:
     """The step that a run is to be rolled back to; None if it is to go on from the newest."""
     found = _STEP.match(resume) if isinstance(resume, str) else None
     return int(found[1]) if found else None
-
-
-def local_path(storage_path: str) -> Path:
-    """The folder behind a storage path: absolute, POSIX. ConfigError for anything else.
-
-    Object stores are not supported yet; a URL that names one is refused here, before a run starts.
-    """
-    text = storage_path.removeprefix("file://")
-    if "://" in text:
-        raise ConfigError(
-            f"The storage path {storage_path!r} is not a file system path.",
-            hint="Use an absolute path that all nodes share (NFS, Lustre; a local disk for one node).",
-            storage_path=storage_path,
-        )
-    path = Path(text).expanduser()
-    if not path.is_absolute():
-        raise ConfigError(
-            f"The storage path {storage_path!r} is relative.",
-            hint="Make it absolute; each node would read a relative path from another folder.",
-            storage_path=storage_path,
-        )
-    return path

@@ -24,8 +24,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ray_ckpt.errors import CheckpointError, Unavailable
+from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
+from ray_ckpt.storage.remote import RemoteRef, RemoteTier
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import (
@@ -37,17 +38,22 @@ from ray_ckpt.types import (
     RestoredPart,
     Tier,
 )
-from ray_ckpt.ways import Disk, Mapped, Peer, Peers, Way
+from ray_ckpt.ways import Disk, Mapped, Peer, Peers, Remote, Way
 
 PIECE_BYTES = 2 << 20  # hashed and then copied: fits a cache, and is long enough to be copied past it
 EXTENT_BYTES: Mapping[Tier, int] = {
     "memory": 32 << 20,  # starts at once: small enough for every thread to have a share
     "local": 256 << 20,  # each fills its own read-ahead first: measured, 64 MiB cost a fifth of the speed
     "peer": 64 << 20,  # a request is cheap, and a shard is to come in several streams
-    "remote": 256 << 20,
+    "remote": 64 << 20,  # several streams in each, and a share for every thread
 }  # read by one thread at a time
 EXTENT_ROWS = 10_000  # of one task: bounds a request to a peer
-GAP_BYTES = 64 << 10  # between rows: reading over it costs less than another request
+GAP_BYTES: Mapping[Tier, int] = {
+    "memory": 64 << 10,
+    "local": 64 << 10,
+    "peer": 64 << 10,
+    "remote": 1 << 20,  # an object store answers after tens of milliseconds
+}  # between rows: reading over it costs less than another request
 FETCH_BYTES = 256 << 20  # asked of the node's agent at a time
 PROGRESS_S = 1.0  # between two calls of `progress`
 SAY_EVERY_S = 5.0  # between two lines about a long restore
@@ -71,10 +77,10 @@ def num_threads(tier: Tier) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One place that holds a file: a path on this node or the storage path, or a peer's endpoint."""
+    """One place that holds a file: a path on this node, a peer's endpoint, or the run's storage path."""
 
     tier: Tier
-    where: str  # for people: a node id or a path
+    where: str  # for people: a node id or a storage path
     path: str = ""
     endpoint: str = ""
 
@@ -89,8 +95,14 @@ class RestoreTicket:
     fragments: tuple[Fragment, ...] = ()
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
     credentials: Credentials | None = field(default=None, repr=False)
+    storage: RemoteRef | None = None  # of the sources that are remote
     damage: tuple[str, ...] = ()  # why the manifest itself cannot be had; then there is nothing to read
     node_ranks: tuple[int, ...] = ()  # the ranks of this node
+
+    @property
+    def remote(self) -> RemoteTier | None:
+        """Where remote sources are read; opened here, with this process's credentials."""
+        return self.storage.open() if self.storage is not None else None
 
 
 def place_of(row: ManifestRow) -> Place:
@@ -158,11 +170,13 @@ class SourceReader:
         sources: Mapping[str, Sequence[Source]],
         *,
         credentials: Credentials | None,
+        remote: RemoteTier | None = None,
         fetch: Fetch | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._attempt = attempt
         self._sources = sources
+        self._remote = remote
         self._fetch = fetch
         self._meter = _Meter(progress)
         self._peers = Peers(credentials)
@@ -226,6 +240,8 @@ class SourceReader:
             return Peer(self._peers, source.endpoint, name)
         if source.tier == "memory":
             return self._mapped(source.path, base=ARENA_PAGE_BYTES, seal=self._attempt.attempt.encode())
+        if source.tier == "remote" and self._remote is not None:
+            return Remote(self._remote, self._attempt.directory, file)
         return Disk(Path(source.path))
 
     def _mapped(self, path: str, *, base: int, seal: bytes) -> Mapped:
@@ -305,9 +321,10 @@ class SourceReader:
             try:
                 self._read_rows(job, sink_for)
                 break
-            except (OSError, EOFError, Unavailable) as error:
+            except (OSError, EOFError, Unavailable, CorruptionError) as error:
                 self._reject(f"{tally.file} on {tally.tier} {tally.where}: {error}")
-                if isinstance(error, Unavailable) and error.fields.get("refused"):
+                is_final = isinstance(error, CorruptionError)  # a compressed frame that cannot be read
+                if is_final or (isinstance(error, Unavailable) and error.fields.get("refused")):
                     break
                 if not tries_left:
                     job.way.give_up()
@@ -319,7 +336,7 @@ class SourceReader:
         job.way.open()
         intact: list[tuple[ManifestRow, Sink]] = []
         try:
-            with contextlib.closing(job.way.read(_ranges(job.left))) as blocks:
+            with contextlib.closing(job.way.read(_ranges(job.left, job.gap_bytes))) as blocks:
                 self._verify(job, _Pieces(blocks), sink_for, intact)
         finally:
             job.way.check()
@@ -333,7 +350,7 @@ class SourceReader:
         at = job.left[0][0] if job.left else 0
         while job.left:
             start, row = job.left[0]
-            pieces.skip(_gap(at, start))
+            pieces.skip(_gap(at, start, job.gap_bytes))
             sink = self._bring(row, pieces, sink_for)
             job.left.popleft()
             at = start + row.nbytes
@@ -428,6 +445,10 @@ class _Job:
     left: deque[tuple[int, ManifestRow]]
     done: list[ManifestRow] = field(default_factory=list)
 
+    @property
+    def gap_bytes(self) -> int:
+        return GAP_BYTES[self.tally.tier]
+
 
 def _extents(way: Way, tally: _Tally, placed: Sequence[tuple[int, ManifestRow]]) -> Iterator[_Job]:
     """Jobs of about an extent's bytes; a larger row is one alone."""
@@ -444,17 +465,17 @@ def _extents(way: Way, tally: _Tally, placed: Sequence[tuple[int, ManifestRow]])
         yield _Job(way, tally, part)
 
 
-def _gap(end: int, start: int) -> int:
+def _gap(end: int, start: int, gap_bytes: int) -> int:
     """Bytes to read over between two rows; none if they are so far apart that each is asked for by itself."""
-    return start - end if start - end <= GAP_BYTES else 0
+    return start - end if start - end <= gap_bytes else 0
 
 
-def _ranges(placed: Iterable[tuple[int, ManifestRow]]) -> list[tuple[int, int]]:
+def _ranges(placed: Iterable[tuple[int, ManifestRow]], gap_bytes: int) -> list[tuple[int, int]]:
     """(offset, size) of what covers the rows."""
     ranges: list[tuple[int, int]] = []
     for start, row in placed:
         offset, size = ranges[-1] if ranges else (start, 0)
-        if start - (offset + size) <= GAP_BYTES and ranges:
+        if start - (offset + size) <= gap_bytes and ranges:
             ranges[-1] = (offset, start + row.nbytes - offset)
         else:
             ranges.append((start, row.nbytes))

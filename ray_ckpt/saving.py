@@ -110,8 +110,9 @@ class Saver:
             except Exception as error:
                 setup.set_exception(error)
                 return
+            all_buffers = tuple(buffers)  # saves turn the deque around meanwhile
             setup.set_result((grant, buffers))
-            _make_ready(buffers, device)
+            _make_ready(all_buffers, device)
             self.setup_s = time.monotonic() - start_s
 
         threading.Thread(target=work, name="ray_ckpt-setup", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Reading every byte of a checkpoint's directory against its digests.
+"""Reading every byte of a checkpoint against its digests, wherever it lies.
 
 Never raises for damage: whatever is wrong becomes a `Damage` that names file and place. Works on a directory
 that was copied elsewhere, with the log's root digest or without.
@@ -6,13 +6,18 @@ that was copied elsewhere, with the log's root digest or without.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
-from ray_ckpt.errors import CorruptionError, FormatError
-from ray_ckpt.format import names
+from ray_ckpt.errors import CorruptionError, FormatError, StoragePathError
+from ray_ckpt.format import names, zstd
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.digest import root_digest as digest_of_files
 from ray_ckpt.format.manifest import (
@@ -23,32 +28,137 @@ from ray_ckpt.format.manifest import (
     decode_checkpoint,
     decode_fragment,
 )
-from ray_ckpt.storage.files import read_blocks, read_range
+from ray_ckpt.location import Location
+from ray_ckpt.storage.file_store import Blocks, FileStore
+from ray_ckpt.storage.remote import open_store
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow
 
+FILES_AT_A_TIME = 4  # read by a thread each, with 72 MiB on their way at most: answers come late
+
+StoragePath: TypeAlias = str | os.PathLike[str] | Location
+"""A folder of this machine, absolute or not, or the URL of a place in a store."""
+
 Progress: TypeAlias = Callable[[int], None]
-"""Called with the number of bytes read since the last call."""
+"""Called with the number of bytes read since the last call; from several threads, one at a time."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def locate(path: StoragePath) -> Location:
+    """The place that a person means by `path`: a relative one counts from the working directory."""
+    if isinstance(path, Location):
+        return path
+    text = os.fspath(path)
+    return Location.parse(text if "://" in text else Path(text).expanduser().absolute())
+
+
+@contextmanager
+def readable(location: Location) -> Iterator[None]:
+    """What a store refuses or fails to do as a StoragePathError with a hint."""
+    try:
+        yield
+    except OSError as error:
+        hint = "Check bucket, endpoint and credentials; they come from the environment, a profile or a role."
+        if location.is_posix:
+            hint = "Checkpoints are private to the user that trained; read them as that user."
+        where = "" if str(location) in str(error) else f" {location}"
+        message = f"The storage path{where} cannot be read: {error}."
+        raise StoragePathError(message, hint=hint, path=str(location)) from error
 
 
 def is_fragment(name: str) -> bool:
     return name.startswith("manifest-")
 
 
-def read_whole(path: Path, max_bytes: int) -> bytes:
-    """A small file; CorruptionError if it is not there, is too large or cannot be read."""
-    try:
-        if not path.is_file():
-            raise CorruptionError(f"{path} is missing.", file=path.name, where="missing")
-        size_bytes = path.stat().st_size
-        if size_bytes > max_bytes:
+# The files of a checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFile:
+    """A file as it was saved: its size, and how to read ranges (offset, nbytes) of it that rise."""
+
+    size_bytes: int
+    read: Callable[[Sequence[tuple[int, int]]], Blocks]
+
+
+class CheckpointFiles:
+    """The files of one checkpoint in a folder of a store, by the names and with the bytes that were saved.
+
+    A shard may lie there compressed, as NAME.zst. They are listed once, when they are first asked for.
+    """
+
+    def __init__(self, location: Location, store: FileStore, folder: str = "") -> None:
+        """`folder` of `store` is the same place as `location`."""
+        self.location = location
+        self._store = store
+        self._folder = folder
+
+    def place(self, name: str) -> str:
+        """Of a file, for people."""
+        return str(self.location / name)
+
+    @cached_property
+    def _stored_bytes(self) -> Mapping[str, int]:
+        """Size of each file that is stored, by its name in the folder. OSError."""
+        found = self._store.children(self._folder).files
+        return {stored.name.rpartition("/")[2]: stored.size_bytes for stored in found}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Sorted. OSError."""
+        return tuple(sorted({_saved_name(name) for name in self._stored_bytes}))
+
+    @property
+    def size_bytes(self) -> int:
+        """That the checkpoint's files take there. OSError."""
+        sizes = self._stored_bytes.items()
+        return sum(size for name, size in sizes if names.is_file_name(_saved_name(name)))
+
+    def open(self, name: str) -> CheckpointFile | None:
+        """None if it is not there. OSError; FormatError if it is compressed and its table is damaged."""
+        path = f"{self._folder}/{name}" if self._folder else name
+        if (size := self._stored_bytes.get(name)) is not None:
+            return CheckpointFile(size_bytes=size, read=partial(self._store.read, path))
+        if not names.is_shard_name(name) or (size := self._stored_bytes.get(name + zstd.SUFFIX)) is None:
+            return None
+        reader = zstd.SeekableReader(partial(self._store.read, path + zstd.SUFFIX), size)
+        return CheckpointFile(size_bytes=reader.raw_size, read=reader.read)
+
+    def read_whole(self, name: str, max_bytes: int) -> bytes:
+        """A small file; CorruptionError if it is not there, is too large or cannot be read."""
+        try:
+            file = self.open(name)
+            if file is None:
+                raise CorruptionError(
+                    f"{self.place(name)} is missing.",
+                    hint="If it has been deleted since the log was read, read the log again.",
+                    file=name,
+                    where="missing",
+                )
+            if file.size_bytes > max_bytes:
+                raise CorruptionError(
+                    f"{self.place(name)} has {file.size_bytes} bytes; the format allows {max_bytes}.",
+                    file=name,
+                    where="size",
+                )
+            return b"".join(map(bytes, file.read([(0, file.size_bytes)])))
+        except (OSError, EOFError) as error:
             raise CorruptionError(
-                f"{path} has {size_bytes} bytes; the format allows {max_bytes}.", file=path.name, where="size"
-            )
-        return read_range(path, 0, size_bytes)
-    except (OSError, EOFError) as error:
-        raise CorruptionError(
-            f"{path} cannot be read: {error}.", file=path.name, where="unreadable"
-        ) from error
+                f"{self.place(name)} cannot be read: {error}.", file=name, where="unreadable"
+            ) from error
+
+
+def files_at(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> CheckpointFiles:
+    """The checkpoint whose directory is at `path`. ConfigError if that cannot be opened."""
+    location = locate(path)
+    return CheckpointFiles(location, open_store(location, storage_options)[0])
+
+
+def _saved_name(stored: str) -> str:
+    """The file that a stored one holds."""
+    plain = stored.removesuffix(zstd.SUFFIX)
+    return plain if names.is_shard_name(plain) else stored
 
 
 # Verifying
@@ -70,9 +180,9 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What a pass over a checkpoint's directory found. Sizes are bytes that were read."""
+    """What a pass over a checkpoint's files found. Sizes are saved bytes that were read."""
 
-    folder: Path
+    where: str
     num_files: int
     num_slices: int
     size_bytes: int
@@ -84,23 +194,38 @@ class VerifyReport:
 
 
 def verify_directory(
-    folder: Path, *, root_digest: str | None = None, progress: Progress | None = None
+    path: StoragePath,
+    storage_options: Mapping[str, str] | None = None,
+    *,
+    root_digest: str | None = None,
+    progress: Progress | None = None,
 ) -> VerifyReport:
-    """Read every byte of a checkpoint's directory and report all that differs from its digests.
-
-    Never raises for damage. Data passes in blocks of 8 MiB; only the manifest is held whole. `root_digest` is
-    the one in the log; without it a directory is checked against itself, which a copy elsewhere allows.
-    If `checkpoint.json` is damaged, the fragments that can be read say what should be there.
+    """`verify_files` of a checkpoint's directory, or of a copy of it under any name. ConfigError if there can
+    be no such place, or no credentials for it.
     """
-    check = _Verification(folder, progress or (lambda nbytes: None))
+    return verify_files(files_at(path, storage_options), root_digest=root_digest, progress=progress)
+
+
+def verify_files(
+    files: CheckpointFiles, *, root_digest: str | None = None, progress: Progress | None = None
+) -> VerifyReport:
+    """Read every byte of a checkpoint and report all that differs from its digests.
+
+    Never raises for damage. A few files are read at a time, in blocks; only the manifest is held whole.
+    `root_digest` is the one in the log; without it the files are checked against themselves, which a copy
+    elsewhere allows. If `checkpoint.json` is damaged, the fragments that can be read say what should be
+    there.
+    """
+    check = _Verification(files, progress or (lambda nbytes: None))
     description = check.read_description()
     fragments = check.read_fragments(description)
     check.check_group(description, fragments)
     check.read_files(description, fragments)
     check.check_root(description, root_digest)
-    check.check_unlisted()
+    if description is not None or fragments:
+        check.check_unlisted()
     return VerifyReport(
-        folder=folder,
+        where=str(files.location),
         num_files=len(check.found),
         num_slices=check.num_slices,
         size_bytes=check.size_bytes,
@@ -108,49 +233,62 @@ def verify_directory(
     )
 
 
+@dataclass(slots=True)
+class _Checked:
+    """What one thread has found of one file."""
+
+    name: str
+    found: FileEntry | None = None  # as it is; None if it cannot be read
+    fragment: Fragment | None = None
+    num_rows: int = 0  # that are there entirely, damaged or not
+    num_slices: int = 0  # of them
+    damages: list[Damage] = field(default_factory=list)
+
+    def report(self, where: str, detail: str) -> None:
+        self.damages.append(Damage(file=self.name, where=where, detail=detail))
+
+    def compare(self, entry: FileEntry) -> bool:
+        """Whether the file is what `entry` says; else what differs is reported."""
+        assert self.found is not None
+        if self.found.size_bytes != entry.size_bytes:
+            self.report("size", f"{self.found.size_bytes} bytes, not {entry.size_bytes}.")
+        elif self.found.digest != entry.digest:
+            self.report("digest", f"Its bytes differ from their digest {entry.digest}.")
+        return self.found == entry
+
+
 class _Verification:
     """One pass over a directory. `found` has each file that was read as it is, `expected` each name."""
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        self.folder = folder
+    def __init__(self, files: CheckpointFiles, progress: Progress) -> None:
         self.damages: list[Damage] = []
         self.found: dict[str, FileEntry] = {}
         self.expected: set[str] = set()
         self.num_slices = 0
         self.size_bytes = 0
+        self._files = files
         self._progress = progress
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
 
     def report(self, file: str, where: str, detail: str) -> None:
         self.damages.append(Damage(file=file, where=where, detail=detail))
 
     def read_description(self) -> CheckpointDescription | None:
-        data = self._read_small(names.CHECKPOINT_JSON, MAX_DESCRIPTION_BYTES)
-        if data is None:
-            return None
-        try:
-            description = decode_checkpoint(data)
-        except FormatError as error:
-            self.report(names.CHECKPOINT_JSON, "content", str(error))
-            return None
-        if names.is_directory_name(self.folder.name) and self.folder.name != description.attempt.directory:
-            self.report(
-                names.CHECKPOINT_JSON,
-                "attempt",
-                f"It describes {description.attempt.directory}, not this one.",
-            )
+        checked = _Checked(names.CHECKPOINT_JSON)
+        description = self._check_description(checked)
+        self._take(checked)
         return description
 
     def read_fragments(self, description: CheckpointDescription | None) -> dict[str, Fragment]:
         """The fragments that are intact, by file name."""
         if description is not None:
-            listed = {f.name: f for f in description.files if is_fragment(f.name)}
-            read = {name: self._read_fragment(name, entry) for name, entry in listed.items()}
-        else:
-            read = {n: self._read_fragment(n, None) for n in self._names_there() if is_fragment(n)}
-            num_nodes = next((f.num_nodes for f in read.values() if f is not None), 0)
-            for name in {names.fragment_file(i, num_nodes) for i in range(num_nodes)} - set(read):
-                read[name] = self._read_fragment(name, None)
-        return {name: fragment for name, fragment in read.items() if fragment is not None}
+            return self._read_fragments([(f.name, f) for f in description.files if is_fragment(f.name)])
+        there = [name for name in self._names_there() if is_fragment(name)]
+        read = self._read_fragments([(name, None) for name in there])
+        num_nodes = next((f.num_nodes for f in read.values()), 0)
+        missing = {names.fragment_file(i, num_nodes) for i in range(num_nodes)} - set(there)
+        return read | self._read_fragments([(name, None) for name in sorted(missing)])
 
     def check_group(
         self, description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
@@ -192,10 +330,14 @@ class _Verification:
             for row in fragment.rows:
                 rows[row.file].append(row)
         all_there = description is not None and len(fragments) == description.num_nodes
-        for name, entry in sorted(listed.items()):
-            if all_there and name not in rows:
-                self.report(name, "files", "No fragment lists it.")
-            self._read_data(entry, sorted(rows.get(name, []), key=lambda row: row.byte_offset))
+        wanted = [
+            (entry, sorted(rows.get(name, ()), key=lambda row: row.byte_offset))
+            for name, entry in sorted(listed.items())
+        ]
+        for checked in self._each(self._check_data, wanted):
+            if all_there and checked.name not in rows:
+                self.report(checked.name, "files", "No fragment lists it.")
+            self._take(checked)
 
     def check_root(self, description: CheckpointDescription | None, expected: str | None) -> None:
         """That these are the files that the log committed; said only if no other damage shows it."""
@@ -215,98 +357,142 @@ class _Verification:
             if name not in self.expected and (names.is_file_name(name) or name.endswith(".safetensors")):
                 self.report(name, "unlisted", "It is not part of this checkpoint.")
 
-    def _names_there(self) -> list[str]:
+    # -- threads -----------------------------------------------------------------------------------------
+
+    def _each(self, check: Callable[[T], R], things: Sequence[T]) -> list[R]:
+        """`check` of each, a few at a time; in order."""
+        pool = ThreadPoolExecutor(FILES_AT_A_TIME, thread_name_prefix="ray_ckpt-verify")
         try:
-            return sorted(path.name for path in self.folder.iterdir())
-        except OSError:
-            return []
+            return list(pool.map(check, things))
+        except BaseException:  # somebody has had enough, and files are long
+            self._stopped.set()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def _read_small(self, name: str, max_bytes: int) -> bytes | None:
-        self.expected.add(name)
-        try:
-            data = read_whole(self.folder / name, max_bytes)
-        except CorruptionError as error:
-            self.report(name, error.fields["where"], str(error))
-            return None
-        self._count(len(data))
-        self.found[name] = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
-        return data
-
-    def _read_fragment(self, name: str, entry: FileEntry | None) -> Fragment | None:
-        if (data := self._read_small(name, MAX_FRAGMENT_BYTES)) is None:
-            return None
-        if entry is not None and self.found[name] != entry:
-            self._report_difference(entry)
-            return None
-        try:
-            return decode_fragment(data)
-        except FormatError as error:
-            self.report(name, "content", str(error))
-            return None
-
-    def _read_data(self, entry: FileEntry, rows: Sequence[ManifestRow]) -> None:
-        self.expected.add(entry.name)
-        path, whole = self.folder / entry.name, Digester()
-        num_read = len(self.damages)
-        try:
-            if not path.is_file():
-                self.report(entry.name, "missing", f"Its {entry.size_bytes} bytes are not there.")
-                return
-            size_bytes = path.stat().st_size
-            num_whole = self._check_rows(self._blocks(path, min(size_bytes, entry.size_bytes), whole), rows)
-        except (OSError, EOFError) as error:
-            self.report(entry.name, "unreadable", str(error))
-            return
-        self.found[entry.name] = FileEntry(name=entry.name, size_bytes=size_bytes, digest=whole.hexdigest())
-        if size_bytes != entry.size_bytes:
-            cut = (
-                f", which cuts off {rows[num_whole].label} and what follows" if num_whole < len(rows) else ""
-            )
-            self.report(entry.name, "size", f"{size_bytes} bytes, not {entry.size_bytes}{cut}.")
-        elif len(self.damages) == num_read:
-            self._report_difference(entry)
-
-    def _report_difference(self, entry: FileEntry) -> None:
-        found = self.found[entry.name]
-        if found.size_bytes != entry.size_bytes:
-            self.report(entry.name, "size", f"{found.size_bytes} bytes, not {entry.size_bytes}.")
-        elif found.digest != entry.digest:
-            self.report(entry.name, "digest", f"Its bytes differ from their digest {entry.digest}.")
-
-    def _check_rows(self, blocks: Iterator[bytes], rows: Sequence[ManifestRow]) -> int:
-        """Read all of `blocks`; report each damaged row; the number of rows that are there entirely."""
-        num_whole = 0
-        for row, found in zip(rows, _row_digests(blocks, rows), strict=False):
-            num_whole += 1
-            self.num_slices += row.slice is not None
-            if found != row.digest:
-                span = f"bytes {row.byte_offset} to {row.byte_offset + row.nbytes}"
-                self.report(row.file, row.label, f"The {span} differ from their digest {row.digest}.")
-        for _ in blocks:  # what no row describes still counts for the digest of the file
-            pass
-        return num_whole
-
-    def _blocks(self, path: Path, size_bytes: int, whole: Digester) -> Iterator[bytes]:
-        for block in read_blocks(path, 0, size_bytes):
-            whole.update(block)
-            self._count(len(block))
-            yield block
+    def _take(self, checked: _Checked) -> None:
+        self.expected.add(checked.name)
+        self.damages += checked.damages
+        self.num_slices += checked.num_slices
+        if checked.found is not None:
+            self.found[checked.name] = checked.found
 
     def _count(self, nbytes: int) -> None:
-        self.size_bytes += nbytes
-        self._progress(nbytes)
+        with self._lock:
+            self.size_bytes += nbytes
+            self._progress(nbytes)
+
+    # -- files; those below run in several threads -------------------------------------------------------
+
+    def _names_there(self) -> Sequence[str]:
+        try:
+            return self._files.names
+        except OSError:
+            return ()
+
+    def _check_description(self, checked: _Checked) -> CheckpointDescription | None:
+        if (data := self._read_small(checked, MAX_DESCRIPTION_BYTES)) is None:
+            return None
+        try:
+            description = decode_checkpoint(data)
+        except FormatError as error:
+            checked.report("content", str(error))
+            return None
+        name = self._files.location.name
+        if names.is_directory_name(name) and name != description.attempt.directory:
+            checked.report("attempt", f"It describes {description.attempt.directory}, not this one.")
+        return description
+
+    def _read_fragments(self, wanted: Sequence[tuple[str, FileEntry | None]]) -> dict[str, Fragment]:
+        read: dict[str, Fragment] = {}
+        for checked in self._each(self._check_fragment, wanted):
+            self._take(checked)
+            if checked.fragment is not None:
+                read[checked.name] = checked.fragment
+        return read
+
+    def _check_fragment(self, wanted: tuple[str, FileEntry | None]) -> _Checked:
+        name, entry = wanted
+        checked = _Checked(name)
+        data = self._read_small(checked, MAX_FRAGMENT_BYTES)
+        if data is not None and (entry is None or checked.compare(entry)):
+            try:
+                checked.fragment = decode_fragment(data)
+            except FormatError as error:
+                checked.report("content", str(error))
+        return checked
+
+    def _read_small(self, checked: _Checked, max_bytes: int) -> bytes | None:
+        try:
+            data = self._files.read_whole(checked.name, max_bytes)
+        except CorruptionError as error:
+            checked.report(error.fields["where"], str(error))
+            return None
+        self._count(len(data))
+        checked.found = FileEntry(name=checked.name, size_bytes=len(data), digest=digest(data))
+        return data
+
+    def _check_data(self, wanted: tuple[FileEntry, Sequence[ManifestRow]]) -> _Checked:
+        entry, rows = wanted
+        checked, whole = _Checked(entry.name), Digester()
+        try:
+            file = self._files.open(entry.name)
+            if file is None:
+                checked.report("missing", f"Its {entry.size_bytes} bytes are not there.")
+                return checked
+            with closing(file.read([(0, min(file.size_bytes, entry.size_bytes))])) as blocks:
+                self._check_rows(checked, self._counted(blocks, whole), rows)
+        except (OSError, EOFError) as error:
+            checked.report("unreadable", str(error))
+            return checked
+        except CorruptionError as error:  # of a compressed file
+            checked.report("content", f"{error}{_cut_off(rows, checked.num_rows)}")
+            return checked
+        checked.found = FileEntry(name=entry.name, size_bytes=file.size_bytes, digest=whole.hexdigest())
+        if file.size_bytes != entry.size_bytes:
+            cut = _cut_off(rows, checked.num_rows)
+            checked.report("size", f"{file.size_bytes} bytes, not {entry.size_bytes}.{cut}")
+        elif not checked.damages:
+            checked.compare(entry)
+        return checked
+
+    def _check_rows(
+        self, checked: _Checked, blocks: Iterator[memoryview], rows: Sequence[ManifestRow]
+    ) -> None:
+        """Read all of `blocks`, count the rows that are there entirely, and report each damaged one."""
+        for row, found in zip(rows, _row_digests(blocks, rows), strict=False):
+            checked.num_rows += 1
+            checked.num_slices += row.slice is not None
+            if found != row.digest:
+                span = f"bytes {row.byte_offset} to {row.byte_offset + row.nbytes}"
+                checked.report(row.label, f"The {span} differ from their digest {row.digest}.")
+        for _ in blocks:  # what no row describes still counts for the digest of the file
+            pass
+
+    def _counted(self, blocks: Iterable[memoryview], whole: Digester) -> Iterator[memoryview]:
+        for block in blocks:
+            whole.update(block)
+            self._count(block.nbytes)
+            yield block
+            if self._stopped.is_set():
+                return
 
 
 _ALL_FRAGMENTS = "manifest-*.parquet"
 
 
-def _row_digests(blocks: Iterator[bytes], rows: Iterable[ManifestRow]) -> Iterator[str]:
+def _cut_off(rows: Sequence[ManifestRow], num_rows: int) -> str:
+    """What cannot be read if only the first rows can."""
+    return f" {rows[num_rows].label} and what follows are cut off." if num_rows < len(rows) else ""
+
+
+def _row_digests(blocks: Iterator[memoryview], rows: Iterable[ManifestRow]) -> Iterator[str]:
     """The digest of the bytes of each of `rows`, which follow one another; ends early where the bytes do."""
     rest = memoryview(b"")
     for row in rows:
         state, left = Digester(), row.nbytes
         while left:
-            if not rest and not (rest := memoryview(next(blocks, b""))):
+            if not rest and not (rest := next(blocks, memoryview(b""))):
                 return
             piece, rest = rest[:left], rest[left:]
             state.update(piece)

@@ -12,10 +12,14 @@ from typing import Protocol, TypeAlias
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.storage.direct import read_blocks_direct
 from ray_ckpt.storage.pages import map_shared
+from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 
+REMOTE_TRIES = (
+    2  # a connection may break in the middle of an answer; requests by themselves are repeated below
+)
 PEER_TRIES = 2  # a connection may break once; then the peer is gone for this restore
 
 Blocks: TypeAlias = Generator[memoryview, None, None]
@@ -44,7 +48,7 @@ class Way(Protocol):
 
 
 class Disk:
-    """A file on a disk of this node or on the storage path."""
+    """A file on a disk of this node."""
 
     tries = 1
 
@@ -60,6 +64,29 @@ class Disk:
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         for offset, size in ranges:
             yield from read_blocks_direct(self._path, offset, size)
+
+    def give_up(self) -> None:
+        pass
+
+
+class Remote:
+    """A file on the storage path, which may be stored compressed."""
+
+    tries = REMOTE_TRIES
+
+    def __init__(self, tier: RemoteTier, directory: str, file: str) -> None:
+        self._tier = tier
+        self._directory = directory
+        self._file = file
+
+    def open(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        yield from self._tier.read(self._directory, self._file, ranges)
 
     def give_up(self) -> None:
         pass

@@ -1,12 +1,12 @@
 """A small but real run on disk, written without Ray: what a training leaves behind on its storage path.
 
 `write_run` writes a run of several saves; `RunLog` and `make_checkpoint` are its parts, for tests that need
-another history. Equal arguments give equal bytes.
+another history, and `assemble` makes a checkpoint of any slices. Equal arguments give equal bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,11 +14,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ray_ckpt.format import names, records
+from ray_ckpt.format import names, records, zstd
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import CheckpointDescription, encode_checkpoint, encode_fragment
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import TensorRef, encode_tree
+from ray_ckpt.storage.file_store import FileStore
 from ray_ckpt.storage.log_store import Outcome, PosixLogStore, create_record, read_run, write_snapshot
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, Slice
 
@@ -233,15 +234,42 @@ def make_checkpoint(
     ones, a scalar, an empty one and one per rank. The bytes follow from the attempt's step.
     """
     tensors = make_tensors(attempt.step, world_size=world_size, rows=rows)
+    ranks = [
+        RankState(slices=_slices(tensors, rank, world_size), items=_items(tensors, attempt.step, rank))
+        for rank in range(world_size)
+    ]
+    return assemble(attempt, ranks, num_nodes=num_nodes, metrics=metrics, tensors=tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What one rank saves: slices with their bytes, and the trees of its items."""
+
+    slices: Sequence[tuple[Slice, bytes]]
+    items: Mapping[str, Any]
+
+
+def assemble(
+    attempt: AttemptId,
+    ranks: Sequence[RankState],
+    *,
+    num_nodes: int = 1,
+    metrics: Mapping[str, float] | None = None,
+    tensors: Mapping[str, Array] | None = None,
+) -> SampleCheckpoint:
+    """The files of a checkpoint that `ranks` saved, as many on each node as on the others, or nearly."""
+    world_size = len(ranks)
     files: dict[str, bytes] = {}
     fragments = []
     for node in range(num_nodes):
-        ranks = tuple(range(node * world_size // num_nodes, (node + 1) * world_size // num_nodes))
+        here = tuple(range(node * world_size // num_nodes, (node + 1) * world_size // num_nodes))
         manifest: list[ManifestRow] = []
         own: dict[str, bytes] = {}
-        for rank in ranks:
-            shard, shard_rows = _shard(tensors, rank, world_size)
-            state = _state(attempt.step, rank)
+        for rank in here:
+            shard, shard_rows = _shard(ranks[rank].slices, names.shard_file(rank, world_size))
+            state = encode_tree(
+                {"step": attempt.step, "world_size": world_size, "items": dict(ranks[rank].items)}
+            )
             own[names.shard_file(rank, world_size)] = shard
             own[names.state_file(rank, world_size)] = state
             manifest += [*shard_rows, _row("state", names.state_file(rank, world_size), 0, state)]
@@ -250,7 +278,7 @@ def make_checkpoint(
             node_index=node,
             num_nodes=num_nodes,
             world_size=world_size,
-            ranks=ranks,
+            ranks=here,
             files=tuple(_entry(name, data) for name, data in sorted(own.items())),
             rows=tuple(manifest),
         )
@@ -271,10 +299,25 @@ def make_checkpoint(
         world_size=world_size,
         num_nodes=num_nodes,
         metrics=metrics or {},
-        tensors=tensors,
+        tensors=tensors or {},
         fragments=tuple(fragments),
         files=files,
     )
+
+
+def compress_shards(folder: Path) -> None:
+    """As a drain with `compress` leaves a checkpoint."""
+    for path in folder.glob("shard-*.safetensors"):
+        path.with_name(path.name + zstd.SUFFIX).write_bytes(b"".join(zstd.encode([path.read_bytes()], 1)))
+        path.unlink()
+
+
+def copy_to(store: FileStore, folder: Path) -> None:
+    """All files below `folder`, under the same names in a store."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            store.put(path.relative_to(folder).as_posix(), [data], max_bytes=len(data))
 
 
 def make_tensors(seed: int, *, world_size: int, rows: int) -> dict[str, Array]:
@@ -293,19 +336,26 @@ def make_tensors(seed: int, *, world_size: int, rows: int) -> dict[str, Array]:
     return tensors
 
 
-def _shard(tensors: Mapping[str, Array], rank: int, world_size: int) -> tuple[bytes, list[ManifestRow]]:
-    """The shard file of a rank, and its rows."""
-    parts = {key: part for key, array in tensors.items() if (part := _cut(key, array, rank, world_size))}
-    layout = build_layout(parts.values())
-    file = names.shard_file(rank, world_size)
+def _shard(slices: Iterable[tuple[Slice, bytes]], file: str) -> tuple[bytes, list[ManifestRow]]:
+    """A shard file, and its rows."""
+    raw = {part.key: data for part, data in slices}
+    layout = build_layout(part for part, _ in slices)
     data, rows = layout.header, [_row("header", file, 0, layout.header)]
     for placed in layout.slices:
-        part = placed.slice
-        region = tuple(slice(o, o + n) for o, n in zip(part.offset, part.shape, strict=True))
-        raw = np.ascontiguousarray(tensors[part.key][region]).tobytes()
-        rows.append(_row("slice", file, placed.byte_offset, raw, part))
-        data += raw
+        found = raw[placed.slice.key]
+        rows.append(_row("slice", file, placed.byte_offset, found, placed.slice))
+        data += found
     return data, rows
+
+
+def _slices(tensors: Mapping[str, Array], rank: int, world_size: int) -> list[tuple[Slice, bytes]]:
+    """What a rank saves of whole tensors."""
+    found = []
+    for key, array in tensors.items():
+        if (part := _cut(key, array, rank, world_size)) is not None:
+            region = tuple(slice(o, o + n) for o, n in zip(part.offset, part.shape, strict=True))
+            found.append((part, np.ascontiguousarray(array[region]).tobytes()))
+    return found
 
 
 def _cut(key: str, array: Array, rank: int, world_size: int) -> Slice | None:
@@ -329,13 +379,17 @@ def _cut(key: str, array: Array, rank: int, world_size: int) -> Slice | None:
     )
 
 
-def _state(step: int, rank: int) -> bytes:
-    tree = {
-        "optimizer": {"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95)}]},
+def _items(tensors: Mapping[str, Array], step: int, rank: int) -> dict[str, Any]:
+    """The trees of a rank's items, as a Checkpointer makes them."""
+    moments = {name: TensorRef(f"optimizer.state.blocks.0.weight.{name}") for name in ("exp_avg", "step")}
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "params": ["blocks.0.weight"]}
+    return {
+        "model": {k.removeprefix("model."): TensorRef(k) for k in tensors if k.startswith("model.")},
+        "optimizer": {"state": {"blocks.0.weight": moments}, "param_groups": [group]},
         "scheduler": {"last_epoch": step},
-        f"rank{rank}": {"rng": {"torch": TensorRef(f"rank{rank}.rng.torch")}, "position": step * 8 + rank},
+        "loader": {"position": step * 8 + rank},
+        "rng": {"torch": TensorRef(f"rank{rank}.rng.torch")},
     }
-    return encode_tree(tree)
 
 
 def _row(kind: Any, file: str, byte_offset: int, data: bytes, part: Slice | None = None) -> ManifestRow:

@@ -6,20 +6,28 @@ import random
 import shutil
 import subprocess
 import sys
+import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from ray_ckpt.catalog import Catalog, Damage, find_runs, verify_directory
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, StoragePathError
-from ray_ckpt.format import names, records
+from ray_ckpt.format import names, records, zstd
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import decode_checkpoint, decode_fragment, encode_checkpoint, encode_fragment
-from ray_ckpt.storage import files
+from ray_ckpt.location import Location
+from ray_ckpt.storage.file_store import Blocks, PosixFiles
 from ray_ckpt.storage.log_store import trim_log
+from ray_ckpt.storage.remote import open_store
+from ray_ckpt.testing.strict_store import DropAfter, Fault, Match, Status, StrictStore, Truncate
 from ray_ckpt.types import AttemptId, FileEntry, Level
-from tests.sample_run import SampleRun, make_checkpoint, write_run
+from ray_ckpt.verify import CheckpointFiles, locate, verify_files
+from tests.sample_run import SampleRun, compress_shards, copy_to, make_checkpoint, write_run
+from tests.servers.stores import bucket_url
 
 KINDS = ("shard-00001-of-00002.safetensors", "state-00000-of-00002.json", "manifest-00001-of-00002.parquet")
 SHARD, STATE, FRAGMENT = KINDS
@@ -188,8 +196,17 @@ def test_a_path_without_a_run_names_the_runs_below(tmp_path: Path) -> None:
     assert [run.name for run in find_runs(tmp_path)] == ["a", "b"]
     with pytest.raises(ConfigError, match="holds the runs a, b; open"):
         Catalog(tmp_path)
-    with pytest.raises(ConfigError, match="not a file system path"):
-        Catalog("s3://bucket/runs/a")
+    with pytest.raises(ConfigError, match="holds credentials") as caught:
+        Catalog("s3://key:canary@bucket/runs/a")
+    assert "canary" not in str(caught.value)
+
+
+def test_a_relative_path_counts_from_the_working_directory(
+    branched: SampleRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(branched.folder.parent)
+    assert Catalog("gpt").path == branched.folder / "ray_ckpt"
+    assert [run.name for run in find_runs(".")] == ["gpt"]
 
 
 def test_a_log_without_records_is_no_run_yet(tmp_path: Path) -> None:
@@ -252,7 +269,7 @@ def test_a_log_that_cannot_be_read_is_an_error(branched: SampleRun, monkeypatch:
 def test_a_durable_checkpoint_shows_its_manifest(branched: SampleRun) -> None:
     view = Catalog(branched.folder)[50]
     saved = branched.checkpoints[50]
-    assert view.path == branched.directory(50)
+    assert view.path == branched.directory(50) and view.where == str(view.path)
     assert view.fragments() == saved.fragments
     assert view.description().files == tuple(sorted(saved.entries, key=lambda f: f.name))
     table = view.slices()
@@ -274,8 +291,10 @@ def test_a_retired_checkpoint_has_a_path_until_its_bytes_are_gone(tmp_path: Path
     catalog = Catalog(run.folder)
     gone = catalog.list(all=True)[0]
     assert gone.state == "retired" and catalog.view(gone).path == run.directory(10)
+    assert catalog.to_arrow()["on_storage"].to_pylist() == [True, False, True, False]
     shutil.rmtree(run.directory(10))
-    assert catalog.view(gone).path is None
+    assert catalog.view(gone).path is None and catalog.views(all=True)[0].path is None
+    assert catalog.to_arrow()["on_storage"].to_pylist() == [False, False, True, False]
 
 
 def test_reading_a_damaged_manifest_is_an_error_that_names_the_file(branched: SampleRun) -> None:
@@ -347,13 +366,16 @@ def test_every_slice_of_a_shard_is_named_as_people_call_it(folder: Path) -> None
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 4096])
-def test_blocks_need_not_end_where_slices_do(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
-    monkeypatch.setattr(files, "IO_BLOCK_BYTES", block_bytes)
-    assert verify_directory(folder).ok
+def test_blocks_need_not_end_where_slices_do(folder: Path, block_bytes: int) -> None:
+    class Chopped(PosixFiles):
+        def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
+            for block in super().read(name, ranges):
+                for start in range(0, block.nbytes, block_bytes):
+                    yield block[start : start + block_bytes]
+
+    assert verify_files(CheckpointFiles(locate(folder), Chopped(folder))).ok
     flip(folder / SHARD, 4096 + 5)
-    assert len(found(folder)) == 1
+    assert len(verify_files(CheckpointFiles(locate(folder), Chopped(folder))).damages) == 1
 
 
 @pytest.mark.parametrize("name", [*KINDS, names.CHECKPOINT_JSON])
@@ -394,14 +416,24 @@ def test_an_empty_or_absent_directory_is_damage_not_an_error(folder: Path, tmp_p
     assert found(folder) == [(names.CHECKPOINT_JSON, "content")]
 
 
-def test_a_file_that_cannot_be_read_is_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path, *args: object) -> object:
-        if path.name == SHARD:
-            raise OSError(5, "Input/output error")
-        return files.read_blocks(path, *args)  # type: ignore[arg-type]
+def test_a_file_that_cannot_be_read_is_damage(folder: Path) -> None:
+    class Broken(PosixFiles):
+        def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
+            if name == SHARD:
+                raise OSError(5, "Input/output error")
+            yield from super().read(name, ranges)
 
-    monkeypatch.setattr("ray_ckpt.verify.read_blocks", fail)
-    assert found(folder) == [(SHARD, "unreadable")]
+    (damage,) = verify_files(CheckpointFiles(locate(folder), Broken(folder))).damages
+    assert (damage.file, damage.where) == (SHARD, "unreadable") and "Input/output" in damage.detail
+
+
+def test_whoever_has_had_enough_does_not_wait_for_the_end(folder: Path) -> None:
+    def stop(nbytes: int) -> None:
+        if nbytes > 4096:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verify_directory(folder, progress=stop)
 
 
 def test_a_shard_that_nobody_lists_is_found(folder: Path) -> None:
@@ -439,6 +471,61 @@ def test_the_log_decides_which_bytes_are_right(folder: Path) -> None:
 def test_a_directory_under_the_name_of_another_is_found(folder: Path) -> None:
     moved = folder.rename(folder.with_name("000000000008-" + "0" * 16))
     assert found(moved) == [(names.CHECKPOINT_JSON, "attempt")]
+
+
+# Compressed shards
+
+
+@pytest.fixture
+def compressed(folder: Path) -> Path:
+    compress_shards(folder)
+    return folder
+
+
+def test_a_compressed_checkpoint_is_verified_as_it_was_saved(
+    tmp_path: Path, folder: Path, compressed: Path
+) -> None:
+    plain = make_checkpoint(names.make_attempt(run_uid="ab" * 16, session=1, step=7, attempt=0), rows=64)
+    assert replace(verify_directory(compressed), where="") == replace(
+        verify_directory(plain.write(tmp_path / "plain")), where=""
+    )
+    assert not (folder / SHARD).exists()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_flipped_byte_of_a_compressed_shard_is_found(compressed: Path, seed: int) -> None:
+    path = compressed / f"{SHARD}.zst"
+    position = random.Random(seed).randrange(path.stat().st_size)
+    flip(path, position)
+    damages = verify_directory(compressed).damages
+    assert {d.file for d in damages} == {SHARD}, position
+
+
+@pytest.mark.parametrize("size", [0, 5, 200, -1, -20])
+def test_a_compressed_shard_that_is_cut_short_is_found(compressed: Path, size: int) -> None:
+    path = compressed / f"{SHARD}.zst"
+    path.write_bytes(path.read_bytes()[:size])
+    assert found(compressed) == [(SHARD, "content")]
+
+
+def test_damage_before_compression_is_named_by_its_slice(compressed: Path) -> None:
+    path = compressed / f"{SHARD}.zst"
+    raw = bytearray(zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read())
+    for change, where in (
+        ((4096, 4097), "model.blocks.0.weight[32:64, 0:6]"),
+        ((len(raw) - 1, len(raw)), "size"),
+    ):
+        changed = raw.copy()
+        changed[slice(*change)] = b"" if where == "size" else bytes([raw[4096] ^ 1])
+        path.write_bytes(b"".join(zstd.encode([changed], 1)))
+        assert verify_directory(compressed).damages[0].where == where
+
+
+def test_a_compressed_shard_that_nobody_lists_is_found(compressed: Path) -> None:
+    extra = "shard-00002-of-00003.safetensors"
+    shutil.copy(compressed / f"{SHARD}.zst", compressed / f"{extra}.zst")
+    shutil.copy(compressed / f"{SHARD}.zst", compressed / "notes.zst")
+    assert found(compressed) == [(extra, "unlisted")]
 
 
 # Manifests that are whole but wrong
@@ -500,3 +587,144 @@ def test_a_digest_of_a_row_that_is_wrong_is_found(folder: Path) -> None:
     expected = Damage(file=SHARD, where="header", detail="")
     (damage,) = verify_directory(folder).damages
     assert replace(damage, detail="") == expected
+
+
+# In a bucket
+
+
+@pytest.fixture
+def storage(strict: StrictStore, credentials: None) -> str:
+    """A storage path of S3 that nobody else has."""
+    return bucket_url("s3", strict.endpoint, f"catalog/{uuid.uuid4().hex}")
+
+
+def put(folder: Path, url: str) -> None:
+    copy_to(open_store(Location.parse(url), None)[0], folder)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "memory"])
+def test_a_store_tells_what_a_folder_does(
+    branched: SampleRun, strict: StrictStore, credentials: None, scheme: str
+) -> None:
+    storage = f"memory://catalog/{uuid.uuid4().hex}"
+    if scheme != "memory":
+        storage = bucket_url(scheme, strict.endpoint, f"catalog/{uuid.uuid4().hex}")
+    branched.log.snapshot(time_s=0.0)
+    branched.log.append(records.Note(text="goes on"))
+    local = Catalog(branched.folder)
+    put(branched.folder.parent, storage)
+    (run,) = find_runs(storage)
+    for path in (run, str(run), f"{run / 'ray_ckpt'}"):
+        catalog = Catalog(path)
+        assert catalog.where == str(run / "ray_ckpt") and catalog.path is None
+    assert catalog.list(all=True) == local.list(all=True) and catalog.sessions == local.sessions
+    assert catalog.to_arrow() == local.to_arrow() and catalog.events() == local.events()
+    view, same = catalog[50], local[50]
+    assert view.where == str(run / "ray_ckpt" / "checkpoints" / view.info.directory) and view.path is None
+    assert view.fragments() == same.fragments() and view.slices() == same.slices()
+    seen: list[int] = []
+    assert view.verify(seen.append) == ()
+    assert sum(seen) == sum(f.stat().st_size for f in branched.directory(50).iterdir())
+    assert verify_directory(view.where).ok
+
+
+def test_folders_of_what_was_retired_are_listed_at_once(
+    tmp_path: Path, storage: str, strict: StrictStore
+) -> None:
+    steps = tuple(range(10, 100, 10))
+    run = write_run(tmp_path, steps=steps, durable=steps, retired=(10, 20, 30))
+    put(run.folder, storage_of(storage))
+    catalog = Catalog(storage_of(storage))
+    before = listings(strict)
+    assert catalog.view(catalog.list(all=True)[0]).where is not None
+    assert listings(strict) == before + 1
+    before = listings(strict)
+    assert catalog.to_arrow()["on_storage"].to_pylist() == [True] * 9
+    assert listings(strict) == before + 1
+
+
+def storage_of(url: str) -> str:
+    return str(Location.parse(url) / "gpt")
+
+
+def listings(strict: StrictStore) -> int:
+    """Once all requests are counted, which each is after it is answered."""
+    while (stats := strict.stats())["in_flight"]:
+        pass
+    return sum(stats["requests"]["ListObjectsV2"].values())
+
+
+def test_damage_in_a_bucket_is_found_where_it_is(branched: SampleRun, storage: str) -> None:
+    flip(branched.directory(50) / SHARD, 4100)
+    (branched.directory(50) / STATE).unlink()
+    compress_shards(branched.directory(30))
+    flip(branched.directory(30) / f"{SHARD}.zst", 200)
+    put(branched.folder, storage_of(storage))
+    catalog = Catalog(storage_of(storage))
+    assert [(d.file, d.where) for d in catalog[50].verify()] == [
+        (SHARD, "model.blocks.0.weight[4:8, 0:6]"),
+        (STATE, "missing"),
+    ]
+    assert [(d.file, d.where) for d in catalog[30].verify()] == [(SHARD, "content")]
+
+
+def test_an_answer_that_breaks_off_is_no_damage(
+    branched: SampleRun, storage: str, strict: StrictStore
+) -> None:
+    put(branched.folder, storage_of(storage))
+    view = Catalog(storage_of(storage))[50]
+    for action in (Truncate(100), Status(503), DropAfter()):
+        strict.add_fault(Fault(action=action, match=Match(operation="GetObject", key=SHARD), times=1))
+    assert view.verify() == ()
+
+
+def test_marker_objects_of_folders_are_neither_runs_nor_files(
+    branched: SampleRun, storage: str, strict: StrictStore
+) -> None:
+    """As pyarrow leaves them, which Ray Train writes with."""
+    import pyarrow.fs as pafs
+
+    put(branched.folder, storage_of(storage))
+    location = Location.parse(storage_of(storage))
+    fs = pafs.S3FileSystem(
+        access_key="strict", secret_key="strict-secret", endpoint_override=strict.endpoint, region="us-east-1"
+    )
+    for folder in ("", "/ray_ckpt", "/ray_ckpt/log", "/ray_ckpt/checkpoints", "_other"):
+        fs.create_dir(f"{location.path}{folder}", recursive=False)
+    fs.create_dir(f"{location.path}/ray_ckpt/checkpoints/{branched.checkpoints[50].attempt.directory}")
+    assert [run.name for run in find_runs(storage)] == ["gpt"]
+    catalog = Catalog(location)
+    assert catalog.list(all=True) == Catalog(branched.folder).list(all=True)
+    assert catalog[50].verify() == () and catalog.to_arrow() == Catalog(branched.folder).to_arrow()
+
+
+def test_a_store_that_fails_is_an_error_with_a_hint(
+    branched: SampleRun, storage: str, strict: StrictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(branched.folder, storage_of(storage))
+    catalog = Catalog(storage_of(storage))
+    elsewhere = bucket_url("s3", strict.endpoint, "gpt", bucket="nobody")
+    with pytest.raises(StoragePathError, match=r"NoSuchBucket.*Check bucket, endpoint and credentials"):
+        Catalog(elsewhere)
+    with pytest.raises(StoragePathError, match="NoSuchBucket"):
+        find_runs(elsewhere)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
+    with pytest.raises(StoragePathError, match="SignatureDoesNotMatch") as caught:
+        Catalog(storage_of(storage))
+    assert "canary" not in str(caught.value)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match="no AWS credentials"):
+        Catalog(storage_of(storage))
+    strict.add_fault(Fault(action=Status(403), match=Match(operation="GetObject")))
+    with pytest.raises(StoragePathError, match="403"):
+        catalog.refresh()
+    assert len(catalog) == 4
+    assert {d.where for d in catalog[50].verify()} == {"unreadable"}
+
+
+def test_a_gap_in_a_log_in_a_bucket_is_an_error(branched: SampleRun, storage: str) -> None:
+    (branched.folder / "ray_ckpt" / "log" / names.record_file(5)).unlink()
+    put(branched.folder, storage_of(storage))
+    with pytest.raises(FormatError, match="no record 5, but record 16"):
+        Catalog(storage_of(storage))

@@ -6,16 +6,22 @@ import json
 import shutil
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.filesize import decimal
 from typer.testing import CliRunner
 
 import ray_ckpt
 from ray_ckpt.cli import app, main
 from ray_ckpt.format import names, records
-from tests.sample_run import SampleRun, make_checkpoint, write_run
+from ray_ckpt.location import Location
+from ray_ckpt.storage.remote import open_store
+from ray_ckpt.testing.strict_store import StrictStore
+from tests.sample_run import SampleRun, copy_to, make_checkpoint, write_run
+from tests.servers.stores import bucket_url
 
 SHARD = "shard-00001-of-00002.safetensors"
 
@@ -215,7 +221,8 @@ def test_gc_with_a_policy_by_options_as_text(run: SampleRun) -> None:
     rows = [line.split() for line in lines if line.strip().startswith(("stays", "goes"))]
     assert [row[:2] for row in rows] == [["goes", "30"], ["goes", "40"], ["stays", "40"], ["stays", "50"]]
     assert "no policy keeps it" in " ".join(rows[0]) and "last 2" in " ".join(rows[2])
-    assert lines[-1].startswith("2 of 4 would go, 30.")
+    going = [c["size_bytes"] for c in before["checkpoints"] if c["state"] == "live"][:2]
+    assert lines[-1].startswith(f"2 of 4 would go, {decimal(sum(going))};")
     assert as_json("ls", run.folder, "--all") == before
 
 
@@ -318,6 +325,60 @@ def test_verify_without_anything_to_verify_exits_with_2(
         assert message in err and err.startswith("ray-ckpt: ") and err.count("\n") == 1
 
 
+# In a bucket
+
+
+@pytest.fixture
+def storage(strict: StrictStore, credentials: None) -> Location:
+    """A storage path of S3 that nobody else has."""
+    return Location.parse(bucket_url("s3", strict.endpoint, f"cli/{uuid.uuid4().hex}"))
+
+
+def test_every_command_takes_a_url(
+    run: SampleRun, tmp_path: Path, storage: Location, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, "local", steps=(5,), durable=(), replicas=0)
+    damage(run, 30)
+    copy_to(open_store(storage, None)[0], tmp_path)
+    url, where = storage / "gpt", storage / "gpt" / "ray_ckpt" / "checkpoints"
+    here = as_json("ls", run.folder, "--all")["checkpoints"]
+    for found in here:
+        path = found["path"]
+        found["path"] = path and str(where / Path(path).name)
+    assert as_json("ls", url, "--all")["checkpoints"] == here
+    assert [r["run_name"] for r in as_json("ls", storage)["runs"]] == ["gpt", "local"]
+    checkpoint = where / run.checkpoints[50].attempt.directory
+    assert str(checkpoint) in ray_ckpt_cli("show", url, 50)
+    assert verdicts(url, "--keep-last", 1) == verdicts(run.folder, "--keep-last", 1)
+    for target in (url, checkpoint):
+        assert f"{checkpoint}: ok; read 7 files" in ray_ckpt_cli("verify", target)
+    code, out, _ = fails(capsys, "verify", url, "--step", 30)
+    assert code == 1 and f"{SHARD}: model.blocks.0.weight[4:8, 0:6]: " in out
+
+
+def test_what_keeps_a_bucket_from_being_read_is_said_in_one_line(
+    run: SampleRun, tmp_path: Path, storage: Location, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy_to(open_store(storage, None)[0], tmp_path)
+    url = storage / "gpt"
+    for args, message in (
+        (["verify", storage], f"It holds the runs gpt; open {url}, say."),
+        (["ls", storage / "nothing"], "There is no run at"),
+        (["ls", Location("s3", "nobody/gpt", storage.query)], "NoSuchBucket"),
+        (["verify", Location("s3", "nobody/gpt", storage.query)], "NoSuchBucket"),
+        (["ls", url, "--storage-option", "profile=nobody"], "no AWS profile 'nobody'"),
+        (["show", url, 50, "--storage-option", "secret=canary"], "Unknown storage option 'secret'"),
+        (["gc", url, "--dry-run", "--storage-option", "canary"], "Give NAME=VALUE."),
+        (["verify", run.folder, "--storage-option", "profile=a"], "takes no storage_options"),
+        (["ls", "s3://key:canary@bucket/gpt"], "holds credentials"),
+    ):
+        code, out, err = fails(capsys, *args)
+        assert (code, out) == (2, "")
+        assert message in err and err.startswith("ray-ckpt: ") and err.count("\n") == 1
+        assert "canary" not in err
+    assert "gpt" in ray_ckpt_cli("ls", url, "--storage-option", "region=us-east-1")
+
+
 # The command itself
 
 
@@ -333,7 +394,7 @@ def test_every_command_has_an_example(command: str) -> None:
 
 def test_version_and_exit_codes_are_documented() -> None:
     assert ray_ckpt_cli("--version").strip() == f"ray-ckpt {ray_ckpt.__version__}"
-    assert "1 damage found" in ray_ckpt_cli("--help")
+    assert "1 damage found" in ray_ckpt_cli("--help") and "s3://bucket/runs/gpt" in ray_ckpt_cli("--help")
 
 
 def test_as_a_process(run: SampleRun) -> None:

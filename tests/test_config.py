@@ -15,6 +15,7 @@ def test_the_defaults_are_good_and_so_is_everything_at_once() -> None:
     options = RunOptions.parse(
         keep_every=1000,
         keep_every_s=600,
+        remote_every_s=600,
         keep_best=("val/loss", "max", 1),
         keep_milestones=(0.1, 1),
         total_steps=10_000,
@@ -37,6 +38,7 @@ def test_the_defaults_are_good_and_so_is_everything_at_once() -> None:
         ("keep_every", 0),
         ("keep_every", 1.0),
         ("keep_every_s", 0),
+        ("remote_every_s", 0),
         ("ttl_s", float("inf")),
         ("ttl_s", "1d"),
         ("keep_best", ["loss", "min", 2]),

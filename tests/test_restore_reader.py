@@ -145,8 +145,10 @@ def test_each_row_comes_from_the_first_source_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
     sizes = data.draw(st.lists(st.lists(st.integers(1, 300), max_size=12), min_size=1, max_size=3))
-    for name, limit in (("PIECE_BYTES", 70), ("GAP_BYTES", 30), ("EXTENT_ROWS", 4)):
+    for name, limit in (("PIECE_BYTES", 70), ("EXTENT_ROWS", 4)):
         monkeypatch.setattr(restore, name, data.draw(st.integers(1, limit), label=name))
+    gap_bytes = data.draw(st.integers(1, 30), label="GAP_BYTES")
+    monkeypatch.setattr(restore, "GAP_BYTES", dict.fromkeys(restore.GAP_BYTES, gap_bytes))
     small_extents(monkeypatch, data.draw(st.integers(1, 200), label="extent"))
     checkpoint = Checkpoint.make(tmp_path, *sizes)
     tiers: list[Tier] = data.draw(st.lists(st.sampled_from(["memory", "local", "remote"]), max_size=3))
@@ -332,7 +334,7 @@ def test_a_peer_gives_rows_and_what_is_bad_there_comes_from_the_next(
 
 
 def test_rows_far_apart_are_one_request(peer: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "GAP_BYTES", 0)
+    monkeypatch.setattr(restore, "GAP_BYTES", dict.fromkeys(restore.GAP_BYTES, 0))
     rows = peer.checkpoint.rows[4:40:2]
     reader = peer.reader(peer.sources)
     check(peer.checkpoint, rows, read(reader, rows), reader)

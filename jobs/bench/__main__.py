@@ -22,6 +22,7 @@ from jobs.bench import report
 from jobs.bench.context import QUICK_BYTES, QUICK_REPEAT, Context, parse_size
 from jobs.bench.peers.catalogue import PEERS
 from jobs.bench.row import Row, first_line, skipped
+from jobs.s3_server import KINDS
 
 ROWS: Mapping[str, str] = {  # name -> the module with its `rows(context)`, loaded when wanted
     "limits": "jobs.bench.limits",
@@ -29,6 +30,7 @@ ROWS: Mapping[str, str] = {  # name -> the module with its `rows(context)`, load
     "disk": "jobs.bench.disk",
     "wire": "jobs.bench.wire",
     "restoring": "jobs.bench.restoring",
+    "remote": "jobs.bench.remote",
     "agent": "jobs.bench.agent",
     "coordinator": "jobs.bench.coordinator",
     "ray": "jobs.bench.messages",
@@ -51,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         repeat=chosen.repeat or (QUICK_REPEAT if chosen.quick else REPEAT),
         folder=chosen.folder.resolve(),
         quick=chosen.quick,
+        server=chosen.server,
     )
     rows = list(_told(_measured(_groups(chosen), context)))
     command = ["python", "-m", "jobs.bench", *(sys.argv[1:] if arguments is None else arguments)]
@@ -77,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeat", type=_count, help=f"samples per row (default {REPEAT})")
     add("--quick", action="store_true", help="all rows as small as they can be; their numbers mean nothing")
     add("--peers", nargs="*", choices=PEERS, metavar="NAME", help=f"peers, all or of: {', '.join(PEERS)}")
+    add(
+        "--server",
+        type=_server,
+        default=KINDS[0],
+        help=f"of the rows remote: {', '.join(KINDS)}, or s3://...",
+    )
     add("--folder", type=Path, default=FOLDER, help=f"on the disk to be measured (default ./{FOLDER})")
     add("--json", type=Path, metavar="FILE", help="write machine, command and rows with all samples")
     add("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
@@ -121,6 +130,12 @@ def _count(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a count of samples")
     return value
+
+
+def _server(text: str) -> str:
+    if text not in KINDS and not text.startswith("s3://"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(KINDS)} and no storage path on S3")
+    return text
 
 
 def _size(text: str) -> int:

@@ -21,13 +21,15 @@ class Context:
 
     `size_bytes` is the state that a save or a restore moves, `repeat` the samples of a row, and `folder` lies
     on the disk to be measured. A `quick` run only shows that all rows work: everything is to be as small as
-    it can be.
+    it can be. `server` is where the rows `remote` go: one of `s3_server.KINDS` is started for them, anything
+    else is a storage path on S3.
     """
 
     size_bytes: int
     repeat: int
     folder: Path
     quick: bool = False
+    server: str = "strict"
 
     @contextmanager
     def temporary(self) -> Iterator[Path]:

@@ -156,7 +156,7 @@ def measure(
     convert: Convert | None = None,
 ) -> Row:
     """A row beside a plain number: at most `limit`, in `unit`, or for reading only."""
-    samples, machine = _watched({"row": sample}, repeat)
+    samples, machine = watched({"row": sample}, repeat)
     return Row(
         name=name,
         what=what,
@@ -181,7 +181,7 @@ def compared(
     note: str = "",
 ) -> Row:
     """A row beside something measured in turn with it; `convert` makes samples of either into `unit`."""
-    samples, machine = _watched({"row": sample, "reference": reference[1]}, repeat)
+    samples, machine = watched({"row": sample, "reference": reference[1]}, repeat)
     own, other = samples["row"], samples["reference"]
     if convert is not None:
         own, other = convert(own), convert(other)
@@ -209,9 +209,10 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _watched(
+def watched(
     samplers: Mapping[str, Callable[[], float]], repeat: int
 ) -> tuple[Mapping[str, tuple[float, ...]], Machine]:
+    """`interleaved`, and what the machine was like meanwhile."""
     load, cpu_s, wall_s = os.getloadavg()[0], time.process_time(), time.perf_counter()
     samples = interleaved(samplers, repeat)
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s

@@ -47,13 +47,15 @@ class Training:
     def __init__(self, size_bytes: int, folder: Path, name: str, **options: Any) -> None:
         self.model, self.optimizer = make_state(size_bytes)
         self.step = 0
-        defaults = {"memory": "single", "replicas": 0, "keep_last": 1, "every_steps": FAR_FUTURE_STEPS}
-        ray_ckpt.connect(
-            run=name,
-            storage_path=str(folder / "storage"),
-            staging=str(folder / "staging"),
-            **{**defaults, **options},
-        )
+        defaults = {
+            "storage_path": str(folder / "storage"),
+            "staging": str(folder / "staging"),
+            "memory": "single",
+            "replicas": 0,
+            "keep_last": 1,
+            "every_steps": FAR_FUTURE_STEPS,
+        }
+        ray_ckpt.connect(run=name, **{**defaults, **options})
         self.ckpt = ray_ckpt.Checkpointer(model=self.model, optimizer=self.optimizer)
         self.ckpt.restore()
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.sinks import Target, sink_for
-from ray_ckpt.capture.walk import DTYPES, LiveSlice, map_leaves, resolve_leaves, slices_of, walk
+from ray_ckpt.capture.walk import (
+    DTYPES,
+    Box,
+    LiveSlice,
+    boxes_on,
+    map_leaves,
+    resolve_leaves,
+    slices_of,
+    walk,
+)
 from ray_ckpt.errors import MismatchError
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.format.tree import TensorRef
@@ -154,20 +163,43 @@ def _read(
 def _sharers(
     reads: Mapping[Place, Read], targets: list[LiveSlice], node_ranks: Sequence[int]
 ) -> dict[Place, tuple[int, ...]]:
-    """The rows that several ranks of this node hold alike, with these ranks.
+    """The rows of which several ranks of this node want all or a part, with these ranks.
 
-    Ranks that want another part of the row are not known here. Of a row for several tensors the first counts.
+    Every rank finds the same ones, from where tensors lie on which rank. Of a row for several tensors the
+    first counts.
     """
+    if len(node_ranks) < 2:
+        return {}
     found: dict[Place, tuple[int, ...]] = {}
-    here: dict[int, tuple[int, ...]] = {}  # by identity: most slices have one tuple of all ranks in common
-    for place, read in reads.items() if len(node_ranks) > 1 else ():
-        ranks = targets[read.copies[0].target].ranks
-        if id(ranks) not in here:
-            held = frozenset(ranks)
-            here[id(ranks)] = tuple(rank for rank in sorted(node_ranks) if rank in held)
-        if len(here[id(ranks)]) > 1:
-            found[place] = here[id(ranks)]
+    alike: dict[int, tuple[int, ...]] = {}  # by identity: most slices have one tuple of all ranks in common
+    boxes: dict[Hashable, tuple[tuple[int, Box], ...]] = {}  # by layout: many tensors have the same one
+    for place, read in reads.items():
+        target, saved = targets[read.copies[0].target], read.row.slice
+        assert saved is not None
+        layout = _layout(target.leaf)
+        if layout is None or (saved.offset, saved.shape) == (target.slice.offset, target.slice.shape):
+            if id(target.ranks) not in alike:
+                held = frozenset(target.ranks)
+                alike[id(target.ranks)] = tuple(rank for rank in sorted(node_ranks) if rank in held)
+            ranks = alike[id(target.ranks)]
+        else:
+            if layout not in boxes:
+                boxes[layout] = tuple(boxes_on(target.leaf, sorted(node_ranks)))
+            ranks = tuple(rank for rank, box in boxes[layout] if _meet(box, (saved.offset, saved.shape)))
+        if len(ranks) > 1:
+            found[place] = ranks
     return found
+
+
+def _layout(leaf: torch.Tensor) -> Hashable | None:
+    """What decides where the parts of a DTensor lie; None for a plain tensor."""
+    mesh = getattr(leaf, "device_mesh", None)
+    return None if mesh is None else (id(mesh), tuple(leaf.placements), tuple(leaf.shape))  # type: ignore[attr-defined]
+
+
+def _meet(one: Box, other: Box) -> bool:
+    """Whether two boxes share an element."""
+    return all(a < b + n and b < a + m for a, m, b, n in zip(one[0], one[1], other[0], other[1], strict=True))
 
 
 def _target(copy: Copy, targets: list[LiveSlice]) -> Target:

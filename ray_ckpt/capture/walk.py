@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from ray_ckpt.capture.items import Item, local_tensor
 from ray_ckpt.errors import UnsupportedLeaf
@@ -34,6 +35,8 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""A region of a tensor: offset and shape."""
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -241,6 +244,18 @@ def bytes_digest(tensor: torch.Tensor) -> str:
     """Digest of a tensor's bytes in row-major order; empty for an empty one."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return digest(flat.view(torch.uint8).numpy().data) if flat.numel() else ""
+
+
+def boxes_on(tensor: Any, ranks: Iterable[int]) -> Iterator[tuple[int, Box]]:
+    """Which region of a DTensor each of `ranks` holds, in their order; not those outside its mesh."""
+    mesh = tensor.device_mesh
+    for rank in ranks:
+        coordinate = (mesh.mesh == rank).nonzero().flatten().tolist()
+        if coordinate:
+            shape, offset = _compute_local_shape_and_global_offset(
+                tensor.shape, mesh.shape, coordinate, tensor.placements
+            )
+            yield rank, (tuple(offset), tuple(shape))
 
 
 def _dtensor_holders(tensor: Any) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.cadence import Cadence
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.deletions import Deletions
 from ray_ckpt.core.drain import Drains
@@ -23,6 +24,7 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.retention import RetentionView, decide, policies_of
 from ray_ckpt.core.saves import Saves
+from ray_ckpt.core.sweep import Sweeps
 from ray_ckpt.core.upkeep import Upkeep
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
@@ -45,8 +47,10 @@ class RunMachine:
         self._context = Context(options, Ledger(writer=writer, service=service))
         self._groups = Groups(self._context)
         self._saves = Saves(self._context)
-        self._drains = Drains()
+        self._cadence = Cadence()
+        self._drains = Drains(self._context)
         self._deletions = Deletions()
+        self._sweeps = Sweeps(self._context)
         self._upkeep = Upkeep(self._context)
         self._retire_due = False
         self._pinning: list[m.PinAsked | m.UnpinAsked] = []  # bounded by the callers that wait
@@ -174,6 +178,8 @@ class RunMachine:
         """A record is a fact now: its effects may be seen."""
         match op:
             case r.Epoch():
+                for checkpoint in self.history.checkpoints.values():
+                    self._is_due(checkpoint)
                 early, self._early = self._early, []
                 for event in early:
                     yield from self._refuse(event) if self._fenced else self._on(event)
@@ -181,7 +187,9 @@ class RunMachine:
                 yield from self._groups.session_logged()
             case r.Commit(attempt=attempt):
                 yield from self._committed(self.history.checkpoints[attempt])
-            case r.Promote(attempt=attempt):
+            case r.Promote(attempt=attempt, level=level):
+                if level is Level.DURABLE:
+                    self._sweeps.became_durable()
                 checkpoint = self.history.checkpoints[attempt]
                 nodes = self._context.session_nodes()
                 yield m.Publish(
@@ -194,6 +202,7 @@ class RunMachine:
                 self._retire_due = True
             case r.Retired(attempt=attempt):
                 checkpoint = self.history.checkpoints[attempt]
+                self._drains.finish(attempt)
                 # Also where no whole fragment is: a copy that was cut off leaves files.
                 places = self._context.holders.anywhere(attempt).union(self._context.session_nodes())
                 yield from self._deletions.start(
@@ -208,17 +217,23 @@ class RunMachine:
             case r.Collected(attempt=attempt):
                 self._context.holders.forget(attempt)
                 self._context.holders.bad_remote.discard(attempt)
+            case r.Note() as note:
+                yield from self._sweeps.noted(note)
             case _:
                 return
 
     def _committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         yield from self._saves.committed(checkpoint)
-        if len(self.history.checkpoints) % self.options.remote_every == 0:
+        if self._is_due(checkpoint):
             self._drains.start(checkpoint)
             yield from self._assign_drains()
         self._retire_due = True
         if self.plan is not None and checkpoint.id.session == self.plan.session:
             yield from self._groups.release_strays()
+
+    def _is_due(self, checkpoint: CheckpointInfo) -> bool:
+        options = self.options
+        return self._cadence.committed(checkpoint, every=options.remote_every, every_s=options.remote_every_s)
 
     @_on.register
     def _(self, event: m.OrderRefused) -> Iterator[m.Effect]:
@@ -267,17 +282,22 @@ class RunMachine:
             if is_told and self._upkeep.is_crowded and not self._ledger.pending:
                 self._retire()
             self._drain_again()
+        yield from self._sweeps.ask(self._wall_s)
         if self._finishing and not self._saves and not self._ledger.pending:
             yield from self._finish()
         yield from self._snapshot()
 
     def _drain_again(self) -> None:
-        """What is damaged on the storage path is uploaded over it, from nodes that hold it whole."""
-        for attempt in sorted(self._context.holders.bad_remote - self._drains.attempts):
-            checkpoint = self.history.checkpoints.get(attempt)
-            if checkpoint is None or checkpoint.state != "live":
-                self._context.holders.bad_remote.discard(attempt)
-            elif self._context.holders.has_all(checkpoint):
+        """What waits for a drain and has none: it is damaged on the storage path, or its drain gave way, had
+        no source, or died with a coordinator.
+        """
+        holders, checkpoints = self._context.holders, self.history.checkpoints
+        bad = [checkpoints[name] for name in sorted(holders.bad_remote & checkpoints.keys())]
+        bad = [checkpoint for checkpoint in bad if checkpoint.state == "live"]
+        holders.bad_remote.intersection_update(checkpoint.id.attempt for checkpoint in bad)
+        for checkpoint in (*bad, *self._cadence.undrained(checkpoints)):
+            is_new = checkpoint.id.attempt not in self._drains.attempts
+            if is_new and self._drains.has_room and holders.has_all(checkpoint):
                 self._drains.start(checkpoint)
 
     def _busy(self) -> set[str]:
@@ -286,10 +306,13 @@ class RunMachine:
 
     def _retire(self) -> None:
         """Decide what goes; what stays for longer than its place among the last goes to the storage path."""
-        lineage = self.history.lineage()
-        view = RetentionView(live=self.history.live(), lineage=lineage, now_s=self._wall_s, busy=self._busy())
+        lineage, is_crowded = self.history.lineage(), self._upkeep.is_crowded
+        busy = self._busy()
+        if is_crowded:  # it is not kept for a storage path that does not take it
+            busy -= self._drains.stuck - self._groups.busy()
+        view = RetentionView(live=self.history.live(), lineage=lineage, now_s=self._wall_s, busy=busy)
         old = {c.id.attempt for c in lineage[: -self.options.keep_last]}
-        for choice in decide(view, policies_of(self.options), pressure=self._upkeep.is_crowded):
+        for choice in decide(view, policies_of(self.options), pressure=is_crowded):
             checkpoint = choice.checkpoint
             if not choice.kept:
                 self._ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=choice.reasons[0]))
@@ -336,13 +359,14 @@ class RunMachine:
         lineage = self.history.lineage()
         newest = lineage[-1] if lineage else None
         if newest is None or newest.level >= Level.DURABLE:
+            yield from self._sweeps.ask(self._wall_s, is_end=True)
             asked, self._finishing = self._finishing, []
             for event in asked:
                 yield m.Reply(token=event.token, value=newest)
             if any(event.ends_group for event in asked):
                 yield from self._groups.end(RunSuperseded("The launcher has ended the run."))
-        elif newest.id.attempt not in self._drains.attempts:
-            self._drains.start(newest)
+        else:
+            self._drains.start(newest, is_urgent=True)
             yield from self._assign_drains()
 
     def _fail_finishing(self, error: CheckpointError) -> Iterator[m.Effect]:
@@ -470,25 +494,22 @@ class RunMachine:
             )
 
     def _assign_drains(self) -> Iterator[m.Effect]:
-        for checkpoint in self._drains.give_up_orphans(self._context.holders):
-            yield from self._drain_failed(checkpoint.id, "no live node holds all of it")
-        yield from self._drains.assign(self._context.holders, self._context.now_s)
+        for checkpoint, reason in self._drains.give_up():
+            yield from self._drain_failed(checkpoint.id, reason)
+        yield from self._drains.assign()
 
     @_on.register
     def _(self, event: m.DrainEnded) -> Iterator[m.Effect]:
-        outcome = self._drains.ended(event, self._context.now_s)
+        self._drains.ended(event)
         if event.error is not None:
-            yield m.Warn(
-                text=f"Step {event.attempt.step}: draining fragment {event.node_index}: {event.error}"
+            yield from self._context.warn_once(
+                f"Step {event.attempt.step}: draining fragment {event.node_index}: {event.error}"
             )
-        if outcome == "complete":
-            yield m.WriteDescription(checkpoint=self.history.checkpoints[event.attempt.attempt])
-        elif outcome == "given up":
-            yield from self._drain_failed(event.attempt, event.error)
+        yield from self._assign_drains()
 
-    def _drain_failed(self, attempt: AttemptId, reason: str | None) -> Iterator[m.Effect]:
+    def _drain_failed(self, attempt: AttemptId, reason: str) -> Iterator[m.Effect]:
         error = Unavailable(f"Step {attempt.step} did not reach the storage path: {reason}")
-        yield m.Warn(text=str(error))
+        yield from self._context.warn_once(str(error))
         lineage = self.history.lineage()
         if lineage and lineage[-1].id == attempt:
             yield from self._fail_finishing(error)
@@ -496,15 +517,31 @@ class RunMachine:
     @_on.register
     def _(self, event: m.DescriptionWritten) -> Iterator[m.Effect]:
         checkpoint = self.history.checkpoints[event.attempt.attempt]
-        self._drains.finish(event.attempt.attempt)
-        if event.error is None:
+        self._drains.described(event)
+        if event.is_damage:
+            yield from self._drain_failed(event.attempt, str(event.error))
+        elif event.error is not None:
+            yield from self._context.warn_once(f"Step {event.attempt.step}: describing it: {event.error}")
+        else:
             self._context.holders.bad_remote.discard(event.attempt.attempt)
-        if event.error is not None:
-            yield from self._drain_failed(event.attempt, event.error)
-        elif checkpoint.state == "live" and checkpoint.level < Level.DURABLE:
-            self._ledger.append(
-                r.Promote(attempt=event.attempt.attempt, level=Level.DURABLE, replicas=checkpoint.replicas)
-            )
+            if checkpoint.state == "live" and checkpoint.level < Level.DURABLE:
+                self._ledger.append(
+                    r.Promote(
+                        attempt=event.attempt.attempt, level=Level.DURABLE, replicas=checkpoint.replicas
+                    )
+                )
+
+    @_on.register
+    def _(self, event: m.RemoteListed) -> Iterator[m.Effect]:
+        yield from self._sweeps.listed(
+            event,
+            draining=self._drains.attempts,
+            may_come=self._may_come if self._groups.owner_has_run else None,
+        )
+
+    def _may_come(self, attempt: str) -> bool:
+        """It is not in the log, and may be one day; asked only when inventory has been taken."""
+        return self._saves.is_open(attempt) or bool(self._context.holders.anywhere(attempt))
 
     # -- time and nodes --------------------------------------------------------------------------------
 

@@ -1,19 +1,26 @@
-"""Which node uploads which fragment to the remote tier, and when a checkpoint is there entirely."""
+"""Which node uploads which fragment to the remote tier, and when a checkpoint is there entirely.
+
+A store that fails ends no drain: its fragments are tried again, each time on the next holder, at a growing
+distance. A drain ends when the checkpoint is described there, when no live node has an intact copy of a part
+that is left, when retention gives the checkpoint up, or when it waits for its turn and newer ones do too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
-from typing import Literal
 
-from ray_ckpt.core.context import Holders
-from ray_ckpt.core.messages import Drain, DrainEnded
+from ray_ckpt.core.context import Context, names_of
+from ray_ckpt.core.messages import DescriptionWritten, Drain, DrainEnded, WriteDescription
 from ray_ckpt.types import CheckpointInfo
 
-MAX_TRIES = 5  # per fragment and drain; then the checkpoint waits for the next drain
-RETRY_S = 2.0  # before the second try of a fragment, doubled each time: a store that is away for a minute
+RETRY_S = 2.0  # before the second try of a fragment, doubled each time
+MAX_RETRY_S = 60.0  # between tries: a store that is back after hours is noticed within a minute
+MAX_DOUBLINGS = 5  # reach that
 MAX_ACTIVE = 2  # checkpoints on their way at a time
 MAX_QUEUED = 4  # and waiting for their turn, each kept by retention; older ones give way to newer ones
+PATIENT_TRIES = 5  # that failed, in a minute; after that a full disk need not wait for the drain
+DAMAGED_AGAIN_S = 3600.0  # after a drain that found no intact copy: time for scrub and repair
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,67 +31,136 @@ class _Task:
     running: dict[int, str] = field(default_factory=dict)  # node_index -> node that uploads it
     tries: dict[int, int] = field(default_factory=dict)
     not_before_s: dict[int, float] = field(default_factory=dict)
+    damaged: dict[int, dict[str, str]] = field(default_factory=dict)  # node_index -> node -> what it says
+    descriptions: int = 0  # tries
+    describe_at_s: float | None = None  # None: not all is there, or it is being written
 
     @property
     def is_started(self) -> bool:
         return bool(self.tries)
 
+    @property
+    def is_stuck(self) -> bool:
+        return max(self.descriptions, *self.tries.values(), 0) > PATIENT_TRIES
+
 
 class Drains:
     """Any holder of a fragment may upload it: the bytes and names are the same, so twice is harmless."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._tasks: dict[str, _Task] = {}
+        self._urgent = ""  # the attempt that the end of the run waits for
+        self._not_before_s: dict[str, float] = {}  # attempts of which no intact copy was found
 
     @property
     def attempts(self) -> set[str]:
         return set(self._tasks)
 
-    def start(self, checkpoint: CheckpointInfo) -> None:
-        name = checkpoint.id.attempt
+    @property
+    def stuck(self) -> set[str]:
+        """Those that the storage path has not taken for a while."""
+        return {name for name, task in self._tasks.items() if task.is_stuck}
+
+    @property
+    def has_room(self) -> bool:
+        """One more would not make another give way."""
+        return len(self._tasks) < MAX_ACTIVE + MAX_QUEUED
+
+    def start(self, checkpoint: CheckpointInfo, *, is_urgent: bool = False) -> None:
+        """Bring a checkpoint to the storage path, at once if the end of the run waits for it."""
+        name, now_s = checkpoint.id.attempt, self._context.now_s
+        if is_urgent:
+            self._urgent = name
+        elif now_s < self._not_before_s.get(name, now_s):
+            return
         if name in self._tasks:
             return
-        waiting = [name for name, task in self._tasks.items() if not task.is_started]
-        if len(waiting) >= MAX_QUEUED:
-            del self._tasks[waiting[0]]
         parts = range(checkpoint.num_nodes)
         self._tasks[name] = _Task(checkpoint=checkpoint, todo=set(parts), waiting=set(parts))
+        if len(self._tasks) > MAX_ACTIVE + MAX_QUEUED:
+            del self._tasks[min(self._tasks, key=self._worth)]
 
-    def assign(self, holders: Holders, now_s: float) -> Iterator[Drain]:
-        """Give each fragment of the oldest checkpoints that nobody uploads to a live holder."""
-        for task in list(self._tasks.values())[:MAX_ACTIVE]:
-            name = task.checkpoint.id.attempt
+    def _worth(self, name: str) -> tuple[bool, bool, int]:
+        """The least gives way: an old one that has not begun."""
+        task = self._tasks[name]
+        return name == self._urgent, task.is_started, task.checkpoint.seq
+
+    def assign(self) -> Iterator[Drain | WriteDescription]:
+        """Give each fragment that nobody uploads to a live holder; describe what is there entirely."""
+        now_s = self._context.now_s
+        for task in sorted(self._tasks.values(), key=self._turn)[:MAX_ACTIVE]:
             for index in sorted(task.waiting):
-                nodes = sorted(holders.of(name, index) & holders.live)
+                nodes = self._sources(task, index)
                 tries = task.tries.get(index, 0)
                 if nodes and now_s >= task.not_before_s.get(index, 0.0):
                     task.tries[index] = tries + 1
                     task.running[index] = nodes[(index + tries) % len(nodes)]
                     task.waiting.discard(index)
                     yield Drain(attempt=task.checkpoint.id, node_index=index, node_id=task.running[index])
+        for name, task in self._tasks.items():
+            if task.describe_at_s is not None and now_s >= task.describe_at_s:
+                task.describe_at_s = None
+                task.descriptions += 1
+                yield WriteDescription(checkpoint=self._context.history.checkpoints[name])
 
-    def give_up_orphans(self, holders: Holders) -> Iterator[CheckpointInfo]:
-        """Checkpoints of which no live node holds a part that is still to be uploaded; their drains end."""
+    def _turn(self, task: _Task) -> tuple[bool, bool]:
+        """Of equals the one that was asked for first."""
+        return task.checkpoint.id.attempt != self._urgent, not task.is_started
+
+    def _sources(self, task: _Task, index: int) -> list[str]:
+        """Live nodes whose copy of a fragment is not known to be damaged."""
+        holders = self._context.holders
+        return sorted(
+            (holders.of(task.checkpoint.id.attempt, index) & holders.live)
+            - task.damaged.get(index, {}).keys()
+        )
+
+    def give_up(self) -> Iterator[tuple[CheckpointInfo, str]]:
+        """End drains of which no live node has a part that is left, intact; each with the reason."""
         for name, task in list(self._tasks.items()):
-            if any(not holders.of(name, index) & holders.live for index in task.waiting):
-                del self._tasks[name]
-                yield task.checkpoint
+            lacking = next((index for index in task.waiting if not self._sources(task, index)), None)
+            if lacking is None:
+                continue
+            del self._tasks[name]
+            reason = "no live node holds all of it"
+            if damaged := task.damaged.get(lacking):
+                self._put_off(name)
+                nodes, says = names_of(damaged), "; ".join(sorted(set(damaged.values())))
+                reason = f"fragment {lacking} is damaged on every node that has it, {nodes}: {says}"
+            yield task.checkpoint, reason
 
-    def ended(self, event: DrainEnded, now_s: float) -> Literal["more", "complete", "given up"]:
-        """Note the end of one upload and tell how the checkpoint stands."""
+    def _put_off(self, name: str) -> None:
+        now_s = self._context.now_s
+        self._not_before_s = {n: at_s for n, at_s in self._not_before_s.items() if at_s > now_s}
+        self._not_before_s[name] = now_s + DAMAGED_AGAIN_S
+
+    def ended(self, event: DrainEnded) -> None:
+        """Note the end of one upload. What was damaged there is read from another holder, at once."""
         task, index = self._tasks.get(event.attempt.attempt), event.node_index
         if task is None or task.running.get(index) != event.node_id:
-            return "more"
+            return
         del task.running[index]
         if event.error is None:
             task.todo.discard(index)
-        elif task.tries[index] >= MAX_TRIES:
-            del self._tasks[event.attempt.attempt]
-            return "given up"
+            if not task.todo:
+                task.describe_at_s = self._context.now_s
+            return
+        task.waiting.add(index)
+        if event.is_damage:
+            task.damaged.setdefault(index, {})[event.node_id] = event.error
         else:
-            task.waiting.add(index)
-            task.not_before_s[index] = now_s + RETRY_S * 2 ** (task.tries[index] - 1)
-        return "more" if task.todo else "complete"
+            task.not_before_s[index] = self._context.now_s + _pause_s(task.tries[index])
+
+    def described(self, event: DescriptionWritten) -> None:
+        """The description is there, or comes again; unless what it would describe is damaged there."""
+        name, task = event.attempt.attempt, self._tasks.get(event.attempt.attempt)
+        if event.is_damage:
+            self._put_off(name)
+        if event.error is None or event.is_damage:
+            self.finish(name)
+        elif task is not None and not task.todo and task.describe_at_s is None:
+            task.describe_at_s = self._context.now_s + _pause_s(task.descriptions)
 
     def finish(self, attempt: str) -> None:
         """The checkpoint needs no drain any more."""
@@ -98,3 +174,8 @@ class Drains:
                     del task.running[index]
                     task.waiting.add(index)
                     task.tries[index] -= 1
+
+
+def _pause_s(tries: int) -> float:
+    """After so many tries, one at least."""
+    return min(RETRY_S * 2.0 ** min(tries - 1, MAX_DOUBLINGS), MAX_RETRY_S)

@@ -109,6 +109,16 @@ class RankProgress:
     saved_step: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnfinishedUpload:
+    """A multipart upload on the storage path that was begun `age_s` ago, by the store's clock."""
+
+    directory: str
+    file: str
+    upload_id: str
+    age_s: float
+
+
 # -- events ------------------------------------------------------------------------------------------
 
 
@@ -227,12 +237,29 @@ class DrainEnded:
     node_index: int
     node_id: str
     error: str | None
+    is_damage: bool = False  # the node's own files are not what was committed; else the error is the store's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescriptionWritten:
     attempt: AttemptId
     error: str | None
+    is_damage: bool = False  # what the storage path has is not what was committed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteListed:
+    """The answer to SweepRemote: what lies on the storage path under the run's prefix, if its name is of our
+    grammar.
+
+    `directories` are those of checkpoints, each with the seconds since something was written there, by the
+    store's clock.
+    """
+
+    number: int
+    directories: Mapping[str, float] = field(default_factory=dict)
+    uploads: tuple[UnfinishedUpload, ...] = ()
+    error: str | None = None  # then nothing is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +334,7 @@ Event: TypeAlias = (
     | NodeRestored
     | DrainEnded
     | DescriptionWritten
+    | RemoteListed
     | DeleteEnded
     | OrderRefused
     | ScrubEnded
@@ -396,6 +424,22 @@ class Delete:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRemote:
+    """List the unfinished uploads there are, and the checkpoint directories; answer with RemoteListed."""
+
+    number: int
+    uploads_only: bool = False  # directories are as many requests as there are thousands of files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteOrphans:
+    """Delete these directories of the storage path and abort these uploads; nobody answers."""
+
+    directories: tuple[str, ...]
+    uploads: tuple[UnfinishedUpload, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteStrays:
     """Folders on a node that belong to no live checkpoint and no running attempt."""
 
@@ -462,6 +506,8 @@ Effect: TypeAlias = (
     | Drain
     | WriteDescription
     | Delete
+    | SweepRemote
+    | DeleteOrphans
     | DeleteStrays
     | Evict
     | Scrub

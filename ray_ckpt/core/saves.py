@@ -39,6 +39,10 @@ class Saves:
     def __bool__(self) -> bool:
         return bool(self._attempts)
 
+    def is_open(self, attempt: str) -> bool:
+        """It is being stored, or its commit is on its way."""
+        return attempt in self._attempts
+
     def _enter_session(self) -> None:
         """What ranks have said counts for their own session."""
         age = self._context.plan.age if self._context.plan else (0, 0)

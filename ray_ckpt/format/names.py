@@ -19,6 +19,7 @@ _FILE = re.compile(
     r"(shard-\d{1,6}(\.\d{1,6})?-of-\d{1,6}\.safetensors|state-\d{1,6}-of-\d{1,6}\.json"
     r"|manifest-\d{1,6}-of-\d{1,6}\.parquet|checkpoint\.json)\Z"
 )
+_SHARD = re.compile(r"shard-.*\.safetensors\Z")
 _RECORD = re.compile(r"(\d{20})\.json\Z")
 _SNAPSHOT = re.compile(r"snapshot-(\d{20})\.parquet\Z")
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,199}\Z")
@@ -78,6 +79,16 @@ def is_directory_name(name: str) -> bool:
 
 def is_file_name(name: str) -> bool:
     return _FILE.match(name) is not None
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a file of this name holds tensors, and so may be stored compressed."""
+    return is_file_name(name) and _SHARD.match(name) is not None
+
+
+def is_data_name(name: str) -> bool:
+    """Whether a file of this name holds what was saved, rather than tells of it."""
+    return is_file_name(name) and name != CHECKPOINT_JSON and not name.startswith("manifest-")
 
 
 def check_directory(name: str) -> str:

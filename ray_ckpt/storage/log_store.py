@@ -150,7 +150,7 @@ def probe(directory: Path) -> None:
     try:
         files.make_dirs(directory)
     except OSError as error:
-        raise _not_writable(str(directory), error) from error
+        raise not_writable(str(directory), error) from error
     probe_store(PosixLogStore(directory), where=str(directory))
 
 
@@ -162,12 +162,13 @@ def probe_store(store: LogStore, *, where: str) -> None:
     """
     name = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
     try:
+        store.read(name)  # says why if nothing can be: a create only says that it does not know
         first, second, kept = store.create(name, b"1"), store.create(name, b"2"), store.read(name)
         listed = name in store.list(PROBE_PREFIX)
         store.delete(name)
         gone = store.read(name) is None and name not in store.list(PROBE_PREFIX)
     except OSError as error:
-        raise _not_writable(where, error) from error
+        raise not_writable(where, error) from error
     if (first, second, kept) != (Outcome.OK, Outcome.EXISTS, b"1"):
         raise StoragePathError(
             f"{where} cannot hold a commit log: create gave {first.value}, "
@@ -184,7 +185,8 @@ def probe_store(store: LogStore, *, where: str) -> None:
         )
 
 
-def _not_writable(where: str, error: OSError) -> StoragePathError:
+def not_writable(where: str, error: OSError) -> StoragePathError:
+    """The error that says so."""
     return StoragePathError(
         f"The storage path {where} cannot be written: {error}.",
         hint="Give the user that runs Ray write access to it, or choose another storage_path.",

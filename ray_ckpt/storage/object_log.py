@@ -1,79 +1,70 @@
-"""The log store on an object store, through fsspec.
+"""The log store on objects: S3, GCS, and whatever fsspec knows that can create a name once only.
 
 Only small objects in one request each, created with the store's own condition (S3: If-None-Match, GCS:
 ifGenerationMatch=0). Answers are not trusted: a create whose answer is lost is repeated by the client
-library and then refused although it has succeeded, so what is there afterwards decides.
+library and then refused although it has succeeded (412), and a create that meets another one may be told to
+come again (409); so what is there afterwards decides.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-from collections.abc import Mapping
-from http import HTTPStatus
-from typing import Any
-
-from fsspec import AbstractFileSystem
+from typing import Protocol
 
 from ray_ckpt.storage.log_store import Outcome, compare
 
 
-class ObjectLogStore:
-    """Objects directly below `root`, such as "bucket/runs/gpt/ray_ckpt/log". Listings are never cached."""
+class Unsupported(OSError):
+    """The store has said that it does not know conditional creates, rather than that this one failed."""
 
-    def __init__(self, fs: AbstractFileSystem, root: str) -> None:
-        self._fs = fs
-        self._root = root.rstrip("/")
+
+class SmallObjects(Protocol):
+    """Objects of one request, under names with "/". OSError says nothing about what has happened."""
+
+    def create(self, name: str, data: bytes) -> None:
+        """FileExistsError if the store says that the name is taken; Unsupported; OSError otherwise."""
+        ...
+
+    def get(self, name: str) -> bytes:
+        """FileNotFoundError, OSError."""
+        ...
+
+    def names(self, folder: str) -> tuple[str, ...]:
+        """Of the objects in a folder, without it; never from a cache. OSError."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Absent is fine. OSError."""
+        ...
+
+
+class ObjectLogStore:
+    """The objects of one folder."""
+
+    def __init__(self, objects: SmallObjects, folder: str) -> None:
+        self._objects = objects
+        self._folder = folder
 
     def create(self, name: str, data: bytes) -> Outcome:
         absent = Outcome.UNKNOWN
         try:
-            self._fs.pipe_file(self._path(name), data, mode="create")
-        except Exception as error:  # file systems raise what their client libraries raise
-            if _is_unsupported(error):
-                absent = Outcome.UNSUPPORTED
+            self._objects.create(self._path(name), data)
+        except Unsupported:
+            absent = Outcome.UNSUPPORTED
+        except OSError:
+            pass  # what is there now tells
         return compare(self, name, data, absent=absent)
 
     def read(self, name: str) -> bytes | None:
         try:
-            return bytes(self._fs.cat_file(self._path(name)))
+            return self._objects.get(self._path(name))
         except FileNotFoundError:
             return None
-        except Exception as error:
-            raise _os_error(error) from error
 
     def list(self, prefix: str = "") -> tuple[str, ...]:
-        self._fs.invalidate_cache(self._root)
-        try:
-            found = self._fs.find(self._root, prefix=prefix)
-        except FileNotFoundError:
-            return ()
-        except Exception as error:
-            raise _os_error(error) from error
-        listed = (str(path).rsplit("/", 1)[-1] for path in found)
-        return tuple(name for name in listed if name.startswith(prefix))
+        return tuple(name for name in self._objects.names(self._folder) if name.startswith(prefix))
 
     def delete(self, name: str) -> None:
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(name))
-        except Exception as error:
-            raise _os_error(error) from error
+        self._objects.remove(self._path(name))
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
-
-def _is_unsupported(error: Exception) -> bool:
-    """The store has said that it does not know conditional creates, rather than that this one failed."""
-    if isinstance(error, NotImplementedError) or getattr(error, "errno", None) == errno.ENOSYS:
-        return True
-    response: Any = getattr(error.__cause__, "response", None)  # of botocore
-    if not isinstance(response, Mapping):
-        return False
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return bool(status == HTTPStatus.NOT_IMPLEMENTED)
-
-
-def _os_error(error: Exception) -> OSError:
-    return error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+        return f"{self._folder}/{name}"

@@ -1,96 +1,318 @@
-"""The remote tier on a POSIX path that all nodes share: where checkpoints become durable.
+"""The remote tier: where checkpoints become durable, and where a run's log lives.
 
 <storage_path>/<run>/ray_ckpt/log/...            the commit log
-<storage_path>/<run>/ray_ckpt/checkpoints/...    drained checkpoints, one directory each
+<storage_path>/<run>/ray_ckpt/checkpoints/...    drained checkpoints, one folder each
+
+A shard may be stored compressed, as NAME.zst (`format/zstd.py`). The names, sizes and digests that callers
+use are those of the bytes that were saved.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
+import functools
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from typing_extensions import Buffer
 
-from ray_ckpt.config import local_path
 from ray_ckpt.errors import StorageNotShared, StoragePathError
-from ray_ckpt.format import names
-from ray_ckpt.storage import files
-from ray_ckpt.storage.log_store import PosixLogStore, probe
+from ray_ckpt.format import names, zstd
+from ray_ckpt.location import Location, storage_options
+from ray_ckpt.storage.direct import read_blocks_direct
+from ray_ckpt.storage.file_store import Blocks, FileStore, PosixFiles, StoredFile, Upload, read_whole
+from ray_ckpt.storage.files import checked, is_temporary
+from ray_ckpt.storage.log_store import PROBE_PREFIX, LogStore, PosixLogStore, not_writable, probe, probe_store
+from ray_ckpt.types import FileEntry
+
+CLOCK_FILE = "clock.probe"  # written to see the store's time
+PROBE_FILE = "shared.probe"  # beside the log: what the coordinator left there for the nodes to find
+MAX_PROBE_BYTES = 1 << 10
+MAX_OPEN = 16  # tiers that a process keeps open: runs of one service, or of one notebook
+MAX_READERS = 256  # of compressed files, each with a table of 8 bytes for 4 MiB: kept for the next read
+
+
+class Pace(Protocol):
+    """Lets bytes leave when they may."""
+
+    def wait(self, nbytes: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteRef:
+    """How to open a run's remote tier, from anywhere that reaches it. Holds no secret."""
+
+    storage_path: str
+    run_name: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    def open(self) -> RemoteTier:
+        """The same one for all who ask in this process: clients keep connections and credentials."""
+        return _open(self)
+
+
+@functools.lru_cache(maxsize=MAX_OPEN)
+def _open(ref: RemoteRef) -> RemoteTier:
+    base = Location.parse(ref.storage_path)
+    root = base / names.check_run_name(ref.run_name) / names.SERVICE_DIR
+    return RemoteTier(root, dict(ref.options))
+
+
+def open_store(location: Location, options: Mapping[str, str] | None) -> tuple[FileStore, LogStore]:
+    """The files below a location, and its folder `log` as a log store. Nothing is asked of it yet."""
+    options = storage_options(location, options)
+    if location.is_posix:
+        return PosixFiles(location.folder), PosixLogStore(location.folder / names.LOG_DIR)
+    from ray_ckpt.storage.object_log import ObjectLogStore
+    from ray_ckpt.storage.object_store import open_objects  # client libraries, only where they are needed
+
+    bulk, small = open_objects(location, options)
+    return bulk, ObjectLogStore(small, names.LOG_DIR)
 
 
 class RemoteTier:
-    """Files of checkpoints under one run's folder. Every call may be repeated; names are checked (P9)."""
+    """One run's folder, `<storage_path>/<run>/ray_ckpt`. Every call may be repeated; names are checked (P9).
 
-    def __init__(self, storage_path: str, run_name: str) -> None:
-        self.root = local_path(storage_path) / names.check_run_name(run_name) / names.SERVICE_DIR
+    Making one asks nothing of the store. ConfigError from the first call if it cannot be opened.
+    """
+
+    def __init__(self, root: Location, options: Mapping[str, str] | None = None) -> None:
+        self.root = root
+        self._options = options
+        self._lock = threading.Lock()
+        self._opened: tuple[FileStore, LogStore] | None = None
+        self._readers: dict[str, zstd.SeekableReader] = {}
 
     @property
-    def log(self) -> PosixLogStore:
-        return PosixLogStore(self.root / names.LOG_DIR)
+    def where(self) -> str:
+        """For people."""
+        return str(self.root)
+
+    @property
+    def log(self) -> LogStore:
+        return self._open()[1]
+
+    @property
+    def files(self) -> FileStore:
+        return self._open()[0]
+
+    def _open(self) -> tuple[FileStore, LogStore]:
+        with self._lock:
+            if self._opened is None:
+                self._opened = open_store(self.root, self._options)
+            return self._opened
+
+    # -- is it the right place ---------------------------------------------------------------------------
+
+    def probe_log(self) -> None:
+        """Prove that commits work here, whoever else is at work here. StoragePathError."""
+        if self.root.is_posix:
+            probe(self.root.folder / names.LOG_DIR)
+        else:
+            probe_store(self.log, where=self.where)
 
     def probe(self, nonce: str) -> None:
-        """Prove that commits work here and leave `nonce` for the nodes to find."""
-        probe(self.root / names.LOG_DIR)
+        """Prove that commits work here and leave `nonce` for the nodes to find. StoragePathError."""
+        self.probe_log()
         try:
-            files.make_dirs(self.root / names.CHECKPOINTS_DIR)
-            files.write_file(self.root / "shared.probe", [nonce.encode()])
+            self.files.put(PROBE_FILE, [nonce.encode()], max_bytes=MAX_PROBE_BYTES)
         except OSError as error:
-            raise StoragePathError(
-                f"The storage path {self.root} cannot be written: {error}.",
-                hint="Give the user that runs Ray write access to it, or choose another storage_path.",
-                path=str(self.root),
-            ) from error
+            raise not_writable(self.where, error) from error
 
     def check_shared(self, nonce: str, *, node: str) -> None:
         """On a node: the nonce that the coordinator left must be readable and the folder writable here."""
         try:
-            seen = (self.root / "shared.probe").read_bytes().decode()
-        except OSError as error:
+            seen = read_whole(self.files, PROBE_FILE, max_bytes=MAX_PROBE_BYTES).decode()
+        except (OSError, EOFError) as error:
             seen = str(error)
         if seen != nonce:
             raise StorageNotShared(
-                f"Node {node[:12]} does not see the storage path {self.root} as the coordinator does.",
-                hint="Use a storage_path that every node mounts (NFS, Lustre, ...); "
+                f"Node {node[:12]} does not see the storage path {self.where} as the coordinator does.",
+                hint="Use a storage_path that every node reaches (an object store, NFS, Lustre, ...); "
                 "a local disk works for one node only.",
                 node=node,
-                path=str(self.root),
+                path=self.where,
             )
+        name = f"{PROBE_PREFIX}{node[:32]}"  # not in a folder: an empty one goes with its last file
         try:
-            files.write_temporary(self.root / names.CHECKPOINTS_DIR, []).unlink()
+            self.files.put(name, [b"1"], max_bytes=1)
+            self.files.delete([name])
         except OSError as error:
             raise StoragePathError(
-                f"Node {node[:12]} cannot write to the storage path {self.root}: {error}.",
+                f"Node {node[:12]} cannot write to the storage path {self.where}: {error}.",
                 hint="Give the user that runs Ray write access to it on every node.",
                 node=node,
-                path=str(self.root),
+                path=self.where,
             ) from error
 
-    def path(self, directory: str, file: str) -> Path:
-        return self.root / names.CHECKPOINTS_DIR / names.check_directory(directory) / names.check_file(file)
+    # -- files of checkpoints ----------------------------------------------------------------------------
 
-    def put(self, directory: str, file: str, chunks: Iterable[Buffer]) -> None:
-        """Write one file durably; `chunks` may raise to abandon it, then nothing is left."""
-        target = self.path(directory, file)
-        files.make_dirs(target.parent)
-        files.write_file(target, chunks)
+    def put(self, directory: str, file: str, data: bytes) -> None:
+        """Store a small file. OSError."""
+        self.files.put(_name(directory, file), [data], max_bytes=len(data))
+
+    def put_file(
+        self,
+        directory: str,
+        file: FileEntry,
+        path: Path,
+        *,
+        pace: Pace | None = None,
+        level: int | None = None,
+    ) -> int:
+        """Store a file of this node's disk; returns how many bytes it takes there.
+
+        Its bytes are read once, hashed on the way, and not published if they are not what `file` says:
+        CorruptionError, for the source is bad. OSError if the store or the disk fails. With `level`, a shard
+        is compressed with zstd if a sample of it says that this pays.
+        """
+        name, max_bytes = _name(directory, file.name), file.size_bytes
+        blocks: Iterable[Buffer] = checked(
+            read_blocks_direct(path), size_bytes=file.size_bytes, digest=file.digest, what=file.name
+        )
+        if level is not None and names.is_shard_name(file.name) and _pays(path, file.size_bytes, level):
+            name, blocks = name + zstd.SUFFIX, zstd.encode(blocks, level)
+            max_bytes = zstd.max_encoded_bytes(file.size_bytes)
+        return self.files.put(name, _paced(blocks, pace), max_bytes=max_bytes)
+
+    def read(self, directory: str, file: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        """The saved bytes of the ranges (offset, nbytes), which rise, one after the other.
+
+        As `FileStore.read`; CorruptionError if a compressed frame is damaged.
+        """
+        name = _name(directory, file)
+        if name not in self._readers:
+            try:
+                yield from self.files.read(name, ranges)
+                return
+            except FileNotFoundError:
+                if not names.is_shard_name(file):
+                    raise
+        yield from self._reader(name).read(ranges)
+
+    def size(self, directory: str, file: str) -> int | None:
+        """How many bytes were saved; None if it is not there."""
+        name = _name(directory, file)
+        size = None if name in self._readers else self.files.size(name)
+        if size is not None or not names.is_shard_name(file):
+            return size
+        try:
+            return self._reader(name).raw_size
+        except FileNotFoundError:
+            return None
+
+    def blocks(self, directory: str, file: str) -> Blocks:
+        """All saved bytes of a file. FileNotFoundError, OSError, EOFError."""
+        size = self.size(directory, file)
+        if size is None:
+            raise FileNotFoundError(f"{self.where}: {directory}/{file} is not there")
+        yield from self.read(directory, file, [(0, size)])
+
+    def read_whole(self, directory: str, file: str, *, max_bytes: int) -> bytes:
+        """A small file. FileNotFoundError, OSError, EOFError."""
+        return read_whole(self.files, _name(directory, file), max_bytes=max_bytes)
+
+    def _reader(self, name: str) -> zstd.SeekableReader:
+        """Of the compressed form of a file. FileNotFoundError if there is none."""
+        with self._lock:
+            if (reader := self._readers.get(name)) is not None:
+                return reader
+        stored = name + zstd.SUFFIX
+        size = self.files.size(stored)
+        if size is None:
+            raise FileNotFoundError(f"{self.where}/{name} is not there")
+        reader = zstd.SeekableReader(functools.partial(self.files.read, stored), size)
+        with self._lock:
+            if len(self._readers) >= MAX_READERS:
+                self._readers.clear()
+            return self._readers.setdefault(name, reader)
+
+    # -- folders of checkpoints --------------------------------------------------------------------------
+
+    def files_of(self, directory: str) -> dict[str, StoredFile]:
+        """What is stored of a checkpoint, by the names that were saved. OSError."""
+        folder = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}"
+        return {
+            _saved_name(stored.name): stored
+            for stored in self.files.list(folder)
+            if is_stored_name(stored.name)
+        }
 
     def delete(self, directory: str) -> None:
-        """Delete one checkpoint: data first, then manifests, then the folder. Absent is fine."""
-        folder = self.root / names.CHECKPOINTS_DIR / names.check_directory(directory)
-        delete_checkpoint_dir(folder)
-        with contextlib.suppress(FileNotFoundError):
-            files.fsync_dir(folder.parent)  # what is recorded as gone must not come back
+        """Delete one checkpoint: data, then manifests. Absent is fine; what is not ours stays. OSError."""
+        folder = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}"
+        for upload in self.uploads(directory):
+            self.files.abort(upload)
+        ours = {stored.name for stored in self.files.list(folder) if is_stored_name(stored.name)}
+        ours.add(f"{folder}/{names.CHECKPOINT_JSON}")  # so that an empty folder goes too
+        manifests = {name for name in ours if not names.is_data_name(_saved_name(name))}
+        self.files.delete(
+            sorted(ours - manifests)
+        )  # first, so that what is left half-deleted can still be told
+        self.files.delete(sorted(manifests))
+
+    def directories(self) -> dict[str, float]:
+        """The folders of checkpoints that are there, each with the Unix time of its newest file. OSError."""
+        newest: dict[str, float] = {}
+        for stored in self.files.list(names.CHECKPOINTS_DIR):
+            if is_stored_name(stored.name):
+                directory = stored.name.split("/")[1]
+                newest[directory] = max(stored.modified_s, newest.get(directory, 0.0))
+        return newest
+
+    def now_s(self) -> float:
+        """Unix time by the store's clock, with which its files are dated. OSError."""
+        self.files.put(CLOCK_FILE, [b"1"], max_bytes=1)
+        return self.files.modified_s(CLOCK_FILE)
+
+    def uploads(self, directory: str | None = None) -> Iterator[Upload]:
+        """Unfinished uploads of files of a checkpoint, or of all. OSError."""
+        folder = names.CHECKPOINTS_DIR
+        if directory is not None:
+            folder = f"{folder}/{names.check_directory(directory)}"
+        for upload in self.files.uploads(folder):
+            _, *parents, file = upload.name.split("/")
+            is_ours = len(parents) == 1 and names.is_directory_name(parents[0]) and is_temporary(file)
+            if is_ours or is_stored_name(upload.name):
+                yield upload
+
+    def abort(self, directory: str, file: str, upload_id: str) -> None:
+        """End an unfinished upload that `uploads` has named. OSError."""
+        name = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}/{file}"
+        if "/" not in file and (is_stored_name(name) or is_temporary(file)):
+            self.files.abort(Upload(name=name, id=upload_id, started_s=0.0))
 
 
-def delete_checkpoint_dir(folder: Path) -> None:
-    """Remove a checkpoint's folder, its data before its manifests; what is not ours in it stays."""
-    if not folder.is_dir():
-        return
-    entries = [p for p in folder.iterdir() if names.is_file_name(p.name) or files.is_temporary(p.name)]
-    for path in sorted(
-        entries, key=lambda p: (p.name.startswith("manifest"), p.name == names.CHECKPOINT_JSON)
-    ):
-        path.unlink(missing_ok=True)
-    if not any(folder.iterdir()):
-        folder.rmdir()
+def _name(directory: str, file: str) -> str:
+    return f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}/{names.check_file(file)}"
+
+
+def is_stored_name(name: str) -> bool:
+    """Whether a name below a run's root is that of a checkpoint's file, compressed or not."""
+    parts = name.split("/")
+    if len(parts) != 3 or parts[0] != names.CHECKPOINTS_DIR or not names.is_directory_name(parts[1]):
+        return False
+    return names.is_file_name(parts[2]) or names.is_shard_name(parts[2].removesuffix(zstd.SUFFIX))
+
+
+def _saved_name(stored: str) -> str:
+    """The file that a stored one holds."""
+    return stored.rpartition("/")[2].removesuffix(zstd.SUFFIX)
+
+
+def _paced(blocks: Iterable[Buffer], pace: Pace | None) -> Iterator[Buffer]:
+    for block in blocks:
+        if pace is not None:
+            pace.wait(memoryview(block).nbytes)
+        yield block
+
+
+def _pays(path: Path, size_bytes: int, level: int) -> bool:
+    sample = (
+        bytes(block)
+        for offset, nbytes in zstd.sample_ranges(size_bytes)
+        for block in read_blocks_direct(path, offset, nbytes)
+    )
+    return zstd.pays(zstd.estimate(sample, level))

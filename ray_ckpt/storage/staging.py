@@ -24,7 +24,6 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import decode_fragment
 from ray_ckpt.storage import files
 from ray_ckpt.storage.direct import Written, write_direct
-from ray_ckpt.storage.remote import delete_checkpoint_dir
 from ray_ckpt.types import FileEntry, Fragment
 
 MARK_FILE = "run.json"  # <staging>/<run uid>/run.json: whose files these are, and the highest epoch heard of
@@ -286,3 +285,16 @@ def _holding(path: Path, run_uid: str, find: Callable[[str, str, str], Path]) ->
     return Holding(
         fragment=fragment, entry=FileEntry(name=path.name, size_bytes=len(data), digest=digest(data))
     )
+
+
+def delete_checkpoint_dir(folder: Path) -> None:
+    """Remove a checkpoint's folder, its data before its manifests; what is not ours in it stays."""
+    if not folder.is_dir():
+        return
+    entries = [p for p in folder.iterdir() if names.is_file_name(p.name) or files.is_temporary(p.name)]
+    for path in sorted(
+        entries, key=lambda p: (p.name.startswith("manifest"), p.name == names.CHECKPOINT_JSON)
+    ):
+        path.unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()

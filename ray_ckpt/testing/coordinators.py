@@ -26,11 +26,11 @@ from ray_ckpt.testing.parts import (
     Told,
     Work,
 )
+from ray_ckpt.testing.stores import START_S
 from ray_ckpt.types import AttemptId
 
 RUN = "gpt"
 RUN_UID = digest(RUN.encode())
-START_S = 1_790_000_000.0  # Unix time at which the world begins
 
 
 class Coordinators(Nodes):
@@ -305,22 +305,32 @@ class Coordinators(Nodes):
                 seen = self._seen(frozenset(inventories))
                 self.wire.append(Answer(name, (seen, m.InventoryTaken(token=token, inventories=inventories))))
                 return
-            case m.Drain(attempt=attempt, node_index=index, node_id=node):
-                if done and not self._upload(node, attempt.attempt, index):
-                    error = "not here"
-                answer = m.DrainEnded(attempt=attempt, node_index=index, node_id=node, error=error)
+            case m.Drain():
+                answer = self._upload(effect, fate)
             case m.WriteDescription(checkpoint=checkpoint):
                 whole = set(range(checkpoint.num_nodes))
-                if self.storage.fragments.get(checkpoint.id.attempt) != whole:
+                is_damage = self.storage.fragments.get(checkpoint.id.attempt) != whole
+                if is_damage:
                     error = "a fragment is missing"
                 elif done:
-                    self.storage.described.add(checkpoint.id.attempt)
-                answer = m.DescriptionWritten(attempt=checkpoint.id, error=error)
-            case m.Delete(attempt=gone):
+                    self.storage.describe(checkpoint, self.now_s)
+                answer = m.DescriptionWritten(attempt=checkpoint.id, error=error, is_damage=is_damage)
+            case m.Delete(attempt=gone, directory=directory):
                 if done:
                     self.oracle.deletes_remote(gone)
-                    self.storage.delete(gone)
+                    self.storage.delete(directory)
                 answer = m.DeleteEnded(attempt=gone, place=m.REMOTE, error=error)
+            case m.SweepRemote(number=number, uploads_only=uploads_only):
+                answer = self.storage.listed(number, self.now_s)
+                if error is not None:
+                    answer = m.RemoteListed(number=number, error=error)
+                elif uploads_only:
+                    answer = replace(answer, directories={})
+            case m.DeleteOrphans():
+                if done:
+                    self.oracle.sweeps(effect, self)
+                    self.storage.sweep(effect)
+                return
             case m.WriteSnapshot(seq=seq):
                 history = self.coordinators[name].machine.history
                 if done and history.next_seq == seq + 1:
@@ -332,12 +342,27 @@ class Coordinators(Nodes):
                 raise TypeError(f"the world cannot do {effect!r}")
         self.wire.append(Answer(name, (answer,)))
 
-    def _upload(self, name: str, attempt: str, index: int) -> bool:
-        node = self.nodes[name]
-        if node.agent is None or not node.disk.has((attempt, index)) or (attempt, index) in node.disk.rotten:
-            return False
-        self.storage.fragments.setdefault(attempt, set()).add(index)
-        return True
+    def _upload(self, drain: m.Drain, fate: Fate) -> m.DrainEnded:
+        """One that is cut off leaves an unfinished upload behind."""
+        attempt, index = drain.attempt, drain.node_index
+        copy = (attempt.attempt, index)
+        node = self.nodes[drain.node_id]
+        is_here = node.agent is not None and node.disk.has(copy)
+        is_damage = is_here and copy in node.disk.rotten
+        error = None
+        if self.storage.is_away:
+            error = "time-out"
+        elif not is_here or is_damage:
+            error = "it is damaged" if is_damage else "not here"
+        elif fate == "lost":
+            self.storage.leave_upload(attempt, index, self.now_s)
+            error = "the agent died"
+        else:
+            self.storage.put(attempt, index, self.now_s)
+            error = "time-out" if fate == "unheard" else None
+        return m.DrainEnded(
+            attempt=attempt, node_index=index, node_id=drain.node_id, error=error, is_damage=is_damage
+        )
 
     def _scrub(self, attempt: AttemptId, index: int, place: str, error: str | None) -> m.ScrubEnded:
         copy = (attempt.attempt, index)

@@ -147,11 +147,11 @@ class Scene:
 
     def key(self) -> str:
         """Equal for worlds that differ only in how they came about."""
-        world = self.world
+        world, storage = self.world, self.world.storage
         parts = (
-            (self.faults, self.waits, self.saves, self.launches, world.now_s, world.storage.is_away),
-            [record_digest for _, record_digest in world.storage.records],
-            (world.storage.fragments, world.storage.described),
+            (self.faults, self.waits, self.saves, self.launches, world.now_s, storage.is_away),
+            [record_digest for _, record_digest in storage.records],
+            (storage.fragments, storage.described, storage.written_s, storage.uploads),
             [(d.folders, list(d.fragments), d.epoch) for d in (x.disk for x in world.nodes.values())],
             [(x.is_alive, x.agent and x.agent.machine) for x in world.nodes.values()],
             list(world.coordinators.values()),

@@ -21,6 +21,7 @@ from ray_ckpt.testing.parts import (
     Message,
     Node,
     Report,
+    Work,
     file_entry,
     fragment_on_disk,
 )
@@ -202,4 +203,10 @@ class Nodes:
             self.oracle.stored(node.disk, copy)
 
     def _lose_local(self, name: str) -> None:
+        """The agent is gone: what it was doing is not done, and what it was uploading stays unfinished."""
+        for message in self.wire:
+            match message:
+                case Work(effect=m.Drain(attempt=attempt, node_index=index, node_id=node)) if node == name:
+                    if not self.storage.is_away:
+                        self.storage.leave_upload(attempt, index, self.now_s)
         self.wire = [w for w in self.wire if not (isinstance(w, Local) and w.node == name)]

@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING
 
 from ray_ckpt.config import resume_step
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.core.messages import GroupOpened, SessionPlan
+from ray_ckpt.core.messages import DeleteOrphans, GroupOpened, SessionPlan
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
+from ray_ckpt.format.names import attempt_of
 from ray_ckpt.format.records import LogRecord, encode_record
 from ray_ckpt.storage.log_store import read_run
-from ray_ckpt.testing.stores import Copy, Disk, Storage
+from ray_ckpt.testing.stores import START_S, Copy, Disk, Storage
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 if TYPE_CHECKING:
     from ray_ckpt.testing.nodes import Nodes
 
 MAX_SKEW_S = 7_200.0  # that a coordinator's wall clock may jump; ends of pins are judged by it
+DAY_S = 24 * 3600.0  # that nobody's files are left alone on the storage path
 MAX_PENDING = 64  # records that a coordinator may have decided and not written (P8)
 
 
@@ -62,6 +64,7 @@ class Oracle:
     decided: dict[tuple[int, int], _Opening] = field(default_factory=dict)  # (session, epoch) of a record
     pins: set[tuple[str, str]] = field(default_factory=set)  # that ever were in the log: attempt, owner
     writer: str = ""  # of the last epoch
+    began_s: float = 0.0  # the world's time that the record of the first session tells
     stale: bool = True  # something has changed since the last check of the copies
 
     # -- the log -------------------------------------------------------------------------------------
@@ -105,6 +108,7 @@ class Oracle:
 
     def _check_session(self, op: r.Session, record: LogRecord, world: Nodes) -> None:
         current, lineage = self.history.session, self.history.lineage()
+        self.began_s = record.time_s - START_S if current is None else self.began_s
         must(op.after == (current.session if current else None), "P3", f"{op} does not follow the last one")
         names = [c.id.attempt for c in lineage]
         must(op.resumed_from is None or op.resumed_from in names, "P3", f"{op} leaves the lineage")
@@ -284,6 +288,34 @@ class Oracle:
         gone = known is not None and known.state in ("retired", "collected")
         must(gone, "P5", f"the storage path loses {attempt}, which is not retired")
         self.stale = True
+
+    def sweeps(self, order: DeleteOrphans, world: Nodes) -> None:
+        """Somebody tidies up the storage path. What another order has taken away already counts no more."""
+        storage = world.storage
+        for name in order.directories:
+            known, at_s = self.history.checkpoints.get(attempt_of(name)), storage.written_s.get(name)
+            if known is None and at_s is not None:
+                must(world.now_s - at_s >= DAY_S, "P5", f"{name} goes after {world.now_s - at_s} s")
+                must(at_s >= self.began_s - MAX_SKEW_S, "P5", f"{name} goes, which another log knew")
+            must(known is None or known.state == "collected", "P5", f"{known} is taken for an orphan")
+        for upload in order.uploads:
+            known, there = self.history.checkpoints.get(attempt_of(upload.directory)), upload.upload_id
+            is_useless = there not in storage.uploads or world.now_s - storage.uploads[there].begun_s >= DAY_S
+            if known is not None:
+                is_useless |= known.level is Level.DURABLE or known.state in ("retired", "collected")
+            must(is_useless, "P5", f"{upload} is aborted, and {known} may need it")
+        self.stale = True
+
+    def orphans(self, world: Nodes) -> list[str]:
+        """Directories of no checkpoint, older than a day. What may be older than the log is left out."""
+        orphans = []
+        for name, at_s in world.storage.written_s.items():
+            known = self.history.checkpoints.get(attempt_of(name))
+            is_ours = known is not None or at_s >= self.began_s + MAX_SKEW_S
+            is_needed = known is not None and known.state != "collected"
+            if is_ours and not is_needed and world.now_s - at_s >= DAY_S:
+                orphans.append(name)
+        return orphans
 
     def check(self, world: Nodes) -> None:
         """P2: what the log says of each live checkpoint, the disks still have, but for what has failed."""

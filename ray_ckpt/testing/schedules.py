@@ -14,8 +14,8 @@ from typing import Literal
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import RestoreError
-from ray_ckpt.testing.coordinators import START_S
-from ray_ckpt.testing.oracle import MAX_PENDING, Violation, must
+from ray_ckpt.format.names import make_attempt
+from ray_ckpt.testing.oracle import DAY_S, MAX_PENDING, Violation, must
 from ray_ckpt.testing.parts import (
     NETWORK,
     Answer,
@@ -28,7 +28,8 @@ from ray_ckpt.testing.parts import (
     Message,
 )
 from ray_ckpt.testing.simulator import World
-from ray_ckpt.types import Level
+from ray_ckpt.testing.stores import START_S
+from ray_ckpt.types import AttemptId, Level
 
 NUM_EVENTS = 200
 HOME = "east"  # the cluster that is left in the end
@@ -37,7 +38,9 @@ MAX_NODES = 16  # that ever join: bounds what a schedule costs
 MAX_COORDINATORS = 12
 REACH = 8  # a message overtakes at most so many others
 LONG_S = 70.0  # beyond all time-outs of a save
+A_DAY_S = DAY_S + 3_600.0  # beyond the age at which nobody's files go, and the time until somebody looks
 HEAL_ROUNDS = 60  # of delivering everything and waiting; a world that needs more does not come to rest
+DAYS_TO_SWEEP = 3  # one to become old, one to be found, one to be told
 MAX_TIDYING = 4  # groups after which every stray has been some group's to delete
 MAX_DELIVERIES = 4_000  # in a round
 
@@ -62,6 +65,7 @@ class Schedule:
             keep_last=chance.choice([1, 2, 3]),
             replicas=chance.choice([0, 1, 1, 1, 2]),
             remote_every=chance.choice([1, 2, 5]),
+            remote_every_s=chance.choice([None, None, 60.0]),
             keep_local=chance.choice([1, 2]),
             retire_grace_s=chance.choice([0.0, 60.0]),
             scrub_every_s=chance.choice([100.0, 7 * 24 * 3600.0]),
@@ -75,6 +79,8 @@ class Schedule:
             ranks_per_node=chance.choice([1, 1, 2]),
             disk_bytes=chance.choice([5_000, 100_000]),
         )
+        self.foreign = self._nobodys()  # of a log that was here before
+        self.world.upload_late(self.foreign, age_s=2 * A_DAY_S)
         self.launchers = {name: Launcher(f"{name}-driver", name) for name in clusters}
         self.world.launchers = {launcher.name: launcher for launcher in self.launchers.values()}
         self.played = Played()
@@ -103,6 +109,8 @@ class Schedule:
             self.ranks_report: 3,
             self.somebody_pins: 2,
             self.log_is_trimmed: chance.choice([0, 0, 0, 1]),
+            self.a_day_passes: chance.choice([0, 1]),
+            self.files_come_late: 1,
         }
         self._what = list(self._weights)
         self._cumulative: list[int] = []
@@ -267,6 +275,23 @@ class Schedule:
         self.world.wait(seconds)
         self._tick_all()
         return f"{seconds} s"
+
+    def a_day_passes(self) -> str:
+        self.world.wait(A_DAY_S)
+        self._tick_all()
+        return "a day"
+
+    def files_come_late(self) -> str | None:
+        """Of a checkpoint whose bytes are gone, or of one that the log never heard of."""
+        world, chance = self.world, self.chance
+        gone = [c.id for c in world.oracle.history.checkpoints.values() if c.state == "collected"]
+        attempt = chance.choice(gone) if gone and chance.random() < 0.5 else self._nobodys()
+        world.upload_late(attempt)
+        return f"a file of {attempt.attempt} is uploaded late"
+
+    def _nobodys(self) -> AttemptId:
+        number = self.chance.randrange(10**6)
+        return make_attempt(run_uid="0" * 32, session=number, step=number, attempt=0)
 
     def _tick_all(self) -> None:
         for process in list(self.world.coordinators.values()):
@@ -468,7 +493,21 @@ class Schedule:
             self._train(launcher)
             self._rest(LONG_S)
         must(not strays, "P8", f"folders stay on nodes: {strays}")
+        self._check_remote()
         world.oracle.check_log(world)
+
+    def _check_remote(self) -> None:
+        """What nobody needs on the storage path goes in a day, and what another log knew stays."""
+        world = self.world
+        world.upload_late(self._nobodys())
+        for _ in range(DAYS_TO_SWEEP):
+            self._rest(A_DAY_S)
+        self._rest()
+        storage = world.storage
+        must(not storage.uploads, "P8", f"uploads stay unfinished: {storage.uploads}")
+        orphans = world.oracle.orphans(world)
+        must(not orphans, "P8", f"orphans stay on the storage path: {orphans}")
+        must(self.foreign.directory in storage.written_s, "P5", "files of another log are gone")
 
     def _strays(self) -> list[tuple[str, str]]:
         """Folders on live nodes that belong to no live checkpoint."""

@@ -15,7 +15,7 @@ from ray_ckpt.core import node as n
 from ray_ckpt.errors import CheckpointError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.storage.log_store import TRIM_AFTER_S, trim_log, write_snapshot
-from ray_ckpt.testing.coordinators import START_S, Coordinators
+from ray_ckpt.testing.coordinators import Coordinators
 from ray_ckpt.testing.parts import (
     Answer,
     Create,
@@ -30,8 +30,8 @@ from ray_ckpt.testing.parts import (
     Told,
     Work,
 )
-from ray_ckpt.testing.stores import Copy
-from ray_ckpt.types import RankRestore
+from ray_ckpt.testing.stores import START_S, Copy
+from ray_ckpt.types import AttemptId, RankRestore
 
 
 class World(Coordinators):
@@ -309,6 +309,12 @@ class World(Coordinators):
                 ranks = {rank: m.RankProgress(step=step, saved_step=saved) for rank in member.ranks}
                 event = m.RanksProgressed(age=member.plan.age, ranks=ranks)
                 self.wire.append(Report(launcher.service, event))
+
+    def upload_late(self, attempt: AttemptId, *, age_s: float = 0.0) -> None:
+        """A file comes to the storage path that nobody waits for any more."""
+        self.clock += 1
+        self.storage.put(attempt, 0, self.now_s - age_s)
+        self.oracle.stale = True
 
     def trim_log(self) -> None:
         """Somebody writes a snapshot of the log; what the one before covers goes a day later."""

@@ -5,15 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ray_ckpt.core.messages import DiskSpace, HeldFragment, Inventory, LogOpened
+from ray_ckpt.core.messages import (
+    DeleteOrphans,
+    DiskSpace,
+    HeldFragment,
+    Inventory,
+    LogOpened,
+    RemoteListed,
+    UnfinishedUpload,
+)
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.names import SNAPSHOT_PREFIX, record_file
+from ray_ckpt.format.names import SNAPSHOT_PREFIX, attempt_of, fragment_file, record_file
 from ray_ckpt.format.records import LogRecord, encode_record
 from ray_ckpt.storage.log_store import MemoryLogStore, Outcome, create_record, read_run
-from ray_ckpt.types import CheckpointInfo
+from ray_ckpt.types import AttemptId, CheckpointInfo
 
 Copy: TypeAlias = tuple[str, int]  # attempt, fragment
 
+START_S = 1_790_000_000.0  # Unix time at which the world begins
 FILE_BYTES = 100  # of every file here
 
 
@@ -83,14 +92,26 @@ class Disk:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Parts of a fragment's file that nobody has put together."""
+
+    directory: str
+    index: int
+    begun_s: float
+
+
 @dataclass(slots=True)
 class Storage:
-    """The storage path: a log of records, and fragments with their descriptions."""
+    """The storage path: a log of records, fragments with their descriptions, and what uploads left behind."""
 
     log: MemoryLogStore = field(default_factory=MemoryLogStore)
     records: list[tuple[LogRecord, str]] = field(default_factory=list)  # the same, decoded, with digests
     fragments: dict[str, set[int]] = field(default_factory=dict)  # attempt -> its fragments
     described: set[str] = field(default_factory=set)
+    written_s: dict[str, float] = field(default_factory=dict)  # directory -> when its newest object was put
+    uploads: dict[str, Upload] = field(default_factory=dict)  # unfinished ones, by id
+    num_uploads: int = 0
     is_away: bool = False
 
     def create(self, record: LogRecord) -> tuple[Literal["ok", "exists"], bool]:
@@ -115,6 +136,42 @@ class Storage:
         name = checkpoint.id.attempt
         return name in self.described and self.fragments.get(name) == set(range(checkpoint.num_nodes))
 
-    def delete(self, attempt: str) -> None:
+    def put(self, attempt: AttemptId, index: int, now_s: float) -> None:
+        self.fragments.setdefault(attempt.attempt, set()).add(index)
+        self.written_s[attempt.directory] = now_s
+
+    def describe(self, checkpoint: CheckpointInfo, now_s: float) -> None:
+        self.described.add(checkpoint.id.attempt)
+        self.written_s[checkpoint.directory] = now_s
+
+    def leave_upload(self, attempt: AttemptId, index: int, now_s: float) -> None:
+        """An agent has died in the middle of it; nobody knows its id any more."""
+        self.num_uploads += 1
+        self.uploads[f"upload-{self.num_uploads}"] = Upload(attempt.directory, index, now_s)
+
+    def delete(self, directory: str) -> None:
+        attempt = attempt_of(directory)
         self.described.discard(attempt)
         self.fragments.pop(attempt, None)
+        self.written_s.pop(directory, None)
+
+    def listed(self, number: int, now_s: float) -> RemoteListed:
+        return RemoteListed(
+            number=number,
+            directories={directory: now_s - at_s for directory, at_s in self.written_s.items()},
+            uploads=tuple(
+                UnfinishedUpload(
+                    directory=upload.directory,
+                    file=fragment_file(upload.index, upload.index + 1),
+                    upload_id=name,
+                    age_s=now_s - upload.begun_s,
+                )
+                for name, upload in self.uploads.items()
+            ),
+        )
+
+    def sweep(self, order: DeleteOrphans) -> None:
+        for directory in order.directories:
+            self.delete(directory)
+        for upload in order.uploads:
+            self.uploads.pop(upload.upload_id, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +21,8 @@ from ray_ckpt.actors.wire import Joined, RunSpec
 from ray_ckpt.client import close_all
 from ray_ckpt.config import RunOptions
 from ray_ckpt.connection import Connection, set_connection
-from ray_ckpt.errors import CheckpointError, Fenced, ServiceError
-from ray_ckpt.format.names import LOG_DIR
-from ray_ckpt.storage.log_store import probe
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError
+from ray_ckpt.storage.remote import RemoteRef
 from ray_ckpt.train.ray_compat import ControllerCallback, WorkerCallback, WorkerGroupCallback
 from ray_ckpt.train.report import PointerReporter
 
@@ -34,10 +33,12 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
     """Protects a Ray Train run: `RunConfig(callbacks=[CheckpointCallback(replicas=1, keep_last=3)])`.
 
     Options are those of `ray_ckpt.config.RunOptions`. ConfigError on an unknown or impossible one.
+    Checkpoints go below the storage path of the RunConfig, or below `storage_path` if that is given.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, storage_path: str | None = None, **options: Any) -> None:
         self._options = RunOptions.parse(**options)
+        self._storage_path = storage_path
         self._spec: RunSpec | None = None
         self._owner = ""
         self._joined: Joined | None = None
@@ -49,7 +50,13 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         """Open the run: log, agents, paths. Raised errors end the run before any worker starts."""
         config = train_run_context.run_config
         self._owner = owner_here(by_job=False)
-        self._spec = open_run(config.name, config.storage_path, self._options, owner=self._owner)
+        path = self._storage_path or config.storage_path
+        if self._storage_path is None and config.storage_filesystem is not None:
+            raise ConfigError(
+                "RunConfig(storage_filesystem=...) may hold credentials, so it is not handed to the nodes.",
+                hint="Give the URL as storage_path instead, in RunConfig or in CheckpointCallback.",
+            )
+        self._spec = open_run(config.name, path, self._options, owner=self._owner)
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """The group exists: choose its checkpoint, log its session; this object carries it to workers.
@@ -101,10 +108,14 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         set_connection(Connection())
 
 
-def check_storage_path(storage_path: str, name: str) -> None:
+def check_storage_path(
+    storage_path: str, name: str, storage_options: Mapping[str, str] | None = None
+) -> None:
     """ConfigError unless this machine can write the run's folder and keep a commit log in it.
 
     The callback checks that too, on every node; but Ray Train touches the path before any callback, and ends
     with a trace of its own if it cannot be written. Call this first for an error that says what to do.
     """
-    probe(RemoteTier(storage_path, name).root / LOG_DIR)
+    RemoteRef(
+        storage_path=storage_path, run_name=name, options=tuple(sorted((storage_options or {}).items()))
+    ).open().probe_log()

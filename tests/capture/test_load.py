@@ -373,8 +373,22 @@ def test_dtensors_are_filled_in_place_at_another_mesh(
         items = items_of(state={"w": live})
         saved.load(items, reader=reader, rank=rank, world_size=4, node_ranks=range(4))
         assert torch.equal(local, mine[column])
-        holders = tuple(range(column, 4, here[1]))
-        assert {ranks for wants in asked for ranks in wants.values()} == ({holders} if here[0] > 1 else set())
+        wanted = {place: ranks for wants in asked for place, ranks in wants.items()}
+        assert wanted == sharing(saved.rows, rank, here[1])
+
+
+def sharing(rows: list[ManifestRow], rank: int, columns: int) -> dict[Place, tuple[int, ...]]:
+    """The rows of which `rank` of four wants a part, and who wants one besides."""
+    chunks = torch.arange(7).chunk(columns)
+    found = {}
+    for row in rows:
+        if row.slice is not None and len(row.slice.shape) == 2:
+            (first, _), (count, _) = row.slice.offset, row.slice.shape
+            held = {k for k in range(4) if k % columns < len(chunks)}
+            held = {k for k in held if set(chunks[k % columns].tolist()) & set(range(first, first + count))}
+            if rank in held and len(held) > 1:
+                found[place_of(row)] = tuple(sorted(held))
+    return found
 
 
 def dtensor(local: torch.Tensor, shape: tuple[int, ...], placements: list[Any]) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ray_ckpt.capture.snapshot as snapshot_module
-from ray_ckpt.capture import guard
+from ray_ckpt.capture import arena, guard
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
@@ -302,6 +302,31 @@ def test_two_buffers_take_a_save_while_the_one_before_it_is_written() -> None:
         link.go.set()
         training.check()
         training.ckpt.close()
+
+
+def test_saves_go_on_while_memory_is_made_ready(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save takes the buffers in turn; the thread that fills their page tables still sees each of them."""
+    saved, begun, done = threading.Event(), threading.Event(), []
+
+    def populate(mapping: arena.Mapping) -> None:
+        begun.set()
+        assert saved.wait(20)
+        done.append(mapping)
+
+    monkeypatch.setattr(arena.Mapping, "populate", populate)
+    training = Training(0, LocalLink(options(memory="double")))
+    training.step(1)
+    assert begun.wait(20)
+    training.save(1)
+    training.check()
+    saved.set()
+    wait_until = time.monotonic() + 20
+    while training.ckpt.setup_s is None and time.monotonic() < wait_until:
+        time.sleep(0.01)
+    assert len(set(map(id, done))) == 2 and "could not be made ready" not in caplog.text
+    training.ckpt.close()
 
 
 def test_the_first_layout_is_the_predicted_one() -> None:

@@ -59,9 +59,11 @@ def test_a_storage_path_that_cannot_be_written(cluster: LocalCluster, tmp_path: 
         open_run("run", str(tmp_path / "file" / "storage"), RunOptions(), owner="test")
 
 
-def test_a_url_or_a_relative_storage_path_is_refused(cluster: LocalCluster) -> None:
-    with pytest.raises(ConfigError, match="not a file system path"):
-        open_run("run", "s3://bucket/runs", RunOptions(), owner="test")
+def test_a_url_that_cannot_be_opened_or_a_relative_path_is_refused(cluster: LocalCluster) -> None:
+    with pytest.raises(ConfigError, match="holds credentials"):
+        open_run("run", "s3://key:secret@bucket/runs", RunOptions(), owner="test")
+    with pytest.raises(ConfigError, match=r"nosuch://.*Install the fsspec implementation"):
+        open_run("run", "nosuch://bucket/runs", RunOptions(), owner="test")
     with pytest.raises(ConfigError, match="relative"):
         open_run("run", "runs", RunOptions(), owner="test")
     with pytest.raises(ConfigError, match="cannot be a folder name"):
@@ -107,7 +109,7 @@ needs_root = pytest.mark.skipif(
     "odd_node", ["mkdir -p TMP/storage && mount -t tmpfs none TMP/storage"], indirect=True
 )
 def test_a_storage_path_that_is_not_shared_is_found(odd_node: str, tmp_path: Path) -> None:
-    with pytest.raises(StorageNotShared, match=rf"{odd_node[:12]} does not see.*every node mounts"):
+    with pytest.raises(StorageNotShared, match=rf"{odd_node[:12]} does not see.*every node reaches"):
         open_run("unshared", str(tmp_path / "storage"), RunOptions(), owner="test")
     assert not list((tmp_path / "storage").rglob("*.safetensors"))
 

@@ -290,10 +290,16 @@ class Harness:
             events += [self.copied(attempt, p.node_id, h) for p in self.plan.nodes for h in p.holders]
         return self.tell(*events)
 
-    def drained(self, drain: m.Drain, *, error: str | None = None) -> tuple[m.Effect, ...]:
+    def drained(
+        self, drain: m.Drain, *, error: str | None = None, is_damage: bool = False
+    ) -> tuple[m.Effect, ...]:
         return self.tell(
             m.DrainEnded(
-                attempt=drain.attempt, node_index=drain.node_index, node_id=drain.node_id, error=error
+                attempt=drain.attempt,
+                node_index=drain.node_index,
+                node_id=drain.node_id,
+                error=error,
+                is_damage=is_damage,
             )
         )
 

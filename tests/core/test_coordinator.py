@@ -906,32 +906,6 @@ def test_a_drain_goes_to_another_holder_when_its_node_fails_or_dies() -> None:
     assert run.checkpoint(run.attempt(10)).level is Level.DURABLE
 
 
-def test_a_drain_that_keeps_failing_is_given_up_and_said() -> None:
-    run = Harness("a", remote_every=1)
-    run.open("a")
-    effects = [*run.save(10)]
-    run.tell(m.FinishAsked(token="finish"))
-    for _ in range(5):
-        (drain,) = of(effects, m.Drain)
-        effects = [*run.drained(drain, error="no space"), *run.tick(60)]
-    fail = one(effects, m.Fail)
-    assert fail.token == "finish" and "no space" in str(fail.error)
-
-
-def test_a_drain_whose_last_try_died_with_its_node_ends() -> None:
-    run = Harness("ab", remote_every=1)
-    run.open("ab")
-    effects = [*run.save(10)]
-    run.tell(m.FinishAsked(token="finish"))
-    drain, other = of(effects, m.Drain)
-    run.drained(other)
-    for _ in range(4):
-        drain = one([*run.drained(drain, error="slow"), *run.tick(60)], m.Drain)
-    effects = [*run.lose(drain.node_id), *run.tick(60)]
-    moved, failed = of(effects, m.Drain), of(effects, m.Fail)
-    assert moved or failed, "or the end of the run waits for ever"
-
-
 def test_a_drain_without_a_source_does_not_hold_up_the_others() -> None:
     run = Harness("abc", replicas=0, remote_every=1, inventory_wait_s=0)
     run.open("ab")
@@ -943,18 +917,6 @@ def test_a_drain_without_a_source_does_not_hold_up_the_others() -> None:
     effects = [*run.save(50), *run.tick(100)]
     fresh = [drain for drain in of(effects, m.Drain) if drain.attempt.step == 50]
     assert len(fresh) == 2, "or nothing of this run becomes durable any more"
-
-
-def test_a_description_that_cannot_be_written_fails_the_finish() -> None:
-    run = Harness("ab", remote_every=1)
-    run.open("ab")
-    drains = of(run.save(10), m.Drain)
-    run.tell(m.FinishAsked(token="finish"))
-    for drain in drains:
-        run.drained(drain)
-    effects = run.tell(m.DescriptionWritten(attempt=run.attempt(10), error="other bytes"))
-    assert "other bytes" in str(one(effects, m.Fail).error)
-    assert run.checkpoint(run.attempt(10)).level is Level.REPLICATED
 
 
 def test_finish_drains_the_newest_and_then_replies() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import ray
 from jobs.local_cluster import LocalCluster
 from tests.fault.rig import Rig
 
+for name, value in (("AWS_ACCESS_KEY_ID", "strict"), ("AWS_SECRET_ACCESS_KEY", "strict-secret")):
+    os.environ.setdefault(name, value)  # of the strict store, for the nodes as for this process
 NODES = ("node-a", "node-b", "node-c")
 MakeRig = Callable[..., Rig]
 

@@ -40,7 +40,7 @@ class Verdict:
         return (*self.lost, *self.doubled, *self.wrong)
 
 
-def judge(run: Path, journal: Path) -> Verdict:
+def judge(run: str | Path, journal: Path) -> Verdict:
     """Read everything and compare. A log with a gap or a broken chain raises FormatError (P3)."""
     catalog, entries = Catalog(run), read(journal)
     acked = [entry for entry in entries if entry.kind == "acked"]
@@ -98,12 +98,12 @@ def _wrong_states(entries: tuple[Entry, ...]) -> Iterator[str]:
 
 def _wrong_files(catalog: Catalog) -> Iterator[str]:
     for view in catalog:
-        if view.path is not None:
+        if view.where is not None:
             for damage in view.verify():
                 yield f"step {view.info.step} on the storage path: {damage.file} {damage.where}"
 
 
-def ask(run: Path, journal: Path) -> Verdict:
+def ask(run: str | Path, journal: Path) -> Verdict:
     """The verdict of a fresh process."""
     command = [sys.executable, "-m", "tests.fault.oracle", str(run), str(journal)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
@@ -114,4 +114,4 @@ def ask(run: Path, journal: Path) -> Verdict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(judge(Path(sys.argv[1]), Path(sys.argv[2])))))
+    print(json.dumps(asdict(judge(sys.argv[1], Path(sys.argv[2])))))

@@ -20,6 +20,7 @@ from ray_ckpt.actors.service import ask, coordinator
 from ray_ckpt.actors.wire import RunStatus
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
+from ray_ckpt.location import Location
 from ray_ckpt.types import CheckpointInfo
 from tests.fault import journal, oracle
 from tests.fault.ranks import Group, Job
@@ -30,24 +31,31 @@ STATUS_S = 10.0
 SLICE_AT = 4096 + 40  # a byte of a slice, beyond the header of a shard file
 
 
-def wait_for(condition: Callable[[], Any], *, within_s: float = WAIT_S, what: str = "") -> float:
+def wait_for(
+    condition: Callable[[], Any], *, within_s: float = WAIT_S, what: str = "", every_s: float = 0.05
+) -> float:
     """Poll until true; the seconds that it took."""
     start_s = time.monotonic()
     while not condition():
         assert time.monotonic() - start_s < within_s, f"not within {within_s:.0f} s: {what or condition}"
-        time.sleep(0.05)
+        time.sleep(every_s)
     return time.monotonic() - start_s
 
 
 class Rig:
     """A run that is trained under faults in a cluster, and its journal."""
 
-    def __init__(self, cluster: LocalCluster, root: Path, run: str, **options: Any) -> None:
+    def __init__(
+        self, cluster: LocalCluster, root: Path, run: str, *, storage: str | None = None, **options: Any
+    ) -> None:
+        """The storage path is a folder below `root`, or the URL `storage`."""
         self.cluster, self.root = cluster, root
         self.folder = root / "storage" / run
         self.journal = root / f"journal-{run}"
-        self.job = Job(run=run, storage=str(root / "storage"), journal=str(self.journal), options=options)
-        self.key = f"{self.job.storage}/{run}"
+        where = Location.parse(storage or root / "storage")
+        self.job = Job(run=run, storage=str(where), journal=str(self.journal), options=options)
+        self.key = str(where / run)
+        self.poll_s = 0.05 if where.is_posix else 0.5  # each look at a bucket is some requests
         self.group: Group | None = None
 
     def job_to(self, total: int) -> Job:
@@ -79,7 +87,7 @@ class Rig:
 
     def check(self) -> oracle.Verdict:
         """The oracle's verdict, with nothing wrong."""
-        verdict = oracle.ask(self.folder, self.journal)
+        verdict = oracle.ask(self.key, self.journal)
         assert not verdict.problems, "\n".join(verdict.problems)
         return verdict
 
@@ -87,7 +95,7 @@ class Rig:
 
     @property
     def catalog(self) -> Catalog:
-        return Catalog(self.folder)
+        return Catalog(self.key)
 
     def commits(self) -> tuple[CheckpointInfo, ...]:
         """All that were ever committed, in log order; none before the run has begun."""
@@ -99,7 +107,10 @@ class Rig:
         """Until so many commits more are in the log; the seconds that it took."""
         before = len(self.commits())
         return wait_for(
-            lambda: len(self.commits()) >= before + more, within_s=within_s, what=f"{more} more commit(s)"
+            lambda: len(self.commits()) >= before + more,
+            within_s=within_s,
+            what=f"{more} more commit(s)",
+            every_s=self.poll_s,
         )
 
     def epoch(self) -> int:

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jobs.local_cluster import LocalCluster
 from tests.fault import journal
@@ -30,7 +31,7 @@ PAUSE_S = 0.6  # at most, between recovery and the next fault, so that it strike
 FREEZE_S = 2.0
 AWAY_S = 3.0
 CHECK_EVERY = 15  # faults between two looks of the oracle
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "every_steps": 1,
     "remote_every": 10,
     "keep_last": 3,

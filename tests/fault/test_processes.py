@@ -54,9 +54,10 @@ def test_an_agent_that_died_is_replaced_and_finds_its_disk(make_rig: MakeRig) ->
 def test_agents_of_a_finished_run_end_and_come_back_for_the_next(no_cluster: None, make_rig: MakeRig) -> None:
     """P8: no process stays where nothing needs it."""
     rig = make_rig("idle", every_steps=2, agent_idle_s=IDLE_S)
-    rig.train(["node-a", "node-b"], rig.job_to(4)).result()
+    group = rig.train(["node-a", "node-b"], rig.job_to(4))
+    wait_for(lambda: len(rig.actors("NodeAgent")) == len(rig.cluster.nodes), what="an agent on every node")
+    group.result()
     rig.stop()
-    assert len(rig.actors("NodeAgent")) == len(rig.cluster.nodes)
     ask(coordinator().finish.remote(rig.key, 60.0), 90.0)
     wait_for(lambda: not rig.actors("NodeAgent"), what="all agents have ended")
     again = Rig(rig.cluster, rig.root, "next", every_steps=2)

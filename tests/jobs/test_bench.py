@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
+import os
+import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,15 +18,29 @@ import pytest
 import torch
 from rich.console import Console
 
+from jobs import s3_server
 from jobs.bench import __main__ as bench
-from jobs.bench import catalog, coordinator, report, retention, simulator, state
+from jobs.bench import (
+    catalog,
+    coordinator,
+    remote,
+    remote_clients,
+    remote_memory,
+    report,
+    retention,
+    simulator,
+    state,
+)
 from jobs.bench.context import Context, format_size, parse_size
 from jobs.bench.limits import Limits
 from jobs.bench.peers import environments
 from jobs.bench.peers import measure as peers
 from jobs.bench.peers.catalogue import PEERS, Peer
 from jobs.bench.plot import margin
+from jobs.bench.remote_clients import Program
 from jobs.bench.row import Machine, Reference, Row, compared, gb_per_s, interleaved, measure, skipped
+from ray_ckpt.location import Location
+from ray_ckpt.storage.remote import RemoteRef
 
 MACHINE = Machine(cores=2, load=1.5, cpu_share=0.9)
 FACTS: Mapping[str, Any] = {
@@ -355,6 +373,99 @@ class TestPeers:
         assert best.reference == Reference(name="fast", samples=(4.0,))
 
 
+class Copier:
+    """A client of a folder; `changes` says what it makes of the bytes."""
+
+    def __init__(self, changes: str = "") -> None:
+        self._changes = changes
+
+    def upload(self, path: Path, to: Location) -> None:
+        self._copy(path, to.folder)
+
+    def download(self, source: Location, path: Path) -> None:
+        self._copy(source.folder, path)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        if self._changes == "fails":
+            raise OSError("no way")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        if self._changes == "flips":
+            with target.open("r+b") as file:
+                file.write(bytes([file.read(1)[0] ^ 1]))
+                file.seek(0)
+                file.write(b"\0")
+
+
+def copier(name: str, changes: str = "") -> remote_clients.Peer:
+    return remote_clients.Peer(name=name, setting="default", make=lambda place, folder: Copier(changes))
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> remote.Rig:
+    """A shard that goes to a folder, without a server."""
+    folder, tmpfs = tmp_path / "staging", tmp_path / "tmpfs"
+    folder.mkdir()
+    tmpfs.mkdir()
+    cargo = remote_clients.make_cargo(folder / "shard", 1 << 20)
+    ref = RemoteRef(storage_path=str(tmp_path / "store"), run_name="bench")
+    return remote.Rig(ref, cargo, folder, tmpfs)
+
+
+class TestRemote:
+    @pytest.mark.parametrize("direction", ("upload", "download"))
+    def test_the_fastest_peer_counts_and_one_that_changes_bytes_does_not(
+        self, rig: remote.Rig, direction: remote.Direction
+    ) -> None:
+        peers = [copier("good"), copier("bad", "flips"), copier("none", "fails")]
+        own, good, bad, none = rig.rows(direction, "a shard", peers, repeat=2)
+        assert own.reference is not None and own.reference == Reference(
+            name="good, default", samples=good.samples
+        )
+        assert own.reach == ">= 0.9" and "CPU s/GB" in own.note and len(own.samples) == 2
+        assert ("wrong" if direction == "upload" else "other bytes") in bad.skipped
+        assert none.skipped == "OSError: no way"
+
+    def test_without_a_peer_there_is_nothing_to_reach(self, rig: remote.Rig) -> None:
+        own, none = rig.rows("upload", "a shard", [copier("none", "fails")], repeat=1)
+        assert (own.reference, own.reach, none.verdict) == (None, "", "skipped")
+
+    def test_a_program_that_is_not_installed_is_a_row(
+        self, rig: remote.Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(s3_server, "TOOLS", tmp_path)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        _, *rows = rig.rows("upload", "a shard", remote_clients.PEERS[2:], repeat=1)
+        assert [one.name for one in rows] == ["remote-upload/aws", "remote-upload/rclone"]
+        assert all("make .venv-servers/.ready" in one.skipped for one in rows)
+
+    def test_a_program_that_fails_says_why(self, tmp_path: Path) -> None:
+        script = "import sys; print('first', 'then no bucket', sep='\\n', file=sys.stderr); sys.exit(3)"
+        program = Program(command=(sys.executable, "-c", script), remote="s3://")
+        with pytest.raises(OSError, match=r"^then no bucket$"):
+            program.upload(tmp_path, Location.parse("s3://bucket/key"))
+
+    def test_the_start_of_a_program_does_not_count(self) -> None:
+        mover = remote.Mover(
+            name="it",
+            label="it",
+            prepare=lambda: time.sleep(0.3),
+            move=lambda: time.sleep(0.05),
+            start=remote.Usage(0.04, 0.0),
+        )
+        assert 0.01 <= mover.sample() < 0.25
+
+    def test_shared_memory_is_not_a_process_its_own(self) -> None:
+        size = 32 << 20
+        before = remote_memory.own_bytes(os.getpid())
+        with mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as shared:
+            shared.write(bytes(size))
+            assert remote_memory.own_bytes(os.getpid()) - before < size / 2
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as own:
+            own.write(bytes(size))
+            assert remote_memory.own_bytes(os.getpid()) - before > size / 2
+
+
 class TestCommand:
     def test_one_group_of_rows(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         out = tmp_path / "out.json"
@@ -381,7 +492,14 @@ class TestCommand:
         assert "before" in text and "failed: OSError: broken" in text
 
     @pytest.mark.parametrize(
-        "wrong", (["--repeat", "0"], ["--only", "nothing"], ["--size", "big"], ["--peers", "nobody"])
+        "wrong",
+        (
+            ["--repeat", "0"],
+            ["--only", "nothing"],
+            ["--size", "big"],
+            ["--peers", "nobody"],
+            ["--server", "ftp"],
+        ),
     )
     def test_wrong_arguments_are_refused(self, wrong: list[str]) -> None:
         with pytest.raises(SystemExit):
@@ -391,10 +509,14 @@ class TestCommand:
     def test_a_quick_run_measures_everything(self, tmp_path: Path) -> None:
         """Nothing is said of its numbers: a busy machine makes any."""
         out = tmp_path / "out.json"
+        keys = {name: os.environ.get(name) for name in s3_server.ENVIRONMENT}
         code = bench.main(
             ["--quick", "--size", "8MiB", "--json", str(out), "--folder", str(tmp_path / "work")]
         )
         rows = json.loads(out.read_text())["rows"]
         assert code in (0, 1), [one["skipped"] for one in rows if one["skipped"]]
-        assert {one["name"] for one in rows} >= {"memcpy", "raw-write", "save-100", "list", "schedule"}
+        names = {one["name"] for one in rows}
+        assert names >= {"memcpy", "raw-write", "save-100", "list", "schedule"}
+        assert names >= {"remote-upload", "remote-download/s3fs", "remote-memory", "remote-memory-agent"}
         assert list((tmp_path / "work").iterdir()) == []
+        assert {name: os.environ.get(name) for name in s3_server.ENVIRONMENT} == keys

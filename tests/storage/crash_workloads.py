@@ -19,6 +19,7 @@ import pytest
 
 from ray_ckpt.format import names, records
 from ray_ckpt.format.digest import digest
+from ray_ckpt.location import Location
 from ray_ckpt.storage import direct, files
 from ray_ckpt.storage.log_store import Outcome, PosixLogStore
 from ray_ckpt.storage.remote import RemoteTier
@@ -208,17 +209,17 @@ def killed_writer(disk: CrashDisk, at: int) -> None:
 
 def drain(disk: CrashDisk, at: int) -> None:
     """A checkpoint goes to the storage path; at `at` another holder uploads the same."""
-    remote = RemoteTier(str(disk.root), "gpt")
-    files.make_dirs(remote.root / names.CHECKPOINTS_DIR)
+    remote = RemoteTier(Location.parse(disk.root))
+    files.make_dirs(disk.root / names.CHECKPOINTS_DIR)
 
     def upload() -> None:
         for name in sorted(FIRST.files, key=lambda n: n.startswith("manifest")):
             if name != names.CHECKPOINT_JSON:
-                remote.put(FIRST.attempt.directory, name, [FIRST.files[name]])
+                remote.put(FIRST.attempt.directory, name, FIRST.files[name])
 
     disk.at(at, upload)
     upload()
-    remote.put(FIRST.attempt.directory, names.CHECKPOINT_JSON, [FIRST.files[names.CHECKPOINT_JSON]])
+    remote.put(FIRST.attempt.directory, names.CHECKPOINT_JSON, FIRST.files[names.CHECKPOINT_JSON])
     disk.say("durable", FIRST.attempt.directory)
 
 
@@ -284,9 +285,8 @@ def check_log(root: Path, said: frozenset[Fact]) -> None:
 
 
 def check_remote(root: Path, said: frozenset[Fact]) -> None:
-    remote = RemoteTier(str(root), "gpt")
     for saved in SAVED.values():
-        description = remote.path(saved.attempt.directory, names.CHECKPOINT_JSON)
+        description = root / names.CHECKPOINTS_DIR / saved.attempt.directory / names.CHECKPOINT_JSON
         if description.exists():
             report = verify_directory(description.parent, root_digest=saved.root_digest)
             if report.damages:

@@ -20,8 +20,7 @@ import pytest
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import names
 from ray_ckpt.storage import direct, files, staging
-from ray_ckpt.storage.remote import delete_checkpoint_dir
-from ray_ckpt.storage.staging import Staging
+from ray_ckpt.storage.staging import Staging, delete_checkpoint_dir
 from tests.sample_run import SampleCheckpoint
 from tests.storage import crash_workloads as workloads
 from tests.storage.crash_disk import CrashDisk, Operation, Write, crashes, recording, write_image

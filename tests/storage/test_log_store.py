@@ -20,7 +20,9 @@ from ray_ckpt.errors import FormatError, StoragePathError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import record_file, record_seq, snapshot_file
+from ray_ckpt.location import Location
 from ray_ckpt.storage import log_store
+from ray_ckpt.storage.fsspec_store import FsspecStore
 from ray_ckpt.storage.log_store import (
     TRIM_AFTER_S,
     LogStore,
@@ -160,12 +162,17 @@ class StaleListings(CreatesOnce):
 
 class LosesSight(CreatesOnce):
     def find(self, path: str, **kwargs: Any) -> Any:
-        return []
+        return {}
 
 
 class KeepsAll(CreatesOnce):
     def rm_file(self, path: str) -> None:
         pass
+
+
+def on(fs: MemoryFileSystem) -> ObjectLogStore:
+    """The log store on a file system of fsspec."""
+    return ObjectLogStore(FsspecStore(Location.parse("memory://bucket/runs/gpt/ray_ckpt"), {}, fs), "log")
 
 
 class ClientError(Exception):
@@ -186,7 +193,7 @@ def failing(error: BaseException, cause: BaseException | None = None) -> Callabl
 class TestObjects(LogStoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> LogStore:
-        return ObjectLogStore(CreatesOnce(), "/bucket/runs/gpt/ray_ckpt/log/")
+        return on(CreatesOnce())
 
     @pytest.mark.parametrize(
         "error",
@@ -194,7 +201,7 @@ class TestObjects(LogStoreTests):
     )
     def test_a_create_that_is_carried_out_and_reported_as_failed(self, error: Exception) -> None:
         fs = CreatesOnce()
-        store = ObjectLogStore(fs, "bucket/log")
+        store = on(fs)
         fs.after = failing(error)
         assert store.create("a", b"1") is Outcome.OK
         assert store.create("a", b"2") is Outcome.EXISTS
@@ -212,7 +219,7 @@ class TestObjects(LogStoreTests):
     )
     def test_a_create_that_leaves_nothing(self, error: Exception, outcome: Outcome) -> None:
         fs = CreatesOnce()
-        store = ObjectLogStore(fs, "bucket/log")
+        store = on(fs)
         fs.before = failing(error)
         assert store.create("a", b"1") is outcome
         fs.before = bool
@@ -226,14 +233,14 @@ class TestObjects(LogStoreTests):
     def test_the_status_behind_an_error_counts(self, status: int, outcome: Outcome) -> None:
         fs = CreatesOnce()
         fs.before = failing(OSError("translated"), ClientError(status))
-        assert ObjectLogStore(fs, "bucket/log").create("a", b"1") is outcome
+        assert on(fs).create("a", b"1") is outcome
 
     def test_what_cannot_be_read_is_unknown_and_an_os_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object, **__: object) -> None:
             raise RuntimeError("session is closed")
 
         fs = CreatesOnce()
-        store = ObjectLogStore(fs, "bucket/log")
+        store = on(fs)
         store.create("a", b"1")
         for call in ("cat_file", "find", "rm_file"):
             monkeypatch.setattr(fs, call, refuse)
@@ -245,9 +252,9 @@ class TestObjects(LogStoreTests):
     def test_listings_are_fresh(self) -> None:
         mine, others = StaleListings(), CreatesOnce()
         mine.store, mine.pseudo_dirs = others.store, others.pseudo_dirs
-        store = ObjectLogStore(mine, "bucket/log")
+        store = on(mine)
         for name in ("a", "b"):
-            ObjectLogStore(others, "bucket/log").create(name, b"")
+            on(others).create(name, b"")
             assert name in store.list()
 
     @pytest.mark.parametrize(
@@ -260,7 +267,7 @@ class TestObjects(LogStoreTests):
     )
     def test_the_probe_refuses_stores_that_cannot_hold_a_log(self, fs: Any, reason: str) -> None:
         with pytest.raises(StoragePathError, match=reason) as caught:
-            probe_store(ObjectLogStore(fs, "bucket/log"), where="s3://bucket")
+            probe_store(on(fs), where="s3://bucket")
         assert caught.value.hint and caught.value.fields["path"] == "s3://bucket"
 
     @pytest.mark.parametrize(
@@ -271,7 +278,7 @@ class TestObjects(LogStoreTests):
         fs = CreatesOnce()
         fs.before = failing(error)
         with pytest.raises(StoragePathError, match=reason):
-            probe_store(ObjectLogStore(fs, "bucket/log"), where="s3://bucket")
+            probe_store(on(fs), where="s3://bucket")
 
 
 class TestMemory(LogStoreTests):

@@ -1,16 +1,22 @@
-"""The remote tier on a shared path: checked names, whole files, clear refusals."""
+"""The remote tier on a shared folder: checked names, whole files, refusals. Other stores: test_stores."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ray_ckpt.errors import ConfigError, FormatError, StorageNotShared, StoragePathError
-from ray_ckpt.storage import files
+from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, StorageNotShared, StoragePathError
+from ray_ckpt.format import zstd
+from ray_ckpt.format.digest import digest
+from ray_ckpt.location import Location
+from ray_ckpt.storage import file_store, files
 from ray_ckpt.storage.log_store import Outcome
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote import RemoteRef, RemoteTier
+from ray_ckpt.types import FileEntry
 
 DIRECTORY = "000000000010-0123456789abcdef"
 SHARD = "shard-00000-of-00001.safetensors"
@@ -22,36 +28,87 @@ def names_in(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> RemoteTier:
-    return RemoteTier(str(tmp_path), "gpt")
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "gpt" / "ray_ckpt"
 
 
-def test_the_layout_on_the_storage_path(tier: RemoteTier, tmp_path: Path) -> None:
-    assert tier.root == tmp_path / "gpt" / "ray_ckpt"
+@pytest.fixture
+def tier(root: Path) -> RemoteTier:
+    return RemoteTier(Location.parse(root))
+
+
+def staged(tmp_path: Path, data: bytes) -> tuple[FileEntry, Path]:
+    """A shard on this node's disk."""
+    path = tmp_path / "staged"
+    path.write_bytes(data)
+    return FileEntry(name=SHARD, size_bytes=len(data), digest=digest(data)), path
+
+
+def compressible(nbytes: int) -> bytes:
+    return np.random.default_rng(1).integers(0, 8, nbytes, np.uint8).tobytes()
+
+
+def test_the_layout_on_the_storage_path(root: Path, tmp_path: Path) -> None:
+    tier = RemoteRef(storage_path=f"file://{tmp_path}", run_name="gpt").open()
     assert tier.log.create("a", b"1") is Outcome.OK
-    tier.put(DIRECTORY, SHARD, [b"12", b"3"])
-    assert (tmp_path / "gpt" / "ray_ckpt" / "log" / "a").read_bytes() == b"1"
-    path = tmp_path / "gpt" / "ray_ckpt" / "checkpoints" / DIRECTORY / SHARD
-    assert path == tier.path(DIRECTORY, SHARD) and path.read_bytes() == b"123"
-    assert RemoteTier(f"file://{tmp_path}", "gpt").root == tier.root
+    tier.put(DIRECTORY, MANIFEST, b"123")
+    assert (root / "log" / "a").read_bytes() == b"1"
+    path = root / "checkpoints" / DIRECTORY / MANIFEST
+    assert path.read_bytes() == b"123" == tier.read_whole(DIRECTORY, MANIFEST, max_bytes=3)
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(EOFError, match="allows 2"):
+        tier.read_whole(DIRECTORY, MANIFEST, max_bytes=2)
 
 
-def test_a_put_can_be_repeated_and_abandoned(tier: RemoteTier) -> None:
-    def broken() -> Iterator[bytes]:
-        yield b"half"
-        raise EOFError("source ended")
+def test_a_file_of_the_disk_goes_there_whole_or_not_at_all(
+    tier: RemoteTier, root: Path, tmp_path: Path
+) -> None:
+    entry, path = staged(tmp_path, os.urandom(3_000_001))
+    for _ in range(2):
+        assert tier.put_file(DIRECTORY, entry, path) == entry.size_bytes
+    assert b"".join(map(bytes, tier.blocks(DIRECTORY, SHARD))) == path.read_bytes()
+    tier.delete(DIRECTORY)
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    with pytest.raises(CorruptionError):
+        tier.put_file(DIRECTORY, entry, path)
+    assert tier.files_of(DIRECTORY) == {} and list(tier.uploads()) == []
 
-    tier.put(DIRECTORY, SHARD, [b"123"])
-    tier.put(DIRECTORY, SHARD, [b"123"])
-    with pytest.raises(EOFError):
-        tier.put(DIRECTORY, MANIFEST, broken())
-    assert names_in(tier.path(DIRECTORY, SHARD).parent) == [SHARD]
+
+def test_what_compresses_is_stored_compressed_and_read_as_it_was(
+    tier: RemoteTier, root: Path, tmp_path: Path
+) -> None:
+    data = compressible(3 * zstd.FRAME_BYTES + 17)
+    entry, path = staged(tmp_path, data)
+    stored = tier.put_file(DIRECTORY, entry, path, level=1)
+    assert names_in(root / "checkpoints" / DIRECTORY) == [SHARD + ".zst"]
+    assert stored == (root / "checkpoints" / DIRECTORY / (SHARD + ".zst")).stat().st_size < len(data) // 2
+    for each in (tier, RemoteTier(tier.root)):
+        assert each.size(DIRECTORY, SHARD) == len(data)
+        ranges = [(0, 10), (zstd.FRAME_BYTES - 5, 10), (len(data) - 3, 3)]
+        got = b"".join(map(bytes, each.read(DIRECTORY, SHARD, ranges)))
+        assert got == b"".join(data[offset : offset + nbytes] for offset, nbytes in ranges)
+    assert set(tier.files_of(DIRECTORY)) == {SHARD}
+    tier.delete(DIRECTORY)
+    assert not (root / "checkpoints" / DIRECTORY).exists()
 
 
-def test_a_delete_takes_the_folder_unless_it_has_foreign_files(tier: RemoteTier) -> None:
+def test_compression_that_does_not_pay_is_left_out(tier: RemoteTier, root: Path, tmp_path: Path) -> None:
+    entry, path = staged(tmp_path, os.urandom(5 << 20))
+    assert tier.put_file(DIRECTORY, entry, path, level=1) == entry.size_bytes
+    assert names_in(root / "checkpoints" / DIRECTORY) == [SHARD]
+
+
+def test_a_file_that_is_not_there(tier: RemoteTier) -> None:
+    assert tier.size(DIRECTORY, SHARD) is None
+    for file in (SHARD, MANIFEST):
+        with pytest.raises(FileNotFoundError):
+            list(tier.read(DIRECTORY, file, [(0, 1)]))
+
+
+def test_a_delete_takes_the_folder_unless_it_has_foreign_files(tier: RemoteTier, root: Path) -> None:
     for name in (SHARD, MANIFEST, "checkpoint.json"):
-        tier.put(DIRECTORY, name, [b"1"])
-    folder = tier.path(DIRECTORY, SHARD).parent
+        tier.put(DIRECTORY, name, b"1")
+    folder = root / "checkpoints" / DIRECTORY
     (folder / "readme").write_text("mine")
     tier.delete(DIRECTORY)
     assert names_in(folder) == ["readme"]
@@ -61,47 +118,85 @@ def test_a_delete_takes_the_folder_unless_it_has_foreign_files(tier: RemoteTier)
     tier.delete(DIRECTORY)
 
 
+def test_what_a_killed_writer_left_is_an_upload_that_can_be_ended(tier: RemoteTier, root: Path) -> None:
+    tier.put(DIRECTORY, MANIFEST, b"1")
+    folder = root / "checkpoints" / DIRECTORY
+    (folder / ".tmp-dead").write_bytes(b"half")
+    (folder / "notes.txt").write_bytes(b"mine")
+    (root / "checkpoints" / "other").mkdir()
+    (root / "checkpoints" / "other" / ".tmp-x").write_bytes(b"")
+    [upload] = tier.uploads()
+    assert abs(upload.started_s - time.time()) < 60
+    tier.abort(DIRECTORY, "notes.txt", "notes.txt")
+    tier.abort(DIRECTORY, "../other/.tmp-x", "x")
+    tier.abort(DIRECTORY, ".tmp-dead", upload.id)
+    assert names_in(folder) == [MANIFEST, "notes.txt"] and list(tier.uploads(DIRECTORY)) == []
+    assert (root / "checkpoints" / "other" / ".tmp-x").exists()
+
+
+def test_directories_are_dated_by_their_newest_file(tier: RemoteTier, root: Path) -> None:
+    tier.put(DIRECTORY, SHARD, b"1")
+    tier.put(DIRECTORY, MANIFEST, b"1")
+    (root / "checkpoints" / "mine").mkdir()
+    (root / "checkpoints" / "mine" / SHARD).write_bytes(b"1")
+    os.utime(root / "checkpoints" / DIRECTORY / SHARD, (100.0, 100.0))
+    os.utime(root / "checkpoints" / DIRECTORY / MANIFEST, (300.0, 300.0))
+    assert tier.directories() == {DIRECTORY: 300.0}
+    assert abs(tier.now_s() - time.time()) < 60
+
+
 @pytest.mark.parametrize("directory", ["..", "", "x", f"../{DIRECTORY}", f"{DIRECTORY}/..", f"{DIRECTORY}\n"])
 def test_directory_names_are_checked(tier: RemoteTier, directory: str) -> None:
     with pytest.raises(FormatError):
         tier.delete(directory)
     with pytest.raises(FormatError):
-        tier.put(directory, SHARD, [b""])
+        tier.put(directory, SHARD, b"")
 
 
-@pytest.mark.parametrize("file", ["..", "", "../log/x", "evil.sh", f"{SHARD}.tmp"])
+@pytest.mark.parametrize("file", ["..", "", "../log/x", "evil.sh", f"{SHARD}.tmp", f"{SHARD}.zst"])
 def test_file_names_are_checked(tier: RemoteTier, file: str) -> None:
     with pytest.raises(FormatError):
-        tier.put(DIRECTORY, file, [b""])
+        tier.put(DIRECTORY, file, b"")
 
 
 @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "-rf", "x" * 201])
 def test_run_names_are_checked(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError):
-        RemoteTier(str(tmp_path), name)
+        RemoteRef(storage_path=str(tmp_path), run_name=name).open()
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/runs", "relative/path"])
-def test_storage_paths_that_are_not_a_shared_folder_are_refused(path: str) -> None:
-    with pytest.raises(ConfigError):
-        RemoteTier(path, "gpt")
-
-
-def test_the_probe_and_what_nodes_see_of_it(tier: RemoteTier, tmp_path: Path) -> None:
+def test_the_probe_and_what_nodes_see_of_it(tier: RemoteTier, root: Path, tmp_path: Path) -> None:
     tier.probe("nonce-1")
     tier.check_shared("nonce-1", node="n1")
-    assert names_in(tier.root / "checkpoints") == []
+    assert [p for p in root.rglob("*") if p.is_file()] == [root / "shared.probe"]
     with pytest.raises(StorageNotShared, match="does not see") as caught:
         tier.check_shared("nonce-2", node="n1")
     assert caught.value.fields["node"] == "n1"
+    tier.probe_log()
+    tier.check_shared("nonce-1", node="n1")  # somebody else's look at the log has changed nothing
     with pytest.raises(StorageNotShared):
-        RemoteTier(str(tmp_path / "other"), "gpt").check_shared("nonce-1", node="n1")
+        RemoteTier(Location.parse(tmp_path / "other")).check_shared("nonce-1", node="n1")
+
+
+def test_nodes_that_look_at_once_do_not_meet(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node has looked, and tidied up, between this one's folder and its file."""
+    tier.probe("n")
+    make_dirs, others = files.make_dirs, iter(["n2"])
+
+    def slowly(path: Path, **mode: int) -> None:
+        make_dirs(path, **mode)
+        for node in () if mode else others:  # not for parents, which it makes by itself
+            tier.check_shared("n", node=node)
+
+    monkeypatch.setattr(files, "make_dirs", slowly)
+    tier.check_shared("n", node="n1")
+    assert next(others, None) is None
 
 
 def test_a_storage_path_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoragePathError, match="cannot be written"):
-        RemoteTier(str(tmp_path / "file"), "gpt").probe("n")
+        RemoteTier(Location.parse(tmp_path / "file")).probe("n")
 
 
 def test_a_node_that_cannot_write_says_so(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +205,6 @@ def test_a_node_that_cannot_write_says_so(tier: RemoteTier, monkeypatch: pytest.
     def refuse(*_: object) -> Path:
         raise PermissionError("denied")
 
-    monkeypatch.setattr(files, "write_temporary", refuse)
+    monkeypatch.setattr(file_store, "write_direct", refuse)
     with pytest.raises(StoragePathError, match="Node n1 cannot write"):
         tier.check_shared("n", node="n1")

@@ -12,9 +12,11 @@ import pytest
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node as n
+from ray_ckpt.core import sweep
 from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.node import NodeMachine
+from ray_ckpt.core.sweep import Sweeps
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.testing.oracle import Violation
@@ -154,6 +156,33 @@ def drop_what_is_being_committed(patch: pytest.MonkeyPatch) -> None:
     plant_effects(patch, RunMachine, change)
 
 
+def sweep_without_asking_the_log(patch: pytest.MonkeyPatch) -> None:
+    """A coordinator takes what it does not know for an orphan, although another may have written since."""
+    real = Sweeps.listed
+
+    def listed(self: Sweeps, event: m.RemoteListed, **facts: Any) -> Iterator[m.Effect]:
+        yield from real(self, event, **facts)
+        if self._unconfirmed is not None:
+            yield m.DeleteOrphans(directories=self._unconfirmed[1], uploads=())
+
+    patch.setattr(Sweeps, "listed", listed)
+
+
+def sweep_without_an_age(patch: pytest.MonkeyPatch) -> None:
+    """Uploads are taken for left over while somebody may be at work on them."""
+    patch.setattr(sweep, "ORPHAN_AGE_S", 0.0)
+
+
+def sweep_older_logs(patch: pytest.MonkeyPatch) -> None:
+    """What was there before the log counts as an orphan."""
+    patch.setattr(Sweeps, "_is_older", lambda self, age_s: False)
+
+
+def never_sweep(patch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for what dead agents leave on the storage path."""
+    patch.setattr(Sweeps, "ask", lambda self, wall_s, *, is_end=False: iter(()))
+
+
 BUGS: tuple[tuple[Plant, str], ...] = (
     (commit_before_fsync, "P1"),
     (missing_fence_in_the_log, "P3"),
@@ -163,6 +192,10 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (guess_on_unknown, "P3|P6"),
     (restore_without_a_session, "P3"),
     (drop_what_is_being_committed, "P2|P5|P6"),
+    (sweep_without_asking_the_log, "P5"),
+    (sweep_without_an_age, "P5"),
+    (sweep_older_logs, "P5"),
+    (never_sweep, "P8"),
 )
 
 

@@ -1,0 +1,221 @@
+"""The durable tier: a shard from staging to S3 and back, beside programs that copy the same file.
+
+Ours is what an agent does in a drain (read around the page cache, hash, send in parts, compare sizes), and
+what a rank does in a restore (ranges, the digest of each row, into its memory). The others take turns with
+it at the same server, with the settings that they come with and with better ones; the fastest of all counts.
+They read the file from the page cache and write to tmpfs. What a program takes to copy an empty file, most of
+it to start, is taken off its time, so that below some 256 MiB its numbers are noise. All share the cores with
+the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import resource
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Literal, TypeAlias
+
+from jobs import s3_server
+from jobs.bench.context import Context
+from jobs.bench.remote_clients import (
+    ATTEMPT,
+    FILE,
+    PEERS,
+    QUICK_PEERS,
+    Cargo,
+    Client,
+    Ours,
+    Peer,
+    Program,
+    make_cargo,
+)
+from jobs.bench.remote_memory import agent_row, process_row
+from jobs.bench.row import Reference, Row, first_line, gb_per_s, skipped, watched
+from ray_ckpt.format.digest import Digester
+from ray_ckpt.format.names import CHECKPOINTS_DIR
+from ray_ckpt.location import Location
+from ray_ckpt.storage.files import read_blocks
+from ray_ckpt.storage.remote import RemoteRef, open_store
+
+MAX_REPEAT = 3  # samples; seven clients move the shard in each round
+START_SAMPLES = 3  # of a program with an empty file; their median counts
+BUCKET = "bench"
+TMPFS = "/dev/shm"
+
+Direction: TypeAlias = Literal["upload", "download"]
+
+
+def rows(context: Context) -> Iterator[Row]:
+    peers = QUICK_PEERS if context.quick else PEERS
+    repeat = min(context.repeat, MAX_REPEAT)
+    with contextlib.ExitStack() as stack:
+        storage_path = str(stack.enter_context(_place(context.server)))
+        folder = stack.enter_context(context.temporary())
+        tmpfs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray_ckpt-bench-", dir=TMPFS)))
+        ref = RemoteRef(storage_path=storage_path, run_name="bench")
+        cargo = make_cargo(folder / FILE, context.size_bytes)
+        rig = Rig(ref, cargo, folder, tmpfs)
+        yield from rig.rows("upload", "a shard from staging to S3, hashed, sizes compared", peers, repeat)
+        yield from rig.rows("download", "a shard from S3 into memory, every digest checked", peers, repeat)
+        yield process_row(ref, cargo)
+        yield agent_row(storage_path, folder, context.size_bytes)
+
+
+@contextlib.contextmanager
+def _place(server: str) -> Iterator[Location]:
+    """A new place, in a server that is started for this or where a storage path says; emptied at the end."""
+    with contextlib.ExitStack() as stack:
+        if server in s3_server.KINDS:
+            server = stack.enter_context(s3_server.running(server, BUCKET)).url("runs")
+        place = Location.parse(server) / f"bench-{uuid.uuid4().hex}"
+        try:
+            yield place
+        finally:
+            files, _ = open_store(place, None)
+            for upload in files.uploads():
+                files.abort(upload)
+            files.delete([stored.name for stored in files.list()])
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Seconds that some work took, and CPU seconds of this process and of programs that have ended."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def usage_of(work: Callable[[], None]) -> Usage:
+    started_s, before_s = time.perf_counter(), _cpu_s()
+    work()
+    return Usage(time.perf_counter() - started_s, _cpu_s() - before_s)
+
+
+def _cpu_s() -> float:
+    found = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in found)
+
+
+@dataclass(slots=True, kw_only=True)
+class Mover:
+    """A client at its work, in one direction."""
+
+    name: str
+    label: str
+    prepare: Callable[[], None]  # not measured
+    move: Callable[[], None]
+    start: Usage = Usage(0.0, 0.0)  # taken off
+    cpu_s: list[float] = field(default_factory=list)
+
+    def sample(self) -> float:
+        """Seconds of a move."""
+        self.prepare()
+        used = usage_of(self.move)
+        self.cpu_s.append(used.cpu_s - self.start.cpu_s)
+        return used.wall_s - self.start.wall_s
+
+
+class Rig:
+    """A place in a store, a cargo, and all who can move it."""
+
+    def __init__(self, ref: RemoteRef, cargo: Cargo, folder: Path, tmpfs: Path) -> None:
+        self._tier, self._cargo, self._folder = ref.open(), cargo, folder
+        self._ours = Ours(self._tier, cargo)
+        self._object = self._tier.root / CHECKPOINTS_DIR / ATTEMPT.directory / FILE
+        self._copy = tmpfs / FILE
+        self._empty = self._tier.root / "empty"
+        self._empty_path = tmpfs / "empty"
+        self._empty_path.touch()
+
+    def rows(self, direction: Direction, what: str, peers: Sequence[Peer], repeat: int) -> Iterator[Row]:
+        """Ours beside the best, then each peer."""
+        if direction == "download":
+            self._ours.upload(self._cargo.path, self._object)
+        own = self._mover(direction, "ray_ckpt", "ray_ckpt", self._ours)
+        movers, missing = self._movers(direction, peers)
+        samples, machine = watched({mover.label: mover.sample for mover in (own, *movers)}, repeat)
+        speeds = {label: gb_per_s(found, self._cargo.entry.size_bytes) for label, found in samples.items()}
+        movers.sort(key=lambda mover: median(speeds[mover.label]), reverse=True)
+        best = Reference(name=movers[0].label, samples=speeds[movers[0].label]) if movers else None
+        yield Row(
+            name=f"remote-{direction}",
+            what=what,
+            unit="GB/s",
+            samples=speeds[own.label],
+            reference=best,
+            reach=">= 0.9" if best else "",
+            machine=machine,
+            note=self._costs(own),
+        )
+        for name in dict.fromkeys(peer.name for peer in peers):
+            if named := [mover for mover in movers if mover.name == name]:
+                medians = [f"{one.label} {median(speeds[one.label]):.3g} GB/s" for one in named[1:]]
+                yield Row(
+                    name=f"remote-{direction}/{name}",
+                    what=named[0].label,
+                    unit="GB/s",
+                    samples=speeds[named[0].label],
+                    machine=machine,
+                    note="; ".join((self._costs(named[0]), *medians)),
+                )
+            else:
+                yield skipped(f"remote-{direction}/{name}", name, missing[name])
+
+    def _movers(self, direction: Direction, peers: Iterable[Peer]) -> tuple[list[Mover], dict[str, str]]:
+        """Those that work, and why others do not."""
+        movers, missing = [], {}
+        for peer in peers:
+            try:
+                client = peer.make(self._object, self._folder)
+                movers.append(self._mover(direction, peer.name, peer.label, client))
+            except OSError as error:
+                missing[peer.name] = first_line(error)
+        return movers, missing
+
+    def _mover(self, direction: Direction, name: str, label: str, client: Client) -> Mover:
+        """Ready to be measured: it has moved every byte once. OSError."""
+        if direction == "upload":
+            prepare = self._forget_object
+            move = functools.partial(client.upload, self._cargo.path, self._object)
+            idle = functools.partial(client.upload, self._empty_path, self._empty)
+        else:
+            prepare = self._forget_copy
+            move = functools.partial(client.download, self._object, self._copy)
+            idle = functools.partial(client.download, self._empty, self._copy)
+        mover = Mover(name=name, label=label, prepare=prepare, move=move)
+        prepare()
+        move()
+        self._check(direction)
+        if isinstance(client, Program):
+            self._tier.files.put(self._empty.name, [], max_bytes=0)
+            starts = [usage_of(idle) for _ in range(START_SAMPLES)]
+            mover.start = Usage(median(one.wall_s for one in starts), median(one.cpu_s for one in starts))
+        return mover
+
+    def _forget_object(self) -> None:
+        self._tier.delete(ATTEMPT.directory)
+
+    def _forget_copy(self) -> None:
+        self._copy.unlink(missing_ok=True)
+
+    def _check(self, direction: Direction) -> None:
+        """OSError unless what was moved is what was to be moved. What we read is checked as it is read."""
+        if direction == "upload":
+            self._ours.download(self._object, self._copy)
+        elif self._copy.exists():
+            found = Digester()
+            for block in read_blocks(self._copy):
+                found.update(block)
+            if found.hexdigest() != self._cargo.entry.digest:
+                raise OSError("it wrote other bytes")
+
+    def _costs(self, mover: Mover) -> str:
+        cpu = f"{median(mover.cpu_s) / self._cargo.entry.size_bytes * 1e9:.2g} CPU s/GB"
+        return f"{cpu}; {mover.start.wall_s:.2g} s of start left out" if mover.start.wall_s else cpu

@@ -1,0 +1,337 @@
+"""Files compressed with zstd of which any range can be read without the rest.
+
+The zstd seekable format 0.1.0, narrowed as FORMAT.md section 10 says: a frame for every FRAME_BYTES of the
+raw file, then a table of their sizes in a frame that zstd skips. `zstd -d` gives back the raw file.
+https://github.com/facebook/zstd/blob/dev/contrib/seekable_format/zstd_seekable_compression_format.md
+
+Nothing that a stored file says of itself is trusted: what a reader holds is bounded by the constants here,
+and every frame must say its size and carry a checksum. That finds most damage early; whether bytes are those
+that were saved, only the digests of a manifest say, which are of raw bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from ray_ckpt.errors import CorruptionError, FormatError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+SUFFIX = ".zst"  # after the name of the raw file
+FRAME_BYTES = 4 << 20  # raw: longer ones compress no better, and a small range costs a whole one
+MAX_STORED_BYTES = FRAME_BYTES + (FRAME_BYTES >> 8)  # of a frame: ZSTD_COMPRESSBOUND, for bytes without order
+MAX_FRAMES = 1 << 20  # of a file: 4 TiB raw; its table takes 8 MiB, and so does its reader
+TAIL_BYTES = 64 << 10  # read first, in one request: the whole table of a file of up to 31 GiB raw
+MAX_RATIO = 0.9  # stored by raw; normal fp32 comes to 0.92, bf16 to 0.78. A restore pays for it in core time
+NUM_SAMPLES = 8  # ranges by which a file is judged: 8 MiB take some 20 ms
+SAMPLE_BYTES = 1 << 20  # of each: much longer than what the compressor needs to settle
+
+_SKIPPABLE_MAGIC = 0x184D2A5E
+_SEEKABLE_MAGIC = 0x8F92EAB1
+_DESCRIPTOR = 0  # no checksums in the table: each frame ends with the same one, which every decoder checks
+_HEADER = struct.Struct("<II")  # of the table: magic, bytes that follow
+_ENTRY = struct.Struct("<II")  # stored and raw bytes of a frame
+_FOOTER = struct.Struct("<IBI")  # frames, descriptor, magic
+_BOUND_EXTRA_BYTES = 64  # what ZSTD_COMPRESSBOUND adds at most for short frames
+_MIX = 0x9E3779B1  # 2**32 by the golden ratio: its multiples spread evenly
+
+Blocks: TypeAlias = Generator[memoryview, None, None]
+
+ReadStored: TypeAlias = Callable[[Sequence[tuple[int, int]]], Blocks]
+"""Gives the stored bytes of ranges (offset, size), one after the other, in blocks of any size. A block need
+be valid only until the next one is asked for. Called and iterated from each thread that reads."""
+
+
+# -- writing -----------------------------------------------------------------------------------------
+
+
+def encode(blocks: Iterable[Buffer], level: int) -> Iterator[bytes]:
+    """The stored file of the raw file that `blocks` make up: each frame, then the table.
+
+    Holds one raw and one stored frame. The same bytes for the same raw file, level and version of zstd,
+    however it is cut into blocks. FormatError for more than MAX_FRAMES.
+    """
+    compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
+    raw, entries = _Cutter(blocks), bytearray()
+    while frame := raw.take(FRAME_BYTES):
+        if len(entries) == MAX_FRAMES * _ENTRY.size:
+            raise FormatError(f"A file of more than {MAX_FRAMES * FRAME_BYTES} bytes cannot be compressed.")
+        stored = compressor.compress(frame)
+        entries += _ENTRY.pack(len(stored), frame.nbytes)
+        yield stored
+    footer = _FOOTER.pack(len(entries) // _ENTRY.size, _DESCRIPTOR, _SEEKABLE_MAGIC)
+    yield _HEADER.pack(_SKIPPABLE_MAGIC, len(entries) + len(footer)) + entries + footer
+
+
+def max_encoded_bytes(size_bytes: int) -> int:
+    """The most that `encode` makes of a raw file of this size: ZSTD_COMPRESSBOUND for each frame, and the
+    table.
+    """
+    num_frames = -(-size_bytes // FRAME_BYTES)
+    table_bytes = _HEADER.size + num_frames * _ENTRY.size + _FOOTER.size
+    return size_bytes + (size_bytes >> 8) + num_frames * _BOUND_EXTRA_BYTES + table_bytes
+
+
+def sample_ranges(size_bytes: int) -> tuple[tuple[int, int], ...]:
+    """(offset, size) of what to judge a raw file by: the whole of a small one, else NUM_SAMPLES ranges.
+
+    One lies in each equal part of the file, elsewhere in each, so that tensors that alternate are all met;
+    none at the beginning, where the header would look like an eighth of the file.
+    """
+    if size_bytes <= NUM_SAMPLES * SAMPLE_BYTES:
+        return ((0, size_bytes),) if size_bytes else ()
+    part = size_bytes // NUM_SAMPLES
+    return tuple(
+        (number * part + ((part - SAMPLE_BYTES) * ((number + 1) * _MIX % 2**32) >> 32), SAMPLE_BYTES)
+        for number in range(NUM_SAMPLES)
+    )
+
+
+def estimate(sample: Iterable[Buffer], level: int) -> float:
+    """Stored by raw bytes of a sample; 1.0 for an empty one."""
+    raw_bytes = 0
+
+    def counted() -> Iterator[memoryview]:
+        nonlocal raw_bytes
+        for block in sample:
+            view = memoryview(block)
+            raw_bytes += view.nbytes
+            yield view
+
+    stored_bytes = sum(map(len, encode(counted(), level)))
+    return stored_bytes / raw_bytes if raw_bytes else 1.0
+
+
+def pays(ratio: float) -> bool:
+    """Whether a file of this ratio is worth the core time of writing and reading it."""
+    return ratio <= MAX_RATIO
+
+
+# -- reading -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeekTable:
+    """Where the frames of a stored file lie."""
+
+    raw_size: int
+    starts: npt.NDArray[np.int64]  # of each frame in the stored file; then the end of the last one
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.starts) - 1
+
+    def raw_nbytes(self, frame: int) -> int:
+        return min(FRAME_BYTES, self.raw_size - frame * FRAME_BYTES)
+
+    def stored(self, frames: range) -> tuple[int, int]:
+        """(offset, size) in the stored file of frames that follow each other."""
+        start = int(self.starts[frames.start])
+        return start, int(self.starts[frames.stop]) - start
+
+    def runs(self, ranges: Iterable[tuple[int, int]]) -> tuple[range, ...]:
+        """The frames that hold the ranges (offset, size) of the raw file: runs in rising order, with a gap
+        between each two. The ranges must rise and not overlap, ValueError otherwise; they may be empty.
+        EOFError if one ends behind the file.
+        """
+        runs: list[range] = []
+        end = 0
+        for offset, nbytes in ranges:
+            if offset < end or nbytes < 0:
+                raise ValueError(f"{nbytes} bytes at {offset} after byte {end}: the ranges must rise.")
+            end = offset + nbytes
+            if end > self.raw_size:
+                raise EOFError(f"it ends at byte {self.raw_size}")
+            if not nbytes:
+                continue
+            first, stop = offset // FRAME_BYTES, -(-end // FRAME_BYTES)
+            if runs and first <= runs[-1].stop:
+                first = runs.pop().start
+            runs.append(range(first, stop))
+        return tuple(runs)
+
+
+def table_nbytes(tail: bytes, stored_size: int) -> int:
+    """How many of the last bytes of a stored file are its table; the last nine bytes say it.
+
+    FormatError if there can be no such table.
+    """
+    if len(tail) < _FOOTER.size:
+        raise FormatError(f"A compressed file of {stored_size} bytes is too short.")
+    num_frames, descriptor, magic = _FOOTER.unpack(tail[-_FOOTER.size :])
+    if magic != _SEEKABLE_MAGIC:
+        raise FormatError("A compressed file does not end with a seek table; it is cut short or damaged.")
+    if descriptor != _DESCRIPTOR:
+        raise FormatError(f"The seek table has the descriptor {descriptor}, not {_DESCRIPTOR}.")
+    nbytes = _HEADER.size + num_frames * _ENTRY.size + _FOOTER.size
+    if num_frames > MAX_FRAMES or nbytes > stored_size:
+        raise FormatError(f"A seek table of {num_frames} frames in a file of {stored_size} bytes.")
+    return int(nbytes)
+
+
+def parse_table(tail: bytes, stored_size: int) -> SeekTable:
+    """The table from the last bytes of a stored file, at least `table_nbytes` of them.
+
+    FormatError unless its frames fill the file up to the table, hold FRAME_BYTES each but for the last one,
+    and are not larger than zstd makes them.
+    """
+    nbytes = table_nbytes(tail, stored_size)
+    if len(tail) < nbytes:
+        raise FormatError(f"{len(tail)} bytes of a seek table of {nbytes}.")
+    table = tail[len(tail) - nbytes :]
+    if _HEADER.unpack_from(table) != (_SKIPPABLE_MAGIC, nbytes - _HEADER.size):
+        raise FormatError("The seek table does not begin where its end says.")
+    entries = np.frombuffer(table[_HEADER.size : -_FOOTER.size], "<u4").reshape(-1, 2).astype(np.int64)
+    stored, raw = entries[:, 0], entries[:, 1]
+    if not (np.all(raw[:-1] == FRAME_BYTES) and np.all((raw[-1:] > 0) & (raw[-1:] <= FRAME_BYTES))):
+        raise FormatError(f"The seek table has frames that do not hold {FRAME_BYTES} bytes.")
+    if not np.all((stored > 0) & (stored <= MAX_STORED_BYTES)):
+        raise FormatError(f"The seek table has frames of no byte, or of more than {MAX_STORED_BYTES}.")
+    starts = np.concatenate(([0], np.cumsum(stored)))
+    if starts[-1] != stored_size - nbytes:
+        raise FormatError(f"The frames end at byte {starts[-1]}, the table begins at {stored_size - nbytes}.")
+    return SeekTable(int(raw.sum()), starts)
+
+
+def decode(blocks: Iterable[Buffer], table: SeekTable, frames: Iterable[int]) -> Blocks:
+    """The raw bytes of `frames`, a view for each, from their stored bytes one after the other.
+
+    Holds one stored and one raw frame; the views are of memory of their own. zstd works without the GIL.
+    CorruptionError for a frame that is cut short, damaged, or not of the size that the table says, which is
+    known before memory is taken; and for bytes that are left over.
+    """
+    decompressor = zstandard.ZstdDecompressor(max_window_size=FRAME_BYTES)  # else it takes 128 MiB if told
+    cutter = _Cutter(blocks)
+    for frame in frames:
+        _, nbytes = table.stored(range(frame, frame + 1))
+        stored = cutter.take(nbytes)
+        if stored.nbytes < nbytes:
+            raise _damaged(frame, f"it has {stored.nbytes} of {nbytes} bytes")
+        yield memoryview(_decode_frame(decompressor, stored, frame, table.raw_nbytes(frame)))
+    cutter.end()
+
+
+class SeekableReader:
+    """Ranges of a raw file, read from its stored file. For any number of threads."""
+
+    def __init__(self, read: ReadStored, stored_size: int) -> None:
+        """Reads the table: with one call of `read`, or two for a file with a large one.
+
+        Raises what `read` raises, and FormatError. `raw_size` is what the file says of itself: compare it
+        with the manifest.
+        """
+        self._read = read
+        tail = self._last_bytes(min(TAIL_BYTES, stored_size), stored_size)
+        nbytes = table_nbytes(tail, stored_size)
+        if nbytes > len(tail):
+            tail = self._last_bytes(nbytes, stored_size)
+        self._table = parse_table(tail, stored_size)
+
+    @property
+    def raw_size(self) -> int:
+        return self._table.raw_size
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        """The bytes of the ranges (offset, size), one after the other, in views of at most a frame.
+
+        The ranges must rise and not overlap. Each frame is read and decoded once, and those that follow each
+        other are asked for together; two raw frames and a stored one are held. Raises what `read` raises,
+        ValueError and EOFError as `SeekTable.runs` says, CorruptionError as `decode` does.
+        """
+        table = self._table
+        runs = table.runs(ranges)
+        if not runs:
+            return
+        with contextlib.closing(self._read([table.stored(run) for run in runs])) as blocks:
+            frames = decode(blocks, table, chain.from_iterable(runs))
+            yield from _cut(zip(frames, chain.from_iterable(runs), strict=True), ranges)
+
+    def _last_bytes(self, nbytes: int, stored_size: int) -> bytes:
+        if not nbytes:  # stores refuse to read nothing
+            return b""
+        with contextlib.closing(self._read([(stored_size - nbytes, nbytes)])) as blocks:
+            cutter = _Cutter(blocks)
+            tail = bytes(cutter.take(nbytes))
+            cutter.end()
+        return tail
+
+
+def _cut(frames: Iterator[tuple[memoryview, int]], ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+    """The bytes of `ranges` from raw frames with their numbers. Lets whoever gives the frames finish."""
+    view, number = memoryview(b""), -1
+    for offset, nbytes in ranges:
+        end = offset + nbytes
+        while offset < end:
+            while number < offset // FRAME_BYTES:
+                view, number = next(frames)
+            start = offset - number * FRAME_BYTES
+            piece = view[start : start + end - offset]
+            offset += piece.nbytes
+            yield piece
+    next(frames, None)
+
+
+def _decode_frame(
+    decompressor: zstandard.ZstdDecompressor, stored: memoryview, frame: int, raw_nbytes: int
+) -> bytes:
+    try:
+        said = zstandard.get_frame_parameters(stored)
+        if said.content_size != raw_nbytes:  # what `decompress` takes memory for
+            raise _damaged(frame, f"it says {said.content_size} raw bytes, the seek table {raw_nbytes}")
+        if not said.has_checksum:
+            raise _damaged(frame, "it has no checksum")
+        return decompressor.decompress(stored, allow_extra_data=False)
+    except zstandard.ZstdError as error:  # also for a frame of another size than it says
+        raise _damaged(frame, str(error)) from error
+
+
+def _damaged(frame: int, what: str) -> CorruptionError:
+    return CorruptionError(f"Frame {frame} of a compressed file is damaged: {what}.", frame=frame)
+
+
+class _Cutter:
+    """Blocks of any size as pieces of a wanted size."""
+
+    def __init__(self, blocks: Iterable[Buffer]) -> None:
+        self._blocks = iter(blocks)
+        self._rest = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """The next `nbytes` bytes, or fewer at the end. Valid until the next call; copied only if they lie in
+        more than one block.
+        """
+        self._fill()
+        if self._rest.nbytes >= nbytes:
+            return self._split(nbytes)
+        piece = bytearray()
+        while len(piece) < nbytes and self._fill():
+            piece += self._split(nbytes - len(piece))
+        return memoryview(piece)
+
+    def end(self) -> None:
+        """Let whoever gives the blocks finish. CorruptionError if there are more bytes."""
+        if self._fill():
+            raise CorruptionError("A compressed file gave more bytes than were asked for.")
+
+    def _split(self, nbytes: int) -> memoryview:
+        piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        return piece
+
+    def _fill(self) -> bool:
+        """Have bytes at hand; False if there are none left."""
+        while not self._rest.nbytes:
+            block = next(self._blocks, None)
+            if block is None:
+                return False
+            self._rest = memoryview(block).cast("B")
+        return True

@@ -1,0 +1,212 @@
+"""Where runs live: a folder that all nodes mount, or a URL of an object store. Never with a secret in it.
+
+Storage paths are what Ray Train takes: an absolute path, `file://`, `s3://bucket/prefix`, `gs://bucket/prefix`
+with pyarrow's query parameters, or another URL that fsspec knows. Credentials come from the environment of
+the process that opens it (variables, profiles, roles); an option may name them, but not hold them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import parse_qsl, urlencode
+
+from ray_ckpt.errors import ConfigError
+
+_SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}  # other names of a scheme
+_QUERY = ("endpoint_override", "scheme", "region")  # of pyarrow's URLs, as far as they name no secret
+BUCKETS: Mapping[str, tuple[str, ...]] = {  # schemes with clients of our own, and the options that they take
+    "s3": ("profile", "endpoint_url", "region", "anonymous", "checksum", "sse", "sse_kms_key_id"),
+    "gs": ("endpoint_url", "anonymous"),
+}
+ENV_PREFIX = "env:"  # of an option's value: the name of a variable of whoever opens the store
+_SECRET = re.compile(r"secret|passw|token|credential|(^|_)(key|sas|auth)($|_)", re.IGNORECASE)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
+_BAD_KEY = re.compile(r"[\x00-\x1f\x7f%#\\]|(^|/)\.{1,2}(/|$)|//")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place in a store. `str()` of it is the storage path again, in one spelling."""
+
+    scheme: str
+    """"file", "s3", "gs", or another that fsspec knows."""
+    path: str
+    """file: absolute path; s3, gs: bucket/key; otherwise what follows "://"."""
+    query: tuple[tuple[str, str], ...] = ()
+    """endpoint_override, scheme and region of an s3 or gs URL."""
+
+    @classmethod
+    def parse(cls, text: str | os.PathLike[str]) -> Location:
+        """ConfigError if it is relative, holds a secret, or is no storage path at all."""
+        text = os.fspath(text)
+        found = _URL.match(text)
+        if found is None or found[1].lower() == "file":
+            return cls("file", _folder(found[2] if found else text, text))
+        scheme = _SAME.get(found[1].lower(), found[1].lower())
+        if scheme not in BUCKETS:
+            return cls(scheme, _other(found[2], scheme))
+        rest, _, query = found[2].partition("?")
+        return cls(scheme, _bucket_path(rest, scheme), _parse_query(query, scheme))
+
+    @property
+    def is_posix(self) -> bool:
+        return self.scheme == "file"
+
+    @property
+    def folder(self) -> Path:
+        """Of a file location."""
+        assert self.is_posix
+        return Path(self.path)
+
+    @property
+    def bare(self) -> str:
+        """Without the query: what names of files can be put after."""
+        return self.path if self.is_posix else f"{self.scheme}://{self.path}"
+
+    @property
+    def bucket(self) -> str:
+        return self.path.partition("/")[0]
+
+    @property
+    def key(self) -> str:
+        """What comes after the bucket; may be empty."""
+        return self.path.partition("/")[2]
+
+    @property
+    def name(self) -> str:
+        """Its last part."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Location:
+        return Location(self.scheme, self.path.rpartition("/")[0] or "/", self.query)
+
+    @property
+    def endpoint(self) -> str | None:
+        """The URL of the server that the query names."""
+        query = dict(self.query)
+        host = query.get("endpoint_override")
+        if host is None or "://" in host:
+            return host
+        return f"{query.get('scheme', 'https')}://{host}"
+
+    @property
+    def region(self) -> str | None:
+        return dict(self.query).get("region")
+
+    def __truediv__(self, name: str) -> Location:
+        return Location(self.scheme, f"{self.path.rstrip('/')}/{name}", self.query)
+
+    def __str__(self) -> str:
+        if self.is_posix:
+            return self.path
+        query = f"?{urlencode(self.query, safe=':/')}" if self.query else ""
+        return f"{self.bare}{query}"
+
+
+def storage_options(location: Location, options: Mapping[str, str] | None) -> Mapping[str, str]:
+    """The options with which a store may be opened, checked. ConfigError if one is unknown or a secret."""
+    options = options or {}
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigError(
+                f"storage_options[{name!r}] is no text.", hint="Give names and values as str.", option=name
+            )
+        known = BUCKETS.get(location.scheme)
+        if known is not None and name not in known:
+            raise ConfigError(
+                f"Unknown storage option {name!r} for {location.scheme}://.",
+                hint=f"Known: {', '.join(known)}. Credentials come from environment or profile.",
+                option=name,
+            )
+        if known is None and _SECRET.search(name) and not value.startswith(ENV_PREFIX):
+            raise ConfigError(
+                f"storage_options[{name!r}] may hold a secret, which would end up in messages and logs.",
+                hint=f"Put it into an environment variable of the nodes and give {ENV_PREFIX}NAME.",
+                option=name,
+            )
+    if location.is_posix and options:
+        raise ConfigError(
+            f"The storage path {location} takes no storage_options.",
+            hint="Leave them out.",
+            option="storage_options",
+        )
+    return MappingProxyType(dict(options))
+
+
+def resolve_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Options with what `env:NAME` stands for in this process; ConfigError if that is not set."""
+    found: dict[str, str] = {}
+    for name, value in options.items():
+        if value.startswith(ENV_PREFIX):
+            variable = value.removeprefix(ENV_PREFIX)
+            if variable not in os.environ:
+                raise ConfigError(
+                    f"The environment variable {variable} of storage_options[{name!r}] is not set.",
+                    hint="Set it where Ray is started on every node, or in the job's runtime_env.",
+                    option=name,
+                )
+            value = os.environ[variable]
+        found[name] = value
+    return found
+
+
+def _folder(path: str, text: str) -> str:
+    folder = Path(path)
+    with contextlib.suppress(RuntimeError):  # nobody of that name has a home
+        folder = folder.expanduser()
+    if not folder.is_absolute():
+        raise ConfigError(
+            f"The storage path {text!r} is relative.",
+            hint="Make it absolute; each node would read a relative path from another folder.",
+            storage_path=text,
+        )
+    return os.path.normpath(folder)
+
+
+def _bucket_path(rest: str, scheme: str) -> str:
+    bucket, _, key = rest.partition("/")
+    _refuse_userinfo(bucket, scheme)
+    key = key.strip("/")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}", bucket) or (key and _BAD_KEY.search(key)):
+        raise ConfigError(
+            f"The storage path {scheme}://{rest!r} is not a bucket and a prefix.",
+            hint=f"Give {scheme}://bucket/prefix without empty parts, '..', '%', '#' or control characters.",
+        )
+    return f"{bucket}/{key}" if key else bucket
+
+
+def _other(rest: str, scheme: str) -> str:
+    authority = rest.partition("/")[0]
+    if ":" in authority.rpartition("@")[0]:  # a user's name alone is no secret
+        _refuse_userinfo(authority, scheme)
+    if "?" in rest or "#" in rest:
+        raise ConfigError(
+            f"The {scheme}:// storage path has a query.", hint="Give options as storage_options instead."
+        )
+    return rest.rstrip("/")
+
+
+def _refuse_userinfo(authority: str, scheme: str) -> None:
+    if "@" in authority:  # what is before it must not be shown
+        raise ConfigError(
+            f"The {scheme}:// storage path holds credentials.",
+            hint="Take them out; they come from the environment, a profile or a role of each node.",
+        )
+
+
+def _parse_query(query: str, scheme: str) -> tuple[tuple[str, str], ...]:
+    found = parse_qsl(query, keep_blank_values=True)
+    for name, _ in found:
+        if name not in _QUERY:  # its value may be a secret
+            raise ConfigError(
+                f"The {scheme}:// storage path has the parameter {name!r}.",
+                hint=f"Only {', '.join(_QUERY)} are taken; credentials come from the environment.",
+            )
+    return tuple(sorted(found))

@@ -1,0 +1,163 @@
+"""Google Cloud Storage, by its XML API. Credentials as google-auth finds them (application default)."""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+import google.auth
+import google.auth.exceptions
+import google_crc32c
+import requests
+from google.auth.transport.requests import Request
+from obstore.store import GCSStore
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
+
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.location import Location
+from ray_ckpt.storage.file_store import Upload
+from ray_ckpt.storage.object_store import MAX_TRIES, Checksum, client_options, retry_config, short_error
+
+SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+ENDPOINT = "https://storage.googleapis.com"
+EMULATOR_ENV = "STORAGE_EMULATOR_HOST"  # of Google's own client libraries; without credentials
+REQUEST_S = 30.0
+BACKOFF_S = 0.2  # doubled for each try: 6 s in all
+UPLOADS_PER_PAGE = 1000
+
+
+class GcsBucket:
+    """See `object_store.Bucket`."""
+
+    def __init__(self, location: Location, options: Mapping[str, str]) -> None:
+        self.where = location.bare
+        self._bucket = location.bucket
+        self._prefix = f"{location.key}/" if location.key else ""
+        emulator = os.environ.get(EMULATOR_ENV)
+        endpoint = location.endpoint or options.get("endpoint_url") or emulator or ENDPOINT
+        is_anonymous = options.get("anonymous") == "true" or endpoint == emulator
+        self._endpoint = (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
+        self._lock = threading.Lock()
+        self._credentials = None if is_anonymous else _credentials(location)
+        self._session = requests.Session()
+        self._session.auth = self._sign
+        self._session.mount(self._endpoint, HTTPAdapter(max_retries=_retries()))
+
+    def connect(self, *, request_s: int, retry_s: int) -> GCSStore:
+        config: Any = {"base_url": self._endpoint}
+        if self._credentials is None:
+            config |= {"skip_signature": True}
+        return GCSStore(
+            self._bucket,
+            prefix=self._prefix.rstrip("/") or None,
+            config=config,
+            client_options=client_options(request_s),
+            retry_config=retry_config(retry_s),
+            credential_provider=None if self._credentials is None else self._provide,
+        )
+
+    def checksum(self) -> Checksum | None:
+        return google_crc32c.Checksum()  # type: ignore[no-untyped-call]
+
+    def has_checksum(self, name: str, checksum: Checksum | None) -> bool:
+        """By the CRC32C that GCS keeps of every object, made of parts or not."""
+        answer = self._ask("HEAD", name)
+        sums = dict(
+            part.strip().partition("=")[::2] for part in answer.headers.get("x-goog-hash", "").split(",")
+        )
+        stored = sums.get("crc32c")
+        return checksum is None or stored == base64.b64encode(checksum.digest()).decode()
+
+    def uploads(self, folder: str) -> Iterator[Upload]:
+        query = {"uploads": "", "max-uploads": str(UPLOADS_PER_PAGE)}
+        query["prefix"] = f"{self._prefix}{folder}/" if folder else self._prefix
+        while True:
+            page = ElementTree.fromstring(self._ask("GET", None, query).content)
+            for found in _children(page, "Upload"):
+                started = datetime.fromisoformat(_text(found, "Initiated"))
+                yield Upload(
+                    name=_text(found, "Key").removeprefix(self._prefix),
+                    id=_text(found, "UploadId"),
+                    started_s=(started if started.tzinfo else started.replace(tzinfo=UTC)).timestamp(),
+                )
+            if _text(page, "IsTruncated") != "true":
+                return
+            query["key-marker"] = _text(page, "NextKeyMarker")
+            query["upload-id-marker"] = _text(page, "NextUploadIdMarker")
+
+    def abort(self, upload: Upload) -> None:
+        self._ask("DELETE", upload.name, {"uploadId": upload.id}, absent_is_fine=True)
+
+    def _ask(
+        self,
+        method: str,
+        name: str | None,
+        query: Mapping[str, str] | None = None,
+        *,
+        absent_is_fine: bool = False,
+    ) -> requests.Response:
+        where = f"{self._endpoint}/{self._bucket}"
+        if name is not None:
+            where += "/" + quote(f"{self._prefix}{name}")
+        try:
+            answer = self._session.request(method, where, params=query, timeout=REQUEST_S)
+        except (requests.RequestException, google.auth.exceptions.GoogleAuthError) as error:
+            raise OSError(f"{self.where}: {short_error(error)}") from None
+        if answer.ok or (absent_is_fine and answer.status_code == requests.codes.not_found):
+            return answer
+        raise OSError(f"{self.where}/{name or ''}: the store answered {answer.status_code} to {method}")
+
+    def _sign(self, request: Any) -> Any:
+        if self._credentials is not None:
+            request.headers["Authorization"] = f"Bearer {self._provide()['token']}"
+        return request
+
+    def _provide(self) -> Any:
+        """A token of now, for obstore."""
+        credentials = self._credentials
+        assert credentials is not None
+        with self._lock:
+            if not credentials.valid:
+                credentials.refresh(Request())
+            expiry = credentials.expiry
+        return {"token": credentials.token, "expires_at": expiry.replace(tzinfo=UTC) if expiry else None}
+
+
+def _retries() -> Retry:
+    """As obstore's. Whatever is asked here may be asked again."""
+    return Retry(
+        total=MAX_TRIES - 1,
+        backoff_factor=BACKOFF_S,
+        backoff_jitter=BACKOFF_S,
+        status_forcelist=(408, 429, 500, 502, 503, 504),
+        raise_on_status=False,
+        respect_retry_after_header=False,  # a server may name any time
+    )
+
+
+def _credentials(location: Location) -> Any:
+    try:
+        return google.auth.default(scopes=[SCOPE])[0]
+    except google.auth.exceptions.GoogleAuthError as error:
+        raise ConfigError(
+            f"This process has no Google credentials for {location}: {short_error(error)}",
+            hint="Give every node GOOGLE_APPLICATION_CREDENTIALS, the account of its machine, or log in by "
+            "`gcloud auth application-default login`.",
+        ) from None
+
+
+def _children(element: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    """Whatever the namespace."""
+    return [child for child in element if child.tag.rpartition("}")[2] == name]
+
+
+def _text(element: ElementTree.Element, name: str) -> str:
+    found = _children(element, name)
+    return (found[0].text or "") if found else ""

@@ -1,0 +1,387 @@
+"""Files in a bucket of S3 or GCS, through obstore: bounded memory, parts in parallel, no event loop.
+
+A large file goes up in parts, each checked by the store on arrival (S3: a checksum that travels with it) or
+afterwards (GCS: the CRC32C that it keeps of every object); then its size is compared. A part that fails is
+sent again with random waits that double; a file that fails is aborted. What a killed process leaves is an
+upload that `uploads` lists and `abort` frees. `design/0015` says why obstore, in numbers.
+
+The log has a client of its own with short time-outs, and the coordinator, which writes it, moves no bulk: so
+a transfer never keeps a commit waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import re
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from typing_extensions import Buffer
+
+from ray_ckpt.location import Location, resolve_options
+from ray_ckpt.storage.direct import BLOCK_BYTES
+from ray_ckpt.storage.file_store import Blocks, Children, FileStore, StoredFile, Upload
+from ray_ckpt.storage.object_log import SmallObjects, Unsupported
+
+PART_BYTES = 16 << 20  # of an upload: two blocks; larger ones are lost dearly, smaller ones are all requests
+PARTS_IN_FLIGHT = 8  # of one file: what a client's cores and a bucket take before more only queue
+IN_FLIGHT_BYTES = PARTS_IN_FLIGHT * PART_BYTES  # bound when parts must be larger
+MAX_PARTS = 10_000  # of S3 and GCS
+GET_BYTES = (
+    8 << 20
+)  # of a range that one request asks for: as large as what a store serves well, and no larger
+READ_AHEAD = 3  # further requests of one reader under way: a restore has four readers
+DELETES = 8  # of one call at a time: a checkpoint of a thousand ranks has thousands of files
+REQUEST_S = 120  # for a part or a range: 16 MiB at 140 KB/s
+STALL_S = 30  # without a byte of an answer
+CONNECT_S = 5
+MAX_TRIES = (
+    6  # of one request, with waits that double and chance in them; then the drain as a whole is repeated
+)
+RETRY_S = 60  # for all tries of a request
+LOG_REQUEST_S = 10  # records are small; the coordinator calls a create unclear after 30 s
+LOG_RETRY_S = 15
+MAX_ERROR_CHARS = 300  # of a server's words in ours
+
+
+_STATUS = re.compile(r"status code: (\d+)([^:\n]*)")  # in obstore's words
+_KINDS: Mapping[int, type[OSError] | type[EOFError]] = {  # for which obstore has no class, or not always
+    401: PermissionError,
+    403: PermissionError,
+    416: EOFError,
+    501: Unsupported,
+}
+Block: TypeAlias = npt.NDArray[np.uint8]
+
+
+class Checksum(Protocol):
+    """Of bytes in order."""
+
+    def update(self, chunk: Any) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+
+class Bucket(Protocol):
+    """What differs between the kinds of stores."""
+
+    where: str
+
+    def connect(self, *, request_s: int, retry_s: int) -> Any:
+        """An obstore store whose root is ours. ConfigError if there are no credentials."""
+        ...
+
+    def checksum(self) -> Checksum | None:
+        """To compare with what the store has of an object; None if it checks each part as it arrives."""
+        ...
+
+    def has_checksum(self, name: str, checksum: Checksum | None) -> bool:
+        """Whether the store's own checksum of an object is this one. OSError."""
+        ...
+
+    def uploads(self, folder: str) -> Iterator[Upload]: ...
+
+    def abort(self, upload: Upload) -> None: ...
+
+
+def open_objects(location: Location, options: Mapping[str, str]) -> tuple[FileStore, SmallObjects]:
+    """Clients for bulk and for small objects below a location that is no folder."""
+    options = resolve_options(options)
+    if location.scheme == "s3":
+        from ray_ckpt.storage.s3 import S3Bucket
+
+        bucket: Bucket = S3Bucket(location, options)
+    elif location.scheme == "gs":
+        from ray_ckpt.storage.gcs import GcsBucket
+
+        bucket = GcsBucket(location, options)
+    else:
+        from ray_ckpt.storage.fsspec_store import FsspecStore
+
+        other = FsspecStore(location, options)
+        return other, other
+    return BucketFiles(bucket), BucketObjects(bucket)
+
+
+class BucketFiles:
+    """A `FileStore` below a prefix of a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._store = bucket.connect(request_s=REQUEST_S, retry_s=RETRY_S)
+        self.where = bucket.where
+
+    def put(self, name: str, blocks: Iterable[Buffer], *, max_bytes: int) -> int:
+        checksum = self._bucket.checksum()
+        sent = _Sent(checksum)
+        part_bytes = part_size(max_bytes)
+        source = _Source(sent.blocks(blocks))
+        with as_os_errors(self.where, name):
+            try:
+                obstore.put(
+                    self._store,
+                    name,
+                    iter(source),
+                    use_multipart=max_bytes > PART_BYTES,
+                    chunk_size=part_bytes,
+                    max_concurrency=max(1, min(PARTS_IN_FLIGHT, IN_FLIGHT_BYTES // part_bytes)),
+                )
+            except Exception:
+                source.raise_again()
+                raise
+            size = int(obstore.head(self._store, name)["size"])
+        if size != sent.size_bytes or not self._bucket.has_checksum(name, checksum):
+            with contextlib.suppress(OSError):
+                self.delete([name])
+            raise OSError(
+                f"{self.where}/{name}: the store has {size} bytes, or other ones, of {sent.size_bytes} sent."
+            )
+        return size
+
+    def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        requests = iter(_requests(ranges))
+        first = list(itertools.islice(requests, 2))
+        if len(first) < 2:  # needs no threads
+            yield from (self._get(name, *request) for request in first)
+            return
+        with ThreadPoolExecutor(READ_AHEAD + 1, thread_name_prefix="ray_ckpt-get") as pool:
+            asked: deque[Future[memoryview]] = deque()
+            try:
+                for request in itertools.chain(first, requests):
+                    asked.append(pool.submit(self._get, name, *request))
+                    if len(asked) > READ_AHEAD:
+                        yield asked.popleft().result()
+                while asked:
+                    yield asked.popleft().result()
+            finally:
+                for get in asked:
+                    get.cancel()
+
+    def _get(self, name: str, offset: int, nbytes: int) -> memoryview:
+        with as_os_errors(self.where, name):
+            got = memoryview(obstore.get_range(self._store, name, start=offset, length=nbytes))
+        if got.nbytes != nbytes:
+            raise EOFError(f"{self.where}/{name} ends at byte {offset + got.nbytes}")
+        return got
+
+    def size(self, name: str) -> int | None:
+        try:
+            with as_os_errors(self.where, name):
+                return int(obstore.head(self._store, name)["size"])
+        except FileNotFoundError:
+            return None
+
+    def modified_s(self, name: str) -> float:
+        with as_os_errors(self.where, name):
+            return float(obstore.head(self._store, name)["last_modified"].timestamp())
+
+    def list(self, folder: str = "") -> Iterator[StoredFile]:
+        with as_os_errors(self.where, folder):
+            for page in obstore.list(self._store, prefix=folder or None):
+                for found in page:
+                    yield StoredFile(
+                        name=found["path"],
+                        size_bytes=found["size"],
+                        modified_s=found["last_modified"].timestamp(),
+                    )
+
+    def children(self, folder: str = "") -> Children:
+        with as_os_errors(self.where, folder):
+            found = obstore.list_with_delimiter(self._store, prefix=folder or None)
+        files = (
+            StoredFile(name=o["path"], size_bytes=o["size"], modified_s=o["last_modified"].timestamp())
+            for o in found["objects"]
+        )
+        return Children(folders=tuple(found["common_prefixes"]), files=tuple(files))
+
+    def delete(self, names: Sequence[str]) -> None:
+        with ThreadPoolExecutor(DELETES, thread_name_prefix="ray_ckpt-delete") as pool:
+            list(pool.map(self._delete, names))
+
+    def _delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError), as_os_errors(self.where, name):
+            obstore.delete(self._store, name)
+
+    def uploads(self, folder: str = "") -> Iterator[Upload]:
+        return self._bucket.uploads(folder)
+
+    def abort(self, upload: Upload) -> None:
+        self._bucket.abort(upload)
+
+
+class BucketObjects:
+    """`SmallObjects` of a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._store = bucket.connect(request_s=LOG_REQUEST_S, retry_s=LOG_RETRY_S)
+        self._where = bucket.where
+
+    def create(self, name: str, data: bytes) -> None:
+        with as_os_errors(self._where, name):
+            obstore.put(self._store, name, data, mode="create")
+
+    def get(self, name: str) -> bytes:
+        with as_os_errors(self._where, name):
+            return bytes(obstore.get(self._store, name).bytes())
+
+    def names(self, folder: str) -> tuple[str, ...]:
+        with as_os_errors(self._where, folder):
+            pages = list(obstore.list(self._store, prefix=folder))
+        return tuple(found["path"].removeprefix(f"{folder}/") for page in pages for found in page)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError), as_os_errors(self._where, name):
+            obstore.delete(self._store, name)
+
+
+def client_options(request_s: int, *, ca_bundle: str | None = None) -> Any:
+    """How obstore is to talk HTTP; plain HTTP is allowed, for the endpoint's URL says which it is."""
+    roots = {"root_certificate": Path(ca_bundle).read_bytes()} if ca_bundle else {}
+    return {
+        **roots,
+        "allow_http": True,
+        "timeout": timedelta(seconds=request_s),
+        "read_timeout": timedelta(seconds=min(request_s, STALL_S)),
+        "connect_timeout": timedelta(seconds=CONNECT_S),
+    }
+
+
+def retry_config(retry_s: int) -> Any:
+    return {"max_retries": MAX_TRIES - 1, "retry_timeout": timedelta(seconds=retry_s)}
+
+
+def part_size(max_bytes: int) -> int:
+    """Bytes of each part of an upload: whole blocks, and MAX_PARTS of them are enough."""
+    least = max(PART_BYTES, -(-max_bytes // MAX_PARTS))
+    return -(-least // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _requests(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The same bytes in the same order, at most GET_BYTES at a time."""
+    for offset, nbytes in ranges:
+        for start in range(offset, offset + nbytes, GET_BYTES):
+            yield start, min(GET_BYTES, offset + nbytes - start)
+
+
+class _Source:
+    """Blocks, and what ended them: a client library wraps that in errors of its own."""
+
+    def __init__(self, blocks: Iterable[Any]) -> None:
+        self._blocks = blocks
+        self._error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._blocks
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def raise_again(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _Sent:
+    """Counts and sums up what passes, and hands it on in memory that may be kept.
+
+    obstore reads a block where it lies, as long as the part that it is in is on its way. So each is copied
+    into a buffer of ours, which is used again once obstore has let go of the array that it was lent as.
+    """
+
+    def __init__(self, checksum: Checksum | None) -> None:
+        self.size_bytes = 0
+        self._checksum = checksum
+        self._idle: deque[mmap.mmap] = deque()
+
+    def blocks(self, blocks: Iterable[Buffer]) -> Iterator[Block]:
+        """The same bytes in blocks of BLOCK_BYTES, the last one shorter."""
+        buffer, filled = self._take(), 0
+        for block in blocks:
+            view = memoryview(block).cast("B")
+            while view.nbytes:
+                nbytes = min(view.nbytes, BLOCK_BYTES - filled)
+                target = np.frombuffer(buffer, np.uint8, nbytes, filled)
+                np.copyto(target, np.frombuffer(view[:nbytes], np.uint8))
+                view, filled = view[nbytes:], filled + nbytes
+                if filled == BLOCK_BYTES:
+                    yield self._lend(buffer, filled)
+                    buffer, filled = self._take(), 0
+        if filled:
+            yield self._lend(buffer, filled)
+
+    def _take(self) -> mmap.mmap:
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        buffer = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        return buffer
+
+    def _lend(self, buffer: mmap.mmap, nbytes: int) -> Block:
+        lent = np.frombuffer(buffer, np.uint8, nbytes)
+        lent.flags.writeable = False
+        weakref.finalize(lent, self._idle.append, buffer)
+        self.size_bytes += nbytes
+        if self._checksum is not None:
+            self._checksum.update(lent)
+        return lent
+
+
+@contextlib.contextmanager
+def as_os_errors(where: str, name: str) -> Iterator[None]:
+    """What client libraries raise as OSError, in one line of bounded length.
+
+    FileNotFoundError if the object is not there, but not if the bucket is not; FileExistsError,
+    PermissionError and Unsupported where the store says so. EOFError if a range begins beyond the end.
+    """
+    try:
+        yield
+    except (OSError, BaseError) as error:
+        raise _kind(error)(f"{where}/{name}: {short_error(error)}") from None
+
+
+def _kind(error: Exception) -> type[OSError] | type[EOFError]:
+    text = str(error)
+    if "NoSuchBucket" in text:
+        return OSError
+    if isinstance(error, AlreadyExistsError | PreconditionError):
+        return FileExistsError
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return PermissionError
+    if isinstance(error, NotSupportedError):
+        return Unsupported
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError
+    status = _STATUS.search(text)
+    return OSError if status is None else _KINDS.get(int(status[1]), OSError)
+
+
+def short_error(error: Exception) -> str:
+    """Status and code of a store's answer, or whatever else a client library says, in one printable line."""
+    text = str(error).partition("Debug source")[0]
+    status = _STATUS.search(text)
+    code = re.search(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]*)</Message>)?", text)
+    if status is not None:
+        said = f" {code[1]}. {code[2] or ''}" if code else ""
+        text = f"the store answered {status[1]}{status[2].rstrip()}{said}"
+    line = " ".join(text.split())[:MAX_ERROR_CHARS]
+    return "".join(c if c.isprintable() else "?" for c in line)

@@ -1,0 +1,121 @@
+"""A strict store in a process of its own, and its admin interface from outside."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import select
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote, urlsplit
+
+from ray_ckpt.testing.strict_store.faults import Fault
+from ray_ckpt.testing.strict_store.records import Conditions
+
+START_S = 30.0  # until the process listens: a second, when the machine has nothing else to do
+_ADMIN_S = 30.0  # until the admin interface answers
+
+
+class StrictStore:
+    """A running store. `process` starts one; `StrictStore(endpoint)` speaks with one that runs elsewhere.
+
+    The admin interface works whatever faults are set. OSError: the store is gone. ValueError: it has refused.
+    """
+
+    def __init__(self, endpoint: str, *, process: subprocess.Popen[str] | None = None) -> None:
+        self.endpoint = endpoint
+        self._process = process
+
+    @classmethod
+    @contextmanager
+    def process(
+        cls,
+        *,
+        buckets: tuple[str, ...] = (),
+        port: int = 0,
+        directory: Path | None = None,
+        conditions: Conditions = "enforced",
+        min_part_bytes: int | None = None,
+    ) -> Iterator[Self]:
+        """A store with the usual keys and token, until the end of the `with` or of this process."""
+        command = [sys.executable, "-m", "ray_ckpt.testing.strict_store", "--port", str(port), "--until-eof"]
+        command += ["--conditions", conditions]
+        command += [f"--bucket={bucket}" for bucket in buckets]
+        command += ["--directory", str(directory)] if directory else []
+        command += ["--min-part-bytes", str(min_part_bytes)] if min_part_bytes is not None else []
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                ready, _, _ = select.select([process.stdout], [], [], START_S)
+                line = process.stdout.readline() if ready else "nothing"
+                if not line.startswith("listening on "):
+                    raise OSError(f"the strict store did not start: {line!r}")
+                yield cls(line.removeprefix("listening on ").strip(), process=process)
+            finally:
+                process.kill()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for it."""
+        assert self._process is not None, "this store is not ours to end"
+        self._process.kill()
+        self._process.wait()
+
+    def add_fault(self, fault: Fault) -> int:
+        """A number to remove it by."""
+        return int(self._ask("POST", "faults", fault.to_json())["number"])
+
+    def remove_fault(self, number: int) -> None:
+        self._ask("DELETE", f"faults?number={number}")
+
+    def clear_faults(self) -> None:
+        self._ask("DELETE", "faults")
+
+    def faults_fired(self) -> dict[int, int]:
+        """How often each fault has happened, by its number."""
+        return {int(number): count for number, count in self._ask("GET", "faults").items()}
+
+    def stats(self) -> dict[str, Any]:
+        """bytes_in, bytes_out, in_flight, most_in_flight; requests by operation and status, 0: dropped.
+
+        A request is counted before its answer leaves; it is in flight until all of the answer has left.
+        """
+        stats = self._ask("GET", "stats")
+        for name, counts in stats["requests"].items():
+            stats["requests"][name] = {int(status): count for status, count in counts.items()}
+        return stats
+
+    def make_bucket(self, name: str) -> None:
+        self._ask("POST", "buckets", {"name": name})
+
+    def objects(self, bucket: str) -> list[dict[str, Any]]:
+        """key, size, etag, generation, modified_s, headers of each, by key."""
+        return list(self._ask("GET", f"objects?bucket={quote(bucket)}")["objects"])
+
+    def keys(self, bucket: str) -> list[str]:
+        return [str(stored["key"]) for stored in self.objects(bucket)]
+
+    def uploads(self, bucket: str) -> list[dict[str, Any]]:
+        """Unfinished ones: key, upload_id, initiated_s, parts (their number)."""
+        return list(self._ask("GET", f"uploads?bucket={quote(bucket)}")["uploads"])
+
+    def set_clock_offset(self, offset_s: float) -> None:
+        """What the store's clock says from now on: this machine's time and so many seconds."""
+        self._ask("POST", "clock", {"offset_s": offset_s})
+
+    def _ask(self, method: str, what: str, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        connection = http.client.HTTPConnection(urlsplit(self.endpoint).netloc, timeout=_ADMIN_S)
+        try:
+            connection.request(
+                method, f"/__strict__/{what}", json.dumps(values) if values is not None else None
+            )
+            response = connection.getresponse()
+            answer: dict[str, Any] = json.loads(response.read())
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise ValueError(f"{method} {what}: {answer['error']}")
+        return answer

@@ -1,0 +1,254 @@
+"""Stories of drains that meet a store that is away, damaged copies, full disks, and the end of the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ray_ckpt.core import drain as core_drain
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.drain import DAMAGED_AGAIN_S, MAX_ACTIVE, MAX_QUEUED, MAX_RETRY_S
+from ray_ckpt.core.upkeep import UPKEEP_S
+from ray_ckpt.types import Level
+from tests.core.driver import Harness, of, one
+
+HOUR_S = 3600.0
+FULL = m.DiskSpace(free_bytes=50, total_bytes=1000)
+
+
+def run_on(nodes: str, group: str = "", **options: Any) -> Harness:
+    run = Harness(nodes, inventory_wait_s=0.0, **{"remote_every": 1, **options})
+    run.open(group or nodes)
+    return run
+
+
+def keep_failing(run: Harness, drains: list[m.Drain], seconds: float) -> list[m.Drain]:
+    """The store takes nothing for so long; what is asked for in the end."""
+    end_s = run.now_s + seconds
+    while run.now_s < end_s:
+        asked = [e for drain in drains for e in of(run.drained(drain, error="the store is away"), m.Drain)]
+        drains = [*asked, *of(run.tick(1.0), m.Drain)]
+    return drains
+
+
+def steps(drains: list[m.Drain]) -> set[int]:
+    return {drain.attempt.step for drain in drains}
+
+
+# -- the store is away -------------------------------------------------------------------------------
+
+
+def test_a_drain_is_tried_for_as_long_as_the_store_is_away() -> None:
+    run = run_on("ab")
+    drains = of(run.save(10), m.Drain)
+    drains = keep_failing(run, drains, 3 * HOUR_S)
+    for _ in range(int(MAX_RETRY_S)):
+        drains += of(run.tick(1.0), m.Drain)
+    assert {d.node_index for d in drains} == {0, 1}
+    for drain in drains:
+        told = run.drained(drain)
+    run.tell(m.DescriptionWritten(attempt=one(told, m.WriteDescription).checkpoint.id, error=None))
+    assert run.checkpoint(run.attempt(10)).level is Level.DURABLE
+
+
+def test_the_pauses_between_tries_double_up_to_a_minute() -> None:
+    run = run_on("a")
+    (drain,) = of(run.save(10), m.Drain)
+    pauses = []
+    for _ in range(8):
+        run.drained(drain, error="away")
+        began_s = run.now_s
+        while not (again := of(run.tick(1.0), m.Drain)):
+            pass
+        (drain,) = again
+        pauses.append(run.now_s - began_s)
+    assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_a_store_that_fails_for_a_year_breaks_no_arithmetic() -> None:
+    assert core_drain._pause_s(10**6) == MAX_RETRY_S
+
+
+def test_a_store_that_is_away_is_said_once_per_fragment() -> None:
+    run = run_on("ab")
+    keep_failing(run, of(run.save(10), m.Drain), HOUR_S)
+    assert len(of(run.transcript, m.Warn)) == 2
+
+
+def test_what_is_under_way_and_waits_is_bounded_and_newer_ones_come_first() -> None:
+    run = run_on("ab", keep_last=100)
+    tried: list[m.Drain] = []
+    for number in range(1, 21):
+        tried += of(run.save(10 * number), m.Drain)
+    assert steps(tried) == {10, 20}, "MAX_ACTIVE of them"
+    assert len(run.machine._drains.attempts) == MAX_ACTIVE + MAX_QUEUED
+    for _ in range(40):  # the store is back
+        tried += of(run.drain_all(tried[-4:]), m.Drain)
+        tried += of(run.tick(UPKEEP_S), m.Drain)
+    order = list(dict.fromkeys(drain.attempt.step for drain in tried))
+    assert order[2:6] == [170, 180, 190, 200], "the others gave way"
+    assert {c.level for c in run.machine.history.live()} == {Level.DURABLE}, "and had their turn later"
+
+
+def test_a_full_disk_waits_a_while_for_a_store_that_is_away() -> None:
+    run = run_on("ab", keep_last=1, replicas=0)
+    drains = of(run.save(10), m.Drain)
+    run.drain_all(of(run.save(20), m.Drain))
+    old = run.attempt(10)
+    states = []
+    for _ in range(4):
+        drains = keep_failing(run, drains, MAX_RETRY_S)
+        run.tell(m.NodesSeen(live=frozenset("ab"), disks={"a": FULL}))
+        run.tick(UPKEEP_S)
+        states.append(run.checkpoint(old).state == "live")
+    assert (states[0], states[-1]) == (True, False)
+    assert old.attempt not in run.machine._drains.attempts
+    assert not keep_failing(run, drains, 2 * MAX_RETRY_S)
+
+
+def test_a_description_that_the_store_does_not_take_is_written_again() -> None:
+    run = run_on("ab")
+    drains = of(run.save(10), m.Drain)
+    run.tell(m.FinishAsked(token="finish"))
+    told = [e for drain in drains for e in run.drained(drain)]
+    write = one(told, m.WriteDescription)
+    for pause_s in (2.0, 4.0):
+        run.tell(m.DescriptionWritten(attempt=write.checkpoint.id, error="503"))
+        early = run.tick(pause_s - 1.0)
+        assert not of(early, m.WriteDescription) and not of(early, m.Drain)
+        write = one(run.tick(1.0), m.WriteDescription)
+    assert not of(run.transcript, m.Fail)
+    told = [*run.tell(m.DescriptionWritten(attempt=write.checkpoint.id, error=None))]
+    assert one(told, m.Reply).token == "finish"
+
+
+def test_other_bytes_on_the_storage_path_end_the_drain_and_fail_the_finish() -> None:
+    run = run_on("ab")
+    drains = of(run.save(10), m.Drain)
+    run.tell(m.FinishAsked(token="finish"))
+    for drain in drains:
+        run.drained(drain)
+    attempt = run.attempt(10)
+    effects = run.tell(m.DescriptionWritten(attempt=attempt, error="other bytes", is_damage=True))
+    assert "other bytes" in str(one(effects, m.Fail).error)
+    assert run.checkpoint(attempt).level is Level.REPLICATED
+    for _ in range(3):
+        assert not of(run.tick(UPKEEP_S), m.Drain), "not at once"
+    again = [*run.tick(DAMAGED_AGAIN_S), *run.tick(UPKEEP_S)]
+    assert len(of(again, m.Drain)) == 2
+
+
+# -- holders that fail -------------------------------------------------------------------------------
+
+
+def test_after_a_failure_the_next_holder_is_tried() -> None:
+    run = run_on("abc", replicas=2)
+    drain = next(d for d in of(run.save(10), m.Drain) if d.node_index == 1)
+    nodes = []
+    for _ in range(6):
+        nodes.append(drain.node_id)
+        run.drained(drain, error="no route")
+        drain = one(run.tick(MAX_RETRY_S), m.Drain)
+    assert nodes == ["b", "c", "a", "b", "c", "a"]
+
+
+def test_a_damaged_copy_is_left_for_another_holder_at_once() -> None:
+    run = run_on("abc", replicas=2)
+    first, *others = of(run.save(10), m.Drain)
+    second = one(run.drained(first, error="shard 0 is damaged", is_damage=True), m.Drain)
+    third = one(run.drained(second, error="shard 0 is damaged", is_damage=True), m.Drain)
+    assert [d.node_id for d in (first, second, third)] == ["a", "c", "b"]
+    again = one([*run.drained(third, error="503"), *run.tick(MAX_RETRY_S)], m.Drain)
+    assert again == third, "the others are no source"
+    run.drain_all([again, *others])
+    assert run.checkpoint(run.attempt(10)).level is Level.DURABLE
+
+
+def test_a_drain_without_an_intact_copy_is_given_up_by_name() -> None:
+    run = run_on("ab")
+    first, other = of(run.save(10), m.Drain)
+    run.tell(m.FinishAsked(token="finish"))
+    run.drained(other)
+    second = one(run.drained(first, error="slice x of shard 0", is_damage=True), m.Drain)
+    effects = run.drained(second, error="slice y of shard 0", is_damage=True)
+    assert not of(effects, m.Drain)
+    text = one(effects, m.Fail).error.message
+    assert "Step 10" in text and "fragment 0 is damaged on every node that has it, a, b" in text
+    assert "slice x of shard 0; slice y of shard 0" in text
+    assert any(warn.text == text for warn in of(effects, m.Warn))
+
+
+def test_what_was_found_damaged_everywhere_is_drained_again_later_or_when_the_run_ends() -> None:
+    run = run_on("a")
+    (drain,) = of(run.save(10), m.Drain)
+    run.drained(drain, error="damaged", is_damage=True)
+    for _ in range(3):
+        assert not of(run.tick(UPKEEP_S), m.Drain)
+    (drain,) = of(run.tell(m.FinishAsked(token="finish")), m.Drain)
+    assert one(run.drained(drain, error="damaged", is_damage=True), m.Fail).token == "finish"
+    (drain,) = of([*run.tick(DAMAGED_AGAIN_S), *run.tick(UPKEEP_S)], m.Drain)
+    run.drain_all([drain])
+    assert run.checkpoint(run.attempt(10)).level is Level.DURABLE
+
+
+def test_the_death_of_the_last_intact_holder_ends_the_drain() -> None:
+    run = run_on("ab")
+    first, other = of(run.save(10), m.Drain)
+    run.drained(other)
+    moved = one(run.drained(first, error="damaged", is_damage=True), m.Drain)
+    assert moved.node_id == "b"
+    effects = run.lose("b")
+    assert not of(effects, m.Drain)
+    assert any("damaged on every node that has it, a: damaged" in warn.text for warn in of(effects, m.Warn))
+
+
+# -- the end of the run ------------------------------------------------------------------------------
+
+
+def test_a_finish_drains_the_last_one_although_its_drain_was_given_up() -> None:
+    run = run_on("ab", replicas=0)
+    run.save(10)
+    part = run.disks["b"]
+    run.lose("b")
+    assert any("no live node" in warn.text for warn in of(run.transcript, m.Warn))
+    run.tick(UPKEEP_S)
+    assert not run.machine._drains.attempts, "there is nothing to begin with"
+    run.live.add("b")
+    run.disks["b"] = part
+    run.tell(m.NodesSeen(live=frozenset("ab")), m.NodesOpened(inventories={"b": part.inventory()}))
+    effects = run.tell(m.FinishAsked(token="finish"))
+    assert one(run.drain_all(of(effects, m.Drain)), m.Reply).token == "finish"
+
+
+def test_the_last_one_goes_first_when_others_are_under_way() -> None:
+    run = run_on("ab", keep_last=10, remote_every=1000)
+    run.save(10)
+    run.machine.options = run.options = type(run.options)(retire_grace_s=0.0, keep_last=10, remote_every=1)
+    drains = [*of(run.save(20), m.Drain), *of(run.save(30), m.Drain)]
+    keep_failing(run, drains, 5.0)
+    assert not of(run.save(40), m.Drain), "two are under way"
+    effects = run.tell(m.FinishAsked(token="finish"))
+    assert steps(of(effects, m.Drain)) == {40}
+    assert one(run.drain_all(of(effects, m.Drain)), m.Reply).token == "finish"
+
+
+def test_a_run_that_waits_for_one_after_the_other_has_a_bounded_number_of_drains() -> None:
+    run = run_on("ab", keep_last=100)
+    for number in range(1, 30):
+        run.save(10 * number)
+        run.tell(m.FinishAsked(token=f"durable-{number}"))
+        assert len(run.machine._drains.attempts) <= MAX_ACTIVE + MAX_QUEUED
+        assert run.attempt(10 * number).attempt in run.machine._drains.attempts
+
+
+@pytest.mark.parametrize("seconds", [30.0, 600.0])
+def test_the_end_of_the_run_waits_for_a_store_that_is_away(seconds: float) -> None:
+    run = run_on("ab", remote_every=1000)
+    run.save(10)
+    drains = of(run.tell(m.FinishAsked(token="finish")), m.Drain)
+    drains = keep_failing(run, drains, seconds)
+    assert not of(run.transcript, m.Fail)
+    while len(drains) < 2:
+        drains += of(run.tick(1.0), m.Drain)
+    assert one(run.drain_all(drains), m.Reply).token == "finish"

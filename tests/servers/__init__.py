@@ -1,0 +1,5 @@
+"""Object stores for the tests: real servers on loopback, each a process of its own.
+
+`programs` finds and starts the ones that are installed beside us (`make .venv-servers/.ready`); `stores` says
+how to reach each store as a user does and as a stranger does; `fixtures` gives them to tests.
+"""
