@@ -45,17 +45,13 @@ PART_BYTES = 16 << 20  # of an upload: two blocks; larger ones are lost dearly, 
 PARTS_IN_FLIGHT = 8  # of one file: what a client's cores and a bucket take before more only queue
 IN_FLIGHT_BYTES = PARTS_IN_FLIGHT * PART_BYTES  # bound when parts must be larger
 MAX_PARTS = 10_000  # of S3 and GCS
-GET_BYTES = (
-    8 << 20
-)  # of a range that one request asks for: as large as what a store serves well, and no larger
+GET_BYTES = 8 << 20  # of a range that one request asks for: stores serve that well, and it is soon repeated
 READ_AHEAD = 3  # further requests of one reader under way: a restore has four readers
 DELETES = 8  # of one call at a time: a checkpoint of a thousand ranks has thousands of files
 REQUEST_S = 120  # for a part or a range: 16 MiB at 140 KB/s
 STALL_S = 30  # without a byte of an answer
 CONNECT_S = 5
-MAX_TRIES = (
-    6  # of one request, with waits that double and chance in them; then the drain as a whole is repeated
-)
+MAX_TRIES = 6  # of one request, with waits that double, by chance; then the drain as a whole is repeated
 RETRY_S = 60  # for all tries of a request
 LOG_REQUEST_S = 10  # records are small; the coordinator calls a create unclear after 30 s
 LOG_RETRY_S = 15

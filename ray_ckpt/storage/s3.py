@@ -155,7 +155,7 @@ def _usual_endpoints(region: str) -> tuple[str, ...]:
 def _credentials(session: Any, location: Location) -> Any:
     try:
         found = session.get_credentials()
-    except botocore.exceptions.BotoCoreError as error:
+    except (botocore.exceptions.BotoCoreError, ValueError) as error:  # ValueError: what it got is no JSON
         raise ConfigError(f"The AWS credentials for {location} cannot be had: {short_error(error)}") from None
     if found is None:
         raise ConfigError(

@@ -9,8 +9,8 @@ import pytest
 
 from ray_ckpt.testing.strict_store import StrictStore
 from tests.servers import programs, stores
+from tests.servers.providers import Tokens, token_server
 from tests.servers.stores import BUCKET, Store
-from tests.servers.tokens import Tokens, token_server
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,9 @@ from ray_ckpt.storage.object_store import PART_BYTES, open_objects
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.testing.strict_store import Fault, Match, Status, StrictStore
 from ray_ckpt.types import FileEntry
+from tests.servers.providers import Tokens
 from tests.servers.proxy import proxy
 from tests.servers.stores import BUCKET, GcsStranger, Store, bucket_url, make_bucket
-from tests.servers.tokens import Tokens
 from tests.storage.test_log_store import NUM_WRITERS, LogStoreTests
 
 pytestmark = pytest.mark.usefixtures("credentials")
