@@ -79,6 +79,8 @@ AGENT_START_S = 120.0  # a cold node imports torch first
 AGENT_CALL_S = 60.0
 OWNER_GONE_S = 10.0  # a launcher that ends is dead for Ray within seconds; one that lives longer has the run
 DISKS_EVERY_S = 10.0  # between looks at the nodes' file systems
+DRAIN_SLACK_S = 900.0  # for a drain, besides what its bytes take: one part at a time on a poor link
+LEAST_DRAIN_BYTES_PER_S = 1 << 20  # of a node; whoever is slower is taken for stuck
 LOG_THREADS = 4  # per run: calls of a hung store under way, before further ones wait for those
 INVENTORY_AGAIN_S = 1.0
 REMOTE_THREADS = 4  # deletes and descriptions on storage paths, over all runs
@@ -249,6 +251,9 @@ class Coordinator:
             is_new = run is None or not run.machine.is_open
             if run is None or is_new:
                 run = await self._open_log(spec, owner)
+            elif run.spec.storage != spec.storage:
+                await self._in_thread(self._remote_io, _check_same_log, run, spec)
+                run.remote = spec.storage.open()
             run.spec, run.machine.options = spec, spec.options
             await self._open_on_nodes(run, await self._live_nodes(), checks_storage=is_new)
             return run.run_uid
@@ -545,8 +550,9 @@ class Coordinator:
         error, is_damage = None, False
         try:
             agent = self._agents[effect.node_id]
-            await agent.drain.remote(run.run_uid, effect.attempt, effect.node_index, run.machine.epoch)
-        except (ray.exceptions.RayError, KeyError) as failure:
+            call = agent.drain.remote(run.run_uid, effect.attempt, effect.node_index, run.machine.epoch)
+            await asyncio.wait_for(call, self._drain_bound_s(run, effect.attempt))
+        except (ray.exceptions.RayError, KeyError, TimeoutError) as failure:
             error = _reason(failure)
             is_damage = isinstance(getattr(failure, "cause", None), CorruptionError)
             if isinstance(failure, ray.exceptions.ActorDiedError | KeyError):
@@ -576,12 +582,18 @@ class Coordinator:
         except (OSError, CheckpointError) as failure:
             log.warning("%s: the storage path is not tidied: %s", run.spec.name, _reason(failure))
 
+    def _drain_bound_s(self, run: Run, attempt: AttemptId) -> float:
+        """After this long another holder is asked: the first may be frozen. Twice is harmless."""
+        checkpoint = run.machine.history.checkpoints[attempt.attempt]
+        rate = min(LEAST_DRAIN_BYTES_PER_S, run.spec.options.drain_bytes_per_s or LEAST_DRAIN_BYTES_PER_S)
+        return DRAIN_SLACK_S + checkpoint.size_bytes / rate
+
     async def _describe(self, run: Run, checkpoint: CheckpointInfo) -> None:
         error, is_damage = None, False
         try:
             await self._in_thread(self._remote_io, _write_description, run.remote, checkpoint)
         except (OSError, EOFError, CheckpointError) as failure:
-            error, is_damage = str(failure), isinstance(failure, CorruptionError)
+            error, is_damage = str(failure), isinstance(failure, CorruptionError | EOFError)
         self._handle(run, m.DescriptionWritten(attempt=checkpoint.id, error=error, is_damage=is_damage))
 
     async def _delete(self, run: Run, effect: m.Delete) -> None:
@@ -604,13 +616,14 @@ class Coordinator:
         marks = await self._survey(spec)
         for _ in range(OPEN_LOG_TRIES):
             run = Run(spec, self._service)
-            await self._in_log_thread(run, run.remote.probe, run.nonce)
+            await self._in_log_thread(run, run.remote.probe_log)
             history, records = await self._in_log_thread(run, read_run, run.store)
             read = history.copy()
             for record, record_digest in records:
                 read.apply(record, record_digest)
             check_marks(read, run_name=spec.name, marks=marks, resume=spec.options.resume)
             check_claim(read, service=self._service, owner=owner)
+            await self._in_log_thread(run, run.remote.leave_nonce, run.nonce)  # others' stays until here
             self._runs[spec.key] = run
             event = m.LogOpened(
                 records=records, history=history, run_name=spec.name, fresh_uid=uuid.uuid4().hex
@@ -856,8 +869,8 @@ def _write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
         try:
             data = remote.read_whole(checkpoint.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
         except FileNotFoundError:
-            if not remote.files_of(checkpoint.directory):
-                raise  # the storage path as a whole may be away
+            if not remote.is_there():
+                raise  # a mount that is away, say; the checkpoint may be intact
             raise CorruptionError(f"{checkpoint.directory}/{name} is gone from the storage path.") from None
         files += [
             *decode_fragment(data).files,
@@ -879,7 +892,7 @@ def _write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
 
 def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry]) -> None:
     """Every file is there and as long as it should be. CorruptionError, OSError."""
-    stored = remote.files_of(directory)
+    stored = remote.settle(directory)
     for file in files:
         found = stored.get(file.name)
         is_plain = found is not None and found.name.endswith(file.name)
@@ -891,14 +904,37 @@ def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry])
             )
 
 
+def _check_same_log(run: Run, spec: RunSpec) -> None:
+    """With other storage options, as with the ones before, the run's own log is found. RunConflict."""
+    tier = spec.storage.open()
+    tier.probe_log()
+    history, records = read_run(tier.log)
+    for record, record_digest in records:
+        history.apply(record, record_digest)
+    known = run.machine.history
+    if (history.run_uid, history.next_seq >= known.next_seq) != (known.run_uid, True):
+        raise RunConflict(
+            f"With its new storage_options run {spec.name} is not at {tier.where}, where its log has been.",
+            hint="Give the options with which the run was begun, or another run name.",
+        )
+    tier.leave_nonce(run.nonce)
+
+
 def _list_remote(remote: RemoteTier, order: m.SweepRemote) -> m.RemoteListed:
     """What lies on the storage path, with ages by its own clock."""
     now_s = remote.now_s()
     uploads = []
-    for upload in remote.uploads():
-        _, directory, file = upload.name.split("/")
-        age_s = now_s - upload.started_s
-        uploads.append(m.UnfinishedUpload(directory=directory, file=file, upload_id=upload.id, age_s=age_s))
+    try:
+        for upload in remote.uploads():
+            _, directory, file = upload.name.split("/")
+            age_s = now_s - upload.started_s
+            uploads.append(
+                m.UnfinishedUpload(directory=directory, file=file, upload_id=upload.id, age_s=age_s)
+            )
+    except OSError as error:
+        if order.uploads_only:
+            raise
+        log.info("what lies on the storage path is listed without unfinished uploads: %s", error)
     directories = {} if order.uploads_only else remote.directories()
     ages = {directory: now_s - newest_s for directory, newest_s in directories.items()}
     return m.RemoteListed(number=order.number, directories=ages, uploads=tuple(uploads))
@@ -922,6 +958,8 @@ def _attempt_of(run: Run, step: int) -> str:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
     return str(getattr(error, "cause", None) or error).splitlines()[0]
 
 

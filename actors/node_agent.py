@@ -72,12 +72,11 @@ class NodeRun:
     """One run on this node."""
 
     def __init__(self, spec: RunSpec, run_uid: str, staging: Disks) -> None:
-        self.spec = spec
         self.run_uid = run_uid
         self.staging = staging
-        self.remote = spec.storage.open()
-        self.limiter = Limiter(spec.options.replicate_bytes_per_s)
-        self.drain_limiter = Limiter(spec.options.drain_bytes_per_s)
+        self.use(spec)
+        # Of its own: the storage path of another run may hang.
+        self.drain_io = ThreadPoolExecutor(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
         self.machine = n.NodeMachine(epoch=staging.epoch(run_uid))
         self.end: tuple[int, CheckpointError] | None = None  # the last session that ended here, and why
         self.endpoints: dict[str, str] = {}
@@ -96,6 +95,13 @@ class NodeRun:
         self.reserved: dict[int, int] = {}  # bytes of each rank's coming arena
         self.checked_nonce = ""
         self.is_over = False  # finished; a restarted coordinator need not open it again
+
+    def use(self, spec: RunSpec) -> None:
+        """What the run is from here on; another launcher may have given it other options."""
+        self.spec = spec
+        self.remote = spec.storage.open()
+        self.limiter = Limiter(spec.options.replicate_bytes_per_s)
+        self.drain_limiter = Limiter(spec.options.drain_bytes_per_s)
 
     def check_space(self, needed_bytes: int, *, what: str, is_one_file: bool = True) -> None:
         reserve_bytes = self.spec.options.reserve_bytes
@@ -128,7 +134,6 @@ class NodeAgent:
         self._disk_io = ThreadPoolExecutor(DISK_THREADS, "ray_ckpt-disk", yield_to_training)
         self._peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
         self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, "ray_ckpt-remote", yield_to_training)
-        self._drain_io = ThreadPoolExecutor(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
         self._copies = Underway()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: PeerServer | None = None
@@ -183,7 +188,7 @@ class NodeAgent:
         if run is None:
             staging = await self._in_thread(self._disk_io, self._open_staging, order.spec)
             run = self._runs.setdefault(order.run_uid, NodeRun(order.spec, order.run_uid, staging))
-        run.spec = order.spec
+        run.use(order.spec)
         await self._obey(run, n.EpochSeen(epoch=order.epoch))
         if run.checked_nonce != order.nonce:  # once per coordinator: a hiccup later must not end a group
             await self._in_thread(self._remote_io, run.remote.check_shared, order.nonce, node=self._node_id)
@@ -216,7 +221,8 @@ class NodeAgent:
             await self._end(run, ended.session, RunSuperseded("A newer training group has opened this run."))
         if run.machine.here is None:  # no rank is here any more, so nobody will ask for what they left
             self._close_arenas(run)
-        run.spec, run.endpoints, run.is_over = start.spec, dict(start.endpoints), False
+        run.use(start.spec)
+        run.endpoints, run.is_over = dict(start.endpoints), False
         run.restored = {}
         run.ticket = None
         run.end_shared_reads()
@@ -269,7 +275,7 @@ class NodeAgent:
         """
         run = self._runs[run_uid]
         await self._obey(run, n.EpochSeen(epoch=epoch))
-        await self._in_thread(self._drain_io, self._drain, run, attempt, node_index)
+        await self._in_thread(run.drain_io, self._drain, run, attempt, node_index)
 
     async def delete(self, run_uid: str, directories: tuple[str, ...], epoch: int) -> None:
         await self._obey(self._runs[run_uid], n.DeleteOrdered(directories=directories, epoch=epoch))

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from ray_ckpt.errors import ConfigError
 
+_VALUES = {"anonymous": ("true", "false"), "sse": ("AES256", "aws:kms", "aws:kms:dsse")}
 _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}  # other names of a scheme
 _QUERY = ("endpoint_override", "scheme", "region")  # of pyarrow's URLs, as far as they name no secret
 BUCKETS: Mapping[str, tuple[str, ...]] = {  # schemes with clients of our own, and the options that they take
@@ -25,7 +26,10 @@ BUCKETS: Mapping[str, tuple[str, ...]] = {  # schemes with clients of our own, a
     "gs": ("endpoint_url", "anonymous"),
 }
 ENV_PREFIX = "env:"  # of an option's value: the name of a variable of whoever opens the store
-_SECRET = re.compile(r"secret|passw|token|credential|(^|_)(key|sas|auth)($|_)", re.IGNORECASE)
+_SECRET = re.compile(
+    r"secret|pass|pwd|token|credential|connection_?string|shared_?access|key|sas|auth|\bpat\b", re.IGNORECASE
+)
+_USERINFO = re.compile(r"//[^/@]*:.*@|account_?key=", re.IGNORECASE)  # in a value
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
 _BAD_KEY = re.compile(r"[\x00-\x1f\x7f%#\\]|(^|/)\.{1,2}(/|$)|//")
 
@@ -125,7 +129,16 @@ def storage_options(location: Location, options: Mapping[str, str] | None) -> Ma
                 hint=f"Known: {', '.join(known)}. Credentials come from environment or profile.",
                 option=name,
             )
-        if known is None and _SECRET.search(name) and not value.startswith(ENV_PREFIX):
+        allowed = _VALUES.get(name) if known is not None else None
+        if allowed is not None and value not in allowed:
+            raise ConfigError(
+                f"The storage option {name} is not one of {', '.join(allowed)}.",
+                hint="Set it to one of them.",
+                option=name,
+            )
+        is_hidden = value.startswith(ENV_PREFIX)
+        may_be_secret = (known is None and _SECRET.search(name)) or _USERINFO.search(value)
+        if may_be_secret and not is_hidden:
             raise ConfigError(
                 f"storage_options[{name!r}] may hold a secret, which would end up in messages and logs.",
                 hint=f"Put it into an environment variable of the nodes and give {ENV_PREFIX}NAME.",
@@ -162,30 +175,35 @@ def _folder(path: str, text: str) -> str:
     with contextlib.suppress(RuntimeError):  # nobody of that name has a home
         folder = folder.expanduser()
     if not folder.is_absolute():
+        shown = "is no folder and no URL" if "@" in text or "://" in text else f"{text!r} is relative"
         raise ConfigError(
-            f"The storage path {text!r} is relative.",
+            f"The storage path {shown}.",
             hint="Make it absolute; each node would read a relative path from another folder.",
-            storage_path=text,
         )
-    return os.path.normpath(folder)
+    if "%" in path and text.lower().startswith("file:"):  # some readers decode it, and some do not
+        raise ConfigError(
+            "The storage path has a '%' in a file:// URL.", hint="Give the path without file://."
+        )
+    return "/" + os.path.normpath(folder).lstrip("/")
 
 
 def _bucket_path(rest: str, scheme: str) -> str:
     bucket, _, key = rest.partition("/")
-    _refuse_userinfo(bucket, scheme)
+    if "@" in bucket or ("@" in key and ":" in bucket):  # a secret may have a slash in it
+        raise _holds_credentials(scheme)
     key = key.strip("/")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}", bucket) or (key and _BAD_KEY.search(key)):
+        shown = f"{scheme}://{rest!r}" if ":" not in rest and "@" not in rest else f"of scheme {scheme}"
         raise ConfigError(
-            f"The storage path {scheme}://{rest!r} is not a bucket and a prefix.",
+            f"The storage path {shown} is not a bucket and a prefix.",
             hint=f"Give {scheme}://bucket/prefix without empty parts, '..', '%', '#' or control characters.",
         )
     return f"{bucket}/{key}" if key else bucket
 
 
 def _other(rest: str, scheme: str) -> str:
-    authority = rest.partition("/")[0]
-    if ":" in authority.rpartition("@")[0]:  # a user's name alone is no secret
-        _refuse_userinfo(authority, scheme)
+    if ":" in rest.rpartition("@")[0]:  # a user's name alone is no secret
+        raise _holds_credentials(scheme)
     if "?" in rest or "#" in rest:
         raise ConfigError(
             f"The {scheme}:// storage path has a query.", hint="Give options as storage_options instead."
@@ -193,17 +211,18 @@ def _other(rest: str, scheme: str) -> str:
     return rest.rstrip("/")
 
 
-def _refuse_userinfo(authority: str, scheme: str) -> None:
-    if "@" in authority:  # what is before it must not be shown
-        raise ConfigError(
-            f"The {scheme}:// storage path holds credentials.",
-            hint="Take them out; they come from the environment, a profile or a role of each node.",
-        )
+def _holds_credentials(scheme: str) -> ConfigError:
+    return ConfigError(
+        f"The {scheme}:// storage path holds credentials.",
+        hint="Take them out; they come from the environment, a profile or a role of each node.",
+    )
 
 
 def _parse_query(query: str, scheme: str) -> tuple[tuple[str, str], ...]:
     found = parse_qsl(query, keep_blank_values=True)
-    for name, _ in found:
+    for name, value in found:
+        if "@" in value:
+            raise _holds_credentials(scheme)
         if name not in _QUERY:  # its value may be a secret
             raise ConfigError(
                 f"The {scheme}:// storage path has the parameter {name!r}.",

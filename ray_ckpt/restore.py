@@ -321,10 +321,9 @@ class SourceReader:
             try:
                 self._read_rows(job, sink_for)
                 break
-            except (OSError, EOFError, Unavailable, CorruptionError) as error:
+            except (OSError, EOFError, Unavailable) as error:
                 self._reject(f"{tally.file} on {tally.tier} {tally.where}: {error}")
-                is_final = isinstance(error, CorruptionError)  # a compressed frame that cannot be read
-                if is_final or (isinstance(error, Unavailable) and error.fields.get("refused")):
+                if isinstance(error, Unavailable) and error.fields.get("refused"):
                     break
                 if not tries_left:
                     job.way.give_up()
@@ -336,8 +335,14 @@ class SourceReader:
         job.way.open()
         intact: list[tuple[ManifestRow, Sink]] = []
         try:
-            with contextlib.closing(job.way.read(_ranges(job.left, job.gap_bytes))) as blocks:
-                self._verify(job, _Pieces(blocks), sink_for, intact)
+            while job.left:
+                try:
+                    with contextlib.closing(job.way.read(_ranges(job.left, job.gap_bytes))) as blocks:
+                        self._verify(job, _Pieces(blocks), sink_for, intact)
+                except CorruptionError as error:  # of a compressed frame: the rows behind it may be intact
+                    if job.left:
+                        job.left.popleft()
+                    self._reject(f"{job.tally.file} on {job.tally.tier} {job.tally.where}: {error}")
         finally:
             job.way.check()
             for row, sink in intact:

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.storage.direct import read_blocks_direct
 from ray_ckpt.storage.pages import map_shared
 from ray_ckpt.storage.remote import RemoteTier
@@ -80,7 +80,10 @@ class Remote:
         self._file = file
 
     def open(self) -> None:
-        pass
+        try:
+            _ = self._tier.files
+        except ConfigError as error:  # such as no credentials here: another source may do
+            raise Unavailable(str(error), refused=True) from None
 
     def check(self) -> None:
         pass

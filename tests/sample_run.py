@@ -108,7 +108,9 @@ class RunLog:
 
     @property
     def store(self) -> PosixLogStore:
-        return PosixLogStore(self.folder / names.SERVICE_DIR / names.LOG_DIR)
+        log = self.folder / names.SERVICE_DIR / names.LOG_DIR
+        log.mkdir(parents=True, exist_ok=True)
+        return PosixLogStore(log)
 
     def snapshot(self, *, time_s: float) -> None:
         """A snapshot of all that was appended, as made at Unix time `time_s`."""

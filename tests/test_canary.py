@@ -25,12 +25,12 @@ from ray_ckpt.errors import CheckpointError, ConfigError, StorageNotShared
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.location import Location, storage_options
-from ray_ckpt.storage import gcs, object_store, s3
 from ray_ckpt.storage.log_store import Outcome
 from ray_ckpt.storage.remote import RemoteRef, RemoteTier
 from ray_ckpt.testing.strict_store import DropAfter, Fault, Match, Status, Truncate
 from ray_ckpt.testing.strict_store.server import Server, Settings
 from ray_ckpt.types import FileEntry
+from tests.servers.patience import lose_patience
 from tests.servers.programs import ACCESS_KEY
 from tests.servers.providers import Tokens
 from tests.servers.stores import bucket_url, fsspec_location
@@ -39,7 +39,7 @@ CANARY = "C4n4ry+Sings/At=Dawn"  # with what URLs and base64 write in another wa
 SESSION = f"{CANARY}-session"
 KINDS = ("s3", "gs", "s3fs", "gcsfs")
 LEAKING = {"botocore.auth", "botocore.endpoint"}
-"""Loggers of libraries that write session tokens at DEBUG, as parts of requests: nobody should switch them on."""
+"""Loggers of libraries that write session tokens at DEBUG, as parts of requests: leave them off."""
 DIRECTORY = "000000000010-0123456789abcdef"
 SHARD = shard_file(0, 1)
 MIB = 1 << 20
@@ -113,12 +113,7 @@ def server(
     monkeypatch.setenv("AWS_SESSION_TOKEN", SESSION)
     monkeypatch.setenv("A_SECRET_OPTION", CANARY)
     monkeypatch.setattr(tokens, "token", CANARY)
-    monkeypatch.setattr(object_store, "MAX_TRIES", 2)
-    for name in ("REQUEST_S", "LOG_REQUEST_S"):
-        monkeypatch.setattr(object_store, name, 1)
-    monkeypatch.setattr(gcs, "BACKOFF_S", 0.01)
-    monkeypatch.setattr(s3, "RETRIES", {"max_attempts": 1})
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # for s3fs
+    lose_patience(monkeypatch, tries=1)
     settings = Settings(secret_key=CANARY, token=CANARY, buckets=("test",), directory=tmp_path / "store")
     with Server(settings) as server:
         yield server

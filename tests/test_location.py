@@ -84,6 +84,12 @@ def test_what_is_no_storage_path_is_refused_with_a_hint(text: str) -> None:
         "gs://bucket?access_token=hunter2",
         "s3://bucket/x?secret_key=hunter2",
         "sftp://me:hunter2@host/x",
+        "sftp://me:pa/hunter2@host/x",
+        "s3://AKIA:abc/hunter2@bucket/p",
+        "s3://AKIA:hunter2?x@bucket/p",
+        " s3://AKIA:hunter2@bucket/p",
+        "simplecache::s3://key:hunter2@bucket",
+        "s3://bucket?endpoint_override=http://me:hunter2@host",
         "ftp://host/x?password=hunter2",
     ],
 )
@@ -104,6 +110,12 @@ def test_secrets_in_a_url_are_refused_and_not_repeated(text: str) -> None:
         ("abfs://host/x", {"sas_token": "hunter2"}),
         ("abfs://host/x", {"account_key": "hunter2"}),
         ("/folder", {"profile": "hunter2"}),
+        ("abfs://host/x", {"connection_string": "AccountKey=hunter2"}),
+        ("abfs://host/x", {"accountKey": "hunter2"}),
+        ("sftp://host/x", {"pwd": "hunter2"}),
+        ("sftp://host/x", {"passphrase": "hunter2"}),
+        ("sftp://host/x", {"proxy": "http://me:hunter2@host"}),
+        ("s3://bucket", {"endpoint_url": "http://me:hunter2@host"}),
     ],
 )
 def test_options_that_hold_secrets_are_refused_and_not_repeated(url: str, options: dict[str, str]) -> None:

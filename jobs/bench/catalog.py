@@ -42,7 +42,9 @@ def rows(context: Context, num_checkpoints: int = 0, num_records: int = NUM_RECO
 
 def _write_run(run: Path, num_checkpoints: int, num_records: int) -> None:
     """Record 0, a snapshot, and a commit in each record after it."""
-    store = PosixLogStore(run / names.SERVICE_DIR / names.LOG_DIR)
+    folder = run / names.SERVICE_DIR / names.LOG_DIR
+    folder.mkdir(parents=True)
+    store = PosixLogStore(folder)
     log = LongLog(num_checkpoints - num_records)
     outcomes = [
         create_record(store, 0, log.data),

@@ -2,7 +2,7 @@
 
 Ours is what an agent does in a drain (read around the page cache, hash, send in parts, compare sizes), and
 what a rank does in a restore (ranges, the digest of each row, into its memory). The others take turns with
-it at the same server, with the settings that they come with and with better ones; the fastest of all counts.
+it at the same server. All have the settings that they come with and better ones, and the fastest counts.
 They read the file from the page cache and write to tmpfs. What a program takes to copy an empty file, most of
 it to start, is taken off its time, so that below some 256 MiB its numbers are noise. All share the cores with
 the server.
@@ -11,13 +11,13 @@ the server.
 from __future__ import annotations
 
 import contextlib
-import functools
 import resource
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Literal, TypeAlias
@@ -46,6 +46,7 @@ from ray_ckpt.storage.remote import RemoteRef, open_store
 
 MAX_REPEAT = 3  # samples; seven clients move the shard in each round
 START_SAMPLES = 3  # of a program with an empty file; their median counts
+CHECKSUMS = ("crc64nvme",)  # of ours, beside what it does by itself: by default so on Amazon's S3 only
 BUCKET = "bench"
 TMPFS = "/dev/shm"
 
@@ -62,8 +63,8 @@ def rows(context: Context) -> Iterator[Row]:
         ref = RemoteRef(storage_path=storage_path, run_name="bench")
         cargo = make_cargo(folder / FILE, context.size_bytes)
         rig = Rig(ref, cargo, folder, tmpfs)
-        yield from rig.rows("upload", "a shard from staging to S3, hashed, sizes compared", peers, repeat)
-        yield from rig.rows("download", "a shard from S3 into memory, every digest checked", peers, repeat)
+        yield from rig.upload_rows(peers, repeat, () if context.quick else CHECKSUMS)
+        yield from rig.download_rows(peers, repeat)
         yield process_row(ref, cargo)
         yield agent_row(storage_path, folder, context.size_bytes)
 
@@ -108,11 +109,15 @@ class Mover:
     """A client at its work, in one direction."""
 
     name: str
-    label: str
+    setting: str
     prepare: Callable[[], None]  # not measured
     move: Callable[[], None]
     start: Usage = Usage(0.0, 0.0)  # taken off
     cpu_s: list[float] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.setting}"
 
     def sample(self) -> float:
         """Seconds of a move."""
@@ -126,7 +131,7 @@ class Rig:
     """A place in a store, a cargo, and all who can move it."""
 
     def __init__(self, ref: RemoteRef, cargo: Cargo, folder: Path, tmpfs: Path) -> None:
-        self._tier, self._cargo, self._folder = ref.open(), cargo, folder
+        self._ref, self._tier, self._cargo, self._folder = ref, ref.open(), cargo, folder
         self._ours = Ours(self._tier, cargo)
         self._object = self._tier.root / CHECKPOINTS_DIR / ATTEMPT.directory / FILE
         self._copy = tmpfs / FILE
@@ -134,37 +139,52 @@ class Rig:
         self._empty_path = tmpfs / "empty"
         self._empty_path.touch()
 
-    def rows(self, direction: Direction, what: str, peers: Sequence[Peer], repeat: int) -> Iterator[Row]:
-        """Ours beside the best, then each peer."""
-        if direction == "download":
-            self._ours.upload(self._cargo.path, self._object)
-        own = self._mover(direction, "ray_ckpt", "ray_ckpt", self._ours)
-        movers, missing = self._movers(direction, peers)
-        samples, machine = watched({mover.label: mover.sample for mover in (own, *movers)}, repeat)
-        speeds = {label: gb_per_s(found, self._cargo.entry.size_bytes) for label, found in samples.items()}
-        movers.sort(key=lambda mover: median(speeds[mover.label]), reverse=True)
-        best = Reference(name=movers[0].label, samples=speeds[movers[0].label]) if movers else None
-        yield Row(
-            name=f"remote-{direction}",
-            what=what,
-            unit="GB/s",
-            samples=speeds[own.label],
-            reference=best,
-            reach=">= 0.9" if best else "",
-            machine=machine,
-            note=self._costs(own),
+    def upload_rows(self, peers: Sequence[Peer], repeat: int, checksums: Sequence[str] = ()) -> Iterator[Row]:
+        """Ours with its own setting and with those checksums."""
+        refs = {name: replace(self._ref, options=(("checksum", name),)) for name in checksums}
+        own = {"default": self._ours, **{name: Ours(ref.open(), self._cargo) for name, ref in refs.items()}}
+        yield from self._rows(
+            "upload", "a shard from staging to S3, hashed, sizes compared", own, peers, repeat
         )
+
+    def download_rows(self, peers: Sequence[Peer], repeat: int) -> Iterator[Row]:
+        self._ours.upload(self._cargo.path, self._object)
+        what, own = "a shard from S3 into memory, every digest checked", {"default": self._ours}
+        yield from self._rows("download", what, own, peers, repeat)
+
+    def _rows(
+        self,
+        direction: Direction,
+        what: str,
+        own: Mapping[str, Client],
+        peers: Sequence[Peer],
+        repeat: int,
+    ) -> Iterator[Row]:
+        """Ours beside the best, then each peer; of each the setting that is the fastest."""
+        ours = [self._mover(direction, "ray_ckpt", setting, client) for setting, client in own.items()]
+        movers, missing = self._movers(direction, peers)
+        samples, machine = watched({mover.label: mover.sample for mover in (*ours, *movers)}, repeat)
+        speeds = {label: gb_per_s(found, self._cargo.entry.size_bytes) for label, found in samples.items()}
+        fastest = partial(_fastest_first, speeds)
+
+        def row(name: str, what: str, found: Sequence[Mover], best: Mover | None = None) -> Row:
+            first, *slower = fastest(found)
+            others = [f"{mover.setting} {median(speeds[mover.label]):.3g} GB/s" for mover in slower]
+            return Row(
+                name=name,
+                what=what,
+                unit="GB/s",
+                samples=speeds[first.label],
+                reference=Reference(name=best.label, samples=speeds[best.label]) if best else None,
+                reach=">= 0.9" if best else "",
+                machine=machine,
+                note="; ".join((first.setting, *self._costs(first), *others)),
+            )
+
+        yield row(f"remote-{direction}", what, ours, fastest(movers)[0] if movers else None)
         for name in dict.fromkeys(peer.name for peer in peers):
-            if named := [mover for mover in movers if mover.name == name]:
-                medians = [f"{one.label} {median(speeds[one.label]):.3g} GB/s" for one in named[1:]]
-                yield Row(
-                    name=f"remote-{direction}/{name}",
-                    what=named[0].label,
-                    unit="GB/s",
-                    samples=speeds[named[0].label],
-                    machine=machine,
-                    note="; ".join((self._costs(named[0]), *medians)),
-                )
+            if found := [mover for mover in movers if mover.name == name]:
+                yield row(f"remote-{direction}/{name}", name, found)
             else:
                 yield skipped(f"remote-{direction}/{name}", name, missing[name])
 
@@ -174,22 +194,22 @@ class Rig:
         for peer in peers:
             try:
                 client = peer.make(self._object, self._folder)
-                movers.append(self._mover(direction, peer.name, peer.label, client))
+                movers.append(self._mover(direction, peer.name, peer.setting, client))
             except OSError as error:
                 missing[peer.name] = first_line(error)
         return movers, missing
 
-    def _mover(self, direction: Direction, name: str, label: str, client: Client) -> Mover:
+    def _mover(self, direction: Direction, name: str, setting: str, client: Client) -> Mover:
         """Ready to be measured: it has moved every byte once. OSError."""
         if direction == "upload":
             prepare = self._forget_object
-            move = functools.partial(client.upload, self._cargo.path, self._object)
-            idle = functools.partial(client.upload, self._empty_path, self._empty)
+            move = partial(client.upload, self._cargo.path, self._object)
+            idle = partial(client.upload, self._empty_path, self._empty)
         else:
             prepare = self._forget_copy
-            move = functools.partial(client.download, self._object, self._copy)
-            idle = functools.partial(client.download, self._empty, self._copy)
-        mover = Mover(name=name, label=label, prepare=prepare, move=move)
+            move = partial(client.download, self._object, self._copy)
+            idle = partial(client.download, self._empty, self._copy)
+        mover = Mover(name=name, setting=setting, prepare=prepare, move=move)
         prepare()
         move()
         self._check(direction)
@@ -216,6 +236,11 @@ class Rig:
             if found.hexdigest() != self._cargo.entry.digest:
                 raise OSError("it wrote other bytes")
 
-    def _costs(self, mover: Mover) -> str:
-        cpu = f"{median(mover.cpu_s) / self._cargo.entry.size_bytes * 1e9:.2g} CPU s/GB"
-        return f"{cpu}; {mover.start.wall_s:.2g} s of start left out" if mover.start.wall_s else cpu
+    def _costs(self, mover: Mover) -> Iterator[str]:
+        yield f"{median(mover.cpu_s) / self._cargo.entry.size_bytes * 1e9:.2g} CPU s/GB"
+        if mover.start.wall_s:
+            yield f"{mover.start.wall_s:.2g} s of start left out"
+
+
+def _fastest_first(speeds: Mapping[str, Sequence[float]], movers: Iterable[Mover]) -> list[Mover]:
+    return sorted(movers, key=lambda mover: median(speeds[mover.label]), reverse=True)

@@ -104,9 +104,9 @@ class Drains:
                 task.descriptions += 1
                 yield WriteDescription(checkpoint=self._context.history.checkpoints[name])
 
-    def _turn(self, task: _Task) -> tuple[bool, bool]:
-        """Of equals the one that was asked for first."""
-        return task.checkpoint.id.attempt != self._urgent, not task.is_started
+    def _turn(self, task: _Task) -> tuple[bool, bool, bool]:
+        """Of equals the one that was asked for first; those that fail again and again let others pass."""
+        return task.checkpoint.id.attempt != self._urgent, task.is_stuck, not task.is_started
 
     def _sources(self, task: _Task, index: int) -> list[str]:
         """Live nodes whose copy of a fragment is not known to be damaged."""

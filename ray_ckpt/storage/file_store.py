@@ -108,7 +108,10 @@ def read_whole(store: FileStore, name: str, *, max_bytes: int) -> bytes:
 
 
 class PosixFiles:
-    """A folder: a shared file system that all nodes mount, or a local disk."""
+    """A folder: a shared file system that all nodes mount, or a local disk.
+
+    It must be there: what would make it anew would write below a mount that is away.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -116,19 +119,25 @@ class PosixFiles:
 
     def put(self, name: str, blocks: Iterable[Buffer], *, max_bytes: int) -> int:
         path = self._root / name
+        self._check_root()
         files.make_dirs(path.parent)
         temporary, written = write_direct(path.parent, blocks)
         files.publish(temporary, path)
         return written.size_bytes
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        for offset, nbytes in ranges:
-            yield from read_blocks_direct(self._root / name, offset, nbytes)
+        try:
+            for offset, nbytes in ranges:
+                yield from read_blocks_direct(self._root / name, offset, nbytes)
+        except FileNotFoundError:
+            self._check_root()
+            raise
 
     def size(self, name: str) -> int | None:
         try:
             return (self._root / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
+            self._check_root()
             return None
 
     def modified_s(self, name: str) -> float:
@@ -160,6 +169,7 @@ class PosixFiles:
 
     def delete(self, names: Sequence[str]) -> None:
         """Folders that are empty then go too, and what was recorded as gone does not come back."""
+        self._check_root()
         folders = set()
         for name in names:
             path = self._root / name
@@ -185,8 +195,14 @@ class PosixFiles:
             with contextlib.suppress(OSError):  # not empty, or gone already
                 path.parent.rmdir()
 
+    def _check_root(self) -> None:
+        if not self._root.is_dir():
+            raise OSError(f"{self._root} is not there; is it mounted?")
+
     def _walk(self, folder: str) -> Iterator[tuple[Path, str]]:
         top = self._root / folder
+        if not top.is_dir():
+            self._check_root()
         for path in sorted(top.rglob("*")) if top.is_dir() else ():
             if path.is_file() and not path.is_symlink():
                 yield path, path.relative_to(self._root).as_posix()

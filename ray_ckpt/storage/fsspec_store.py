@@ -23,6 +23,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
 from ray_ckpt.storage.file_store import Blocks, Children, StoredFile, Upload
 from ray_ckpt.storage.object_log import Unsupported
+from ray_ckpt.storage.object_store import short_error
 
 BLOCK_BYTES = 16 << 20  # gathered by fsspec before it sends them
 READ_BYTES = 8 << 20  # asked for at a time
@@ -189,11 +190,11 @@ def _os_errors(where: str, name: str) -> Iterator[None]:
         yield
     except (OSError, EOFError) as error:
         if _is_unsupported(error):
-            raise Unsupported(f"{where}/{name}: {error}") from None
+            raise Unsupported(f"{where}/{name}: {short_error(error)}") from None
         raise
     except Exception as error:
         kind = Unsupported if _is_unsupported(error) else OSError
-        raise kind(f"{where}/{name}: {type(error).__name__}: {error}") from None
+        raise kind(f"{where}/{name}: {type(error).__name__}: {short_error(error)}") from None
 
 
 def _is_unsupported(error: Exception) -> bool:

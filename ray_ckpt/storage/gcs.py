@@ -43,14 +43,15 @@ class GcsBucket:
         emulator = os.environ.get(EMULATOR_ENV)
         endpoint = location.endpoint or options.get("endpoint_url") or emulator or ENDPOINT
         is_anonymous = options.get("anonymous") == "true" or endpoint == emulator
-        self._endpoint = (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
+        scheme = "http" if endpoint == emulator else "https"  # a token travels to whatever is no emulator
+        self._endpoint = (endpoint if "://" in endpoint else f"{scheme}://{endpoint}").rstrip("/")
         self._lock = threading.Lock()
         self._credentials = None if is_anonymous else _credentials(location)
         self._session = requests.Session()
         self._session.auth = self._sign
         self._session.mount(self._endpoint, HTTPAdapter(max_retries=_retries()))
 
-    def connect(self, *, request_s: int, retry_s: int) -> GCSStore:
+    def connect(self, *, request_s: int, retry_s: int, stall_s: int | None = None) -> GCSStore:
         config: Any = {"base_url": self._endpoint}
         if self._credentials is None:
             config |= {"skip_signature": True}
@@ -58,7 +59,7 @@ class GcsBucket:
             self._bucket,
             prefix=self._prefix.rstrip("/") or None,
             config=config,
-            client_options=client_options(request_s),
+            client_options=client_options(request_s, stall_s=stall_s),
             retry_config=retry_config(retry_s),
             credential_provider=None if self._credentials is None else self._provide,
         )
@@ -67,30 +68,35 @@ class GcsBucket:
         return google_crc32c.Checksum()  # type: ignore[no-untyped-call]
 
     def has_checksum(self, name: str, checksum: Checksum | None) -> bool:
-        """By the CRC32C that GCS keeps of every object, made of parts or not."""
+        """By the CRC32C that GCS keeps of every object, made of parts or not; an emulator may have none."""
         answer = self._ask("HEAD", name)
         sums = dict(
             part.strip().partition("=")[::2] for part in answer.headers.get("x-goog-hash", "").split(",")
         )
         stored = sums.get("crc32c")
-        return checksum is None or stored == base64.b64encode(checksum.digest()).decode()
+        return checksum is None or stored is None or stored == base64.b64encode(checksum.digest()).decode()
 
     def uploads(self, folder: str) -> Iterator[Upload]:
         query = {"uploads": "", "max-uploads": str(UPLOADS_PER_PAGE)}
         query["prefix"] = f"{self._prefix}{folder}/" if folder else self._prefix
         while True:
-            page = ElementTree.fromstring(self._ask("GET", None, query).content)
-            for found in _children(page, "Upload"):
-                started = datetime.fromisoformat(_text(found, "Initiated"))
-                yield Upload(
-                    name=_text(found, "Key").removeprefix(self._prefix),
-                    id=_text(found, "UploadId"),
-                    started_s=(started if started.tzinfo else started.replace(tzinfo=UTC)).timestamp(),
-                )
+            try:
+                page = ElementTree.fromstring(self._ask("GET", None, query).content)
+                yield from [self._upload(found) for found in _children(page, "Upload")]
+            except (ElementTree.ParseError, ValueError) as error:
+                raise OSError(f"{self.where}: its uploads cannot be listed: {short_error(error)}") from None
             if _text(page, "IsTruncated") != "true":
                 return
             query["key-marker"] = _text(page, "NextKeyMarker")
             query["upload-id-marker"] = _text(page, "NextUploadIdMarker")
+
+    def _upload(self, found: ElementTree.Element) -> Upload:
+        started = datetime.fromisoformat(_text(found, "Initiated"))
+        return Upload(
+            name=_text(found, "Key").removeprefix(self._prefix),
+            id=_text(found, "UploadId"),
+            started_s=(started if started.tzinfo else started.replace(tzinfo=UTC)).timestamp(),
+        )
 
     def abort(self, upload: Upload) -> None:
         self._ask("DELETE", upload.name, {"uploadId": upload.id}, absent_is_fine=True)

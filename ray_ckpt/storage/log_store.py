@@ -86,7 +86,9 @@ class MemoryLogStore:
 
 
 class PosixLogStore:
-    """A directory. create = fsynced unique temporary, `link()` to the name, fsync of the directory.
+    """A directory, which must be there: what would make it anew would write below a mount that is away.
+
+    create = fsynced unique temporary, `link()` to the name, fsync of the directory.
 
     `link()` refuses an existing name on every POSIX file system including NFS, where its answer may be
     lost: so any error is resolved by comparing what is there.
@@ -98,7 +100,6 @@ class PosixLogStore:
     def create(self, name: str, data: bytes) -> Outcome:
         temporary: Path | None = None
         try:
-            files.make_dirs(self._directory)
             temporary = files.write_temporary(self._directory, [data])
             files.fsync_dir(self._directory)  # the record that this one follows may be another writer's
             os.link(temporary, self._directory / name)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
+import os
 import re
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -48,8 +48,9 @@ MAX_PARTS = 10_000  # of S3 and GCS
 GET_BYTES = 8 << 20  # of a range that one request asks for: stores serve that well, and it is soon repeated
 READ_AHEAD = 3  # further requests of one reader under way: a restore has four readers
 DELETES = 8  # of one call at a time: a checkpoint of a thousand ranks has thousands of files
-REQUEST_S = 120  # for a part or a range: 16 MiB at 140 KB/s
-STALL_S = 30  # without a byte of an answer
+PUT_S = 900  # for a part: 16 of them share a node's link, which may have 300 KB/s
+GET_S = 600  # for a range
+STALL_S = 30  # of a range without a byte; a part is answered when all of it has arrived
 CONNECT_S = 5
 MAX_TRIES = 6  # of one request, with waits that double, by chance; then the drain as a whole is repeated
 RETRY_S = 60  # for all tries of a request
@@ -58,6 +59,15 @@ LOG_RETRY_S = 15
 MAX_ERROR_CHARS = 300  # of a server's words in ours
 
 
+_forked = False  # obstore's threads do not live through a fork: a request would never end
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
 _STATUS = re.compile(r"status code: (\d+)([^:\n]*)")  # in obstore's words
 _KINDS: Mapping[int, type[OSError] | type[EOFError]] = {  # for which obstore has no class, or not always
     401: PermissionError,
@@ -81,8 +91,8 @@ class Bucket(Protocol):
 
     where: str
 
-    def connect(self, *, request_s: int, retry_s: int) -> Any:
-        """An obstore store whose root is ours. ConfigError if there are no credentials."""
+    def connect(self, *, request_s: int, retry_s: int, stall_s: int | None = None) -> Any:
+        """An obstore store whose root is ours. `stall_s`: without an answer or a byte of it."""
         ...
 
     def checksum(self) -> Checksum | None:
@@ -122,7 +132,8 @@ class BucketFiles:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._store = bucket.connect(request_s=REQUEST_S, retry_s=RETRY_S)
+        self._store = bucket.connect(request_s=GET_S, retry_s=RETRY_S, stall_s=STALL_S)
+        self._uploads = bucket.connect(request_s=PUT_S, retry_s=RETRY_S)
         self.where = bucket.where
 
     def put(self, name: str, blocks: Iterable[Buffer], *, max_bytes: int) -> int:
@@ -130,24 +141,22 @@ class BucketFiles:
         sent = _Sent(checksum)
         part_bytes = part_size(max_bytes)
         source = _Source(sent.blocks(blocks))
-        with as_os_errors(self.where, name):
-            try:
+        try:
+            with as_os_errors(self.where, name):
                 obstore.put(
-                    self._store,
+                    self._uploads,
                     name,
                     iter(source),
                     use_multipart=max_bytes > PART_BYTES,
                     chunk_size=part_bytes,
                     max_concurrency=max(1, min(PARTS_IN_FLIGHT, IN_FLIGHT_BYTES // part_bytes)),
                 )
-            except Exception:
-                source.raise_again()
-                raise
-            size = int(obstore.head(self._store, name)["size"])
+                size = int(obstore.head(self._store, name)["size"])
+        except OSError:
+            source.raise_again()
+            raise
         if size != sent.size_bytes or not self._bucket.has_checksum(name, checksum):
-            with contextlib.suppress(OSError):
-                self.delete([name])
-            raise OSError(
+            raise OSError(  # not deleted: it may be another holder's by now, and in order
                 f"{self.where}/{name}: the store has {size} bytes, or other ones, of {sent.size_bytes} sent."
             )
         return size
@@ -248,14 +257,16 @@ class BucketObjects:
             obstore.delete(self._store, name)
 
 
-def client_options(request_s: int, *, ca_bundle: str | None = None) -> Any:
-    """How obstore is to talk HTTP; plain HTTP is allowed, for the endpoint's URL says which it is."""
-    roots = {"root_certificate": Path(ca_bundle).read_bytes()} if ca_bundle else {}
+def client_options(request_s: int, *, stall_s: int | None = None, roots: bytes | None = None) -> Any:
+    """How obstore is to talk HTTP; plain HTTP is allowed, for the endpoint's URL says which it is.
+
+    `roots`: further certificates to trust, in PEM.
+    """
     return {
-        **roots,
+        **({"root_certificate": roots} if roots else {}),
         "allow_http": True,
         "timeout": timedelta(seconds=request_s),
-        "read_timeout": timedelta(seconds=min(request_s, STALL_S)),
+        **({"read_timeout": timedelta(seconds=stall_s)} if stall_s else {}),
         "connect_timeout": timedelta(seconds=CONNECT_S),
     }
 
@@ -278,22 +289,22 @@ def _requests(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class _Source:
-    """Blocks, and what ended them: a client library wraps that in errors of its own."""
+    """Blocks, and the OSError that ended them, which is not the store's."""
 
     def __init__(self, blocks: Iterable[Any]) -> None:
         self._blocks = blocks
-        self._error: BaseException | None = None
+        self._error: OSError | None = None
 
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from self._blocks
-        except BaseException as error:
+        except OSError as error:
             self._error = error
             raise
 
     def raise_again(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._error from None
 
 
 class _Sent:
@@ -349,9 +360,14 @@ def as_os_errors(where: str, name: str) -> Iterator[None]:
     FileNotFoundError if the object is not there, but not if the bucket is not; FileExistsError,
     PermissionError and Unsupported where the store says so. EOFError if a range begins beyond the end.
     """
+    if _forked:
+        raise OSError(
+            f"{where}/{name}: this process was forked from one that has used an object store, and lacks its "
+            "threads. Start it by the method spawn."
+        )
     try:
         yield
-    except (OSError, BaseError) as error:
+    except (OSError, BaseError, NotImplementedError) as error:
         raise _kind(error)(f"{where}/{name}: {short_error(error)}") from None
 
 
@@ -363,7 +379,7 @@ def _kind(error: Exception) -> type[OSError] | type[EOFError]:
         return FileExistsError
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return PermissionError
-    if isinstance(error, NotSupportedError):
+    if isinstance(error, NotSupportedError | NotImplementedError):
         return Unsupported
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError
@@ -379,5 +395,7 @@ def short_error(error: Exception) -> str:
     if status is not None:
         said = f" {code[1]}. {code[2] or ''}" if code else ""
         text = f"the store answered {status[1]}{status[2].rstrip()}{said}"
+    elif text.startswith("Error performing") or " Error performing " in text:
+        text = text.rpartition(" - ")[2]  # before it stand URLs and times, which are different each time
     line = " ".join(text.split())[:MAX_ERROR_CHARS]
     return "".join(c if c.isprintable() else "?" for c in line)

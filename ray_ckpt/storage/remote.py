@@ -9,6 +9,7 @@ use are those of the bytes that were saved.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
-from ray_ckpt.errors import StorageNotShared, StoragePathError
+from ray_ckpt.errors import CorruptionError, StorageNotShared, StoragePathError
 from ray_ckpt.format import names, zstd
 from ray_ckpt.location import Location, storage_options
 from ray_ckpt.storage.direct import read_blocks_direct
@@ -114,8 +115,12 @@ class RemoteTier:
             probe_store(self.log, where=self.where)
 
     def probe(self, nonce: str) -> None:
-        """Prove that commits work here and leave `nonce` for the nodes to find. StoragePathError."""
+        """`probe_log`, and leave `nonce` for the nodes to find."""
         self.probe_log()
+        self.leave_nonce(nonce)
+
+    def leave_nonce(self, nonce: str) -> None:
+        """For the nodes to find. Whoever does has the run. StoragePathError."""
         try:
             self.files.put(PROBE_FILE, [nonce.encode()], max_bytes=MAX_PROBE_BYTES)
         except OSError as error:
@@ -147,6 +152,10 @@ class RemoteTier:
                 path=self.where,
             ) from error
 
+    def is_there(self) -> bool:
+        """Whether what the coordinator left when it opened the run is still found here. OSError."""
+        return self.files.size(PROBE_FILE) is not None
+
     # -- files of checkpoints ----------------------------------------------------------------------------
 
     def put(self, directory: str, file: str, data: bytes) -> None:
@@ -166,8 +175,10 @@ class RemoteTier:
 
         Its bytes are read once, hashed on the way, and not published if they are not what `file` says:
         CorruptionError, for the source is bad. OSError if the store or the disk fails. With `level`, a shard
-        is compressed with zstd if a sample of it says that this pays.
+        is compressed with zstd if a sample of it says that this pays; what was stored of it in the other form
+        stays until `settle`.
         """
+        _check_size(file, path)
         name, max_bytes = _name(directory, file.name), file.size_bytes
         blocks: Iterable[Buffer] = checked(
             read_blocks_direct(path), size_bytes=file.size_bytes, digest=file.digest, what=file.name
@@ -175,22 +186,29 @@ class RemoteTier:
         if level is not None and names.is_shard_name(file.name) and _pays(path, file.size_bytes, level):
             name, blocks = name + zstd.SUFFIX, zstd.encode(blocks, level)
             max_bytes = zstd.max_encoded_bytes(file.size_bytes)
-        return self.files.put(name, _paced(blocks, pace), max_bytes=max_bytes)
+        try:
+            return self.files.put(name, _paced(blocks, pace), max_bytes=max_bytes)
+        finally:
+            self._forget(_name(directory, file.name))
 
     def read(self, directory: str, file: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
         """The saved bytes of the ranges (offset, nbytes), which rise, one after the other.
 
         As `FileStore.read`; CorruptionError if a compressed frame is damaged.
         """
-        name = _name(directory, file)
+        name, store = _name(directory, file), self.files
         if name not in self._readers:
             try:
-                yield from self.files.read(name, ranges)
+                yield from store.read(name, ranges)
                 return
             except FileNotFoundError:
                 if not names.is_shard_name(file):
                     raise
-        yield from self._reader(name).read(ranges)
+        try:
+            yield from self._reader(name).read(ranges)
+        except (OSError, EOFError, CorruptionError):
+            self._forget(name)  # it may have been stored again since, in another form
+            raise
 
     def size(self, directory: str, file: str) -> int | None:
         """How many bytes were saved; None if it is not there."""
@@ -214,6 +232,10 @@ class RemoteTier:
         """A small file. FileNotFoundError, OSError, EOFError."""
         return read_whole(self.files, _name(directory, file), max_bytes=max_bytes)
 
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._readers.pop(name, None)
+
     def _reader(self, name: str) -> zstd.SeekableReader:
         """Of the compressed form of a file. FileNotFoundError if there is none."""
         with self._lock:
@@ -233,18 +255,33 @@ class RemoteTier:
 
     def files_of(self, directory: str) -> dict[str, StoredFile]:
         """What is stored of a checkpoint, by the names that were saved. OSError."""
+        return self._forms(directory)[0]
+
+    def settle(self, directory: str) -> dict[str, StoredFile]:
+        """`files_of`, after the older one of two forms of a shard has been deleted: it may be a bad one, in
+        place of which the newer one was stored. Not while anybody may still be storing. OSError."""
+        newest, older = self._forms(directory)
+        self.files.delete([stored.name for stored in older])
+        for stored in older:
+            self._forget(stored.name.removesuffix(zstd.SUFFIX))
+        return newest
+
+    def _forms(self, directory: str) -> tuple[dict[str, StoredFile], list[StoredFile]]:
+        """What is stored, by the names that were saved, and what is of those the older form."""
         folder = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}"
-        return {
-            _saved_name(stored.name): stored
-            for stored in self.files.list(folder)
-            if is_stored_name(stored.name)
-        }
+        newest: dict[str, StoredFile] = {}
+        older: list[StoredFile] = []
+        for stored in self.files.list(folder):
+            if is_stored_name(stored.name):
+                other = newest.get(_saved_name(stored.name))
+                pair = sorted((s for s in (other, stored) if s is not None), key=lambda s: s.modified_s)
+                newest[_saved_name(stored.name)] = pair[-1]
+                older += pair[:-1]
+        return newest, older
 
     def delete(self, directory: str) -> None:
         """Delete one checkpoint: data, then manifests. Absent is fine; what is not ours stays. OSError."""
         folder = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}"
-        for upload in self.uploads(directory):
-            self.files.abort(upload)
         ours = {stored.name for stored in self.files.list(folder) if is_stored_name(stored.name)}
         ours.add(f"{folder}/{names.CHECKPOINT_JSON}")  # so that an empty folder goes too
         manifests = {name for name in ours if not names.is_data_name(_saved_name(name))}
@@ -252,6 +289,9 @@ class RemoteTier:
             sorted(ours - manifests)
         )  # first, so that what is left half-deleted can still be told
         self.files.delete(sorted(manifests))
+        with contextlib.suppress(OSError):  # a store may not list them; what is left the next sweep ends
+            for upload in self.uploads(directory):
+                self.files.abort(upload)
 
     def directories(self) -> dict[str, float]:
         """The folders of checkpoints that are there, each with the Unix time of its newest file. OSError."""
@@ -307,6 +347,18 @@ def _paced(blocks: Iterable[Buffer], pace: Pace | None) -> Iterator[Buffer]:
         if pace is not None:
             pace.wait(memoryview(block).nbytes)
         yield block
+
+
+def _check_size(file: FileEntry, path: Path) -> None:
+    """CorruptionError if the file on this node's disk is gone or has another size: not the store's fault."""
+    try:
+        size_bytes = path.stat().st_size
+    except FileNotFoundError:
+        raise CorruptionError(f"{file.name} is gone from this node.", file=file.name) from None
+    if size_bytes != file.size_bytes:
+        raise CorruptionError(
+            f"{file.name} has {size_bytes} bytes here, not {file.size_bytes}.", file=file.name
+        )
 
 
 def _pays(path: Path, size_bytes: int, level: int) -> bool:

@@ -6,14 +6,18 @@ assume, container and instance roles. They stay in this process and are asked fo
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import botocore.exceptions
 import botocore.loaders
 import botocore.session
+from botocore.credentials import RefreshableCredentials
 from obstore.store import S3Store
 
 from ray_ckpt.errors import ConfigError
@@ -30,9 +34,7 @@ CHECKSUMS = ("signature", "sha256", "crc64nvme")
 crc64nvme: the cheapest, on Amazon's."""
 
 
-_LOADER = (
-    botocore.loaders.create_loader()
-)  # of the API's description: takes longer to read than anything else
+_LOADER = botocore.loaders.create_loader()  # of the API's description: that takes longest to read
 
 
 class S3Bucket:
@@ -45,46 +47,65 @@ class S3Bucket:
         self._options = options
         self._is_anonymous = options.get("anonymous") == "true"
         self._lock = threading.Lock()
-        session = _session(options.get("profile"))
-        self._credentials = None if self._is_anonymous else _credentials(session, location)
-        self._ca_bundle = session.get_config_variable(
-            "ca_bundle"
-        )  # AWS_CA_BUNDLE, of a store with its own CA
-        self._client = session.create_client(
-            "s3",
-            region_name=location.region
-            or options.get("region")
-            or session.get_config_variable("region")
-            or DEFAULT_REGION,
-            endpoint_url=location.endpoint or options.get("endpoint_url"),
-            config=_config(self._is_anonymous),
-        )
-        endpoint = self._client.meta.endpoint_url
-        self._endpoint = None if endpoint in _usual_endpoints(self._client.meta.region_name) else endpoint
-        self._checksum = options.get("checksum", "crc64nvme" if endpoint.endswith(AMAZON) else "signature")
+        self._location = location
+        self._read_at_s = 0.0
+        self._renew()
+        self._checksum = options.get("checksum", "crc64nvme" if self._is_amazon else "signature")
         if self._checksum not in CHECKSUMS:
             raise ConfigError(
                 f"The storage option checksum is {self._checksum!r}.",
                 hint=f"Set it to one of {', '.join(CHECKSUMS)}.",
             )
 
-    def connect(self, *, request_s: int, retry_s: int) -> S3Store:
-        config: Any = {"region": self._client.meta.region_name}
-        if self._endpoint:
-            config |= {"endpoint": self._endpoint, "virtual_hosted_style_request": False}
+    def _renew(self) -> None:
+        """Read the environment and the vendor's files again: keys that stand there may have been changed."""
+        location, options = self._location, self._options
+        try:
+            session = _session(options.get("profile"))
+            credentials = None if self._is_anonymous else _credentials(session, location)
+            ca_bundle = session.get_config_variable("ca_bundle")  # AWS_CA_BUNDLE, of a store with its own CA
+            roots = Path(ca_bundle).read_bytes() if ca_bundle else None
+            region = location.region or options.get("region") or session.get_config_variable("region")
+            client = session.create_client(
+                "s3",
+                region_name=region or DEFAULT_REGION,
+                endpoint_url=location.endpoint or options.get("endpoint_url"),
+                config=_config(self._is_anonymous),
+            )
+        except (botocore.exceptions.BotoCoreError, ValueError, OSError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{location.bare} cannot be opened with this process's AWS settings: {short_error(error)}",
+                hint="Look at ~/.aws/config, the variables AWS_*, and the path's endpoint and region.",
+            ) from None
+        self._read_at_s = time.monotonic()
+        self._credentials, self._roots, self._client = credentials, roots, client
+        self._is_amazon = client.meta.endpoint_url.endswith(AMAZON)
+
+    def connect(self, *, request_s: int, retry_s: int, stall_s: int | None = None) -> S3Store:
+        endpoint = self._client.meta.endpoint_url
+        config: Any = {  # all that obstore would otherwise take from variables that botocore does not know
+            "region": self._client.meta.region_name,
+            "endpoint": endpoint,
+            "aws_endpoint_url_s3": endpoint,
+            "virtual_hosted_style_request": False,
+            "conditional_put": "etag",
+            "s3_express": False,
+            "request_payer": False,
+            "skip_signature": self._is_anonymous,
+        }
         if self._checksum != "signature":
             config |= {"checksum_algorithm": self._checksum, "unsigned_payload": True}
         if sse := self._options.get("sse"):
             config |= {"server_side_encryption": sse}
         if key_id := self._options.get("sse_kms_key_id"):
             config |= {"sse_kms_key_id": key_id}
-        if self._is_anonymous:
-            config |= {"skip_signature": True}
         return S3Store(
             self._bucket,
             prefix=self._prefix.rstrip("/") or None,
             config=config,
-            client_options=client_options(request_s, ca_bundle=self._ca_bundle),
+            client_options=client_options(request_s, stall_s=stall_s, roots=self._roots),
             retry_config=retry_config(retry_s),
             credential_provider=None if self._is_anonymous else self._provide,
         )
@@ -122,9 +143,13 @@ class S3Bucket:
             raise OSError(f"{self.where}/{upload.name}: {short_error(error)}") from None
 
     def _provide(self) -> Any:
-        """The credentials of now, for obstore."""
-        assert self._credentials is not None
+        """The credentials of now, for obstore. What does not renew itself is read again."""
         with self._lock:
+            is_old = time.monotonic() - self._read_at_s >= CREDENTIALS_S
+            if is_old and not isinstance(self._credentials, RefreshableCredentials):
+                with contextlib.suppress(ConfigError):  # the old ones may still do
+                    self._renew()
+            assert self._credentials is not None
             now = self._credentials.get_frozen_credentials()
         return {
             "access_key_id": now.access_key,
@@ -147,19 +172,17 @@ def _session(profile: str | None) -> Any:
     return session
 
 
-def _usual_endpoints(region: str) -> tuple[str, ...]:
-    """Those that obstore finds by itself; others of Amazon's (in a VPC, FIPS, dual stack) it must be told."""
-    return f"https://s3.{region}{AMAZON}", f"https://s3{AMAZON}"
-
-
 def _credentials(session: Any, location: Location) -> Any:
     try:
         found = session.get_credentials()
     except (botocore.exceptions.BotoCoreError, ValueError) as error:  # ValueError: what it got is no JSON
-        raise ConfigError(f"The AWS credentials for {location} cannot be had: {short_error(error)}") from None
+        raise ConfigError(  # what a provider of credentials says may be one
+            f"The AWS credentials for {location.bare} cannot be had: {type(error).__name__}.",
+            hint="Ask for them by hand, such as by `aws sts get-caller-identity`, to see why.",
+        ) from None
     if found is None:
         raise ConfigError(
-            f"This process has no AWS credentials for {location}.",
+            f"This process has no AWS credentials for {location.bare}.",
             hint="Give every node AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile (AWS_PROFILE or "
             "storage_options['profile']) or a role; in `ray job submit` by runtime_env's env_vars.",
         )

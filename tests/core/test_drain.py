@@ -107,6 +107,21 @@ def test_a_full_disk_waits_a_while_for_a_store_that_is_away() -> None:
     assert not keep_failing(run, drains, 2 * MAX_RETRY_S)
 
 
+def test_checkpoints_that_fail_for_reasons_of_their_own_let_others_pass() -> None:
+    """Two places are all there is; what cannot be described must not keep them while the store is well."""
+    run = run_on("ab")
+    asked = []
+    for step in (10, 20):
+        for drain in of(run.save(step), m.Drain):
+            asked += of(run.drained(drain), m.WriteDescription)
+    assert len(asked) == MAX_ACTIVE
+    while run.now_s < HOUR_S:
+        for order in asked:
+            run.tell(m.DescriptionWritten(attempt=order.checkpoint.id, error="no right to read"))
+        asked = of(run.tick(1.0), m.WriteDescription)
+    assert {drain.attempt for drain in of(run.save(30), m.Drain)} == {run.attempt(30)}
+
+
 def test_a_description_that_the_store_does_not_take_is_written_again() -> None:
     run = run_on("ab")
     drains = of(run.save(10), m.Drain)

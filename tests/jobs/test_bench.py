@@ -409,16 +409,17 @@ def rig(tmp_path: Path) -> remote.Rig:
     tmpfs.mkdir()
     cargo = remote_clients.make_cargo(folder / "shard", 1 << 20)
     ref = RemoteRef(storage_path=str(tmp_path / "store"), run_name="bench")
+    ref.open().root.folder.mkdir(parents=True)
     return remote.Rig(ref, cargo, folder, tmpfs)
 
 
 class TestRemote:
     @pytest.mark.parametrize("direction", ("upload", "download"))
     def test_the_fastest_peer_counts_and_one_that_changes_bytes_does_not(
-        self, rig: remote.Rig, direction: remote.Direction
+        self, rig: remote.Rig, direction: str
     ) -> None:
         peers = [copier("good"), copier("bad", "flips"), copier("none", "fails")]
-        own, good, bad, none = rig.rows(direction, "a shard", peers, repeat=2)
+        own, good, bad, none = getattr(rig, f"{direction}_rows")(peers, repeat=2)
         assert own.reference is not None and own.reference == Reference(
             name="good, default", samples=good.samples
         )
@@ -427,7 +428,7 @@ class TestRemote:
         assert none.skipped == "OSError: no way"
 
     def test_without_a_peer_there_is_nothing_to_reach(self, rig: remote.Rig) -> None:
-        own, none = rig.rows("upload", "a shard", [copier("none", "fails")], repeat=1)
+        own, none = rig.upload_rows([copier("none", "fails")], repeat=1)
         assert (own.reference, own.reach, none.verdict) == (None, "", "skipped")
 
     def test_a_program_that_is_not_installed_is_a_row(
@@ -435,7 +436,7 @@ class TestRemote:
     ) -> None:
         monkeypatch.setattr(s3_server, "TOOLS", tmp_path)
         monkeypatch.setenv("PATH", str(tmp_path))
-        _, *rows = rig.rows("upload", "a shard", remote_clients.PEERS[2:], repeat=1)
+        _, *rows = rig.upload_rows(remote_clients.PEERS[2:], repeat=1)
         assert [one.name for one in rows] == ["remote-upload/aws", "remote-upload/rclone"]
         assert all("make .venv-servers/.ready" in one.skipped for one in rows)
 
@@ -448,7 +449,7 @@ class TestRemote:
     def test_the_start_of_a_program_does_not_count(self) -> None:
         mover = remote.Mover(
             name="it",
-            label="it",
+            setting="default",
             prepare=lambda: time.sleep(0.3),
             move=lambda: time.sleep(0.05),
             start=remote.Usage(0.04, 0.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 HOME = Path(__file__).parents[2] / ".venv-servers"
 GUARD = Path(__file__).parent / "guard.py"
+END_S = 5.0  # for a server to notice
 START_S = 60.0  # until the first answer: two seconds, when the machine has nothing else to do
 LOOK_S = 0.05  # between looks for it
 ACCESS_KEY, SECRET_KEY = "strict", "strict-secret"  # what the strict store wants; the others take any
@@ -70,6 +72,7 @@ def _running(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | (environment or {}) | {"HOME": str(folder)},
+            start_new_session=True,
         ) as guard,
     ):
         assert guard.stdin is not None
@@ -78,7 +81,10 @@ def _running(
             yield url
         finally:
             guard.stdin.close()
-            guard.wait()
+            try:
+                guard.wait(END_S)
+            except subprocess.TimeoutExpired:  # a process that was forked meanwhile holds the other end too
+                os.killpg(guard.pid, signal.SIGKILL)
 
 
 def _wait_for(url: str, guard: subprocess.Popen[bytes], log: Path) -> None:

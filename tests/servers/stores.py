@@ -188,6 +188,7 @@ class Store:
 
     def __post_init__(self) -> None:
         if self.location.is_posix:
+            (self.location.folder / "run" / "ray_ckpt").mkdir(parents=True, exist_ok=True)  # as a probe does
             self.files = PosixFiles(self.location.folder)
         else:
             self.files, self._small = open_objects(self.location, self.options)
@@ -211,6 +212,7 @@ class Store:
         """An empty log below the root."""
         folder = f"log-{uuid.uuid4().hex}"
         if self._small is None:
+            (self.location.folder / folder).mkdir()
             return PosixLogStore(self.location.folder / folder)
         return ObjectLogStore(self._small, folder)
 

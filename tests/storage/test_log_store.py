@@ -290,7 +290,14 @@ class TestMemory(LogStoreTests):
 class TestPosix(LogStoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> LogStore:
+        (tmp_path / "run" / "log").mkdir(parents=True)
         return PosixLogStore(tmp_path / "run" / "log")
+
+    def test_a_mount_that_is_away_is_not_written_below(self, tmp_path: Path) -> None:
+        """P3: what would be written there is hidden when the mount is back, and the log has a gap."""
+        store = PosixLogStore(tmp_path / "mount" / "run" / "log")
+        assert store.create("a", b"1") is Outcome.UNKNOWN
+        assert not (tmp_path / "mount").exists()
 
     def test_nothing_but_the_objects_is_left(self, tmp_path: Path) -> None:
         store = PosixLogStore(tmp_path)

@@ -10,10 +10,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,6 @@ from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.location import Location
-from ray_ckpt.storage import gcs, object_store, s3
 from ray_ckpt.storage.log_store import LogStore, Outcome
 from ray_ckpt.storage.object_log import ObjectLogStore
 from ray_ckpt.storage.object_store import open_objects
@@ -41,11 +38,10 @@ from ray_ckpt.testing.strict_store import (
 )
 from ray_ckpt.testing.strict_store.faults import Action
 from ray_ckpt.types import FileEntry
+from tests.servers.patience import REQUEST_S, TRIES, lose_patience
 from tests.servers.stores import bucket_url, fsspec_location
 
 MIB = 1 << 20
-TRIES = 4  # of a request by a client library
-REQUEST_S = 1  # for a request: a hanging one costs as much
 NUM_WRITERS = 16
 CREATES = Match(operation="PutObject")
 READS = Match(operation="GetObject")
@@ -54,22 +50,10 @@ COMPLETION = Match(operation="CompleteMultipartUpload")
 BUCKETS = ("s3", "gs")
 
 
-def quick_retries(retry_s: int) -> dict[str, Any]:
-    wait = {"init_backoff": timedelta(milliseconds=2), "max_backoff": timedelta(milliseconds=20), "base": 2}
-    return {"max_retries": TRIES - 1, "retry_timeout": timedelta(seconds=retry_s), "backoff": wait}
-
-
 @pytest.fixture
 def quick(credentials: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that give up soon."""
-    for module in (s3, gcs):
-        monkeypatch.setattr(module, "retry_config", quick_retries)
-    for name in ("REQUEST_S", "LOG_REQUEST_S"):
-        monkeypatch.setattr(object_store, name, REQUEST_S)
-    monkeypatch.setattr(gcs, "REQUEST_S", REQUEST_S)
-    monkeypatch.setattr(gcs, "BACKOFF_S", 0.002)
-    monkeypatch.setattr(s3, "RETRIES", {"max_attempts": 2})
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # of botocore; s3fs has tries of its own
+    lose_patience(monkeypatch)
 
 
 def location_of(kind: str, strict: StrictStore) -> tuple[Location, dict[str, str]]:
@@ -198,7 +182,7 @@ class TestCreates:
     ) -> None:
         """The request outlives its client: it is carried out after the create was called unclear."""
         log = new_log(kind, strict)
-        strict.add_fault(Fault(match=CREATES, action=Delay(REQUEST_S + 1.0), times=1))
+        strict.add_fault(Fault(match=CREATES, action=Delay(REQUEST_S + 0.5), times=1))
         first = log.create("a", b"1")
         assert first is Outcome.OK or first is Outcome.UNKNOWN
         end = time.monotonic() + 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -29,7 +30,10 @@ def names_in(folder: Path) -> list[str]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    return tmp_path / "gpt" / "ray_ckpt"
+    """As a probe leaves it."""
+    root = tmp_path / "gpt" / "ray_ckpt"
+    (root / "log").mkdir(parents=True)
+    return root
 
 
 @pytest.fixture
@@ -96,6 +100,55 @@ def test_compression_that_does_not_pay_is_left_out(tier: RemoteTier, root: Path,
     entry, path = staged(tmp_path, os.urandom(5 << 20))
     assert tier.put_file(DIRECTORY, entry, path, level=1) == entry.size_bytes
     assert names_in(root / "checkpoints" / DIRECTORY) == [SHARD]
+
+
+def test_a_shard_that_is_stored_again_is_read_in_its_new_form(
+    tier: RemoteTier, root: Path, tmp_path: Path
+) -> None:
+    """The old form may be what was damaged; nobody reads it any more, also who has its table."""
+    data = compressible(zstd.FRAME_BYTES)
+    entry, path = staged(tmp_path, data)
+    folder, reader = root / "checkpoints" / DIRECTORY, RemoteTier(tier.root)
+    for level, form in ((None, SHARD), (1, f"{SHARD}.zst"), (None, SHARD), (1, f"{SHARD}.zst")):
+        time.sleep(0.01)  # apart, by the clock of the file system
+        tier.put_file(DIRECTORY, entry, path, level=level)
+        assert [stored.name.rpartition("/")[2] for stored in tier.settle(DIRECTORY).values()] == [form]
+        assert names_in(folder) == [form]
+        for who in (tier, reader):
+            with contextlib.suppress(FileNotFoundError):  # once, by who knows the other form
+                list(who.read(DIRECTORY, SHARD, [(0, 1)]))
+            assert b"".join(map(bytes, who.blocks(DIRECTORY, SHARD))) == data
+
+
+@pytest.mark.parametrize("level", [None, 1])
+def test_a_file_of_this_node_that_is_short_or_gone_is_damage_of_the_node(
+    tier: RemoteTier, tmp_path: Path, level: int | None
+) -> None:
+    entry, path = staged(tmp_path, compressible(3 << 20))
+    path.write_bytes(b"short")
+    with pytest.raises(CorruptionError, match="has 5 bytes here"):
+        tier.put_file(DIRECTORY, entry, path, level=level)
+    path.unlink()
+    with pytest.raises(CorruptionError, match="gone from this node"):
+        tier.put_file(DIRECTORY, entry, path, level=level)
+
+
+def test_a_mount_that_is_away_is_not_written_below(tier: RemoteTier, root: Path) -> None:
+    tier.put(DIRECTORY, SHARD, b"1")
+    mount = root.parents[1]
+    mount.rename(mount.with_name("away"))
+    for call in (
+        lambda: tier.put(DIRECTORY, MANIFEST, b"1"),
+        lambda: tier.delete(DIRECTORY),
+        lambda: tier.size(DIRECTORY, MANIFEST),
+        lambda: list(tier.read(DIRECTORY, SHARD, [(0, 1)])),
+        lambda: tier.files_of(DIRECTORY),
+    ):
+        with pytest.raises(OSError, match="is it mounted"):
+            call()
+    assert not mount.exists()
+    mount.with_name("away").rename(mount)
+    assert tier.size(DIRECTORY, SHARD) == 1
 
 
 def test_a_file_that_is_not_there(tier: RemoteTier) -> None:
@@ -176,6 +229,9 @@ def test_the_probe_and_what_nodes_see_of_it(tier: RemoteTier, root: Path, tmp_pa
     tier.check_shared("nonce-1", node="n1")  # somebody else's look at the log has changed nothing
     with pytest.raises(StorageNotShared):
         RemoteTier(Location.parse(tmp_path / "other")).check_shared("nonce-1", node="n1")
+    RemoteTier(tier.root).leave_nonce("nonce-3")
+    with pytest.raises(StorageNotShared):
+        tier.check_shared("nonce-1", node="n1")
 
 
 def test_nodes_that_look_at_once_do_not_meet(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
