@@ -285,9 +285,8 @@ class RemoteTier:
         ours = {stored.name for stored in self.files.list(folder) if is_stored_name(stored.name)}
         ours.add(f"{folder}/{names.CHECKPOINT_JSON}")  # so that an empty folder goes too
         manifests = {name for name in ours if not names.is_data_name(_saved_name(name))}
-        self.files.delete(
-            sorted(ours - manifests)
-        )  # first, so that what is left half-deleted can still be told
+        # Data first, so that what is left half-deleted can still be told for what it was.
+        self.files.delete(sorted(ours - manifests))
         self.files.delete(sorted(manifests))
         with contextlib.suppress(OSError):  # a store may not list them; what is left the next sweep ends
             for upload in self.uploads(directory):
