@@ -67,6 +67,7 @@ def final_digests(storage: Path, name: str) -> dict[tuple[str, str], str]:
     return {(r.file, r.label): r.digest for r in rows}
 
 
+@pytest.mark.slow
 def test_the_whole_cluster_dies_and_a_new_one_goes_on_from_the_storage_path(
     no_cluster: None, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def history(path: Path) -> dict[int, str]:
     return {line["step"]: line["loss"] for line in map(json.loads, path.read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_a_new_driver_resumes_exactly_and_ray_sees_our_checkpoints(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ KILLS = 3
 IDLE_S = 3.0
 
 
+@pytest.mark.slow
 def test_the_next_commit_comes_soon_after_the_coordinator_died(make_rig: MakeRig) -> None:
     """P3, P6: training goes on, the log has one history, and what was acknowledged is restored."""
     rig = make_rig("coordinator", every_steps=1, remote_every=5, max_block_s=1.0)

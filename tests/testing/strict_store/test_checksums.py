@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from ray_ckpt.testing.strict_store import checksums
 from ray_ckpt.testing.strict_store.checksums import DIGESTS, digest_of, from_text, joined_crc64
 
 # Of the nine bytes "123456789": the check values of the catalogue of parametrised CRC algorithms.
@@ -46,3 +47,18 @@ def test_crc_64_of_parts_makes_that_of_the_whole() -> None:
 def test_what_is_not_base64_is_refused() -> None:
     with pytest.raises(ValueError):
         from_text("not/base64!")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 1000, 70_001, 1 << 20])
+def test_both_ways_to_a_crc64_agree(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    data = random.Random(nbytes).randbytes(nbytes)
+
+    def of(pieces: list[bytes]) -> bytes:
+        state = checksums.Crc64Nvme()
+        for piece in pieces:
+            state.update(memoryview(piece))
+        return state.digest()
+
+    native = of([data[:100], data[100:]])
+    monkeypatch.setattr(checksums, "_crc64nvme", None)
+    assert of([data[:100], data[100:]]) == native
