@@ -645,10 +645,12 @@ class NodeAgent:
                     send_files(endpoint, credentials, files, limiter=run.limiter)
 
     def _drain(self, run: NodeRun, attempt: AttemptId, node_index: int) -> None:
-        holding = self._holding(run, attempt, node_index)
         time.sleep(random.uniform(0.0, DRAIN_SPREAD_S))
+        holding = self._holding(run, attempt, node_index)
         pace = DrainPace(run.drain_limiter, self._copies)
         for file in (*holding.fragment.files, holding.entry):
+            if run.machine.is_deleted(attempt.attempt):  # or it would come back on the storage path
+                raise Unavailable(f"step {attempt.step} is being deleted here")
             path = run.staging.path(run.run_uid, attempt.directory, file.name)
             run.remote.put_file(attempt.directory, file, path, pace=pace, level=run.spec.options.compress)
 

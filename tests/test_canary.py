@@ -206,7 +206,8 @@ def test_a_run_that_goes_well(
     use(tier, watch, staged(tmp_path, 17 * MIB))
     assert {type(error) for error in watch.errors} <= {StorageNotShared, EOFError}
     assert len(tier.files_of(DIRECTORY)) > 1 and tier.log.create("still", b"works") is Outcome.OK
-    assert check(watch, capfd) == (LEAKING if kind == "s3" else set())
+    told = check(watch, capfd)
+    assert told <= LEAKING and bool(told) == (kind == "s3")  # botocore does not log each of them each time
     for path in (tmp_path / "store").rglob("*"):
         assert not secrets_in(path.name + (path.read_bytes().decode("latin-1") if path.is_file() else ""))
     options = RunOptions(storage_options=dict(ref.options))
