@@ -12,10 +12,10 @@ a transfer never keeps a commit waiting.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
 import re
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,6 +47,7 @@ IN_FLIGHT_BYTES = PARTS_IN_FLIGHT * PART_BYTES  # bound when parts must be large
 MAX_PARTS = 10_000  # of S3 and GCS
 GET_BYTES = 16 << 20  # of a range that one request asks for: stores serve that well, and it is soon repeated
 READ_AHEAD = 2  # further answers of one reader that have begun: a restore has four readers
+AHEAD_S = 0.02  # an answer that begins later is worth asking for ahead; before that the threads cost more
 CHUNK_BYTES = 256 << 10  # of an answer, handed on at a time: fits a cache; measured, larger ones are slower
 DELETES = 8  # of one call at a time: a checkpoint of a thousand ranks has thousands of files
 PUT_S = 900  # for a part: 16 of them share a node's link, which may have 300 KB/s
@@ -164,15 +165,19 @@ class BucketFiles:
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
         requests = iter(_requests(ranges))
-        first = list(itertools.islice(requests, 2))
-        if len(first) < 2:  # needs no threads
-            for request in first:
-                yield from self._stream(name, self._ask(name, *request), *request)
-            return
+        for request in requests:
+            start_s = time.monotonic()
+            answer = self._ask(name, *request)
+            is_far = time.monotonic() - start_s > AHEAD_S
+            yield from self._stream(name, answer, *request)
+            if is_far:
+                yield from self._read_ahead(name, requests)
+
+    def _read_ahead(self, name: str, requests: Iterator[tuple[int, int]]) -> Blocks:
         with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="ray_ckpt-get") as pool:
             asked: deque[tuple[Future[Any], tuple[int, int]]] = deque()
             try:
-                for request in itertools.chain(first, requests):
+                for request in requests:
                     asked.append((pool.submit(self._ask, name, *request), request))
                     if len(asked) > READ_AHEAD:
                         yield from self._next(name, asked)

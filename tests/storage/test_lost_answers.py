@@ -314,6 +314,22 @@ class TestDrains:
         strict.clear_faults()
         assert bytes(got) == data if error is None else len(str(error).splitlines()) == 1
 
+    def test_answers_that_begin_late_are_asked_for_ahead(
+        self, tier: RemoteTier, staged: tuple[FileEntry, Path], strict: StrictStore
+    ) -> None:
+        entry, path = staged
+        tier.put_file(DIRECTORY, entry, path)
+        late_s, num_ranges = 0.3, 7
+        ranges = [(k * SIZE // num_ranges, 1000) for k in range(num_ranges)]
+        strict.add_fault(Fault(match=READS, action=Delay(late_s)))
+        begun = time.monotonic()
+        got = b"".join(map(bytes, tier.read(DIRECTORY, SHARD, ranges)))
+        took_s = time.monotonic() - begun
+        strict.clear_faults()
+        data = path.read_bytes()
+        assert got == b"".join(data[offset : offset + nbytes] for offset, nbytes in ranges)
+        assert took_s < num_ranges * late_s  # one after another they would take that at least
+
     def test_a_bit_that_flips_on_the_way_down_is_found_by_the_reader(
         self, tier: RemoteTier, tmp_path: Path, strict: StrictStore
     ) -> None:
