@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ray_ckpt.errors import InsufficientSpace, Unavailable
+from ray_ckpt.format.agreed import PAGE_BYTES, write_word
 from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BYTES, ArenaPage, ring_block
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.link import ArenaMode
@@ -118,6 +119,17 @@ class ArenaMemory:
     def _release(self) -> None:
         self.page.populated_bytes = len(self.memory)  # there is nothing to wait for any more
         os.close(self._file)
+
+
+class AgreedPage:
+    """The word of the agreed step, which this node's ranks map and read (`format/agreed.py`)."""
+
+    def __init__(self, *, named: bool = False) -> None:
+        self._file, self.path = _named_file(0, PAGE_BYTES) if named else _memfd(0, PAGE_BYTES)
+        self._memory = map_shared(self._file, 0, PAGE_BYTES, writable=True)
+
+    def show(self, word: int) -> None:
+        write_word(self._memory, word)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
@@ -56,8 +56,9 @@ from ray_ckpt.format.manifest import (
     decode_fragment,
     encode_checkpoint,
 )
-from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file
+from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, record_file
 from ray_ckpt.format.records import encode_record
+from ray_ckpt.notices import Notice
 from ray_ckpt.storage.log_store import (
     LogStore,
     Outcome,
@@ -68,7 +69,7 @@ from ray_ckpt.storage.log_store import (
 )
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.transport.credentials import ServiceKeys
-from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, RankRestore
+from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, Part, RankRestore
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
@@ -77,7 +78,9 @@ TAKE_OVER_AGAIN_S = 5.0
 STORE_TIMEOUT_S = 30.0  # a create that takes longer is answered "unknown"
 AGENT_START_S = 120.0  # a cold node imports torch first
 AGENT_CALL_S = 60.0
+PARTS_WAIT_S = 300.0  # for the other parts of a group, whose processes may still be starting
 OWNER_GONE_S = 10.0  # a launcher that ends is dead for Ray within seconds; one that lives longer has the run
+NOTICE_HOLDS_S = 60.0  # after its deadline, or the last time that it was told
 DISKS_EVERY_S = 10.0  # between looks at the nodes' file systems
 DRAIN_SLACK_S = 900.0  # for a drain, besides what its bytes take: one part at a time on a poor link
 LEAST_DRAIN_BYTES_PER_S = 1 << 20  # of a node; whoever is slower is taken for stuck
@@ -86,6 +89,15 @@ INVENTORY_AGAIN_S = 1.0
 REMOTE_THREADS = 4  # deletes and descriptions on storage paths, over all runs
 CONTROL_THREADS = 2  # questions to Ray
 OPEN_LOG_TRIES = 3  # races with the last words of a coordinator that died
+
+
+@dataclass(slots=True)
+class ComingParts:
+    """Parts of a group that wait for the others."""
+
+    parts: tuple[Part, ...]
+    nodes: dict[str, tuple[str, ...]]  # part -> the node of each of its ranks
+    joined: asyncio.Future[Joined]
 
 
 class Run:
@@ -105,6 +117,7 @@ class Run:
         self.is_over = False  # its launcher has ended it; nobody needs agents for it until the next group
         self.disks: dict[str, m.DiskSpace] = {}
         self.changed = asyncio.Condition()
+        self.coming: ComingParts | None = None
 
     @property
     def store(self) -> LogStore:
@@ -133,6 +146,8 @@ class Coordinator:
         self._runs: dict[str, Run] = {}  # by RunSpec.key
         self._opening: dict[str, asyncio.Lock] = {}
         self._agents: dict[str, Any] = {}
+        # Nodes about to go: the Unix time if it is known, and until when that counts unless it is said again.
+        self._leaving: dict[str, tuple[float | None, float]] = {}
         self._cards: dict[str, AgentCard] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         # Apart from each other and from the logs, so that a hanging store stops none of the others.
@@ -248,8 +263,10 @@ class Coordinator:
             run = self._runs.get(spec.key)
             if self._ticker is None:
                 self._ticker = asyncio.ensure_future(self._tick())
-            is_new = run is None or not run.machine.is_open
+            is_new = run is None or not run.machine.is_open or await self._is_overtaken(run)
             if run is None or is_new:
+                if run is not None:
+                    run.threads.shutdown(wait=False)
                 run = await self._open_log(spec, owner)
             elif run.spec.storage != spec.storage:
                 await self._in_thread(self._remote_io, _check_same_log, run, spec)
@@ -257,6 +274,17 @@ class Coordinator:
             run.spec, run.machine.options = spec, spec.options
             await self._open_on_nodes(run, await self._live_nodes(), checks_storage=is_new)
             return run.run_uid
+
+    async def _is_overtaken(self, run: Run) -> bool:
+        """Nobody trains, and somebody else has written to the log: a rollback, or another cluster."""
+        if not run.machine.is_idle:
+            return False
+        name = record_file(run.machine.history.next_seq)
+        try:
+            found = await asyncio.wait_for(self._in_log_thread(run, run.store.read, name), STORE_TIMEOUT_S)
+        except (OSError, TimeoutError):
+            return False
+        return found is not None and run.machine.is_idle
 
     async def open_group(self, key: str, nodes: tuple[m.GroupNode, ...], resume: Any, owner: str) -> Joined:
         """A training group begins: choose its checkpoint, log its session, tell its nodes."""
@@ -281,6 +309,38 @@ class Coordinator:
             world_size=plan.world_size,
             nodes={rank: node.node_id for node in plan.nodes for rank in node.ranks},
         )
+
+    async def open_part(
+        self,
+        key: str,
+        parts: tuple[Part, ...],
+        part: str,
+        nodes: tuple[str, ...],
+        resume: Any,
+        owner: str,
+    ) -> Joined:
+        """One of several worker groups that are to be one group, with the node of each of its ranks.
+
+        They open it together when all have come; one that comes again takes its earlier place.
+        """
+        run = self._run(key)
+        if run.coming is None or run.coming.parts != parts or run.coming.joined.done():
+            run.coming = ComingParts(parts, {}, asyncio.get_running_loop().create_future())
+        coming = run.coming
+        coming.nodes[part] = nodes
+        if len(coming.nodes) == len(parts):
+            run.coming = None
+            group = group_nodes([node for p in parts for node in coming.nodes[p.name]])
+            try:
+                joined = await self.open_group(key, group, resume, owner)
+                coming.joined.set_result(replace(joined, parts=parts))
+            except Exception as error:
+                coming.joined.set_exception(error)
+        try:
+            return await asyncio.wait_for(asyncio.shield(coming.joined), PARTS_WAIT_S)
+        except TimeoutError:
+            missing = ", ".join(p.name for p in parts if p.name not in coming.nodes)
+            raise Unavailable(f"Run {run.spec.name}: the parts {missing} have not come.") from None
 
     async def finish(self, key: str, timeout_s: float) -> CheckpointInfo | None:
         """The run is over: wait until its last checkpoint is durable, and return it."""
@@ -394,6 +454,13 @@ class Coordinator:
                     for run in list(self._runs.values()):
                         await self._open_on_fresh(run, (node,))
 
+    async def node_leaves(self, node: str, notice: Notice) -> None:
+        """A node is about to go, as its cloud or a signal says; said again as long as it is so."""
+        if node not in self._leaving:
+            log.warning("node %s is about to go: %s (%s)", node[:12], notice.text, notice.source)
+        until_s = max(time.time(), notice.deadline_s or 0.0) + NOTICE_HOLDS_S
+        self._leaving[node] = (notice.deadline_s, until_s)
+
     async def make_durable(self, run_uid: str) -> None:
         await self._ask(self._by_uid(run_uid), lambda token: m.FinishAsked(token=token))
 
@@ -436,6 +503,9 @@ class Coordinator:
             case m.Publish(attempt=attempt, level=level, error=problem, nodes=nodes, epoch=epoch):
                 for node in nodes:
                     self._send(run, node, "publish", run.run_uid, attempt, level, problem, epoch)
+            case m.NameStep(age=age, agreed=agreed, nodes=nodes):
+                for node in nodes:
+                    self._send(run, node, "name_step", run.run_uid, age, agreed, epoch)
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
                 if holder in self._cards:
                     where = self._cards[holder].endpoint
@@ -732,6 +802,8 @@ class Coordinator:
                 live = frozenset(await self._live_nodes())
                 for node in set(self._agents) - live:
                     self._forget(node)
+                now_s = time.time()
+                self._leaving = {k: v for k, v in self._leaving.items() if k in live and now_s < v[1]}
                 self._retire_idle_agents()
                 if time.monotonic() - self._looked_s > DISKS_EVERY_S:
                     self._looked_s = time.monotonic()
@@ -745,8 +817,13 @@ class Coordinator:
             return
         live = frozenset(nodes.live)
         disks, run.disks = run.disks, {}  # told once per look
+        left_s = self._left_s(nodes)
         seen = m.NodesSeen(
-            live=live & run.opened, draining=nodes.draining, domains=nodes.domains, disks=disks
+            live=live & run.opened,
+            draining=nodes.draining | self._leaving.keys(),
+            left_s=left_s,
+            domains=nodes.domains,
+            disks=disks,
         )
         self._handle(run, seen)
         if run.is_over:
@@ -754,6 +831,12 @@ class Coordinator:
         if fresh := live - run.opened - run.opening:
             run.opening |= fresh
             self._spawn(self._open_on_fresh(run, tuple(sorted(fresh))))
+
+    def _left_s(self, nodes: ray_state.NodesNow) -> dict[str, float]:
+        """Until leaving nodes are gone, by whoever says it sooner: Ray, the cloud, or a signal."""
+        now_s = time.time()
+        told = {n: max(at_s - now_s, 0.0) for n, (at_s, _) in self._leaving.items() if at_s is not None}
+        return {n: min(d[n] for d in (told, nodes.left_s) if n in d) for n in told.keys() | nodes.left_s}
 
     async def _open_on_fresh(self, run: Run, nodes: tuple[str, ...]) -> None:
         """Nodes that joined, or that got a new agent in the middle of a session."""
@@ -945,6 +1028,14 @@ def _delete_all(remote: RemoteTier, effect: m.DeleteOrphans) -> None:
         remote.abort(upload.directory, upload.file, upload.upload_id)
     for directory in effect.directories:
         remote.delete(directory)
+
+
+def group_nodes(nodes: Sequence[str]) -> tuple[m.GroupNode, ...]:
+    """Ranks by node, where rank k runs on `nodes[k]`."""
+    by_node: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    return tuple(m.GroupNode(node_id=node, ranks=tuple(ranks)) for node, ranks in by_node.items())
 
 
 def _attempt_of(run: Run, step: int) -> str:

@@ -22,6 +22,7 @@ from typing_extensions import Buffer
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.arena_memory import (
+    AgreedPage,
     ArenaMemory,
     RankArena,
     available_memory_bytes,
@@ -37,10 +38,12 @@ from ray_ckpt.core import node as n
 from ray_ckpt.core.claim import RunMark
 from ray_ckpt.core.messages import Age, DiskSpace, HeldFragment, Inventory, RankProgress, SessionPlan
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
+from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import attempt_of, fragment_file, shard_file, state_file
 from ray_ckpt.link import ArenaGrant, SealedShard
+from ray_ckpt.notices import CloudNotices, Notice
 from ray_ckpt.restore import Place, RestoreTicket, Shared
 from ray_ckpt.storage.direct import read_blocks_direct
 from ray_ckpt.storage.disks import Disks
@@ -81,6 +84,8 @@ class NodeRun:
         self.end: tuple[int, CheckpointError] | None = None  # the last session that ended here, and why
         self.endpoints: dict[str, str] = {}
         self.arenas: dict[int, RankArena] = {}
+        self.page: AgreedPage | None = None  # made when the first rank asks for it
+        self.word = 0  # what it shows
         self.sealed: dict[tuple[str, int], SealedShard] = {}
         self.released: dict[tuple[str, int], asyncio.Event] = {}
         self.reading: set[tuple[str, int]] = set()  # captures that are being written; their memory is in use
@@ -109,6 +114,12 @@ class NodeRun:
             needed_bytes, reserve_bytes=reserve_bytes, what=what, is_one_file=is_one_file
         )
 
+    def show(self, word: int) -> None:
+        """The agreed step, where this node's ranks look; 0: none."""
+        self.word = word
+        if self.page is not None:
+            self.page.show(word)
+
     def end_shared_reads(self) -> None:
         if self.shared is not None:
             self.shared.close()
@@ -134,6 +145,8 @@ class NodeAgent:
         self._disk_io = ThreadPoolExecutor(DISK_THREADS, "ray_ckpt-disk", yield_to_training)
         self._peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
         self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, "ray_ckpt-remote", yield_to_training)
+        self._cloud_io = ThreadPoolExecutor(1, "ray_ckpt-cloud")
+        self._watches_cloud = False
         self._copies = Underway()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: PeerServer | None = None
@@ -190,6 +203,9 @@ class NodeAgent:
             run = self._runs.setdefault(order.run_uid, NodeRun(order.spec, order.run_uid, staging))
         run.use(order.spec)
         await self._obey(run, n.EpochSeen(epoch=order.epoch))
+        if not self._watches_cloud:
+            self._watches_cloud = True
+            self._spawn(self._watch_cloud(CloudNotices.from_environment()))
         if run.checked_nonce != order.nonce:  # once per coordinator: a hiccup later must not end a group
             await self._in_thread(self._remote_io, run.remote.check_shared, order.nonce, node=self._node_id)
             run.checked_nonce = order.nonce
@@ -223,6 +239,8 @@ class NodeAgent:
             self._close_arenas(run)
         run.use(start.spec)
         run.endpoints, run.is_over = dict(start.endpoints), False
+        if ended is None or ended.age < start.plan.age:
+            run.show(0)
         run.restored = {}
         run.ticket = None
         run.end_shared_reads()
@@ -267,6 +285,10 @@ class NodeAgent:
         await self._obey(
             run, n.CopyOrdered(attempt=attempt, node_index=node_index, holder=holder, epoch=epoch)
         )
+
+    async def name_step(self, run_uid: str, age: Age, agreed: AgreedStep, epoch: int) -> None:
+        """All ranks of the session are to save after this step."""
+        await self._obey(self._runs[run_uid], n.StepNamed(age=age, agreed=agreed, epoch=epoch))
 
     async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> None:
         """Copy one fragment's files from here to the storage path, the fragment last.
@@ -383,6 +405,14 @@ class NodeAgent:
             size_bytes=arena.buffers[0].size_bytes,
         )
 
+    async def agreed_page(self, run_uid: str, named: bool) -> str:
+        """Where a rank of this node maps the word of the agreed step; `named` as for an arena."""
+        run = self._runs[run_uid]
+        if run.page is None or (named and run.page.path.startswith("/proc/")):
+            run.page = AgreedPage(named=named)
+            run.page.show(run.word)
+        return run.page.path
+
     def _check_session(self, run: NodeRun, session: int) -> None:
         if _require(run.machine.plan).session != session:
             raise RunSuperseded("A newer session owns this run.")
@@ -449,6 +479,17 @@ class NodeAgent:
         if is_first:
             self._spawn(self._forward_progress(run, session))
 
+    async def leaves(self, notice: Notice) -> None:
+        """This node, or a rank on it, is about to go."""
+        await self._tell("node_leaves", self._node_id, notice)
+
+    async def _watch_cloud(self, notices: CloudNotices) -> None:
+        """Pass on what the cloud says of this machine, again and again as long as it says so."""
+        while not notices.is_over:
+            if (notice := await self._in_thread(self._cloud_io, notices.poll)) is not None:
+                await self.leaves(notice)
+            await asyncio.sleep(notices.poll_s)
+
     async def make_durable(self, run_uid: str) -> None:
         await self._ask("make_durable", run_uid)
 
@@ -509,6 +550,8 @@ class NodeAgent:
                 await self._in_thread(self._disk_io, run.staging.delete, run.run_uid, directory)
             case n.PersistEpoch(epoch=epoch):
                 await self._in_thread(self._disk_io, self._persist_epoch, run, epoch)
+            case n.ShowStep(agreed=agreed):
+                run.show(agreed.word)
             case n.EndSession(session=session, error=error):
                 if run.decision is not None and not run.decision.done():
                     run.decision.set_exception(error)

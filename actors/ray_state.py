@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ class NodesNow:
 
     live: tuple[str, ...]
     draining: frozenset[str]
+    left_s: Mapping[str, float]  # until they are gone, of leaving nodes of which that is known
     domains: Mapping[str, str]
 
 
@@ -30,8 +32,14 @@ def nodes_now(failure_domain: str) -> NodesNow:
     domains = {
         node: next((labels[key] for key in keys if labels.get(key)), "") for node, labels in alive.items()
     }
-    draining = frozenset(ray_state.state.get_draining_nodes()) & set(alive)
-    return NodesNow(live=tuple(sorted(alive)), draining=draining, domains=domains)
+    deadlines_ms = ray_state.state.get_draining_nodes()  # Unix time; 0: none was given
+    draining = {node: ms for node, ms in deadlines_ms.items() if node in alive}
+    return NodesNow(
+        live=tuple(sorted(alive)),
+        draining=frozenset(draining),
+        left_s={node: max(ms / 1000 - time.time(), 0.0) for node, ms in draining.items() if ms},
+        domains=domains,
+    )
 
 
 def owner_here(*, by_job: bool) -> str:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import ray
 
 from ray_ckpt.actors import names
-from ray_ckpt.actors.coordinator import Coordinator
+from ray_ckpt.actors.coordinator import PARTS_WAIT_S, Coordinator, group_nodes
 from ray_ckpt.actors.ray_state import owner_here
 from ray_ckpt.actors.wire import Joined, RunSpec
 from ray_ckpt.config import RunOptions
 from ray_ckpt.connection import Connection, set_connection
-from ray_ckpt.core.messages import GroupNode, RankProgress
+from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
-from ray_ckpt.errors import CheckpointError, ServiceError, Unavailable
+from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable
 from ray_ckpt.format.names import check_run_name
 from ray_ckpt.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.location import Location, storage_options
+from ray_ckpt.notices import Notice, TermSignal
 from ray_ckpt.restore import Place, RestoreTicket, Shared
-from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, RankRestore
+from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, Part, RankRestore, ranks_of
 
 log = logging.getLogger("ray_ckpt")
+_signal: TermSignal | None = None  # of this process's connection
 
 OPEN_S = 300.0  # starting agents on all nodes of a cold cluster
 CALL_S = 120.0
@@ -82,10 +85,7 @@ def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -
 
 def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
     """Begin a group whose rank k runs on `nodes[k]`: its checkpoint is chosen, its session logged."""
-    by_node: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        by_node.setdefault(node, []).append(rank)
-    group = tuple(GroupNode(node_id=node, ranks=tuple(ranks)) for node, ranks in by_node.items())
+    group = group_nodes(nodes)
     for attempt in range(OPEN_TRIES):
         try:
             handle = coordinator()
@@ -135,7 +135,7 @@ def _change_pin(method: str, run: str, storage_path: str, step: int, *args: Any)
 class RayLink:
     """A rank's link to the agent of its node, by Ray actor calls."""
 
-    def __init__(self, joined: Joined, rank: int) -> None:
+    def __init__(self, joined: Joined, rank: int, part: str = "") -> None:
         node = joined.nodes[rank]
         self.options = joined.spec.options
         self.identity = Identity(
@@ -144,6 +144,8 @@ class RayLink:
             rank=rank,
             world_size=joined.world_size,
             node_id=node,
+            parts=joined.parts,
+            part=part,
         )
         self._uid, self._rank, self._node = joined.run_uid, rank, node
         self._handle: Any = None
@@ -180,6 +182,10 @@ class RayLink:
         grant: ArenaGrant = ask(call, CALL_S)
         return grant
 
+    def agreed_page(self, *, named: bool = False) -> str:
+        path: str = ask(self._agent.agreed_page.remote(self._uid, named), CALL_S)
+        return path
+
     def seal(self, shard: SealedShard) -> Future[None]:
         return self._agent.seal.remote(self._uid, shard).future()  # type: ignore[no-any-return]
 
@@ -197,6 +203,10 @@ class RayLink:
         with contextlib.suppress(Unavailable):
             self._agent.progress.remote(self._uid, session, self._rank, progress)
 
+    def leaves(self, notice: Notice) -> None:
+        with contextlib.suppress(Unavailable):
+            self._agent.leaves.remote(notice)
+
     def recover(self) -> None:
         self._handle = None
         with contextlib.suppress(ValueError):
@@ -207,26 +217,72 @@ class RayLink:
         return self._agent.make_durable.remote(self._uid).future()  # type: ignore[no-any-return]
 
 
-def connect(*, run: str, storage_path: str, rank: int = 0, world_size: int = 1, **options: Any) -> None:
+def connect(
+    *,
+    run: str,
+    storage_path: str,
+    rank: int = 0,
+    world_size: int = 1,
+    part: str = "",
+    parts: Mapping[str, int] | None = None,
+    **options: Any,
+) -> None:
     """Connect this process to a run without Ray Train; every rank of the group calls it, from a Ray worker.
 
     Rank 0 opens the run and the group, so it needs to know where the others are: with `world_size > 1`
-    torch.distributed must be initialised. Afterwards build Checkpointers as usual.
+    torch.distributed must be initialised. Afterwards build Checkpointers as usual. A process that alone holds
+    all state that is to be saved (rank 0 of replicas) connects by itself, as rank 0 of 1.
+
+    `parts` are several worker groups that commit one checkpoint together, such as an actor and a critic: the
+    number of ranks of each by name, the same everywhere; `part` is the one that this process is of. `rank`,
+    `world_size` and torch.distributed are those of the part then. All parts save the same steps, under items
+    of different names. Waits until the others have come, at most PARTS_WAIT_S.
     """
-    spec_options = RunOptions.parse(**{"ray_report": False, **options})
+    run_options = RunOptions.parse(**{"ray_report": False, **options})
+    group = _parts_of(part, parts, world_size)
+    nodes = _nodes_of(rank, world_size)
+    joined = _first_opens(
+        rank, world_size, partial(_open, run, storage_path, run_options, nodes, part, group)
+    )
+    first = ranks_of(group, part, world_size).start
+    link = RayLink(joined, first + rank, part)
+    set_connection(Connection(link=link))
+    _heed_signals(link)
+
+
+def _parts_of(part: str, parts: Mapping[str, int] | None, world_size: int) -> tuple[Part, ...]:
+    if parts is None:
+        return ()
+    if parts.get(part) != world_size or not all(name.isidentifier() for name in parts):
+        raise ConfigError(
+            f"This process is of part {part!r} with {world_size} ranks, and the parts are {dict(parts)}.",
+            hint="Give all processes the same parts, names with their numbers of ranks, and each its own.",
+        )
+    return tuple(Part(name=name, world_size=size) for name, size in parts.items())
+
+
+def _open(
+    run: str,
+    storage_path: str,
+    options: RunOptions,
+    nodes: Sequence[str],
+    part: str,
+    parts: tuple[Part, ...],
+) -> Joined:
+    owner = owner_here(by_job=True)  # ranks come and go, their job stays
+    spec = open_run(run, storage_path, options, owner=owner)
+    if not parts:
+        return open_group(spec, nodes, owner=owner)
+    call = coordinator().open_part.remote(spec.key, parts, part, tuple(nodes), options.resume, owner)
+    joined: Joined = ask(call, PARTS_WAIT_S + CALL_S)
+    return joined
+
+
+def _nodes_of(rank: int, world_size: int) -> list[str]:
+    """The node of each rank, on all of them."""
     node = ray.get_runtime_context().get_node_id()
     if world_size == 1:
-        owner = owner_here(by_job=True)  # ranks come and go, their job stays
-        spec = open_run(run, storage_path, spec_options, owner=owner)
-        joined = open_group(spec, [node], owner=owner)
-    else:
-        joined = _connect_group(run, storage_path, rank, world_size, spec_options, node)
-    set_connection(Connection(link=RayLink(joined, rank)))
-
-
-def _connect_group(
-    run: str, storage_path: str, rank: int, world_size: int, options: RunOptions, node: str
-) -> Joined:
+        return [node]
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() != world_size or dist.get_rank() != rank:
@@ -236,18 +292,32 @@ def _connect_group(
         )
     nodes: list[Any] = [None] * world_size
     dist.all_gather_object(nodes, node)
+    return nodes
+
+
+def _first_opens(rank: int, world_size: int, opens: Callable[[], Joined]) -> Joined:
+    """What rank 0 gets, on all ranks; its CheckpointError likewise."""
     answer: list[Any] = [None]
     if rank == 0:
         try:
-            owner = owner_here(by_job=True)
-            spec = open_run(run, storage_path, options, owner=owner)
-            answer = [open_group(spec, nodes, owner=owner)]
+            answer = [opens()]
         except CheckpointError as error:
             answer = [error]
         except Exception as error:  # the others wait for an answer, whatever happened
             answer = [ServiceError(f"The group could not be opened: {error}")]
-    dist.broadcast_object_list(answer, src=0)
+    if world_size > 1:
+        import torch.distributed as dist
+
+        dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], CheckpointError):
         raise answer[0]
     joined: Joined = answer[0]
     return joined
+
+
+def _heed_signals(link: RayLink) -> None:
+    """SIGTERM has all ranks save before this process ends."""
+    global _signal
+    if _signal is not None:
+        _signal.uninstall()
+    _signal = TermSignal.install(link.leaves)

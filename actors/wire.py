@@ -11,7 +11,7 @@ from ray_ckpt.format.records import LogRecord
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote import RemoteRef
 from ray_ckpt.transport.credentials import ServiceKeys
-from ray_ckpt.types import CheckpointInfo, Exposure, RankRestore
+from ray_ckpt.types import CheckpointInfo, Exposure, Part, RankRestore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,7 @@ class Joined:
     spec: RunSpec
     world_size: int
     nodes: Mapping[int, str]  # rank -> node id
+    parts: tuple[Part, ...] = ()  # of the group, in the order of their ranks; () if it is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

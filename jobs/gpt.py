@@ -1,13 +1,23 @@
-"""A small GPT over bytes and its learning-rate schedule: plain PyTorch, nothing about Ray or checkpoints."""
+"""A small GPT over bytes, its tensor-parallel plan and its learning-rate schedule: plain PyTorch, nothing
+about Ray or checkpoints."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 VOCABULARY = 256  # bytes
 
@@ -17,9 +27,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm_1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
         self.norm_2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -31,11 +43,15 @@ class Block(nn.Module):
         return y
 
     def attend(self, x: Tensor) -> Tensor:
-        # [batch, time, 3 * width] -> three of [batch, heads, time, width / heads]
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
         return y
+
+    def split(self, x: Tensor) -> Tensor:
+        """[batch, time, width] to [batch, heads, time, width / heads], of those heads that this rank has."""
+        heads: Tensor = x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # type: ignore[no-untyped-call]
+        return heads
 
 
 class GPT(nn.Module):
@@ -45,6 +61,7 @@ class GPT(nn.Module):
         super().__init__()
         if width % heads:
             raise ValueError(f"width {width} is not a multiple of heads {heads}")
+        self.heads = heads
         self.embed = nn.Embedding(VOCABULARY, width)
         self.position = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
@@ -60,6 +77,41 @@ class GPT(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+class Replicated(ParallelStyle):
+    """Every rank of the mesh holds and computes the whole module. Its parameters become DTensors as all
+    others are, without which clip_grad_norm_ refuses to add up their norms."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
+            return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+
+        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)
+
+
+def tensor_parallel(model: GPT, mesh: DeviceMesh) -> None:
+    """Split attention heads, the layers of MLPs and the vocabulary over the ranks of a 1-D mesh, in place.
+
+    Between those all activations, and so the logits and the loss, are whole and the same on each rank of the
+    mesh. That needs the same inputs, and the same random numbers for dropout, on each of them.
+    ValueError if the ranks cannot share the heads evenly.
+    """
+    if model.heads % mesh.size():
+        raise ValueError(f"{model.heads} heads cannot be shared by {mesh.size()} tensor-parallel ranks")
+    plan: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),  # each rank has rows: a part of the vocabulary
+        "position": Replicated(),
+        "norm": Replicated(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    plan |= {f"blocks.*.{name}": Replicated() for name in ("norm_1", "norm_2")}
+    plan |= {f"blocks.*.{name}": ColwiseParallel() for name in ("query", "key", "value", "mlp.0")}
+    plan |= {f"blocks.*.{name}": RowwiseParallel() for name in ("out", "mlp.2")}
+    parallelize_module(model, mesh, plan)
 
 
 def init_weights(module: nn.Module) -> None:

@@ -1,4 +1,5 @@
-"""Train a small GPT on bytes of text with Ray Train, FSDP2 and ray_ckpt: the example to copy.
+"""Train a small GPT on bytes of text with Ray Train and ray_ckpt, under DDP, FSDP2 or FSDP2 with tensor
+parallelism: the example to copy.
 
     python -m jobs.train_gpt --steps 200
     ray job submit --working-dir . -- python -m jobs.train_gpt --steps 200
@@ -20,6 +21,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,14 @@ import ray.train
 import torch
 import torch.distributed as dist
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import ray_ckpt
-from jobs.gpt import GPT, WarmupCosine, next_byte_loss
+from jobs.gpt import GPT, WarmupCosine, next_byte_loss, tensor_parallel
 from jobs.text import Batch, ByteLoader, as_batch, cut_blocks, read_text, split_text
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
@@ -43,6 +46,7 @@ from ray_ckpt.train import CheckpointCallback, check_storage_path
 
 log = logging.getLogger(__name__)  # Ray Train shows each line once; what workers print it shows twice
 
+PARALLEL = ("ddp", "fsdp2", "2d")  # 2d: FSDP2 over groups of tensor-parallel ranks
 MAX_GRADIENT_NORM = 1.0
 EVAL_BLOCKS = 64  # held-out samples per evaluation, over all ranks
 
@@ -50,8 +54,9 @@ EVAL_BLOCKS = 64  # held-out samples per evaluation, over all ranks
 def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     """What each rank runs. Returns the last step it did and its loss (no loss if nothing was left to do)."""
     make_deterministic(config["seed"])
-    device, rank, world_size = get_device(), dist.get_rank(), dist.get_world_size()
-    model = build_model(config, device)
+    device, rank = get_device(), dist.get_rank()
+    mesh = build_mesh(config, device)
+    model = build_model(config, device, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"], betas=(0.9, 0.95), weight_decay=0.1)
     total = config["steps"]
     scheduler = LambdaLR(optimizer, WarmupCosine(warmup=max(1, min(100, total // 10)), total=total))
@@ -59,17 +64,18 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
     loader = ByteLoader(
         cut_blocks(text, config["context"]),
         batch_size=config["batch"],
-        rank=rank,
-        world_size=world_size,
+        rank=mesh["data"].get_local_rank(),
+        world_size=mesh["data"].size(),
         seed=config["seed"],
     )
     held_out = cut_blocks(held_out_text, config["context"])[:EVAL_BLOCKS]
-    torch.manual_seed(config["seed"] + rank)  # from here on for dropout, which differs between the ranks
+    # From here on for dropout: other masks for other data, and the same for the same, on all tensor ranks.
+    torch.manual_seed(config["seed"] + mesh["data"].get_local_rank())
 
     ckpt = ray_ckpt.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     steps = ckpt.steps(total=total)  # restores the newest checkpoint, if there is one
     batches = iter(loader)  # so it starts at the restored position
-    journal = Journal(config, rank, world_size)
+    journal = Journal(config, rank, mesh["data"].size())
     result: dict[str, Any] = {"step": total, "loss": None}
     for step in steps:
         started = time.perf_counter()
@@ -77,7 +83,7 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
         loss = train_step(model, optimizer, batches, config["accumulate"], device)
         scheduler.step()
         evaluates = step % config["eval_every"] == 0 or step == total
-        eval_loss = evaluate(model, held_out, device) if evaluates else None
+        eval_loss = evaluate(model, held_out, device, mesh["data"]) if evaluates else None
         journal.write(step, loss, lr, eval_loss)
         time.sleep(max(0.0, config["step_time_s"] - (time.perf_counter() - started)))
         result = {"step": step, "loss": loss}
@@ -97,35 +103,53 @@ def make_deterministic(seed: int) -> None:
     torch.manual_seed(seed)  # all ranks build the same weights
 
 
-def build_model(config: dict[str, Any], device: torch.device) -> GPT:
-    """The model with every parameter sharded over all ranks; on a GPU it computes in bfloat16."""
+def build_mesh(config: dict[str, Any], device: torch.device) -> DeviceMesh:
+    """All ranks: along "data" they train on different batches, along "tensor" they share the work on one."""
+    ranks, tensor = dist.get_world_size(), config["tensor"] if config["parallel"] == "2d" else 1
+    if ranks % tensor:
+        raise ValueError(f"{ranks} workers cannot be split into groups of {tensor} (--tensor)")
+    return init_device_mesh(device.type, (ranks // tensor, tensor), mesh_dim_names=("data", "tensor"))
+
+
+def build_model(config: dict[str, Any], device: torch.device, mesh: DeviceMesh) -> nn.Module:
+    """The model, distributed over the mesh; FSDP2 computes in bfloat16 on a GPU."""
     sizes = {name: config[name] for name in ("layers", "width", "heads", "context", "dropout")}
     model = GPT(**sizes).to(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if config["parallel"] == "ddp":
+        return with_final_buckets(DistributedDataParallel(model), device)
+    if config["parallel"] == "2d":
+        tensor_parallel(model, mesh["tensor"])
     compute = torch.bfloat16 if device.type == "cuda" else None
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["data"], mp_policy=precision)
+    return model
+
+
+def with_final_buckets(model: DistributedDataParallel, device: torch.device) -> DistributedDataParallel:
+    """DDP puts gradients into other buckets after its first backward, and then three or more ranks add them
+    up in another order. One backward now, and the first step after a restore adds as it would have done."""
+    tokens = torch.zeros(1, 1, dtype=torch.long, device=device)
+    next_byte_loss(model, tokens, tokens).backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()
     return model
 
 
 def train_step(
-    model: GPT,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Batch],
     accumulate: int,
     device: torch.device,
 ) -> Tensor:
     """One optimizer step over `accumulate` micro-batches. Returns the mean loss over them and all ranks."""
-    assert isinstance(model, FSDPModule)
     model.train()
     window_loss = torch.zeros((), device=device)
     for micro_batch in range(accumulate):
-        model.set_requires_gradient_sync(micro_batch == accumulate - 1)
         inputs, targets = next(batches)
-        loss = next_byte_loss(model, inputs.to(device), targets.to(device)) / accumulate
-        loss.backward()  # type: ignore[no-untyped-call]
+        with gradients_synced(model, micro_batch == accumulate - 1):
+            loss = next_byte_loss(model, inputs.to(device), targets.to(device)) / accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
         window_loss += loss.detach()
     torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
     optimizer.step()
@@ -134,15 +158,24 @@ def train_step(
     return window_loss / dist.get_world_size()
 
 
-@torch.no_grad()
-def evaluate(model: GPT, held_out: Tensor, device: torch.device) -> Tensor:
-    """Mean loss over the held-out blocks, shared out over the ranks. Draws no random number."""
+def gradients_synced(model: nn.Module, wanted: bool) -> AbstractContextManager[None]:
+    """Whether a backward in it adds up gradients over the ranks: only the last one of a window has to."""
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext() if wanted else model.no_sync()
     assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(wanted)
+    return nullcontext()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, held_out: Tensor, device: torch.device, data: DeviceMesh) -> Tensor:
+    """Mean loss over the held-out blocks, shared out over the ranks of `data`. Draws no random number."""
     model.eval()
-    inputs, targets = as_batch(held_out[dist.get_rank() :: dist.get_world_size()])
+    inputs, targets = as_batch(held_out[data.get_local_rank() :: data.size()])
     loss = next_byte_loss(model, inputs.to(device), targets.to(device), reduction="sum")
-    model.reshard()  # without a backward the root would keep its full parameters
-    dist.all_reduce(loss)
+    if isinstance(model, FSDPModule):
+        model.reshard()  # without a backward the root would keep its full parameters
+    dist.all_reduce(loss, group=data.get_group())
     return loss / held_out[:, 1:].numel()
 
 
@@ -150,10 +183,10 @@ class Journal:
     """What rank 0 tells: a line now and then, and with `history` one JSON line per step, whose hexadecimal
     loss lets two runs be compared bit for bit. A step done again after a restart has a line for each time."""
 
-    def __init__(self, config: dict[str, Any], rank: int, world_size: int) -> None:
+    def __init__(self, config: dict[str, Any], rank: int, data_ranks: int) -> None:
         self.log_every: int = config["log_every"] if rank == 0 else 0
         self.history = Path(config["history"]) if config["history"] and rank == 0 else None
-        self.step_tokens = config["batch"] * config["context"] * config["accumulate"] * world_size
+        self.step_tokens = config["batch"] * config["context"] * config["accumulate"] * data_ranks
         self.tokens = 0
         self.since = time.perf_counter()
 
@@ -212,7 +245,7 @@ def build_trainer(args: argparse.Namespace) -> TorchTrainer:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.train_gpt",
-        description="Train a small GPT on bytes of text with Ray Train, FSDP2 and ray_ckpt.",
+        description="Train a small GPT on bytes of text with Ray Train and ray_ckpt.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -226,6 +259,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     run.add_argument("--steps", type=positive, default=200, help="optimizer steps in all")
     run.add_argument("--workers", type=positive, help="ranks; else one per GPU, or up to two on CPUs")
+    run.add_argument("--parallel", choices=PARALLEL, default="fsdp2", help="how the ranks share the model")
+    run.add_argument("--tensor", type=positive, default=2, help="ranks that share one batch, with 2d")
     run.add_argument("--data", type=absolute, help="text file or folder; else the standard library's sources")
     run.add_argument("--log-every", type=positive, default=10, help="steps between lines of progress")
     run.add_argument("--eval-every", type=positive, default=50, help="steps between evaluations")

@@ -13,12 +13,17 @@ if TYPE_CHECKING:
     from ray_ckpt.actors.service import connect, exposure, pin, unpin
     from ray_ckpt.catalog import Catalog
     from ray_ckpt.client import Checkpointer, RestoreInfo
+    from ray_ckpt.data import GlobalBatchSampler
     from ray_ckpt.opened import open
+    from ray_ckpt.train.check import ResumeCheck, check_resume
 
 _HOMES = {
     "Catalog": "ray_ckpt.catalog",
     "Checkpointer": "ray_ckpt.client",
+    "GlobalBatchSampler": "ray_ckpt.data",
     "RestoreInfo": "ray_ckpt.client",
+    "ResumeCheck": "ray_ckpt.train.check",
+    "check_resume": "ray_ckpt.train.check",
     "connect": "ray_ckpt.actors.service",
     "exposure": "ray_ckpt.actors.service",
     "open": "ray_ckpt.opened",
@@ -29,8 +34,11 @@ _HOMES = {
 __all__ = [
     "Catalog",
     "Checkpointer",
+    "GlobalBatchSampler",
     "RestoreInfo",
+    "ResumeCheck",
     "__version__",
+    "check_resume",
     "connect",
     "exposure",
     "open",

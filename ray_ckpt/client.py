@@ -13,15 +13,18 @@ import re
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ray_ckpt.agreed import AgreedSteps
+from ray_ckpt.capture.forgotten import unregistered
+from ray_ckpt.capture.gradients import GradientsItem, Window
 from ray_ckpt.capture.items import Item, adapt
 from ray_ckpt.capture.load import load_items
 from ray_ckpt.capture.predict import with_predictions
@@ -31,10 +34,12 @@ from ray_ckpt.config import MAX_METRIC_NAME
 from ray_ckpt.connection import Connection, ProgressThread, get_connection
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
+from ray_ckpt.data import is_bound_to_world_size
 from ray_ckpt.errors import (
     CheckpointError,
     CollectiveError,
     ConfigError,
+    MismatchError,
     NotConnected,
     RunConflict,
     ServiceError,
@@ -47,16 +52,27 @@ from ray_ckpt.format.tree import decode_tree, encode_tree
 from ray_ckpt.link import MAX_STATE_BYTES, Link
 from ray_ckpt.restore import ProgressLog, RestoreTicket, SourceReader
 from ray_ckpt.saving import SaveParts, Saver
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore, RestoredPart
+from ray_ckpt.types import (
+    AttemptId,
+    CheckpointInfo,
+    Level,
+    ManifestRow,
+    Part,
+    RankRestore,
+    RestoredPart,
+    ranks_of,
+)
 
 log = logging.getLogger("ray_ckpt")
 
 FLUSH_S = 120.0  # how long leaving the loop waits for the last capture to be safe on this node
-RESERVED_ITEM = re.compile(r"rng|rank\d+")  # the Checkpointer's own item, and the prefixes of per-rank names
+RESERVED_ITEM = re.compile(r"rng|gradients|rank\d+")  # the Checkpointer's own, and prefixes of per-rank names
+URGENT_BLOCK_S = 10.0  # that a save in an emergency may wait for the one before it
 OUTCOME_SLACK_S = 5.0  # for the answer to travel, beyond what the coordinator waits for
 FIRST_OUTCOME_S = (
     10.0  # what the second save waits for the first, to find ranks that save alone; not for a slow store
 )
+MAX_POSTPONED = 1_000  # steps of an accumulation window; longer ones are none, but gradients nobody uses
 MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
 
 LevelName = Literal["local", "replicated", "durable"]
@@ -131,6 +147,7 @@ class Checkpointer:
                 "or use ray_ckpt.connect(run=..., storage_path=..., rank=..., world_size=...).",
             )
         self._link, self._reporter = link, reporter if link.options.ray_report else None
+        self._probe = connection.probe
         self._objects: dict[str, Any] = {}
         self._items: dict[str, Item] = {}
         self._session: int | None = None
@@ -150,7 +167,10 @@ class Checkpointer:
         self._restored_step = 0
         self._rng: Any = None  # random state as restored, until the first step
         self._last_metrics: Mapping[str, Any] | None = None
+        self._agreed = AgreedSteps(link)
         self._watch: ProgressThread | None = None
+        self._window: Window | None = None  # in which gradients wait for an optimizer's step
+        self._num_postponed = 0  # steps for which a save has waited for its end
         self.stats = SaveStats()
         for name, obj in items.items():
             self.add(name, obj)
@@ -186,14 +206,15 @@ class Checkpointer:
             log.warning("step %s has no intact copy of a part; falling back", _step_of(ticket))
             ticket = again
         load()
-        optimizers = [obj for obj in self._objects.values() if isinstance(obj, torch.optim.Optimizer)]
-        self._saver = Saver(self._link, ticket.session, optimizers, waited=self._count_wait)
+        if self._probe is not None:
+            self._probe.restored(self._items, ticket.checkpoint)
+        self._saver = Saver(self._link, ticket.session, self._optimizers(), waited=self._count_wait)
         self._saver.prepare(self._predicted_layout(self._walk()))
         self._ended = self._link.ended(ticket.session)
         info = None if ticket.checkpoint is None else _restore_info(ticket.checkpoint, report)
         self._rng = self._items["rng"].tree() if info else None
         self._step = self._saved_step = self._restored_step = info.step if info else 0
-        self._watch = ProgressThread(self._link, self._session, self._progress)
+        self._watch = ProgressThread(self._link, self._session, self._progress, self._agreed)
         if info is not None:
             log.info(
                 "restored step %d in %.2f s from %s", info.step, info.seconds, dict(info.bytes_by_tier())
@@ -204,7 +225,8 @@ class Checkpointer:
         self.stats.waited_s += seconds
 
     def _progress(self) -> RankProgress:
-        return RankProgress(step=self._step, saved_step=self._saved_step)
+        stall_s = self.stats.blocked_s[-1] if self.stats.blocked_s else 0.0
+        return self._agreed.progress(step=self._step, saved_step=self._saved_step, stall_s=stall_s)
 
     def _build_items(self) -> None:
         if self._session is not None:
@@ -212,18 +234,17 @@ class Checkpointer:
         owners = {n: o for n, o in self._objects.items() if isinstance(o, nn.Module | nn.Parameter)}
         self._items = {name: adapt(name, obj, owners) for name, obj in self._objects.items()}
         self._items["rng"] = RngItem()
-        self._warn_incomplete()
+        modules = [obj for obj in owners.values() if isinstance(obj, nn.Module)]
+        self._window = Window(self._optimizers(), modules)
+        if self._link.options.partial_grads:
+            world_size = self._link.identity.world_size
+            self._items["gradients"] = GradientsItem(owners, window=self._window, world_size=world_size)
+        if self._link.identity.rank == 0:
+            for phrase in unregistered(self._objects):
+                log.warning("%s is not registered: pass it to the Checkpointer, or resuming lacks it", phrase)
 
-    def _warn_incomplete(self) -> None:
-        optimizers = [n for n, o in self._objects.items() if isinstance(o, torch.optim.Optimizer)]
-        schedulers = [
-            n for n, o in self._objects.items() if isinstance(o, torch.optim.lr_scheduler.LRScheduler)
-        ]
-        if self._link.identity.rank == 0 and optimizers and not schedulers:
-            log.warning(
-                "no learning-rate scheduler is registered: if there is one, pass it to the Checkpointer, "
-                "or a resumed run has another schedule"
-            )
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [obj for obj in self._objects.values() if isinstance(obj, torch.optim.Optimizer)]
 
     def _preflight(self) -> None:
         """Find what would make a save fail before training time is lost."""
@@ -234,7 +255,7 @@ class Checkpointer:
     def _predicted_layout(self, walked: Walked) -> ShardLayout:
         """Of this rank's shard once every optimizer has its state."""
         identity = self._link.identity
-        whole = with_predictions(walked, self._items, world_size=identity.world_size)
+        whole = with_predictions(walked, self._items, ranks=identity.ranks)
         return build_layout(live.slice for live in whole.owned(identity.rank))
 
     def _try_restore(self, ticket: RestoreTicket) -> tuple[RankRestore, Callable[[], None]]:
@@ -254,20 +275,14 @@ class Checkpointer:
             progress=progress,
         )
         rows = [row for fragment in ticket.fragments for row in fragment.rows]
-        mine = identity.rank if identity.rank < checkpoint.world_size else 0
-        wanted = state_file(mine, checkpoint.world_size)
-        data = next((reader.read_bytes(row) for row in rows if row.file == wanted), None)
-        if data is not None:
-            state = decode_tree(data)
-            same_world = checkpoint.world_size == identity.world_size
-            if not same_world:
-                log.warning(
-                    "step %d was saved by %d ranks and is restored by %d: random state is not restored",
-                    checkpoint.step,
-                    checkpoint.world_size,
-                    identity.world_size,
-                )
-            items = {n: i for n, i in self._items.items() if n != "rng" or same_world}
+        state = self._read_state(reader, rows, checkpoint.world_size)
+        if state is not None:
+            items = self._items
+            if not _has_gradients(state):  # of no window: with or without `partial_grads`, it fits
+                state["items"].pop("gradients", None)
+                items = {name: item for name, item in items.items() if name != "gradients"}
+            if checkpoint.world_size != identity.world_size and identity.rank == 0:
+                self._warn_of_other_world(checkpoint)
             load = load_items(
                 items,
                 state,
@@ -276,6 +291,7 @@ class Checkpointer:
                 rank=identity.rank,
                 world_size=identity.world_size,
                 node_ranks=ticket.node_ranks,
+                ranks=identity.ranks,
             )
         for note in reader.rejected:
             log.warning("restore: %s", note)
@@ -287,6 +303,50 @@ class Checkpointer:
         )
         return report, load
 
+    def _read_state(
+        self, reader: SourceReader, rows: Sequence[ManifestRow], world_size: int
+    ) -> dict[str, Any] | None:
+        """What this rank saved, or the first of its part if there was no such rank; None if it is gone."""
+
+        def state_of(rank: int) -> dict[str, Any] | None:
+            wanted = state_file(rank, world_size)
+            data = next((reader.read_bytes(row) for row in rows if row.file == wanted), None)
+            return None if data is None else decode_tree(data)
+
+        identity = self._link.identity
+        if not identity.parts:
+            return state_of(identity.rank if identity.rank < world_size else 0)
+        any_state = state_of(0)
+        if any_state is None:
+            return None
+        saved = {part.name: part for part in (Part(**part) for part in any_state.get("parts", ()))}
+        if identity.part not in saved:
+            raise MismatchError(
+                f"The checkpoint has the parts {sorted(saved)} and not {identity.part!r}.",
+                hint="Connect with the parts of the run that saved it, or start another run name.",
+            )
+        ranks = ranks_of(tuple(saved.values()), identity.part, world_size)
+        index, first = identity.rank - identity.ranks[0], identity.ranks[0]
+        state = state_of(ranks[index] if index < len(ranks) else ranks[0])
+        return None if state is None else {**state, "world_size": first + len(ranks)}  # of this part
+
+    def _warn_of_other_world(self, checkpoint: CheckpointInfo) -> None:
+        log.warning(
+            "step %d was saved by %d ranks and is restored by %d: it goes on as another run would, "
+            "and ranks that are new draw random numbers of their own",
+            checkpoint.step,
+            checkpoint.world_size,
+            self._link.identity.world_size,
+        )
+        for name, obj in self._objects.items():
+            if is_bound_to_world_size(obj):
+                log.warning(
+                    "the position of %r is that of a rank among %d: samples are lost and doubled now; "
+                    "use ray_ckpt.data.GlobalBatchSampler",
+                    name,
+                    checkpoint.world_size,
+                )
+
     # -- the loop ------------------------------------------------------------------------------------
 
     def steps(self, *, total: int) -> Iterator[int]:
@@ -296,6 +356,8 @@ class Checkpointer:
         At the end the last step is saved, and all ranks wait until it is committed.
         """
         self.restore()
+        if self._probe is not None:
+            total = self._probe.total(total)
         return self._steps(self._step + 1, total)
 
     def _steps(self, first: int, total: int) -> Iterator[int]:
@@ -305,6 +367,8 @@ class Checkpointer:
             self._rng = None
         try:
             for step in range(first, total + 1):
+                if self._probe is not None:
+                    self._probe.begun(step, self._items)
                 yield step
         except GeneratorExit:  # break, or an exception in the body: other ranks may not be with us
             is_whole = self._whole_step == step  # else the body is half done: its state belongs to no step
@@ -319,30 +383,56 @@ class Checkpointer:
         self._end_progress()
 
     def due(self, step: int) -> bool:
-        """Whether the cadence asks for a save after `step`: a function of the step number alone."""
-        return step % self._link.options.every_steps == 0
+        """Whether the cadence asks for a save after `step`, which is the one just completed.
+
+        The same on all ranks: a multiple of `every_steps`, or a step that the coordinator has named to all.
+        """
+        every = self._link.options.steps_between_saves
+        is_agreed = self._agreed.look(step)
+        return is_agreed or (every is not None and step % every == 0)
 
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Say that optimizer step number `step` is complete; saves if that is due."""
         self._step, self._last_metrics = step, _detached(metrics)
+        self._agreed.completed()
         if self._saver is not None:
             self._saver.look()
-        if self.due(step):
+        if self.due(step) or self._num_postponed or (self._probe is not None and self._probe.due(step)):
             self.save(step, metrics)
         else:
             self._check_outcomes()
         self._whole_step = step
+        if self._probe is not None:
+            self._probe.ended(step, self._items)
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save the state after `step`, on every rank. False if it was skipped or could not be captured.
 
         Returns when the state has been copied; use `wait` to know that it is safe. Metrics are numbers or
-        one-element tensors; rank 0's count.
+        one-element tensors; rank 0's count. In the middle of an accumulation window, when gradients wait for
+        an optimizer's step, it returns False, and the next `step` after the window saves, unless
+        `partial_grads` is set: then the gradients are saved too.
         """
-        saved = self._save(step, metrics, max_block_s=self._link.options.max_block_s)
+        if self._is_in_window():
+            return False
+        max_block_s = self._link.options.max_block_s
+        if self._agreed.is_urgent:
+            max_block_s = max(max_block_s, URGENT_BLOCK_S)
+        saved = self._save(step, metrics, max_block_s=max_block_s)
         if self._reporter is not None and self._save_calls >= self._next_report:
             self._report()
         return saved
+
+    def _is_in_window(self) -> bool:
+        """Whether a save is put off to the end of the accumulation window."""
+        if self._window is None or self._link.options.partial_grads or not self._window.is_open():
+            self._num_postponed = 0
+        else:
+            self._num_postponed += 1
+            if self._num_postponed > MAX_POSTPONED:
+                log.warning("gradients have waited for %d steps; the save does so no longer", MAX_POSTPONED)
+                self._num_postponed = 0
+        return self._num_postponed > 0
 
     def wait(self, level: LevelName = "local", *, timeout_s: float = 600.0) -> None:
         """Return when the last saved step is at `level`; Unavailable if it was dropped or time is up."""
@@ -403,6 +493,8 @@ class Checkpointer:
         self.flush()
         self._is_closed = True
         self._end_progress()
+        if self._window is not None:
+            self._window.close()
         if self._saver is not None:
             self._saver.close()
         _open.discard(self)
@@ -471,6 +563,8 @@ class Checkpointer:
             last = self._pending[-1] if self._pending else None
             if last is not None and last.attempt.step == self._step and self._await_outcome(last):
                 return
+        if self._is_in_window():
+            log.warning("the loop ends in an accumulation window; its gradients are not in the checkpoint")
         self._save(self._step, self._last_metrics, max_block_s=FLUSH_S)
 
     def _await_outcome(self, pending: _Pending, limit_s: float | None = None) -> bool:
@@ -487,8 +581,9 @@ class Checkpointer:
 
     def _walk(self) -> Walked:
         identity = self._link.identity
+        ranks = identity.ranks
         self._walked = walk(
-            self._items, rank=identity.rank, world_size=identity.world_size, before=self._walked
+            self._items, rank=identity.rank, world_size=len(ranks), first=ranks[0], before=self._walked
         )
         return self._walked
 
@@ -508,7 +603,12 @@ class Checkpointer:
         identity, saver = self._link.identity, _require(self._saver)
         walked = self._walk()
         state = encode_tree(
-            {"step": attempt.step, "world_size": identity.world_size, "items": dict(walked.trees)}
+            {
+                "step": attempt.step,
+                "world_size": identity.world_size,
+                **({"parts": [asdict(part) for part in identity.parts]} if identity.parts else {}),
+                "items": dict(walked.trees),
+            }
         )
         if len(state) > MAX_STATE_BYTES:
             raise StateError(
@@ -583,6 +683,12 @@ def _restore_info(checkpoint: CheckpointInfo, report: RankRestore) -> RestoreInf
     return RestoreInfo(
         step=checkpoint.step, metrics=checkpoint.metrics, parts=report.parts, seconds=report.seconds
     )
+
+
+def _has_gradients(state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was taken in the middle of an accumulation window."""
+    saved = state["items"].get("gradients")
+    return saved is not None and bool(saved["gradients"])
 
 
 def _step_of(ticket: RestoreTicket) -> int:

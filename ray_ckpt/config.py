@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ray_ckpt.errors import ConfigError
 
@@ -21,6 +21,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 MAX_MILESTONES = 100  # fractions; they stand in each session record of the log, as the metric's name does
 MAX_COMPRESS_LEVEL = 19  # zstd's last one without window sizes that a reader may refuse
+DEFAULT_EVERY_STEPS = 100
 MAX_METRIC_NAME = 200  # characters; longer ones are cut when they are saved
 # Node labels that "auto" takes for a failure domain: the first that a node has.
 FAILURE_DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
@@ -88,12 +89,19 @@ class RunOptions:
     copy on the storage path does."""
     retire_grace_s: float = 60.0
     """Between retiring a checkpoint and deleting it on the storage path, for those who read it."""
-    every_steps: int = 100
-    """A save is due after each multiple of this many optimizer steps."""
+    every_steps: int | None = None
+    """A save is due after each multiple of this many optimizer steps. None: 100, or with every_s none."""
+    every_s: float | Literal["auto"] | None = None
+    """A save is due when this many seconds have passed since the last one that was due by time; all ranks
+    agree on a step for it, some steps ahead. auto: as often as costs least, by what saves have cost so far
+    and how often groups have failed, within overhead_budget."""
+    overhead_budget: float = 0.01
+    """With every_s="auto": the fraction of training time that saves may hold up training for."""
     remote_every: int = 10
     """Every this many commits one is drained to the storage path; the last one of a run always is."""
-    remote_every_s: float | None = None
-    """Besides, drain a commit when the last drained one was committed this many seconds ago or more."""
+    remote_every_s: float | Literal["auto"] | None = None
+    """Besides, drain a commit when the last drained one was committed this many seconds ago or more. auto: by
+    what drains take and how often a failure would cost the copies on nodes, within overhead_budget."""
     drain_bytes_per_s: int | None = None
     """Bandwidth of each node to the storage path, after copies to other nodes. None: as fast as it goes."""
     compress: int | None = None
@@ -119,6 +127,9 @@ class RunOptions:
     """Memory on each node for captures. double: two copies of the state, so that a save does not wait until
     the one before it is on disk; single: one; stream: a small ring, written to disk as it is filled, for
     states that memory does not hold a copy of. auto: the first of them that leaves enough memory free."""
+    partial_grads: bool = False
+    """Save in the middle of an accumulation window too, with the gradients; else a save waits for its end.
+    Not with FSDP, which does not show them."""
     max_block_s: float = 0.0
     """How long a save may wait for the one before it; then it is skipped and counted."""
     goal_timeout_s: float = 60.0
@@ -166,6 +177,12 @@ class RunOptions:
             value = getattr(self, name)
             good = value is None or (_is_number(value) and value > 0)
             self._need(name, good, "a number of seconds above 0, or to None")
+        for name in ("every_s", "remote_every_s"):
+            every = getattr(self, name)
+            good = every is None or every == "auto" or (_is_number(every) and every > 0)
+            self._need(name, good, "a number of seconds above 0, 'auto' or None")
+        good = _is_number(self.overhead_budget) and 0 < self.overhead_budget < 1
+        self._need("overhead_budget", good, "a fraction above 0 and below 1")
         is_known = self.resume in ("auto", "never", "must") or resume_step(self.resume) is not None
         self._need("resume", is_known, "'auto', 'never', 'must' or 'step:N'")
         for name in _FLAGS:
@@ -235,6 +252,11 @@ class RunOptions:
         if not good:
             raise ConfigError(f"{name} is {getattr(self, name)!r}.", hint=f"Set it to {wanted}.", option=name)
 
+    @property
+    def steps_between_saves(self) -> int | None:
+        """The cadence by steps; None if saves are due by time only."""
+        return DEFAULT_EVERY_STEPS if self.every_steps is None and self.every_s is None else self.every_steps
+
     @classmethod
     def parse(cls, **options: Any) -> RunOptions:
         """RunOptions from keywords; an unknown one is a ConfigError that names the closest known one."""
@@ -253,14 +275,14 @@ _WHOLE = {  # option -> the least it may be
     "replicas": 0,
     "keep_last": 1,
     "keep_local": 1,
-    "every_steps": 1,
     "remote_every": 1,
     "reserve_bytes": 0,
     "repair_bytes_per_s": 1,
     "scrub_bytes_per_s": 0,
 }
-_FLAGS = ("keep_epochs", "overlap", "verify_captures", "ray_report")
+_FLAGS = ("keep_epochs", "overlap", "verify_captures", "partial_grads", "ray_report")
 _WHOLE_OR_NONE = {
+    "every_steps": 1,
     "keep_every": 1,
     "total_steps": 1,
     "replicate_bytes_per_s": 1,
@@ -278,7 +300,7 @@ _SECONDS = (
     "store_wait_s",
     "agent_idle_s",
 )
-_SECONDS_OR_NONE = ("keep_every_s", "remote_every_s", "ttl_s")
+_SECONDS_OR_NONE = ("keep_every_s", "ttl_s")
 
 
 def _is_whole(value: object, least: int) -> bool:

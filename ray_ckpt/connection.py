@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from ray_ckpt.agreed import AgreedSteps
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.link import Link, Reporter
 
+if TYPE_CHECKING:
+    from ray_ckpt.probe import Probe
+
 log = logging.getLogger("ray_ckpt")
 
 PROGRESS_S = 1.0  # how often a rank says where it is, from a thread of its own
+REFRESH_S = 5.0  # how often it asks its agent for the page of agreed steps: a new agent has another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,7 @@ class Connection:
 
     link: Link | None = None
     reporter: Reporter | None = None
+    probe: Probe | None = None  # what looks at each step of a comparison (`check_resume`)
     problem: CheckpointError | None = None
 
 
@@ -42,11 +50,16 @@ def get_connection() -> Connection:
 class ProgressThread:
     """Tells the agent once a second where this rank is, off the training thread."""
 
-    def __init__(self, link: Link, session: int, where: Callable[[], RankProgress]) -> None:
+    def __init__(
+        self, link: Link, session: int, where: Callable[[], RankProgress], agreed: AgreedSteps
+    ) -> None:
         self._link = link
         self._session = session
         self._where = weakref.WeakMethod(where)  # a Checkpointer that is dropped ends its thread
+        self._agreed = agreed
+        agreed.poke = self.poke
         self._stop = threading.Event()
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ray_ckpt-progress", daemon=True)
         self._thread.start()
 
@@ -61,10 +74,22 @@ class ProgressThread:
         except Exception as error:
             log.debug("progress was not told: %s", error)
 
+    def poke(self) -> None:
+        """Have it said soon, without waiting."""
+        self._wake.set()
+
     def stop(self) -> None:
         self._stop.set()
+        self._wake.set()
         self._thread.join(PROGRESS_S)
 
     def _run(self) -> None:
-        while not self._stop.wait(PROGRESS_S):
-            self.send()
+        refreshed_s = -REFRESH_S
+        while not self._stop.is_set():
+            if time.monotonic() - refreshed_s >= REFRESH_S:
+                self._agreed.refresh()
+                refreshed_s = time.monotonic()
+            self._wake.wait(PROGRESS_S)
+            self._wake.clear()
+            if not self._stop.is_set():
+                self.send()

@@ -16,6 +16,7 @@
     |- CorruptionError (ValueError)      stored bytes differ from their digest; names file and slice
     |  |- FormatError                    bytes that are not a valid file of this format
     |- RestoreError (RuntimeError)       nothing intact is left to restore from
+    |- ResumeError (RuntimeError)        a resumed run is not the run that it resumes
     |- RunConflict (RuntimeError)        someone else owns this run, or its log is not the nodes' own
     |  |- RunInUse                       another launcher that is alive in this cluster has the run
     |  |- RunSuperseded                  a newer session owns the run; this one must stop
@@ -108,6 +109,10 @@ class FormatError(CorruptionError):
 
 class RestoreError(CheckpointError, RuntimeError):
     """Nothing intact is left to restore from."""
+
+
+class ResumeError(CheckpointError, RuntimeError):
+    """A resumed run is not the run that it resumes; names the first difference and its likely cause."""
 
 
 class RunConflict(CheckpointError, RuntimeError):

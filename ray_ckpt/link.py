@@ -16,8 +16,9 @@ from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.notices import Notice
 from ray_ckpt.restore import Place, RestoreTicket, Shared
-from ray_ckpt.types import AttemptId, Level, RankRestore
+from ray_ckpt.types import AttemptId, Level, Part, RankRestore, ranks_of
 
 MAX_STATE_BYTES = 64 << 20  # non-tensor state travels in a control message; tensors do not
 
@@ -31,6 +32,13 @@ class Identity:
     rank: int
     world_size: int
     node_id: str
+    parts: tuple[Part, ...] = ()  # of a group of several, in the order of their ranks
+    part: str = ""  # the one that this rank is of
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """This rank and those that may hold the same tensors: of its part, or all."""
+        return tuple(ranks_of(self.parts, self.part, self.world_size))
 
 
 ArenaMode = Literal["double", "single", "stream"]
@@ -98,6 +106,13 @@ class Link(Protocol):
         """
         ...
 
+    def agreed_page(self, *, named: bool = False) -> str:
+        """Path of the memory in which the agent shows the agreed step (`format/agreed.py`).
+
+        Another one after the agent has died; Unavailable while there is none. `named` as for `open_arena`.
+        """
+        ...
+
     def seal(self, shard: SealedShard) -> Future[None]:
         """Hand a capture over. Done when the arena may be captured into again."""
         ...
@@ -116,6 +131,10 @@ class Link(Protocol):
 
     def progress(self, session: int, progress: RankProgress) -> None:
         """Where this rank is; says nothing if the agent does not answer."""
+        ...
+
+    def leaves(self, notice: Notice) -> None:
+        """This process, or its machine, is about to go: have all ranks save. Does not wait or raise."""
         ...
 
     def recover(self) -> None:

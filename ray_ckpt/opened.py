@@ -26,7 +26,7 @@ from ray_ckpt.errors import ConfigError, CorruptionError, RestoreError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import TensorRef, decode_tree
 from ray_ckpt.restore import ProgressLog, Source, SourceReader
-from ray_ckpt.types import Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 from ray_ckpt.verify import StoragePath
 
 if TYPE_CHECKING:
@@ -90,10 +90,27 @@ class OpenedRun:
         damaged or cannot be read; then `into` holds parts of it. CorruptionError: the manifest is damaged.
         """
         if into is not None:
-            if what is not None or rank is not None:
-                raise ConfigError("`into` names the items itself.", hint="Leave out `what` and `rank`.")
+            _check_into(what, rank)
             return self._load_into(into, step)
-        saved = self._saved(self._choose(step))
+        return self._load(self._choose(step), what, rank)
+
+    def at(self, attempt: AttemptId) -> OpenedCheckpoint:
+        """One checkpoint of the run. ConfigError, with the nearest ones, unless it is live and durable."""
+        found = next((c for c in self.catalog.list(all=True) if c.id.attempt == attempt.attempt), None)
+        if found is not None and found.state == "live" and found.level is Level.DURABLE:
+            return OpenedCheckpoint(self, self.catalog.view(found))
+        if found is None:
+            what = "does not know the checkpoint of"
+        else:
+            what = "has in the cluster only" if found.state == "live" else f"has {found.state}"
+        raise ConfigError(
+            f"Run {self.catalog.run_name} {what} step {attempt.step}.",
+            hint=self._nearest(attempt.step),
+            step=attempt.step,
+        )
+
+    def _load(self, view: CheckpointView, what: str | Iterable[str] | None, rank: int | None) -> Any:
+        saved = self._saved(view)
         seen_by = saved.check_rank(rank or 0)
         if what is None:
             return saved.states(None, seen_by)
@@ -104,15 +121,17 @@ class OpenedRun:
     def _load_into(self, objects: Mapping[str, Any], step: int | None) -> RestoreInfo:
         from torch import distributed as dist
 
-        is_group = dist.is_available() and dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
-        if step is None and world_size > 1:
+        if step is None and _group()[1] > 1:
             newest = self.catalog.newest(Level.DURABLE)
             told = [newest.info.id.attempt if newest is not None else ""]
             dist.broadcast_object_list(told, src=0)
             view = self._of_attempt(told[0]) if told[0] else self._choose(None)
         else:
             view = self._choose(step)
+        return self._fill(view, objects)
+
+    def _fill(self, view: CheckpointView, objects: Mapping[str, Any]) -> RestoreInfo:
+        rank, world_size = _group()
         return self._saved(view).load_into(objects, rank=rank, world_size=world_size)
 
     def _saved(self, view: CheckpointView) -> _Saved:
@@ -126,13 +145,18 @@ class OpenedRun:
         if view is not None and view.where is not None:
             return view
         what = "has no durable checkpoint" if step is None else f"has step {step} in the cluster only"
-        durable = {c.step for c in self.catalog.checkpoints if c.level is Level.DURABLE}
-        nearest = sorted(sorted(durable, key=lambda s: abs(s - (step or 0)))[:MAX_NEAREST])
+        where = " on its lineage" if step is None and self._durable_steps() else ""
         raise ConfigError(
-            f"Run {self.catalog.run_name} {what}{' on its lineage' if step is None and durable else ''}.",
-            hint=f"Durable are the steps {', '.join(map(str, nearest))}." if durable else "None is durable.",
-            step=step,
+            f"Run {self.catalog.run_name} {what}{where}.", hint=self._nearest(step or 0), step=step
         )
+
+    def _durable_steps(self) -> set[int]:
+        return {c.step for c in self.catalog.checkpoints if c.level is Level.DURABLE}
+
+    def _nearest(self, step: int) -> str:
+        """A hint."""
+        nearest = sorted(sorted(self._durable_steps(), key=lambda s: abs(s - step))[:MAX_NEAREST])
+        return f"Durable are the steps {', '.join(map(str, nearest))}." if nearest else "None is durable."
 
     def _of_attempt(self, attempt: str) -> CheckpointView:
         """What another rank has chosen, whose log may be newer than ours."""
@@ -146,6 +170,48 @@ class OpenedRun:
             hint="Open the same run on all ranks.",
             attempt=attempt,
         )
+
+
+class OpenedCheckpoint:
+    """One checkpoint to load from. `run` is what it belongs to, with all others."""
+
+    def __init__(self, run: OpenedRun, view: CheckpointView) -> None:
+        self.run = run
+        self._view = view
+
+    def __repr__(self) -> str:
+        return f"OpenedCheckpoint(step {self.step} of {self.run.catalog.run_name!r})"
+
+    @property
+    def info(self) -> CheckpointInfo:
+        return self._view.info
+
+    @property
+    def step(self) -> int:
+        return self._view.info.step
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self._view.info.metrics
+
+    @overload
+    def load(self, what: str | Iterable[str] | None = None, *, rank: int = 0) -> Any: ...
+
+    @overload
+    def load(self, *, into: Mapping[str, Any]) -> RestoreInfo: ...
+
+    def load(
+        self,
+        what: str | Iterable[str] | None = None,
+        *,
+        rank: int | None = None,
+        into: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """As `OpenedRun.load` at this step."""
+        if into is None:
+            return self.run._load(self._view, what, rank)
+        _check_into(what, rank)
+        return self.run._fill(self._view, into)
 
 
 class _Saved:
@@ -212,6 +278,7 @@ class _Saved:
         trees = self._trees(rank if rank < self.info.world_size else 0)
         state = {"step": self.info.step, "items": {n: tree for n, tree in trees.items() if n in items}}
         reader = self._reader()
+        state["world_size"] = self.info.world_size
         put_rest = load_items(items, state, self._rows, reader, rank=rank, world_size=world_size)
         self._check(reader)
         put_rest()
@@ -234,7 +301,20 @@ class _Saved:
         return items
 
     def _trees(self, rank: int) -> dict[str, Any]:
-        """The items as `rank` has saved them, with TensorRef in place of tensors."""
+        """The items as `rank` has saved them, with TensorRef in place of tensors.
+
+        Of a group of several parts also the items of the others, as their first ranks have saved them.
+        """
+        state = self._state(rank)
+        trees: dict[str, Any] = dict(state["items"])
+        first = 0
+        for part in state.get("parts", ()):
+            if not first <= rank < first + part["world_size"]:
+                trees = {**self._state(first)["items"], **trees}
+            first += part["world_size"]
+        return trees
+
+    def _state(self, rank: int) -> dict[str, Any]:
         file = state_file(rank, self.info.world_size)
         row = next((row for row in self._rows if row.file == file), None)
         if row is None:
@@ -243,8 +323,8 @@ class _Saved:
         data = reader.read_bytes(row)
         self._check(reader)
         assert data is not None, "nothing is damaged"
-        trees: dict[str, Any] = decode_tree(data)["items"]
-        return trees
+        state: dict[str, Any] = decode_tree(data)
+        return state
 
     def _reader(self) -> SourceReader:
         progress = ProgressLog(self.info.step, say=log.info)
@@ -301,6 +381,9 @@ class _NewItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return True
 
+    def is_replaced(self, path: tuple[str, ...]) -> bool:
+        return True
+
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
         return False
 
@@ -309,6 +392,20 @@ class _NewItem:
 
         self.num_tensors += 1
         return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _group() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    from torch import distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _check_into(what: object, rank: object) -> None:
+    if what is not None or rank is not None:
+        raise ConfigError("`into` names the items itself.", hint="Leave out `what` and `rank`.")
 
 
 def _nearest(wanted: str, names: Collection[str]) -> str:

@@ -21,7 +21,7 @@ from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.walk import LiveSlice, Walked, bytes_digest
 from ray_ckpt.errors import CheckpointError, ConfigError, InsufficientSpace, Unavailable
 from ray_ckpt.format.shard import ShardLayout, build_layout
-from ray_ckpt.link import ArenaGrant, Link, SealedShard
+from ray_ckpt.link import ArenaGrant, Identity, Link, SealedShard
 from ray_ckpt.types import AttemptId, Slice
 
 log = logging.getLogger("ray_ckpt")
@@ -83,7 +83,7 @@ class Saver:
         self._grant: ArenaGrant | None = None
         self._setup: Future[tuple[ArenaGrant, deque[_Buffer]]] | None = None  # not taken over yet
         self._layout: ShardLayout | None = None
-        self._layout_key: Mapping[str, Slice] = {}
+        self._layout_key: frozenset[Slice] = frozenset()
         self._plan: _Plan | None = None
         self._pid = os.getpid()
         self._snapshot: Snapshot | None = None
@@ -95,7 +95,7 @@ class Saver:
     def prepare(self, layout: ShardLayout) -> None:
         """Have memory for a shard of that layout made ready while training goes on. Does not wait."""
         self._layout = layout
-        self._layout_key = {placed.slice.key: placed.slice for placed in layout.slices}
+        self._layout_key = frozenset(placed.slice for placed in layout.slices)
         self._start_setup(layout)
 
     def _start_setup(self, layout: ShardLayout) -> None:
@@ -222,7 +222,7 @@ class Saver:
         self._fit(layout)
         buffer = self._buffers[0]
         is_new, buffer.layout = buffer.layout is not layout, None  # until the agent has been told
-        agreed = _Agreed(walked, self._link.identity.world_size, content=parts.compare_content)
+        agreed = _Agreed(walked, self._link.identity, content=parts.compare_content)
         agreed.add_now(plan.background)
         if isinstance(buffer.target, Arena) and buffer.target.layout is not layout:
             buffer.target.lay_out(layout)
@@ -343,21 +343,21 @@ class Saver:
         plan = self._plan
         if plan is None or plan.whole is not walked.slices or plan.hooks != hooks:
             owned = walked.owned(self._link.identity.rank)
-            layout = self._layout_of({live.slice.key: live.slice for live in owned})
-            by_key = walked.by_key
+            layout = self._layout_of(frozenset(live.slice for live in owned))
+            by_place = walked.by_place
             plan = self._plan = _Plan(
                 whole=walked.slices,
                 hooks=hooks,
                 layout=layout,
-                slices=tuple(by_key[placed.slice.key] for placed in layout.slices),
+                slices=tuple(by_place[placed.slice.key, placed.slice.offset] for placed in layout.slices),
                 background=background_slices(walked.slices, guarded_storages(self._optimizers)),
             )
         return plan
 
-    def _layout_of(self, slices: Mapping[str, Slice]) -> ShardLayout:
+    def _layout_of(self, slices: frozenset[Slice]) -> ShardLayout:
         """The layout of these slices; the one before, unless shapes or placements have changed."""
         if self._layout is None or slices != self._layout_key:
-            self._layout, self._layout_key = build_layout(slices.values()), slices
+            self._layout, self._layout_key = build_layout(slices), slices
         return self._layout
 
 
@@ -367,10 +367,10 @@ class _Agreed:
     Bytes that change in optimizer steps only are read beside the copy, the others at once.
     """
 
-    def __init__(self, walked: Walked, world_size: int, *, content: bool) -> None:
+    def __init__(self, walked: Walked, identity: Identity, *, content: bool) -> None:
         self._walked = walked
-        self._world_size = world_size
-        self._left = {live.slice.key: live for live in walked.shared(world_size)} if content else {}
+        self._identity = identity
+        self._left = {live.slice.key: live for live in walked.shared(identity.ranks)} if content else {}
         self._contents: dict[str, str] = {}
 
     def add_now(self, background: Set[str]) -> None:
@@ -385,7 +385,8 @@ class _Agreed:
             self._contents[key] = bytes_digest(live.tensor)
 
     def digest(self) -> str:
-        return self._walked.shared_digest(self._world_size, self._contents)
+        found = self._walked.shared_digest(self._identity.ranks, self._contents)
+        return f"{self._identity.part}:{found}" if self._identity.part else found
 
 
 def _make_ready(buffers: Iterable[_Buffer], device: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, TypeAlias
@@ -199,3 +199,21 @@ class RankRestore:
 
 
 ARENA_PAGE_BYTES = 4096  # an arena's state page; the shard file follows it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Ranks of a group that run torch.distributed among themselves: the actor or the critic of one run."""
+
+    name: str
+    world_size: int
+
+
+def ranks_of(parts: Sequence[Part], name: str, world_size: int) -> range:
+    """The ranks of a part among the `world_size` of its group; all, if the group has no parts."""
+    first = 0
+    for part in parts:
+        if part.name == name:
+            return range(first, first + part.world_size)
+        first += part.world_size
+    return range(world_size)

@@ -27,6 +27,7 @@ from jobs.s3_server import KINDS
 ROWS: Mapping[str, str] = {  # name -> the module with its `rows(context)`, loaded when wanted
     "limits": "jobs.bench.limits",
     "snapshot": "jobs.bench.snapshot",
+    "overhead": "jobs.bench.overhead",
     "disk": "jobs.bench.disk",
     "wire": "jobs.bench.wire",
     "restoring": "jobs.bench.restoring",

@@ -12,7 +12,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
+from ray_ckpt.capture.per_rank import PerRankItem
+from ray_ckpt.capture.rng import generator_item
+from ray_ckpt.data import loader_problems
 from ray_ckpt.errors import UnsupportedItem
 
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -38,6 +44,10 @@ class Item(Protocol):
         True of parameters and optimizer state. Buffers (BatchNorm) and a user's own tensors may differ
         between ranks, so each rank saves its own.
         """
+        ...
+
+    def is_replaced(self, path: tuple[str, ...]) -> bool:
+        """Whether `load` wants a new tensor for `path`, shaped as saved. Else the live one is filled."""
         ...
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
@@ -66,22 +76,69 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def adapt(name: str, obj: object, owners: Mapping[str, nn.Module | nn.Parameter]) -> Item:
     """The adapter for `obj`; UnsupportedItem if there is no way to save it. `owners` hold the parameters."""
-    if isinstance(obj, nn.Module):
-        return ModuleItem(unwrap(obj))
-    if isinstance(obj, torch.optim.Optimizer):
-        return OptimizerItem(name, obj, owners)
+    if isinstance(obj, nn.Module | torch.optim.Optimizer):
+        return _adapt_torch(name, obj, owners)
     if isinstance(obj, torch.Tensor):
         return TensorItem(obj)
+    if (generator := generator_item(obj)) is not None:
+        return generator
     if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
         _refuse_live_iterator(name, obj)
-        return StatefulItem(obj)
+        return _stateful_item(obj)
+    if isinstance(obj, DistributedSampler):
+        return SamplerItem(obj)
     if isinstance(obj, MutableMapping | MutableSequence):
         return TreeItem(obj)
     raise UnsupportedItem(
-        f"The item {name!r} ({type(obj).__name__}) cannot be saved.",
-        hint="Give it state_dict() and load_state_dict(), or put plain values into a dict.",
-        item=name,
+        f"The item {name!r} ({type(obj).__name__}) cannot be saved{_reason(obj)}.", hint=_fix(obj), item=name
     )
+
+
+def _adapt_torch(
+    name: str, obj: nn.Module | torch.optim.Optimizer, owners: Mapping[str, nn.Module | nn.Parameter]
+) -> Item:
+    from ray_ckpt.capture.fsdp1 import Fsdp1ModuleItem, Fsdp1OptimizerItem, fsdp1_modules
+
+    if isinstance(obj, nn.Module):
+        module = unwrap(obj)
+        return Fsdp1ModuleItem(name, module) if fsdp1_modules(module) else ModuleItem(module)
+    _refuse_hidden_state(name, obj)
+    if any(isinstance(owner, nn.Module) and fsdp1_modules(owner) for owner in owners.values()):
+        return Fsdp1OptimizerItem(name, obj, owners)
+    return OptimizerItem(name, obj, owners)
+
+
+def _stateful_item(obj: object) -> StatefulItem:
+    if isinstance(obj, LRScheduler):
+        return SchedulerItem(obj)
+    return ScalerItem(obj) if isinstance(obj, torch.amp.GradScaler) else StatefulItem(obj)
+
+
+_EXACT_POSITION = (
+    "Register and iterate ray_ckpt.data.GlobalBatchSampler(...).batches(loader), or use a torchdata "
+    "StatefulDataLoader: they have state_dict() and load_state_dict()."
+)
+
+
+def _reason(obj: object) -> str:
+    match obj:
+        case Iterator():
+            return ", for nobody can see how far an iterator is"
+        case DataLoader() | Sampler():
+            return ", for it does not know how far it has been read"
+    return ""
+
+
+def _fix(obj: object) -> str:
+    """What to do about an object that has no way to be saved."""
+    if isinstance(obj, Iterator | DataLoader | Sampler):
+        return _EXACT_POSITION
+    if type(obj).__module__.startswith("ray.data"):
+        return (
+            "Ray Data does not tell how far a shard has been read: keep the number of samples consumed in a "
+            "registered dict, and skip as many after a restore."
+        )
+    return "Give it state_dict() and load_state_dict(), or put plain values into a dict."
 
 
 class ModuleItem:
@@ -98,7 +155,7 @@ class ModuleItem:
         return state
 
     def load(self, tree: Any) -> None:
-        extra = {k: v for k, v in tree.items() if not isinstance(v, torch.Tensor)}
+        extra = {k: v for k, v in tree.items() if _is_extra_state(k) or not isinstance(v, torch.Tensor)}
         if extra:
             names = {clean_name(k): k for k in self._module.state_dict()}
             self._module.load_state_dict({names[k]: v for k, v in extra.items()}, strict=False)
@@ -110,6 +167,9 @@ class ModuleItem:
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return ".".join(path) in self._parameters
+
+    def is_replaced(self, path: tuple[str, ...]) -> bool:
+        return _is_extra_state(path[0])
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
         return ".".join(path) in self._parameters
@@ -136,6 +196,9 @@ class TensorItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return isinstance(self._tensor, nn.Parameter)
 
+    def is_replaced(self, path: tuple[str, ...]) -> bool:
+        return False
+
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
         return isinstance(self._tensor, nn.Parameter)
 
@@ -143,34 +206,57 @@ class TensorItem:
         return torch.zeros(shape, dtype=dtype)
 
 
-class StatefulItem:
+class StatefulItem(PerRankItem):
     """Anything with state_dict and load_state_dict: schedulers, scalers, samplers, loaders.
 
-    Its state may differ per rank (data position), so each rank keeps its own.
+    Its state may differ per rank (data position), so each rank keeps its own. What it takes is for its own
+    load_state_dict to decide, but for torchdata's loaders, which find out too late.
     """
 
-    per_rank = True
-
     def __init__(self, obj: Any) -> None:
-        self._obj = obj
+        self.obj = obj
 
     def tree(self) -> Any:
-        return self._obj.state_dict()
+        return self.obj.state_dict()
 
     def load(self, tree: Any) -> None:
-        self._obj.load_state_dict(tree)
+        self.obj.load_state_dict(tree)
 
     def problems(self, saved: Any) -> list[str]:
-        return []  # the object's own load_state_dict decides
+        return loader_problems(self.obj, saved)
 
-    def is_shared(self, path: tuple[str, ...]) -> bool:
-        return False
 
-    def changes_in_step(self, path: tuple[str, ...]) -> bool:
-        return False
+class SchedulerItem(StatefulItem):
+    """A scheduler of torch's, whose load_state_dict takes the state of any other kind without a word."""
 
-    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
+    def problems(self, saved: Any) -> list[str]:
+        return _scheduler_problems(self.tree(), saved)
+
+
+class ScalerItem(StatefulItem):
+    """A torch.amp.GradScaler. A disabled one has no state, which an enabled one does not take."""
+
+    def problems(self, saved: Any) -> list[str]:
+        if self.tree() and not saved:
+            return ["the scaler was disabled when the checkpoint was saved, and is enabled here"]
+        return []
+
+
+class SamplerItem(PerRankItem):
+    """A DistributedSampler: {"epoch"}, which is all that it has.
+
+    The position inside an epoch is not in it: after a restore the epoch begins again. The batches of a
+    `ray_ckpt.data.GlobalBatchSampler` have the position too.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any]) -> None:
+        self.obj = sampler
+
+    def tree(self) -> Any:
+        return {"epoch": self.obj.epoch}
+
+    def load(self, tree: Any) -> None:
+        self.obj.set_epoch(tree["epoch"])
 
 
 class TreeItem:
@@ -191,6 +277,9 @@ class TreeItem:
         return _structure_problems(self._tree, saved, "")
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
+        return False
+
+    def is_replaced(self, path: tuple[str, ...]) -> bool:
         return False
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
@@ -264,13 +353,16 @@ class OptimizerItem:
             group.update({k: v for k, v in values.items() if k != "params"})
 
     def problems(self, saved: Any) -> list[str]:
-        here = [list(g["params"]) for g in self.tree()["param_groups"]]
-        if here != [list(g["params"]) for g in saved["param_groups"]]:
+        here = [set(g["params"]) for g in self.tree()["param_groups"]]
+        if here != [set(g["params"]) for g in saved["param_groups"]]:  # the order depends on wrappers
             return ["groups its parameters otherwise than the checkpoint"]
         return []
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return True
+
+    def is_replaced(self, path: tuple[str, ...]) -> bool:
+        return False
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
         return path[0] == "state"  # not the groups: a schedule may change a learning rate that is a tensor
@@ -280,7 +372,7 @@ class OptimizerItem:
 
         `step` stays on the CPU unless the group is fused or capturable, as torch's load_state_dict does.
         """
-        param = self._params.get(".".join(path[1:-1])) if path[0] == "state" else None
+        param = self._params.get(path[1]) if path[0] == "state" else None
         if param is None:
             return torch.zeros(shape, dtype=dtype)
         if tuple(param.shape) == shape and path[-1] != "step":
@@ -308,6 +400,35 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this rank holds; any other tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return to_local().detach() if to_local is not None else tensor.detach()
+
+
+def _refuse_hidden_state(name: str, optimizer: torch.optim.Optimizer) -> None:
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}  # by name: their module takes long to import
+    if not kinds.isdisjoint(("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")):
+        raise UnsupportedItem(
+            f"The optimizer {name!r} ({type(optimizer).__name__}) has state inside that is not saved.",
+            hint="Use torch's fully_shard, which shards optimizer state as well, and a plain optimizer.",
+            item=name,
+        )
+
+
+def _is_extra_state(name: str) -> bool:
+    """Whether a module made the value in `get_extra_state`, just now, and wants it in `set_extra_state`."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _scheduler_problems(here: Mapping[str, Any], saved: Any, where: str = "") -> list[str]:
+    """Attributes and inner schedulers that the checkpoint has not. Private names differ between torch's."""
+    if not isinstance(saved, Mapping):
+        return [f"{where}the scheduler: in the checkpoint it is none"]
+    missing = sorted(key for key in here if not key.startswith("_") and key not in saved)
+    if missing:
+        return [f"{where}the scheduler: is of another kind in the checkpoint, without {missing}"]
+    inner, saved_inner = here.get("_schedulers", []), saved.get("_schedulers", [])
+    if len(inner) != len(saved_inner):
+        return [f"{where}the scheduler: joins {len(saved_inner)} in the checkpoint, {len(inner)} here"]
+    pairs = enumerate(zip(inner, saved_inner, strict=True))
+    return [p for i, (a, b) in pairs for p in _scheduler_problems(a, b, f"{where}scheduler {i} of ")]
 
 
 def _refuse_live_iterator(name: str, obj: object) -> None:

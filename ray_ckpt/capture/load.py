@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 
+from ray_ckpt.capture.dtensors import boxes_on, is_dtensor
 from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.per_rank import PerRankItem
 from ray_ckpt.capture.sinks import Target, sink_for
 from ray_ckpt.capture.walk import (
     DTYPES,
-    Box,
+    Held,
+    Leaf,
     LiveSlice,
-    boxes_on,
-    map_leaves,
-    resolve_leaves,
+    is_global,
+    replace_refs,
     slices_of,
     walk,
 )
 from ray_ckpt.errors import MismatchError
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.format.tree import TensorRef
+from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import Copy, Read, plan_restore
 from ray_ckpt.restore import Place, Sink, SourceReader, place_of
-from ray_ckpt.types import ManifestRow
+from ray_ckpt.types import ManifestRow, Slice
 
 MAX_LISTED = 20  # differences named in one error
+
+Path: TypeAlias = tuple[str, ...]
+"""Of a leaf in the tree of an item: keys and indices."""
 
 
 def load_items(
@@ -38,6 +45,7 @@ def load_items(
     rank: int,
     world_size: int,
     node_ranks: Sequence[int] = (),
+    ranks: Sequence[int] = (),
 ) -> Callable[[], None]:
     """Read the tensors of `items` and return what puts the rest in place, to be called once all ranks can.
 
@@ -45,51 +53,104 @@ def load_items(
     made with the placement of what they belong to. MismatchError lists what does not fit, before any
     byte is read; what `reader` could not get is in its `damage`, and then live tensors hold parts of it.
     What several of `node_ranks` (the ranks of this node) hold alike is read by their agent if it can.
+    `ranks` are those that may hold the same tensors, if not all: a part of the group (`walk`).
+    A rank beyond those that saved, as `state` has it, starts per-rank items from the state of rank 0.
     """
     saved_trees, rows = state["items"], list(rows)
     _check_names(items, saved_trees)
-    saved_slices = {row.slice.key: row.slice for row in rows if row.slice is not None}
-    walked = walk(items, rank=rank, world_size=world_size)
-    live: dict[str, torch.Tensor] = {}
-    targets: list[LiveSlice] = []
-    problems: list[str] = []
-    here = _tensors_by_ref(items, walked.trees)
-    everyone = tuple(range(world_size))
-    slices = {part.slice.key: part for part in walked.slices}
+    everyone = tuple(ranks) or tuple(range(world_size))
+    wanted = _Wanted(rows, rank=rank, everyone=everyone)
+    walked = walk(items, rank=rank, world_size=len(everyone), first=everyone[0])
     for name, item in items.items():
-        wanted = _refs(saved_trees[name])
-        for key, path in wanted.items():
-            tensor = None if item.per_rank else here.get(key)
-            if tensor is not None:
-                live[key] = tensor
-                targets.extend([slices[key]] if key in slices else [])  # an empty local part is no slice
-                continue
-            saved = saved_slices.get(key)
-            if saved is None:
-                problems.append(f"{key}: not in the checkpoint's manifest")
-                continue
-            live[key] = item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
-            item_name, _, _ = key.partition(".")
-            ranks = everyone if item.is_shared(path) else (rank,)
-            targets.extend(slices_of(live[key], item=item_name, path=_path_in(key, item_name), ranks=ranks))
-        problems += [f"{name}.{problem}" for problem in item.problems(saved_trees[name])]
+        here = {path: walked.held[ref.key] for path, ref in _refs(walked.trees[name]).items()}
+        for path, ref in _refs(saved_trees[name]).items():
+            wanted.add(name, item, path, ref.key, here.get(path))
+        wanted.problems += [f"{name}.{problem}" for problem in item.problems(saved_trees[name])]
     own_file = shard_file(rank, world_size)
-    plan = plan_restore([target.slice for target in targets], rows, prefer_file=own_file)
-    problems += plan.problems
+    plan = plan_restore([target.slice for target in wanted.targets], rows, prefer_file=own_file)
+    problems = (*wanted.problems, *plan.problems)
     if problems:
         listed = "; ".join(problems[:MAX_LISTED]) + ("; ..." if len(problems) > MAX_LISTED else "")
         raise MismatchError(
             f"The checkpoint of step {state['step']} does not fit, {len(problems)} differences: {listed}.",
             hint="Build the same model as the run that saved it, or start another run name.",
-            problems=tuple(problems),
+            problems=problems,
         )
-    _read(plan.reads, targets, reader, node_ranks)
+    _read(plan.reads, wanted.targets, reader, [k for k in node_ranks if k in everyone], everyone[0])
+    is_new = rank >= state.get("world_size", world_size)
 
     def load_all() -> None:
         for name, item in items.items():
-            item.load(resolve_leaves(saved_trees[name], live))
+            tree = wanted.filled(name, saved_trees[name])
+            if is_new and isinstance(item, PerRankItem):
+                item.load_for_new_rank(tree, rank)
+            else:
+                item.load(tree)
 
     return load_all
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """Where each saved tensor of the items goes on this rank, and what speaks against it."""
+
+    rows: Sequence[ManifestRow]
+    rank: int = field(kw_only=True)
+    everyone: tuple[int, ...] = field(kw_only=True)
+    targets: list[LiveSlice] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    leaves: dict[str, dict[Path, Leaf]] = field(default_factory=dict)  # of each item, as it is to be
+    _saved: dict[str, Slice] = field(init=False)  # one of the slices of each key
+    _filled: dict[int, str] = field(default_factory=dict)  # live leaves by identity, with what fills them
+
+    def __post_init__(self) -> None:
+        self._saved = {row.slice.key: row.slice for row in self.rows if row.slice is not None}
+
+    def add(self, name: str, item: Item, path: Path, key: str, held: Held | None) -> None:
+        """The saved tensor `key` belongs at `path` of an item, where `held` lives now."""
+        saved, leaves = self._saved.get(key), self.leaves.setdefault(name, {})
+        if held is not None and _is_filled(item, path, held.leaf):
+            leaves[path] = held.leaf
+            if self._is_first(held, key):
+                self.targets += [_under(live, key) for live in held.slices]
+        elif saved is None:
+            self.problems.append(f"{key}: not in the checkpoint's manifest")
+        else:
+            leaf = leaves[path] = item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
+            ranks = self.everyone if item.is_shared(path) else (self.rank,)
+            slices = slices_of(leaf, item=name, path=path, ranks=ranks, first=self.everyone[0])
+            self.targets += [_under(live, key) for live in slices]
+
+    def filled(self, name: str, tree: Any) -> Any:
+        """The saved tree of an item with its leaves in place."""
+        leaves = self.leaves.get(name, {})
+        return replace_refs(tree, lambda _, path: leaves[path])
+
+    def _is_first(self, held: Held, key: str) -> bool:
+        """Whether nothing fills this leaf yet: one under several names is filled once.
+
+        A problem if it is filled from another tensor already, which holds something else.
+        """
+        first = self._filled.get(id(held.leaf))
+        if first is None:
+            self._filled[id(held.leaf)] = key
+        elif first != key and self._bytes_of(first) != self._bytes_of(key):
+            self.problems.append(f"{key}: is one tensor with {first} here, and another one in the checkpoint")
+        return first is None
+
+    def _bytes_of(self, key: str) -> set[tuple[object, ...]]:
+        found = (row for row in self.rows if row.slice is not None and row.slice.key == key)
+        return {(row.slice.offset, row.slice.shape, row.digest) for row in found if row.slice is not None}
+
+
+def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:
+    """Whether the saved bytes go into the leaf that lives, rather than into a new one."""
+    return is_global(leaf) or not item.is_replaced(path)
+
+
+def _under(live: LiveSlice, key: str) -> LiveSlice:
+    """The slice as one of the saved tensor `key`: the names of a rank, or of tied weights, may be others."""
+    return live if live.slice.key == key else replace(live, slice=replace(live.slice, item=key, name=""))
 
 
 def _check_names(items: Mapping[str, Item], saved: Mapping[str, Any]) -> None:
@@ -103,44 +164,24 @@ def _check_names(items: Mapping[str, Item], saved: Mapping[str, Any]) -> None:
         )
 
 
-def _refs(tree: Any) -> dict[str, tuple[str, ...]]:
-    """Every tensor key of a saved tree with its path in the item."""
-    found: dict[str, tuple[str, ...]] = {}
+def _refs(tree: Any) -> dict[Path, TensorRef]:
+    """The tensors of a tree by their paths."""
+    found: dict[Path, TensorRef] = {}
 
-    def visit(value: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(value, TensorRef):
-            found[value.key] = path
-            return value
-        return map_leaves(value, visit, path)
+    def note(ref: TensorRef, path: Path) -> TensorRef:
+        found[path] = ref
+        return ref
 
-    visit(tree, ())
+    replace_refs(tree, note)
     return found
 
 
-def _tensors_by_ref(items: Mapping[str, Item], trees: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The live tensors of shared items by key. A DTensor with an empty local part is there too."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, item in items.items():
-        if item.per_rank:
-            continue
-
-        def visit(value: Any, path: tuple[str, ...], name: str = name) -> Any:
-            if isinstance(value, torch.Tensor):
-                tensors[".".join((name, *path))] = value
-                return value
-            return map_leaves(value, lambda v, p: visit(v, p, name), path)
-
-        visit(item.tree(), ())
-    return tensors
-
-
-def _path_in(key: str, item_name: str) -> tuple[str, ...]:
-    rest = key[len(item_name) + 1 :]
-    return (rest,) if rest else ()
-
-
 def _read(
-    reads: Iterable[Read], targets: list[LiveSlice], reader: SourceReader, node_ranks: Sequence[int]
+    reads: Iterable[Read],
+    targets: list[LiveSlice],
+    reader: SourceReader,
+    node_ranks: Sequence[int],
+    first: int,
 ) -> None:
     """Fill the targets. Returns when devices have everything too."""
     by_place = {place_of(read.row): read for read in reads}
@@ -155,13 +196,13 @@ def _read(
     for device in devices:  # what may still be writing to the tensors, on whichever stream
         torch.cuda.synchronize(device)
     rows = [read.row for read in by_place.values()]
-    reader.read(rows, sink_of, _sharers(by_place, targets, node_ranks))
+    reader.read(rows, sink_of, _sharers(by_place, targets, node_ranks, first))
     for device in devices:
         torch.cuda.synchronize(device)
 
 
 def _sharers(
-    reads: Mapping[Place, Read], targets: list[LiveSlice], node_ranks: Sequence[int]
+    reads: Mapping[Place, Read], targets: list[LiveSlice], node_ranks: Sequence[int], first: int = 0
 ) -> dict[Place, tuple[int, ...]]:
     """The rows of which several ranks of this node want all or a part, with these ranks.
 
@@ -172,7 +213,9 @@ def _sharers(
         return {}
     found: dict[Place, tuple[int, ...]] = {}
     alike: dict[int, tuple[int, ...]] = {}  # by identity: most slices have one tuple of all ranks in common
-    boxes: dict[Hashable, tuple[tuple[int, Box], ...]] = {}  # by layout: many tensors have the same one
+    boxes: dict[
+        Hashable, tuple[tuple[int, tuple[Box, ...]], ...]
+    ] = {}  # by layout: many tensors have the same one
     for place, read in reads.items():
         target, saved = targets[read.copies[0].target], read.row.slice
         assert saved is not None
@@ -184,8 +227,10 @@ def _sharers(
             ranks = alike[id(target.ranks)]
         else:
             if layout not in boxes:
-                boxes[layout] = tuple(boxes_on(target.leaf, sorted(node_ranks)))
-            ranks = tuple(rank for rank, box in boxes[layout] if _meet(box, (saved.offset, saved.shape)))
+                here = sorted(rank - first for rank in node_ranks)
+                boxes[layout] = tuple((first + rank, held) for rank, held in boxes_on(target.leaf, here))
+            region = (saved.offset, saved.shape)
+            ranks = tuple(rank for rank, held in boxes[layout] if any(_meet(box, region) for box in held))
         if len(ranks) > 1:
             found[place] = ranks
     return found
@@ -193,8 +238,9 @@ def _sharers(
 
 def _layout(leaf: torch.Tensor) -> Hashable | None:
     """What decides where the parts of a DTensor lie; None for a plain tensor."""
-    mesh = getattr(leaf, "device_mesh", None)
-    return None if mesh is None else (id(mesh), tuple(leaf.placements), tuple(leaf.shape))  # type: ignore[attr-defined]
+    if not is_dtensor(leaf):
+        return None
+    return id(leaf.device_mesh), tuple(leaf.placements), tuple(leaf.shape)  # type: ignore[attr-defined]
 
 
 def _meet(one: Box, other: Box) -> bool:

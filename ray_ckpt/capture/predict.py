@@ -22,13 +22,16 @@ from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, slices_of
 _REAL_DEVICES_ONLY = ("foreach", "fused", "capturable")
 
 
-def with_predictions(walked: Walked, items: Mapping[str, Item], *, world_size: int) -> Walked:
-    """`walked` with the slices of the optimizer state to come; their tensors are of the device "meta"."""
+def with_predictions(walked: Walked, items: Mapping[str, Item], *, ranks: tuple[int, ...]) -> Walked:
+    """`walked` with the slices of the optimizer state to come; their tensors are of the device "meta".
+
+    `ranks` may hold the same tensors (`walk`).
+    """
     predicted = [
         live
         for name, item in items.items()
         if isinstance(item, OptimizerItem)
-        for live in _predicted_slices(name, item, tuple(range(world_size)))
+        for live in _predicted_slices(name, item, ranks)
     ]
     return replace(walked, slices=(*walked.slices, *predicted))
 
@@ -36,17 +39,25 @@ def with_predictions(walked: Walked, items: Mapping[str, Item], *, world_size: i
 def _predicted_slices(name: str, item: OptimizerItem, everyone: tuple[int, ...]) -> Iterator[LiveSlice]:
     names = {id(param): param_name for param_name, param in item.parameters.items()}
     for param, state in predicted_state(item.optimizer):
-        path = ("state", names[id(param)])
-        for like in slices_of(param, item=name, path=path, ranks=everyone):
-            for key, value in state.items():
-                tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
-                place = like.slice
-                if tuple(value.shape) != tuple(like.tensor.shape):  # of its own shape: the same on every rank
-                    shape = tuple(value.shape)
-                    place = replace(place, global_shape=shape, offset=(0,) * len(shape), shape=shape)
-                    like = replace(like, ranks=everyone)
-                place = replace(place, name=".".join((*path, key)), dtype=DTYPE_NAMES[value.dtype])
-                yield replace(like, slice=place, tensor=tensor, leaf=tensor, path=(*path, key))
+        path, local_shape = ("state", names[id(param)]), local_tensor(param).shape
+        likes = list(slices_of(param, item=name, path=path, ranks=everyone, first=everyone[0]))
+        for key, value in state.items():
+            is_cut = value.shape == local_shape  # else of its own shape: the same on every rank
+            for like in likes if is_cut else likes[:1]:
+                yield _predicted(like, (*path, key), value, None if is_cut else everyone)
+
+
+def _predicted(
+    like: LiveSlice, path: tuple[str, ...], value: torch.Tensor, whole_on: tuple[int, ...] | None
+) -> LiveSlice:
+    """The slice of a state to come: cut as `like` is, or whole on these ranks."""
+    place, ranks = like.slice, like.ranks
+    if whole_on is not None:
+        shape, ranks = tuple(value.shape), whole_on
+        place = replace(place, global_shape=shape, offset=(0,) * len(shape), shape=shape)
+    tensor = torch.empty(place.shape, dtype=value.dtype, device="meta")
+    place = replace(place, name=".".join(path), dtype=DTYPE_NAMES[value.dtype])
+    return replace(like, slice=place, tensor=tensor, leaf=tensor, path=path, ranks=ranks)
 
 
 def predicted_state(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
 from ray_ckpt.capture.items import Item, local_tensor
+from ray_ckpt.capture.pieces import Pieces
 from ray_ckpt.errors import UnsupportedLeaf
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.tree import TensorRef, TorchDtype
@@ -35,9 +37,11 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""A region of a tensor: offset and shape."""
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+Leaf: TypeAlias = torch.Tensor | Pieces
+"""What stands in an item's tree where a tensor is."""
+Place: TypeAlias = tuple[str, tuple[int, ...]]
+"""What tells the slices of a rank apart: key and offset. A rank may hold several slices of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,35 +61,48 @@ class LiveSlice:
     def nbytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
 
-    def is_still(self, leaf: torch.Tensor) -> bool:
-        """Whether `leaf` is the same object in the same memory as when this slice was made of it."""
-        local = getattr(leaf, "_local_tensor", leaf)  # of a DTensor, without a node in the autograd graph
-        tensor = self.tensor
-        return (
-            leaf is self.leaf
-            and local.data_ptr() == tensor.data_ptr()
-            and local.shape == tensor.shape
-            and local.stride() == tensor.stride()
-            and local.dtype == tensor.dtype
-        )
+    @property
+    def place(self) -> Place:
+        return self.slice.key, self.slice.offset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A leaf of an item's tree and the slices of it that this rank has; none of what others hold alone."""
+
+    leaf: Leaf
+    slices: tuple[LiveSlice, ...]
+    memory: tuple[Any, ...]
+
+    def is_still(self, leaf: Leaf) -> bool:
+        """Whether `leaf` is the same object in the same memory as when the slices were made of it."""
+        return leaf is self.leaf and self.memory == _memory(leaf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
-    """All slices of this rank, and the items as trees with TensorRef in place of tensors."""
+    """All slices of this rank, and the items as trees with TensorRef in place of tensors.
+
+    `held` has every leaf by its key, also those of which no slice is here.
+    """
 
     slices: tuple[LiveSlice, ...]
     trees: Mapping[str, Any]
+    held: Mapping[str, Held] = field(default_factory=dict)
 
     @property
     def by_key(self) -> dict[str, LiveSlice]:
         return {live.slice.key: live for live in self.slices}
 
+    @property
+    def by_place(self) -> dict[Place, LiveSlice]:
+        return {live.place: live for live in self.slices}
+
     def owned(self, rank: int) -> tuple[LiveSlice, ...]:
         """The slices that `rank` saves: those it alone holds and its share of those that others hold too."""
         loads: dict[tuple[int, ...], dict[int, int]] = {}
         mine = []
-        for live in sorted(self.slices, key=lambda s: (-s.nbytes, s.slice.key)):
+        for live in sorted(self.slices, key=lambda s: (-s.nbytes, *s.place)):
             load = loads.setdefault(live.ranks, dict.fromkeys(live.ranks, 0))
             owner = min(load, key=lambda k: (load[k], k))
             load[owner] += live.nbytes
@@ -93,62 +110,105 @@ class Walked:
                 mine.append(live)
         return tuple(mine)
 
-    def shared(self, world_size: int) -> list[LiveSlice]:
-        """What this rank takes for common to all of several ranks."""
-        everyone = tuple(range(world_size))
-        return [s for s in self.slices if s.ranks == everyone] if world_size > 1 else []
+    def shared(self, everyone: tuple[int, ...]) -> list[LiveSlice]:
+        """What this rank takes for common to all of several ranks, those of its part."""
+        return [s for s in self.slices if s.ranks == everyone] if len(everyone) > 1 else []
 
-    def shared_digest(self, world_size: int, contents: Mapping[str, str]) -> str:
-        """Digest of what is common to all ranks; the same on every rank, or shares get lost.
+    def shared_digest(self, everyone: tuple[int, ...], contents: Mapping[str, str]) -> str:
+        """Digest of what is common to these ranks; the same on every one, or shares get lost.
 
         Over names, dtypes and shapes, and the digests of bytes in `contents`, by key: parameters that differ
         between ranks without being a DTensor would lose all copies but one.
         """
         lines = sorted(
             [s.slice.key, s.slice.dtype, list(s.slice.shape), contents.get(s.slice.key, "")]
-            for s in self.shared(world_size)
+            for s in self.shared(everyone)
         )
         return digest(json.dumps(lines).encode())
 
 
-def walk(items: Mapping[str, Item], *, rank: int, world_size: int, before: Walked | None = None) -> Walked:
+def walk(
+    items: Mapping[str, Item], *, rank: int, world_size: int, first: int = 0, before: Walked | None = None
+) -> Walked:
     """Every tensor of `items` as slices of this rank, nothing copied. UnsupportedLeaf names a bad leaf.
 
+    The `world_size` ranks from `first` on may hold the same; torch.distributed calls `first` its rank 0.
+
+    A tensor that an item has under several names (tied weights) is there once, under the first of them. A
+    DTensor is of the whole group, also in an item whose state is the rank's own.
     What is where it was in `before` keeps its slices; if that is everything, `slices` is the same object.
     """
-    slices: list[LiveSlice] = []
-    keys: set[str] = set()
-    everyone = tuple(range(world_size))
-    known = before.by_key if before is not None else {}
+    everyone = tuple(range(first, first + world_size))
+    known = before.held if before is not None else {}
+    held: dict[str, Held] = {}
 
-    def visit(value: Any, item: Item, prefix: str, path: tuple[str, ...]) -> Any:
-        if isinstance(value, torch.Tensor):
-            ranks = everyone if item.is_shared(path) else (rank,)
-            key = ".".join((prefix, *path))
-            if key in keys:
-                raise UnsupportedLeaf(
-                    f"Two tensors would be stored under the name {key}.",
-                    hint="Rename one of their keys; names are joined with dots.",
-                    path=key,
+    def visit_item(name: str, item: Item) -> Any:
+        keys: dict[int, str] = {}  # of this item's leaves, by identity
+
+        def visit(value: Any, path: tuple[str, ...]) -> Any:
+            if not isinstance(value, torch.Tensor | Pieces):
+                return map_leaves(value, visit, path)
+            if id(value) not in keys:
+                prefix, inner = place_in(name, item, value, path, rank)
+                key = ".".join((prefix, *inner))
+                _check_free(key, held)
+                keys[id(value)] = key
+                held[key] = (
+                    known[key]
+                    if key in known and known[key].is_still(value)
+                    else Held(
+                        leaf=value,
+                        slices=tuple(
+                            slices_of(
+                                value,
+                                item=prefix,
+                                path=inner,
+                                ranks=everyone if item.is_shared(path) else (rank,),
+                                changes_in_step=item.changes_in_step(path),
+                                first=first,
+                            )
+                        ),
+                        memory=_memory(value),
+                    )
                 )
-            keys.add(key)
-            live = known.get(key)
-            if live is not None and live.is_still(value):
-                slices.append(live)
-                return TensorRef(key)
-            stepped = item.changes_in_step(path)
-            slices.extend(slices_of(value, item=prefix, path=path, ranks=ranks, changes_in_step=stepped))
-            return TensorRef(key)
-        return map_leaves(value, lambda v, p: visit(v, item, prefix, p), path)
+            return TensorRef(keys[id(value)])
 
-    trees = {}
-    for name, item in items.items():
-        prefix, path = (f"rank{rank}", (name,)) if item.per_rank else (name, ())
-        trees[name] = visit(item.tree(), item, prefix, path)
-    found = tuple(slices)
-    if before is not None and len(found) == len(before.slices) and all(map(is_, found, before.slices)):
-        found = before.slices
-    return Walked(slices=found, trees=trees)
+        return visit(item.tree(), ())
+
+    trees = {name: visit_item(name, item) for name, item in items.items()}
+    slices = tuple(chain.from_iterable(found.slices for found in held.values()))
+    if before is not None and len(slices) == len(before.slices) and all(map(is_, slices, before.slices)):
+        slices = before.slices
+    return Walked(slices=slices, trees=trees, held=held)
+
+
+def place_in(
+    name: str, item: Item, leaf: Leaf, path: tuple[str, ...], rank: int
+) -> tuple[str, tuple[str, ...]]:
+    """The prefix and the names under which a leaf of an item is stored."""
+    return (f"rank{rank}", (name, *path)) if item.per_rank and not is_global(leaf) else (name, path)
+
+
+def is_global(leaf: Leaf) -> bool:
+    """Whether the leaf is this rank's part of a tensor that several ranks have between them."""
+    return isinstance(leaf, Pieces) or is_dtensor(leaf)
+
+
+def _check_free(key: str, held: Mapping[str, Held]) -> None:
+    if key in held:
+        raise UnsupportedLeaf(
+            f"Two tensors would be stored under the name {key}.",
+            hint="Rename one of their keys; names are joined with dots.",
+            path=key,
+        )
+
+
+def _memory(leaf: Leaf) -> tuple[Any, ...]:
+    """Where a leaf's bytes are and how they lie there; Pieces are not changed once they are made."""
+    if isinstance(leaf, Pieces):
+        return ()
+    local = getattr(leaf, "_local_tensor", leaf)  # of a DTensor, without a node in the autograd graph
+    return local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
 def map_leaves(value: Any, visit: Any, path: tuple[str, ...]) -> Any:
@@ -173,11 +233,16 @@ def _same_kind(value: Any, mapped: dict[Any, Any]) -> Any:
 
 
 def resolve_leaves(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Put tensors and dtypes back where `walk` took them out."""
+    """Put tensors and dtypes back where `walk` took them out; `tensors` by key."""
+    return replace_refs(tree, lambda ref, _: tensors[ref.key])
+
+
+def replace_refs(tree: Any, found: Callable[[TensorRef, tuple[str, ...]], Any]) -> Any:
+    """Rebuild a saved tree with `found(ref, path)` in place of each TensorRef, and dtypes as torch's."""
 
     def visit(value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, TensorRef):
-            return tensors[value.key]
+            return found(value, path)
         if isinstance(value, TorchDtype):
             return getattr(torch, value.name)
         return map_leaves(value, visit, path)
@@ -186,57 +251,70 @@ def resolve_leaves(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def slices_of(
-    tensor: torch.Tensor,
+    leaf: Leaf,
     *,
     item: str,
     path: Sequence[str],
     ranks: tuple[int, ...],
     changes_in_step: bool = False,
-) -> Iterable[LiveSlice]:
+    first: int = 0,
+) -> Iterator[LiveSlice]:
     """The slices of one tensor on this rank; none for the empty local part of a sharded tensor.
 
-    `ranks` hold a plain tensor; a DTensor knows its own holders from its mesh.
+    `ranks` hold a plain tensor; others know their own holders, in torch.distributed's numbers from `first` on.
+    UnsupportedLeaf names what cannot be stored.
     """
-    name = ".".join(path)
-    if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided:
-        raise UnsupportedLeaf(
-            f"{item}.{name} is a tensor of {tensor.dtype} and {tensor.layout}, which cannot be stored.",
-            hint="Convert it to a dense tensor of a standard dtype before saving.",
-            path=f"{item}.{name}",
-        )
-    local = local_tensor(tensor)
-    offset, shape = (0,) * tensor.dim(), tuple(tensor.shape)
-    create_chunks = getattr(tensor, "__create_chunk_list__", None)
-    if create_chunks is not None:
-        is_partial = any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
-        chunks = [] if is_partial else create_chunks()
-        if len(chunks) != 1:
-            raise UnsupportedLeaf(
-                f"{item}.{name} has placements {tensor.placements}, "  # type: ignore[attr-defined]
-                "which do not make one region per rank.",
-                hint="Redistribute it to Shard or Replicate placements before saving.",
-                path=f"{item}.{name}",
-            )
-        offset, shape = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
-        ranks = _dtensor_holders(tensor)
-        if local.numel() == 0 and tensor.numel() > 0:
-            return ()
-    return (
-        LiveSlice(
+    name, label = ".".join(path), ".".join((item, *path))
+    _check_storable(leaf, label)
+
+    def live(tensor: torch.Tensor, offset: tuple[int, ...], version_of: torch.Tensor) -> LiveSlice:
+        return LiveSlice(
             slice=Slice(
                 item=item,
                 name=name,
-                dtype=DTYPE_NAMES[tensor.dtype],
-                global_shape=tuple(tensor.shape),
+                dtype=DTYPE_NAMES[leaf.dtype],
+                global_shape=tuple(leaf.shape),
                 offset=offset,
-                shape=shape,
+                shape=tuple(tensor.shape),
             ),
-            tensor=local,
+            tensor=tensor,
             path=tuple(path),
             ranks=ranks,
-            leaf=tensor,
+            leaf=version_of,
             changes_in_step=changes_in_step,
-        ),
+        )
+
+    if isinstance(leaf, Pieces):
+        ranks = tuple(first + rank for rank in leaf.ranks)
+        for offset, tensor in leaf.parts:
+            yield live(tensor, offset, tensor)
+    elif is_dtensor(leaf):
+        ranks = tuple(first + rank for rank in holders(leaf))
+        local = local_tensor(leaf)
+        for part in parts_here(leaf, name=label):
+            offset, shape = part.box
+            inside = tuple(slice(at, at + size) for at, size in zip(part.local_offset, shape, strict=True))
+            yield live(local if local.shape == shape else local[inside], offset, leaf)
+    else:
+        yield live(local_tensor(leaf), (0,) * leaf.dim(), leaf)
+
+
+_FIXES = {
+    torch.complex128: "Save torch.view_as_real(tensor) in its place, which shares its memory: for a "
+    "parameter, make that one the parameter.",
+    torch.complex32: "Save torch.view_as_real(tensor) in its place, which shares its memory.",
+}
+
+
+def _check_storable(leaf: Leaf, name: str) -> None:
+    layout = leaf.layout if isinstance(leaf, torch.Tensor) else torch.strided
+    if leaf.dtype in DTYPE_NAMES and layout == torch.strided:
+        return
+    fix = "Convert it to a dense tensor of a standard dtype before saving."
+    raise UnsupportedLeaf(
+        f"{name} is a tensor of {leaf.dtype} and {layout}, which cannot be stored.",
+        hint=_FIXES.get(leaf.dtype, fix),
+        path=name,
     )
 
 
@@ -244,25 +322,3 @@ def bytes_digest(tensor: torch.Tensor) -> str:
     """Digest of a tensor's bytes in row-major order; empty for an empty one."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return digest(flat.view(torch.uint8).numpy().data) if flat.numel() else ""
-
-
-def boxes_on(tensor: Any, ranks: Iterable[int]) -> Iterator[tuple[int, Box]]:
-    """Which region of a DTensor each of `ranks` holds, in their order; not those outside its mesh."""
-    mesh = tensor.device_mesh
-    for rank in ranks:
-        coordinate = (mesh.mesh == rank).nonzero().flatten().tolist()
-        if coordinate:
-            shape, offset = _compute_local_shape_and_global_offset(
-                tensor.shape, mesh.shape, coordinate, tensor.placements
-            )
-            yield rank, (tuple(offset), tuple(shape))
-
-
-def _dtensor_holders(tensor: Any) -> tuple[int, ...]:
-    """The ranks that hold the same region: those that differ only along replicated mesh dimensions."""
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    index = tuple(
-        slice(None) if placement.is_replicate() else position
-        for placement, position in zip(tensor.placements, coordinate, strict=True)
-    )
-    return tuple(sorted(mesh.mesh[index].flatten().tolist()))

@@ -34,18 +34,21 @@ class Attempt:
 
     def replace(self, node_index: int, holder: str, live: Set[str]) -> str | None:
         """A copy did not get there, or is gone: the node to try next, None if there is no other."""
-        node = self.nodes[node_index]
-        failed = self.failed.setdefault(node_index, set())
-        failed.add(holder)
+        self.failed.setdefault(node_index, set()).add(holder)
         self._ended(node_index, holder)
-        awaited = self.awaited.get(node_index, set())
-        copies = self.copies.setdefault(node_index, set())
-        copies.discard(holder)
-        others = sorted(live - failed - awaited - copies - {node.node_id})
+        self.copies.setdefault(node_index, set()).discard(holder)
+        others = self.others(node_index, live)
         if not others:
             return None
         self.awaited.setdefault(node_index, set()).add(others[0])
         return others[0]
+
+    def others(self, node_index: int, live: Set[str]) -> list[str]:
+        """Nodes of `live` that may be sent a copy: they hold none, await none and have not failed."""
+        taken = (self.failed, self.awaited, self.copies)
+        return sorted(
+            live - {self.nodes[node_index].node_id}.union(*(t.get(node_index, set()) for t in taken))
+        )
 
     def arrive(self, node_index: int, holder: str) -> None:
         """A copy is fsynced on `holder`."""
@@ -68,8 +71,9 @@ class Attempt:
 
     @property
     def disagrees(self) -> bool:
-        """The ranks differ in what each of them takes for common to all."""
-        return len({name for stored in self.stored.values() for name in stored.replicated}) > 1
+        """The ranks of a part differ in what each of them takes for common to them; `<part>:<digest>`."""
+        found = {name for stored in self.stored.values() for name in stored.replicated}
+        return len(found) > len({name.rpartition(":")[0] for name in found})
 
     def reaches_goal(self) -> bool:
         """Local everywhere, and each fragment has all the copies that it can still get."""

@@ -12,6 +12,8 @@ from ray_ckpt.config import Resume
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import RunConflict, RunSuperseded
 
+ROLLBACK_PREFIX = "rollback-"  # of the service that a rollback is for itself; a cluster's is a bare uuid
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMark:
@@ -27,6 +29,7 @@ def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None
     A coordinator that was restarted has no launcher (`owner` None) and may go on only with a session of its
     own service. A launcher may take over whatever it finds at its first group; once it has had the run and
     another has come after it, it does not get it back, or two clusters would take it from each other forever.
+    A rollback is a person's act and no launcher: whoever had the run before it may go on from where it leads.
     """
     current = history.session
     if current is None:
@@ -35,14 +38,22 @@ def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None
     if owner is None:
         is_ours = history.service == current.service == service
     else:
-        had_it = any(s.service == service and s.owner == owner for s in history.sessions.values())
-        is_ours = not had_it or (history.service == current.service == service and current.owner == owner)
+        launched = [s for s in history.sessions.values() if not is_rollback(s.service)]
+        had_it = any(s.service == service and s.owner == owner for s in launched)
+        last = launched[-1] if launched else current
+        is_free = history.service == last.service or is_rollback(history.service)
+        is_ours = not had_it or (is_free and (last.service, last.owner) == (service, owner))
     if not is_ours:
         raise RunSuperseded(
             f"Run {history.run_name} was taken over by another launcher in session {current.session}.",
             hint="Stop one of the two, or give them different run names.",
             session=current.session,
         )
+
+
+def is_rollback(service: str) -> bool:
+    """Whether a session or an epoch is that of a rollback."""
+    return service.startswith(ROLLBACK_PREFIX)
 
 
 def check_marks(history: RunHistory, *, run_name: str, marks: Iterable[RunMark], resume: Resume) -> None:

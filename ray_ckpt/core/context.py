@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
-from ray_ckpt.core.messages import DiskSpace, Inventory, SessionPlan, Warn
+from ray_ckpt.core.messages import Age, DiskSpace, Inventory, SessionPlan, Warn
 from ray_ckpt.types import CheckpointInfo, Level
 
+MAX_AGREED = 64  # steps that were named last, by which a late rank is told from one that saves alone
 MAX_WARNINGS = 256  # said once each; after that they may repeat
 
 
@@ -100,6 +102,8 @@ class Context:
     holders: Holders = field(default_factory=Holders)
     plan: SessionPlan | None = None
     draining: frozenset[str] = frozenset()
+    leaves_at_s: Mapping[str, float] = field(default_factory=dict)  # of draining nodes (monotonic), if known
+    agreed_steps: deque[tuple[Age, int]] = field(default_factory=lambda: deque(maxlen=MAX_AGREED))
     domains: Mapping[str, str] = field(default_factory=dict)
     disks: Mapping[str, DiskSpace] = field(default_factory=dict)
     now_s: float = 0.0  # monotonic

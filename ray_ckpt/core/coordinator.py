@@ -14,7 +14,9 @@ from typing import Any
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.agreement import Agreement
 from ray_ckpt.core.cadence import Cadence
+from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.deletions import Deletions
 from ray_ckpt.core.drain import Drains
@@ -25,6 +27,7 @@ from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.retention import RetentionView, decide, policies_of
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.sweep import Sweeps
+from ray_ckpt.core.tempo import Tempo
 from ray_ckpt.core.upkeep import Upkeep
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
@@ -47,6 +50,8 @@ class RunMachine:
         self._context = Context(options, Ledger(writer=writer, service=service))
         self._groups = Groups(self._context)
         self._saves = Saves(self._context)
+        self._agreement = Agreement(self._context)
+        self._tempo = Tempo(self._context)
         self._cadence = Cadence()
         self._drains = Drains(self._context)
         self._deletions = Deletions()
@@ -103,6 +108,11 @@ class RunMachine:
     def owner(self) -> str:
         """The launcher whose group is at work or being opened; "" if there is none."""
         return self._groups.owner
+
+    @property
+    def is_idle(self) -> bool:
+        """No group has the run, and this coordinator is not about to write anything."""
+        return not self._groups.owner_has_run and not self._ledger.pending
 
     @property
     def copies_missing(self) -> int:
@@ -190,6 +200,7 @@ class RunMachine:
             case r.Promote(attempt=attempt, level=level):
                 if level is Level.DURABLE:
                     self._sweeps.became_durable()
+                    self._tempo.durable(attempt)
                 checkpoint = self.history.checkpoints[attempt]
                 nodes = self._context.session_nodes()
                 yield m.Publish(
@@ -224,6 +235,7 @@ class RunMachine:
 
     def _committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         yield from self._saves.committed(checkpoint)
+        self._tempo.committed(self._saves.latency_s)
         if self._is_due(checkpoint):
             self._drains.start(checkpoint)
             yield from self._assign_drains()
@@ -232,8 +244,8 @@ class RunMachine:
             yield from self._groups.release_strays()
 
     def _is_due(self, checkpoint: CheckpointInfo) -> bool:
-        options = self.options
-        return self._cadence.committed(checkpoint, every=options.remote_every, every_s=options.remote_every_s)
+        every_s = self._tempo.remote_interval_s
+        return self._cadence.committed(checkpoint, every=self.options.remote_every, every_s=every_s)
 
     @_on.register
     def _(self, event: m.OrderRefused) -> Iterator[m.Effect]:
@@ -246,10 +258,13 @@ class RunMachine:
         error = Fenced(f"{why} of run {self.history.run_name}.")
         is_foreign = service not in ("", self._ledger.service)
         if is_foreign and self.plan is not None:
+            name = self.history.run_name
             superseded = RunSuperseded(
-                f"Another cluster has taken over run {self.history.run_name}.",
+                f"Another cluster has taken over run {name}.",
                 hint="Stop one of the two, or give them different run names.",
             )
+            if is_rollback(service):
+                superseded = RunSuperseded(f"Run {name} was rolled back.", hint="Start its training again.")
             yield m.Supersede(nodes=self._context.session_nodes(), age=self.plan.age, error=superseded)
         yield from self._groups.fail(error)
         yield from self._fail_finishing(error)
@@ -282,10 +297,22 @@ class RunMachine:
             if is_told and self._upkeep.is_crowded and not self._ledger.pending:
                 self._retire()
             self._drain_again()
+        yield from self._leave()
         yield from self._sweeps.ask(self._wall_s)
         if self._finishing and not self._saves and not self._ledger.pending:
             yield from self._finish()
         yield from self._snapshot()
+
+    def _leave(self) -> Iterator[m.Effect]:
+        """All nodes are about to go: what survives that is on the storage path, so the newest goes there."""
+        context, lineage = self._context, self.history.lineage()
+        if not context.draining or context.holders.live - context.draining or not lineage:
+            return
+        ends = [at_s for node, at_s in context.leaves_at_s.items() if node in context.holders.live]
+        fits = not ends or context.now_s + self._tempo.drain_s <= max(ends)
+        if fits and lineage[-1].level < Level.DURABLE and lineage[-1].id.attempt not in self._drains.attempts:
+            self._drains.start(lineage[-1], is_urgent=True)
+            yield from self._assign_drains()
 
     def _drain_again(self) -> None:
         """What waits for a drain and has none: it is damaged on the storage path, or its drain gave way, had
@@ -452,6 +479,8 @@ class RunMachine:
 
     @_on.register
     def _(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
+        self._agreement.progressed(event)
+        self._tempo.progressed(event)
         yield from self._saves.progressed(event)
 
     @_on.register
@@ -494,6 +523,7 @@ class RunMachine:
             )
 
     def _assign_drains(self) -> Iterator[m.Effect]:
+        self._tempo.draining(self._drains.attempts)
         for checkpoint, reason in self._drains.give_up():
             yield from self._drain_failed(checkpoint.id, reason)
         yield from self._drains.assign()
@@ -551,6 +581,11 @@ class RunMachine:
         if (again := self._ledger.retry(event.now_s)) is not None:
             yield again
         yield from self._saves.ticked()
+        is_training = self._groups.is_training
+        self._tempo.ticked(is_training=is_training)
+        yield from self._agreement.ticked(
+            self._saves, is_training=is_training, interval_s=self._tempo.interval_s
+        )
         yield from self._groups.ticked()
         yield from self._redo_deletes()
         yield from self._assign_drains()
@@ -562,6 +597,7 @@ class RunMachine:
         if event.live != context.holders.live or event.draining != context.draining:
             self._upkeep.nodes_changed(lost)
         context.holders.live, context.draining = event.live, event.draining
+        context.leaves_at_s = {node: context.now_s + left_s for node, left_s in event.left_s.items()}
         context.domains, context.disks = event.domains, event.disks or context.disks
         if lost:
             self._context.holders.lose(lost)

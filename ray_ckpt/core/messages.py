@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from ray_ckpt.config import Resume
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.records import LogRecord
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRestore
 
@@ -107,6 +108,10 @@ class RankProgress:
 
     step: int
     saved_step: int
+    since_s: float = 0.0  # seconds since that step was completed
+    step_s: float = 0.0  # seconds that a step takes, of late; 0: not known yet
+    missed: int = 0  # the word of an agreed step that it was past when it saw it
+    stall_s: float = 0.0  # seconds for which its last save held up training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +152,7 @@ class Appended:
 class NodesSeen:
     live: frozenset[str]
     draining: frozenset[str] = frozenset()  # live, but leaving
+    left_s: Mapping[str, float] = field(default_factory=dict)  # of leaving nodes, if it is known
     domains: Mapping[str, str] = field(default_factory=dict)  # node -> its rack or zone; "" if not known
     disks: Mapping[str, DiskSpace] = field(default_factory=dict)  # if they have just been looked at
 
@@ -395,6 +401,15 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NameStep:
+    """Show these nodes' ranks the step after which all of them save; nobody answers."""
+
+    age: Age
+    agreed: AgreedStep
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replicate:
     attempt: AttemptId
     node_index: int
@@ -502,6 +517,7 @@ Effect: TypeAlias = (
     | Reply
     | Fail
     | Publish
+    | NameStep
     | Replicate
     | Drain
     | WriteDescription

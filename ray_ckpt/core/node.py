@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from ray_ckpt.core.messages import Age, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
+from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow
 
@@ -114,8 +115,24 @@ class DeleteOrdered:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNamed:
+    """All ranks of a session are to save after this step."""
+
+    age: Age
+    agreed: AgreedStep
+    epoch: int
+
+
 Order: TypeAlias = (
-    SessionStarted | SessionEnded | Published | EpochSeen | CoordinatorReturned | CopyOrdered | DeleteOrdered
+    SessionStarted
+    | SessionEnded
+    | Published
+    | EpochSeen
+    | CoordinatorReturned
+    | CopyOrdered
+    | DeleteOrdered
+    | StepNamed
 )
 """What a coordinator says. The words of one whose epoch is below the highest heard of are void."""
 
@@ -207,6 +224,13 @@ class EndSession:
     error: CheckpointError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowStep:
+    """Put the agreed step where this node's ranks look."""
+
+    agreed: AgreedStep
+
+
 NodeEffect: TypeAlias = (
     WriteShard
     | Release
@@ -219,6 +243,7 @@ NodeEffect: TypeAlias = (
     | PersistEpoch
     | RefuseOrder
     | EndSession
+    | ShowStep
 )
 
 
@@ -365,6 +390,11 @@ class NodeMachine:
     @_on.register
     def _(self, event: EpochSeen) -> Iterable[NodeEffect]:
         return ()
+
+    @_on.register
+    def _(self, event: StepNamed) -> Iterator[NodeEffect]:
+        if self.plan is not None and self.plan.age == event.age:
+            yield ShowStep(agreed=event.agreed)
 
     @_on.register
     def _(self, event: CopyOrdered) -> Iterator[NodeEffect]:

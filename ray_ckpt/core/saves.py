@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 MAX_OPEN_ATTEMPTS = 8  # one save is in flight per rank; more means ranks that disagree on steps
 MAX_WAITING_COMMITS = 2  # while the store is silent the newest two wait, older ones are dropped
 MAX_DROPPED = 256  # ids of dropped attempts whose late messages are recognised
+LATENCIES = 16  # commits whose time from the first word counts
 FRESH_PROGRESS_S = 10.0  # ranks speak once a second; older words prove nothing
 
 
@@ -29,6 +31,7 @@ class Saves:
         self._saved_before: set[int] = set()  # ranks that took part in a save of this session
         self._progress: dict[int, tuple[m.RankProgress, float]] = {}  # with the time of the message
         self._age: m.Age = (0, 0)  # of the session that these two are of
+        self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
 
     @property
     def last_step(self) -> int:
@@ -38,6 +41,23 @@ class Saves:
 
     def __bool__(self) -> bool:
         return bool(self._attempts)
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds from a capture to its commit, about; 0 if there was none yet.
+
+        The first word of an attempt comes when a node has written it. From then on copies travel, which takes
+        about as long again: the median of late, doubled.
+        """
+        return 2 * statistics.median(self._latencies_s) if self._latencies_s else 0.0
+
+    def is_busy(self, for_s: float) -> bool:
+        """An attempt is open, and not for longer than that."""
+        return any(self._context.now_s - attempt.started_s < for_s for attempt in self._attempts.values())
+
+    def has_step(self, step: int) -> bool:
+        """An attempt at that step is open."""
+        return any(attempt.id.step == step for attempt in self._attempts.values())
 
     def is_open(self, attempt: str) -> bool:
         """It is being stored, or its commit is on its way."""
@@ -125,6 +145,7 @@ class Saves:
         self._enter_session()
         self._saved_before |= set(attempt.nodes[event.node_index].ranks)
         self._context.holders.add(event.attempt.attempt, event.node_index, event.node_id)
+        yield from self._copy_elsewhere(attempt, event.node_index)
         waiting = [a for a in self._attempts.values() if not a.committing]
         if len(waiting) > MAX_OPEN_ATTEMPTS:
             oldest = min(waiting, key=lambda a: a.id.step)
@@ -207,6 +228,17 @@ class Saves:
             source = attempt.nodes[index].node_id
             yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=holder)
 
+    def _copy_elsewhere(self, attempt: Attempt, index: int) -> Iterator[m.Effect]:
+        """Holders that are about to go are as good as none, if there are nodes that stay."""
+        staying = self._context.holders.live - self._context.draining
+        for holder in sorted(attempt.awaited.get(index, set()) & self._context.draining):
+            if not attempt.others(index, staying):
+                return
+            other = attempt.replace(index, holder, staying)
+            assert other is not None
+            source = attempt.nodes[index].node_id
+            yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=other)
+
     def refused(self, event: m.SaveRefused) -> Iterator[m.Effect]:
         if (attempt := self._find(event.attempt)) is not None and not attempt.committing:
             self._saved_before |= set(event.ranks)
@@ -224,7 +256,7 @@ class Saves:
             step = attempt.id.step
             passed = {k for k, p in event.ranks.items() if p.step > step and p.saved_step < step}
             if passed and (missed := sorted(passed.intersection(attempt.missing_ranks))):
-                yield from self.drop(attempt, _not_collective(attempt, missed))
+                yield from self.drop(attempt, self._why_missed(attempt, missed))
 
     # -- time and nodes --------------------------------------------------------------------------------
 
@@ -240,9 +272,16 @@ class Saves:
         """Misuse only if ranks say themselves that they go on without saving; else they are slow or gone."""
         idle = [k for k in attempt.missing_ranks if self._stays_out(k)]
         if idle:
-            return _not_collective(attempt, idle)
+            return self._why_missed(attempt, idle)
         ranks = ", ".join(map(str, attempt.missing_ranks))
         return Unavailable(f"Rank(s) {ranks} did not finish it within {limit_s:.0f} s.")
+
+    def _why_missed(self, attempt: Attempt, missed: list[int]) -> CheckpointError:
+        """Misuse, unless the step was agreed on: then these ranks were past it when they saw that."""
+        if ((attempt.id.epoch, attempt.id.session), attempt.id.step) in self._context.agreed_steps:
+            ranks = ", ".join(map(str, missed))
+            return Unavailable(f"Rank(s) {ranks} had passed step {attempt.id.step} when it was named.")
+        return _not_collective(attempt, missed)
 
     def _stays_out(self, rank: int) -> bool:
         """The rank lives, has never saved in this session and has completed no step that it told of."""
@@ -343,6 +382,7 @@ class Saves:
     def committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         """The record is confirmed: tell the nodes, and give up what is older and still open."""
         attempt = self._attempts.pop(checkpoint.id.attempt)
+        self._latencies_s.append(self._context.now_s - attempt.started_s)
         nodes = tuple(n.node_id for n in attempt.nodes)
         yield self._publish(checkpoint.id, checkpoint.level, None, nodes)
         self.promote_copies(checkpoint)

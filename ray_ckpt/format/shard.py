@@ -105,19 +105,24 @@ def check_slice(part: Slice) -> int:
 def build_layout(slices: Iterable[Slice]) -> ShardLayout:
     """Lay `slices` out in one file: wider dtypes first, then by key, dense, each naturally aligned.
 
-    The result depends on the slices only, not on their order. Raises FormatError for a repeated key, a slice
-    that `check_slice` refuses, or a header beyond MAX_HEADER_BYTES.
+    Of several slices of one tensor the first has its key in the header; the others have a name of their own.
+    The result depends on the slices only, not on their order. Raises FormatError for a slice that is there
+    twice or that `check_slice` refuses, or a header beyond MAX_HEADER_BYTES.
     """
     ordered = sorted(((check_slice(part), part) for part in slices), key=lambda pair: _rank(pair[1]))
     entries: dict[str, Any] = {}
-    position, starts = 0, []
+    sharding: dict[str, Any] = {}
+    position, starts, before = 0, [], None
     for nbytes, part in ordered:
-        if part.key in entries:
+        name = part.key if part.key not in entries else _further(part)
+        if name in entries or (part.key, part.offset) == before:
             raise FormatError(f"{part.key} stands twice in one shard.", key=part.key)
+        before = part.key, part.offset
         starts.append(position)
         span = [position, position := position + nbytes]
-        entries[part.key] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": span}
-    header = _header(entries, {part.key: {OFFSETS_KEY: list(part.offset)} for _, part in ordered})
+        entries[name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": span}
+        sharding[name] = {OFFSETS_KEY: list(part.offset)}
+    header = _header(entries, sharding)
     placed = (
         PlacedSlice(slice=part, byte_offset=len(header) + start, nbytes=nbytes)
         for start, (nbytes, part) in zip(starts, ordered, strict=True)
@@ -150,8 +155,13 @@ def parse_header(data: bytes, *, file_size_bytes: int) -> tuple[HeaderTensor, ..
     return tuple(tensors)
 
 
-def _rank(part: Slice) -> tuple[int, str]:
-    return -ITEMSIZE[part.dtype], part.key
+def _rank(part: Slice) -> tuple[int, str, tuple[int, ...]]:
+    return -ITEMSIZE[part.dtype], part.key, part.offset
+
+
+def _further(part: Slice) -> str:
+    """The name in the header of a slice whose tensor has one there already."""
+    return f"{part.key}@{','.join(map(str, part.offset))}"
 
 
 def _header(entries: Mapping[str, Any], sharding: Mapping[str, Any]) -> bytes:

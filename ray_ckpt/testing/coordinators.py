@@ -91,6 +91,9 @@ class Coordinators(Nodes):
                 self.wire += [Order(node_told, ended, name) for node_told in nodes]
             case m.StepDown(error=failure):
                 self._step_down(process, failure)
+            case m.NameStep(age=age, agreed=agreed, nodes=nodes):
+                named = n.StepNamed(age=age, agreed=agreed, epoch=epoch)
+                self.wire += [Order(node_told, named, name) for node_told in nodes]
             case m.Warn():
                 pass
             case _:

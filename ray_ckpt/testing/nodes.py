@@ -144,6 +144,8 @@ class Nodes:
                 for member in self._members(name) if isinstance(error, RunSuperseded) else ():
                     if member.plan is not None and member.plan.has(attempt):
                         member.state = "ended"
+            case n.ShowStep(agreed=agreed):
+                agent.shown = agreed
             case n.EndSession(session=session):
                 for member in self._members(name):
                     if member.plan is not None and member.plan.session <= session:

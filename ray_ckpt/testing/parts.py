@@ -10,6 +10,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node as n
 from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.format.records import LogRecord
@@ -29,6 +30,7 @@ class Agent:
 
     number: int
     machine: n.NodeMachine
+    shown: AgreedStep | None = None  # where its ranks look
 
 
 @dataclass(slots=True)
@@ -76,6 +78,7 @@ class Member:
     state: Literal["waiting", "reading", "training", "ended"] = "waiting"
     plan: m.SessionPlan | None = None
     saved: int = 0  # how many of the group's saves it has made
+    missed: int = 0  # the word of a step that it was past
     busy: set[int] = field(default_factory=set)  # ranks whose arena is not given back yet
     error: CheckpointError | None = None  # that its ranks were told
 

@@ -241,10 +241,14 @@ class World(Coordinators):
         self.clock += 1
         agent = self.nodes[member.node].agent
         assert member.plan is not None
+        shown = agent.shown if agent is not None else None
         if member.saved == len(group.steps):
             last = group.steps[-1] if group.steps else _resumed_step(member.plan)
-            group.steps.append(last + gap)
+            is_ahead = shown is not None and last < shown.step <= last + gap
+            group.steps.append(shown.step if shown is not None and is_ahead else last + gap)
         step = group.steps[member.saved]
+        if shown is not None and shown.step < step:
+            member.missed = shown.word
         member.saved += 1
         attempt = make_attempt(
             run_uid=member.plan.run_uid,
@@ -306,7 +310,8 @@ class World(Coordinators):
             if member.state == "training" and member.plan is not None:
                 saved = steps[member.saved - 1] if member.saved else -1
                 step = max(saved, _resumed_step(member.plan))
-                ranks = {rank: m.RankProgress(step=step, saved_step=saved) for rank in member.ranks}
+                progress = m.RankProgress(step=step, saved_step=saved, missed=member.missed)
+                ranks = dict.fromkeys(member.ranks, progress)
                 event = m.RanksProgressed(age=member.plan.age, ranks=ranks)
                 self.wire.append(Report(launcher.service, event))
 

@@ -1,15 +1,20 @@
 """CheckpointCallback: one object for the driver, the controller and the workers of Ray Train.
 
-Hooks of the controller run on its event loop, and an exception in one ends the run. So errors that must
-stop a run before time is lost (a wrong path, a full disk, nothing intact to restore) are raised, and all
-others are logged.
+Hooks of the controller run on its event loop, and an exception in one ends the run (Ray 2.60,
+`train/v2/_internal/callback_manager.py`). So errors that a person must mend before time is lost (a wrong
+path, a full disk, nothing intact to restore) are raised; what a new try may mend, and whatever nobody
+expected, goes to the workers, where it counts as their failure and is retried; all others are logged.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Mapping
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +27,15 @@ from ray_ckpt.client import close_all
 from ray_ckpt.config import RunOptions
 from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError
+from ray_ckpt.notices import TermSignal
+from ray_ckpt.probe import Probe, ProbeSpec
 from ray_ckpt.storage.remote import RemoteRef
-from ray_ckpt.train.ray_compat import ControllerCallback, WorkerCallback, WorkerGroupCallback
+from ray_ckpt.train.ray_compat import ControllerCallback, WorkerCallback, WorkerGroupCallback, has_validation
 from ray_ckpt.train.report import PointerReporter
 
 log = logging.getLogger("ray_ckpt")
+
+OPTIONS_ENV = "RAY_CKPT_OPTIONS"  # a JSON object: defaults of every CheckpointCallback that the driver makes
 
 
 class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback):  # type: ignore[misc]
@@ -34,78 +43,189 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
 
     Options are those of `ray_ckpt.config.RunOptions`. ConfigError on an unknown or impossible one.
     Checkpoints go below the storage path of the RunConfig, or below `storage_path` if that is given.
+
+    Without a change to the driver, by its environment:
+
+        RAY_TRAIN_CALLBACKS=ray_ckpt.train.CheckpointCallback
+        RAY_CKPT_OPTIONS='{"replicas": 1, "keep_last": 3}'
+
+    The second names defaults for every callback, `storage_path` included. Of several in one trainer one does
+    the work: those of the RunConfig come before that of the environment, those with arguments before those
+    without, later before earlier ones.
+
+    `probe` is for `check_resume`.
     """
 
-    def __init__(self, *, storage_path: str | None = None, **options: Any) -> None:
-        self._options = RunOptions.parse(**options)
-        self._storage_path = storage_path
-        self._spec: RunSpec | None = None
+    def __init__(
+        self, *, storage_path: str | None = None, probe: ProbeSpec | None = None, **options: Any
+    ) -> None:
+        defaults = _defaults()
+        default_path = defaults.pop("storage_path", None)
+        try:
+            self._options = RunOptions.parse(**{**defaults, **options})
+        except ConfigError as error:
+            if error.fields.get("option") in defaults.keys() - options.keys():
+                raise ConfigError(
+                    f"{OPTIONS_ENV}: {error.message}", hint=error.hint, **error.fields
+                ) from None
+            raise
+        self._storage_path = default_path if storage_path is None else storage_path
+        self._probe = probe
+        self._uid = uuid.uuid4().hex  # Ray copies callbacks, also those of one trainer apart from each other
+        self._has_arguments = storage_path is not None or probe is not None or bool(options)
+        # From here on: what hooks of the controller find out. It travels to the workers.
+        self._is_passive = False
+        self._run: tuple[str, str] | None = None  # name, storage path
         self._owner = ""
+        self._spec: RunSpec | None = None
         self._joined: Joined | None = None
         self._problem: CheckpointError | None = None
+        self._term_signal: TermSignal | None = None  # of a worker; stays there
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_term_signal": None}
 
     # -- in the controller -----------------------------------------------------------------------------
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Open the run: log, agents, paths. Raised errors end the run before any worker starts."""
-        config = train_run_context.run_config
-        self._owner = owner_here(by_job=False)
-        path = self._storage_path or config.storage_path
-        if self._storage_path is None and config.storage_filesystem is not None:
-            raise ConfigError(
-                "RunConfig(storage_filesystem=...) may hold credentials, so it is not handed to the nodes.",
-                hint="Give the URL as storage_path instead, in RunConfig or in CheckpointCallback.",
-            )
-        self._spec = open_run(config.name, path, self._options, owner=self._owner)
+        with _guarded("the run could not be opened", self._note_problem, may_end_run=True):
+            config = train_run_context.run_config
+            self._is_passive = self._gives_way(config.callbacks or ())
+            if self._is_passive:
+                log.warning("a CheckpointCallback of this trainer does nothing: another one comes before it")
+                return
+            if self._storage_path is None and config.storage_filesystem is not None:
+                raise ConfigError(
+                    "RunConfig(storage_filesystem=...) may hold credentials, so the nodes do not get it.",
+                    hint="Give the URL as storage_path instead, in RunConfig or in CheckpointCallback.",
+                )
+            self._run = (config.name, self._storage_path or config.storage_path)
+            self._open()
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """The group exists: choose its checkpoint, log its session; this object carries it to workers.
 
-        What a new try may mend (a node died just now, the store is slow) goes to the workers, where it
-        counts as their failure and is retried; other errors end the run here, also that it belongs to another
-        launcher by now: two of them that both retried would take it from each other forever.
+        A node that died just now or a store that is slow counts as the workers' failure and is retried. That
+        the run belongs to another launcher by now ends it: two of them that both retried would take it from
+        each other forever. Blocks the controller, as Ray calls it so; each wait in it has a limit.
         """
-        assert self._spec is not None
-        ranks = sorted(workers, key=lambda w: w.distributed_context.world_rank)
-        nodes = [w.metadata.node_id for w in ranks]
-        self._joined, self._problem = None, None
-        try:
-            self._joined = open_group(self._spec, nodes, owner=self._owner)
-        except (ServiceError, Fenced) as error:
-            log.warning("the group cannot start: %s", error)
-            self._problem = error
-        else:
+        self._joined = None
+        if self._run is None:  # passive, or `_problem` says why
+            return {}
+        self._problem = None
+        with _guarded("the group cannot start", self._note_problem, may_end_run=True):
+            spec = self._open()
+            ranks = sorted(workers, key=lambda w: w.distributed_context.world_rank)
+            self._joined = open_group(spec, [w.metadata.node_id for w in ranks], owner=self._owner)
             # What `resume` asks for holds for the first group; after it the run goes on from its own newest.
-            self._spec = replace(self._spec, options=replace(self._spec.options, resume="auto"))
+            self._spec = replace(spec, options=replace(spec.options, resume="auto"))
         return {}
 
     async def before_controller_shutdown(self) -> None:
         """The run is over: its last checkpoint goes to the storage path."""
         if self._spec is None or self._joined is None:
             return
-        try:
+        with _guarded("the last checkpoint is not on the storage path"):
             newest = await asyncio.to_thread(finish_run, self._spec)
-        except CheckpointError as error:
-            log.warning("the last checkpoint is not on the storage path: %s", error)
-        else:
             if newest is not None:
                 log.info("step %d is on the storage path", newest.step)
+
+    def _open(self) -> RunSpec:
+        """Open the run, unless that has been done."""
+        assert self._run is not None
+        if self._spec is None:
+            name, path = self._run
+            self._owner = owner_here(by_job=False)
+            self._spec = open_run(name, path, self._options, owner=self._owner)
+        return self._spec
+
+    def _gives_way(self, of_run_config: Sequence[object]) -> bool:
+        """Whether another callback of this trainer does the work."""
+        ours = [each for each in of_run_config if isinstance(each, CheckpointCallback)]
+        if not ours:  # then this is the environment's
+            return False
+        chosen = max(reversed(ours), key=lambda each: each._has_arguments)
+        return chosen._uid != self._uid
+
+    def _note_problem(self, problem: CheckpointError) -> None:
+        self._problem = problem
 
     # -- in the workers --------------------------------------------------------------------------------
 
     def after_init_train_context(self) -> None:
-        if self._joined is None:
-            set_connection(Connection(problem=self._problem))
+        """Give this worker's Checkpointers their connection, or the reason why there is none."""
+        if self._is_passive:
             return
-        try:
-            link = RayLink(self._joined, ray.train.get_context().get_world_rank())
-            set_connection(Connection(link=link, reporter=PointerReporter()))
-        except CheckpointError as error:
-            set_connection(Connection(problem=error))
+        with _guarded("this worker has no checkpoints", _set_problem):
+            set_connection(Connection(problem=self._problem))
+            if self._joined is not None:
+                self._connect(self._joined)
+
+    def _connect(self, joined: Joined) -> None:
+        rank = ray.train.get_context().get_world_rank()
+        link = RayLink(joined, rank)
+        set_connection(
+            Connection(
+                link=link,
+                reporter=PointerReporter(joined.spec, validates=has_validation()),
+                probe=None if self._probe is None else Probe(self._probe, rank),
+            )
+        )
+        with _guarded("SIGTERM is not watched"):
+            self._term_signal = TermSignal.install(link.leaves)
 
     def before_worker_shutdown(self) -> None:
-        close_all()
+        if self._is_passive:
+            return
+        with _guarded("checkpoints were not closed"):
+            close_all()
+        with _guarded("SIGTERM stays watched"):
+            if self._term_signal is not None:
+                self._term_signal.uninstall()
         set_connection(Connection())
+
+
+@contextmanager
+def _guarded(
+    what: str, keep: Callable[[CheckpointError], None] | None = None, *, may_end_run: bool = False
+) -> Iterator[None]:
+    """Log every error as `what`, and hand it to `keep`; with `may_end_run` raise what a person must mend."""
+    try:
+        yield
+    except Exception as error:
+        is_known = isinstance(error, CheckpointError)
+        if may_end_run and is_known and not isinstance(error, ServiceError | Fenced):
+            raise
+        log.warning("%s: %s", what, error, exc_info=not is_known)
+        if keep is not None:
+            keep(error if isinstance(error, CheckpointError) else _unexpected(what, error))
+
+
+def _unexpected(what: str, error: Exception) -> ServiceError:
+    return ServiceError(
+        f"{what}: {type(error).__name__}: {error}",
+        hint="This is not supposed to happen; the log has a traceback.",
+    )
+
+
+def _set_problem(problem: CheckpointError) -> None:
+    set_connection(Connection(problem=problem))
+
+
+def _defaults() -> dict[str, Any]:
+    """Keywords for a CheckpointCallback, by the environment. ConfigError if they are no JSON object."""
+    text = os.environ.get(OPTIONS_ENV)
+    if not text:
+        return {}
+    hint = f"""Set it to an object such as {OPTIONS_ENV}='{{"replicas": 1, "keep_last": 3}}', or unset it."""
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{OPTIONS_ENV} is no JSON: {error}", hint=hint, option=OPTIONS_ENV) from None
+    if not isinstance(options, dict) or not isinstance(options.get("storage_path", ""), str):
+        raise ConfigError(f"{OPTIONS_ENV} is no object of options.", hint=hint, option=OPTIONS_ENV)
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
 
 
 def check_storage_path(

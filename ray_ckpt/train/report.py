@@ -1,13 +1,12 @@
-"""Pointers: what Ray Train is told of our checkpoints, so that `Result.checkpoint` and its resume see them.
+"""What Ray Train is told of our checkpoints, so that `Result.checkpoint` and its resume see them.
 
-A pointer is a small directory in the run's folder with `pointer.json`; our catalog leads, Ray's is a hint.
-`ray.train.report` is a barrier that takes up to two seconds, so it is called about once a minute. All
-ranks must agree on when: at a save that rank 0 named at the last report, in that same barrier.
+It gets a pointer (`pointers.py`); our catalog leads, Ray's is a hint. `ray.train.report` is a barrier that
+takes up to two seconds, so it is called about once a minute. All ranks must agree on when: at a save that
+rank 0 named at the last report, in that same barrier.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -15,22 +14,29 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import pyarrow.fs
 import ray.train
 import ray.train.collective
 
+from ray_ckpt.actors.wire import RunSpec
+from ray_ckpt.train.pointers import POINTER_FILE, Pointer
 from ray_ckpt.types import AttemptId
 
 log = logging.getLogger("ray_ckpt")
 
 REPORT_EVERY_S = 60.0
 WRITE_TIMEOUT_S = 30.0  # a store that takes longer gets no pointer this time
-POINTER_FILE = "pointer.json"
 
 
 class PointerReporter:
-    """Reports committed checkpoints to Ray Train from the training thread of every rank."""
+    """Reports committed checkpoints to Ray Train from the training thread of every rank.
 
-    def __init__(self) -> None:
+    With `validates` each of them goes to the validation function of the trainer.
+    """
+
+    def __init__(self, spec: RunSpec, *, validates: bool = False) -> None:
+        self._spec = spec
+        self._validates = validates
         self._last_s = time.monotonic()
         self._last_calls = 0
         self._reported: AttemptId | None = None
@@ -51,26 +57,33 @@ class PointerReporter:
             self._reported = fresh[0]
         return int(next_calls)
 
+    def _pointer(self, attempt: AttemptId) -> Pointer:
+        return Pointer(
+            attempt=attempt, run=self._spec.key, storage_options=self._spec.options.storage_options or {}
+        )
+
     def _write_pointer(self, attempt: AttemptId) -> bool:
-        """Written before the barrier and within a bound: an error inside `report` would end the run."""
-        storage = ray.train.get_context().get_storage()
-        future: Future[None] = Future()
+        """Written before the barrier and within a bound: an error inside `report` would end the run.
+
+        False if it could not be written, and if it was there: a restored checkpoint that Ray Train knows is
+        not to be reported twice, for Ray deletes by number and a directory that is gone ends the run.
+        """
+        pointer, storage = self._pointer(attempt), ray.train.get_context().get_storage()
+        future: Future[bool] = Future()
 
         def write() -> None:
             try:
-                _write_pointer(storage, attempt)
+                future.set_result(_write(storage, pointer))
             except Exception as error:
                 future.set_exception(error)
-            else:
-                future.set_result(None)
 
         threading.Thread(target=write, name="ray_ckpt-pointer", daemon=True).start()
         try:
-            future.result(WRITE_TIMEOUT_S)
+            return future.result(WRITE_TIMEOUT_S)
         except Exception as error:
-            log.warning("step %d is not reported to Ray Train: %s", attempt.step, error or "time is up")
+            reason = str(error) or "time is up"
+            log.warning("step %d is not reported to Ray Train: %s", attempt.step, reason)
             return False
-        return True
 
     def _saves_per_report(self, save_calls: int) -> int:
         """How many saves take about REPORT_EVERY_S at the pace since the last report."""
@@ -90,30 +103,25 @@ class PointerReporter:
         ray.train.report(
             {"step": attempt.step, **metrics},
             checkpoint=checkpoint,
-            checkpoint_dir_name=_pointer_name(attempt),
+            checkpoint_dir_name=self._pointer(attempt).directory,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.SYNC,
             delete_local_checkpoint_after_upload=False,
             checkpoint_upload_fn=_use_pointer,
+            validation=self._validates and checkpoint is not None,
         )
 
 
-def _pointer_name(attempt: AttemptId) -> str:
-    return f"ray_ckpt_{attempt.directory}"
-
-
-def _write_pointer(storage: Any, attempt: AttemptId) -> None:
-    path = storage.build_checkpoint_path_from_name(_pointer_name(attempt))
-    pointer = {
-        "ray_ckpt": 1,
-        "run": storage.experiment_fs_path,
-        "run_uid": attempt.run_uid,
-        "step": attempt.step,
-        "session": attempt.session,
-        "attempt": attempt.attempt,
-    }
-    storage.storage_filesystem.create_dir(path, recursive=True)
-    with storage.storage_filesystem.open_output_stream(f"{path}/{POINTER_FILE}") as stream:
-        stream.write(json.dumps(pointer, indent=1).encode())
+def _write(storage: Any, pointer: Pointer) -> bool:
+    """False if it is there already."""
+    files = storage.storage_filesystem
+    folder = storage.build_checkpoint_path_from_name(pointer.directory)
+    path = f"{folder}/{POINTER_FILE}"
+    if files.get_file_info(path).type != pyarrow.fs.FileType.NotFound:
+        return False
+    files.create_dir(folder, recursive=True)
+    with files.open_output_stream(path) as stream:
+        stream.write(pointer.encode())
+    return True
 
 
 def _use_pointer(checkpoint: Any, checkpoint_dir_name: str) -> Any:

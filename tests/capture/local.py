@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from safetensors.torch import load
 
-from ray_ckpt.actors.arena_memory import RankArena, make_arena
+from ray_ckpt.actors.arena_memory import AgreedPage, RankArena, make_arena
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.tree import decode_tree
 from ray_ckpt.link import ArenaGrant, Identity, SealedShard
+from ray_ckpt.notices import Notice
 from ray_ckpt.restore import Place, RestoreTicket, Shared
 from ray_ckpt.types import AttemptId, Level, RankRestore
 
@@ -34,6 +35,7 @@ class LocalLink:
     sealed: list[SealedShard] = field(default_factory=list)
     files: dict[int, bytes] = field(default_factory=dict)  # step -> the shard file
     skipped: dict[int, str] = field(default_factory=dict)
+    page: AgreedPage | None = None
     reserved_bytes: int = 0
     recovered: int = 0
     go: threading.Event = field(default_factory=threading.Event)
@@ -73,6 +75,11 @@ class LocalLink:
         )
         return self.grants[-1]
 
+    def agreed_page(self, *, named: bool = False) -> str:
+        if self.page is None:
+            self.page = AgreedPage(named=named)
+        return self.page.path
+
     def seal(self, shard: SealedShard) -> Future[None]:
         if self.fails:
             self._outcome(shard.attempt).set_exception(Unavailable("there is no agent"))
@@ -110,6 +117,9 @@ class LocalLink:
             outcome.set_result(Outcome(level=None, error=Unavailable(reason)))
 
     def progress(self, session: int, progress: RankProgress) -> None:
+        pass
+
+    def leaves(self, notice: Notice) -> None:
         pass
 
     def recover(self) -> None:

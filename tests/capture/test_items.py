@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from ray_ckpt.capture.items import (
+    Item,
     ModuleItem,
     OptimizerItem,
+    SchedulerItem,
     StatefulItem,
     TensorItem,
     TreeItem,
@@ -22,7 +29,9 @@ from ray_ckpt.capture.items import (
     unwrap,
 )
 from ray_ckpt.capture.predict import predicted_state
-from ray_ckpt.errors import UnsupportedItem
+from ray_ckpt.capture.walk import resolve_leaves, walk
+from ray_ckpt.errors import UnsupportedItem, UnsupportedLeaf
+from ray_ckpt.format.tree import decode_tree, encode_tree
 
 OptimizerOf = Callable[[list[Any]], torch.optim.Optimizer]
 
@@ -86,7 +95,7 @@ def test_each_kind_of_object_has_its_adapter() -> None:
     objects: list[object] = [model, optimizer, scheduler, torch.zeros(2), {}, []]
     items = [adapt("x", obj, modules) for obj in objects]
     kinds = [type(item) for item in items]
-    assert kinds == [ModuleItem, OptimizerItem, StatefulItem, TensorItem, TreeItem, TreeItem]
+    assert kinds == [ModuleItem, OptimizerItem, SchedulerItem, TensorItem, TreeItem, TreeItem]
     assert [adapt("x", obj, modules).per_rank for obj in (model, optimizer, scheduler)] == [
         False,
         False,
@@ -116,6 +125,45 @@ def test_a_live_iterator_is_refused() -> None:
     with pytest.raises(UnsupportedItem, match="being iterated") as caught:
         adapt("loader", loader, {})
     assert "after ckpt.steps()" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("obj", "reason"),
+    [
+        (iter([1, 2]), "how far an iterator is"),
+        ((x for x in range(3)), "how far an iterator is"),
+        (iter(DataLoader([1, 2])), "how far an iterator is"),  # type: ignore[arg-type]
+        (DataLoader([1, 2]), "how far it has been read"),  # type: ignore[arg-type]
+        (RandomSampler([1, 2]), "how far it has been read"),
+    ],
+)
+def test_what_has_no_position_is_refused_with_what_has_one(obj: object, reason: str) -> None:
+    with pytest.raises(UnsupportedItem, match=reason) as caught:
+        adapt("data", obj, {})
+    assert ".batches(loader)" in caught.value.hint and "StatefulDataLoader" in caught.value.hint
+
+
+def test_the_iterator_of_ray_data_is_refused_with_a_way_around() -> None:
+    shard = type("DataIterator", (), {"__module__": "ray.data.iterator"})()
+    with pytest.raises(UnsupportedItem) as caught:
+        adapt("shard", shard, {})
+    assert "Ray Data does not tell" in caught.value.hint
+
+
+def test_a_distributed_sampler_has_its_epoch() -> None:
+    first: Any = DistributedSampler([0] * 8, 2, 1)  # type: ignore[arg-type]
+    second: Any = DistributedSampler([0] * 8, 2, 1)  # type: ignore[arg-type]
+    first.set_epoch(3)
+    resume({"sampler": first}, {"sampler": second})
+    assert list(second) == list(first) and second.epoch == 3
+
+    class Own(DistributedSampler[int]):
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: Mapping[str, int]) -> None: ...
+
+    assert type(adapt("sampler", Own([0] * 8, 2, 1), {})) is StatefulItem  # type: ignore[arg-type]
 
 
 def test_nothing_is_copied() -> None:
@@ -202,6 +250,23 @@ def test_missing_state_is_made_as_the_optimizer_would() -> None:
     assert item.allocate(("param_groups", "0", "lr"), (), torch.float32).device.type == "cpu"
 
 
+@pytest.mark.filterwarnings("ignore")  # of its import
+def test_an_optimizer_that_hides_its_state_is_refused() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = nn.Linear(2, 2)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(
+        UnsupportedItem, match=r"'optimizer' .ZeroRedundancyOptimizer. has state inside"
+    ) as caught:
+        adapt("optimizer", optimizer, {"model": model})
+    assert "fully_shard" in caught.value.hint
+
+
 # -- prediction --------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, OptimizerOf] = {
@@ -278,6 +343,315 @@ def test_an_optimizer_over_a_bare_parameter_names_it() -> None:
     assert list(adapt("o", optimizer, {"bare": bare}).tree()["state"]) == ["bare"]
 
 
+# -- continuation: saved through the walk, loaded into fresh objects, the same bits from there on -------
+
+
+def resume(saved: Mapping[str, Any], fresh: Mapping[str, Any]) -> None:
+    """Bring `fresh` to the state of `saved`, through the bytes that a state file would hold."""
+    before, after = items_of(saved), items_of(fresh)
+    walked = walk(before, rank=0, world_size=1)
+    trees = decode_tree(encode_tree(dict(walked.trees)))
+    live = {part.slice.key: part.leaf for part in walk(after, rank=0, world_size=1).slices}
+    tensors: dict[str, torch.Tensor] = {}
+    for part in walked.slices:
+        name, path = (
+            (part.path[0], part.path[1:]) if part.slice.item == "rank0" else (part.slice.item, part.path)
+        )
+        target = None if after[name].is_replaced(path) else live.get(part.slice.key)
+        if target is None:
+            target = after[name].allocate(path, part.slice.global_shape, part.tensor.dtype)
+        with torch.no_grad():
+            tensors[part.slice.key] = target.copy_(part.tensor)
+    for name, item in after.items():
+        assert not item.problems(trees[name])
+        item.load(resolve_leaves(trees[name], tensors))
+
+
+def items_of(objects: Mapping[str, Any]) -> dict[str, Item]:
+    owners = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module | nn.Parameter)}
+    return {name: adapt(name, obj, owners) for name, obj in objects.items()}
+
+
+class Run:
+    """A model, an optimizer of some kind, and what else steps with them."""
+
+    def __init__(self, make: OptimizerOf, then: Callable[[Any], Any] | None = None) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+        self.optimizer: Any = make(list(self.model.parameters()))
+        self.other = then(self) if then is not None else None
+        self.objects = {"model": self.model, "optimizer": self.optimizer}
+        if self.other is not None:
+            self.objects["other"] = self.other
+
+    def steps(self, first: int, last: int) -> list[Any]:
+        """Losses and learning rates of each step, and what the parameters are in the end."""
+        seen: list[Any] = []
+        for step in range(first, last):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+
+            def closure(x: torch.Tensor = x) -> Any:
+                self.optimizer.zero_grad()
+                loss = self.model(x).square().mean()
+                loss.backward()
+                return loss.detach()
+
+            loss = self.optimizer.step(closure)
+            if isinstance(self.other, lr_scheduler.ReduceLROnPlateau):
+                self.other.step(loss)
+            elif isinstance(self.other, lr_scheduler.LRScheduler | lr_scheduler.ChainedScheduler):
+                self.other.step()
+            elif isinstance(self.other, AveragedModel):
+                self.other.update_parameters(self.model)
+            seen.append((loss.item(), [float(group["lr"]) for group in self.optimizer.param_groups]))
+        averaged = self.other.state_dict() if isinstance(self.other, AveragedModel) else {}
+        return [*seen, *(v.tolist() for v in (self.model.state_dict() | averaged).values())]
+
+
+def sgd(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def check_continuation(make: OptimizerOf, then: Callable[[Any], Any] | None = None) -> None:
+    whole = Run(make, then)
+    whole.steps(0, 5)
+    resumed = Run(make, then)
+    resume(whole.objects, resumed.objects)
+    expected = whole.steps(5, 12)
+    assert resumed.steps(5, 12) == expected
+    assert torch.tensor(expected[6][0]).isfinite(), "no comparison of nothing with nothing"
+
+
+FOREIGN: dict[str, OptimizerOf] = {
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2, history_size=3),
+    "lbfgs with line search": lambda p: torch.optim.LBFGS(p, max_iter=2, line_search_fn="strong_wolfe"),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2]),
+    "adam with a tensor for a learning rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "rprop": lambda p: torch.optim.Rprop(p),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_optimizers_with_state_of_their_own_kind_continue(kind: str) -> None:
+    check_continuation(FOREIGN[kind])
+
+
+class Decay:
+    """A schedule that is an object; LambdaLR saves its attributes."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, epoch: int) -> float:
+        self.calls += 1
+        return 0.9**self.calls
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "callable object": lambda o: lr_scheduler.LambdaLR(o, Decay()),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 10)], [6]
+    ),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=30),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, 8), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, scale_fn=lambda x: 1 / (1 + x)),
+    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "averaging": lambda o: SWALR(o, 0.05, anneal_epochs=8),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_schedulers_continue(kind: str) -> None:
+    check_continuation(sgd, lambda run: SCHEDULES[kind](run.optimizer))
+
+
+def test_schedulers_of_a_learning_rate_that_is_a_tensor_continue() -> None:
+    check_continuation(
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+        lambda run: lr_scheduler.CosineAnnealingLR(run.optimizer, 20),
+    )
+
+
+AVERAGES: dict[str, Callable[[nn.Module], AveragedModel]] = {
+    "mean": AveragedModel,
+    "exponential": lambda m: AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9)),  # type: ignore[no-untyped-call]
+    "with buffers": lambda m: AveragedModel(m, use_buffers=True),
+}
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_averaged_models_continue(kind: str) -> None:
+    check_continuation(sgd, lambda run: AVERAGES[kind](run.model))
+
+
+def test_a_users_average_continues() -> None:
+    class Average:
+        def __init__(self, model: nn.Module) -> None:
+            self.shadow = {k: v.detach().clone() for k, v in model.state_dict().items()}
+            self.updates = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow, "updates": self.updates}
+
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            self.shadow, self.updates = state["shadow"], state["updates"]
+
+    first, second = Average(mlp()), Average(mlp())
+    first.updates = 4
+    resume({"ema": first}, {"ema": second})
+    assert second.updates == 4 and second.shadow.keys() == first.shadow.keys()
+    assert all(torch.equal(value, second.shadow[key]) for key, value in first.shadow.items())
+    assert all(v.data_ptr() != second.shadow[k].data_ptr() for k, v in first.shadow.items() if v.numel())
+
+
+def test_a_scaler_continues() -> None:
+    def scaler() -> Any:
+        return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+
+    def scales(scaler: Any, losses: list[float]) -> list[float]:
+        found = []
+        for loss in losses:
+            param = nn.Parameter(torch.ones(2))
+            optimizer = torch.optim.SGD([param], lr=0.1, foreach=False)
+            scaler.scale(param.sum() * loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(scaler.get_scale())
+        return found
+
+    first, second, unused = scaler(), scaler(), scaler()
+    resume({"scaler": unused}, {"scaler": scaler()})
+    scales(first, [1.0, torch.inf, 1.0, 1.0])
+    resume({"scaler": first}, {"scaler": second})
+    expected = scales(first, [1.0, 1.0, torch.inf])
+    assert scales(second, [1.0, 1.0, torch.inf]) == expected == [1024.0, 1024.0, 512.0]
+
+
+def test_a_scaler_that_was_disabled_does_not_fit_an_enabled_one() -> None:
+    on, off = (torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (True, False))
+    (problem,) = adapt("scaler", on, {}).problems(adapt("scaler", off, {}).tree())
+    assert "disabled" in problem
+    assert not adapt("scaler", off, {}).problems(adapt("scaler", on, {}).tree())
+    assert not adapt("scaler", on, {}).problems(adapt("scaler", on, {}).tree())
+
+
+def test_a_scheduler_of_another_kind_is_a_difference() -> None:
+    optimizer = sgd([nn.Parameter(torch.zeros(1))])
+    items = {kind: adapt("s", make(optimizer), {}) for kind, make in SCHEDULES.items()}
+    saved = {kind: decode_tree(encode_tree(item.tree())) for kind, item in items.items()}
+    fits = [(a, b) for a in items for b in items if not items[a].problems(saved[b])]
+    assert fits == [(a, b) for a in items for b in items if a == b or {a, b} == {"lambda", "callable object"}]
+    short = lr_scheduler.SequentialLR(optimizer, [lr_scheduler.ConstantLR(optimizer)], [])
+    (problem,) = adapt("s", short, {}).problems(saved["sequential"])
+    assert problem == "the scheduler: joins 2 in the checkpoint, 1 here"
+    (problem,) = adapt("s", short, {}).problems({**short.state_dict(), "_schedulers": [{}]})
+    assert problem.startswith("scheduler 0 of the scheduler: is of another kind")
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_continues_inside_an_epoch_and_into_the_next(num_workers: int) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def loader(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return stateful(list(range(20)), batch_size=2, shuffle=True, num_workers=num_workers)
+
+    first, second = loader(1), loader(2)
+    second_item = adapt("loader", second, {})
+    live = iter(first)
+    for _ in range(4):
+        next(live)
+    walked = walk({"loader": StatefulItem(first)}, rank=0, world_size=1)  # it is being iterated by now
+    tree = decode_tree(encode_tree(dict(walked.trees)))["loader"]
+    second_item.load(resolve_leaves(tree, {part.slice.key: part.tensor.clone() for part in walked.slices}))
+    assert not second_item.problems(tree)
+    rest = [batch.tolist() for batch in live]
+    assert [batch.tolist() for batch in second] == rest and len(rest) == 6
+    assert sorted(number for batch in second for number in batch.tolist()) == list(range(20))
+
+
+def test_several_models_and_optimizers_and_a_bare_parameter_continue() -> None:
+    def build() -> dict[str, Any]:
+        torch.manual_seed(3)
+        actor, critic, temperature = nn.Linear(2, 2), nn.Linear(2, 1), nn.Parameter(torch.ones(1))
+        return {
+            "actor": actor,
+            "critic": critic,
+            "temperature": temperature,
+            "of_actor": torch.optim.AdamW([*actor.parameters(), temperature]),
+            "of_critic": torch.optim.RMSprop(critic.parameters(), momentum=0.9),
+        }
+
+    def train(objects: Mapping[str, Any]) -> list[Any]:
+        for seed in range(4):
+            x = torch.randn(3, 2, generator=torch.Generator().manual_seed(seed))
+            loss = objects["critic"](objects["actor"](x) * objects["temperature"]).square().sum()
+            loss.backward()
+            for name in ("of_actor", "of_critic"):
+                objects[name].step()
+                objects[name].zero_grad()
+        params = [*objects["actor"].parameters(), *objects["critic"].parameters(), objects["temperature"]]
+        return [param.tolist() for param in params]
+
+    first, second = build(), build()
+    train(first)
+    resume(first, second)
+    assert train(second) == train(first)
+
+
+def test_sparse_gradients_leave_state_that_continues() -> None:
+    def build() -> dict[str, Any]:
+        torch.manual_seed(3)
+        model = nn.Embedding(10, 3, sparse=True)
+        return {"model": model, "optimizer": torch.optim.SparseAdam(model.parameters())}
+
+    def train(objects: Mapping[str, Any]) -> Any:
+        for row in (1, 4, 1):
+            objects["optimizer"].zero_grad()
+            objects["model"](torch.tensor([row, 2])).square().sum().backward()
+            objects["optimizer"].step()
+        return objects["model"].weight.tolist()
+
+    first, second = build(), build()
+    train(first)
+    resume(first, second)
+    assert train(second) == train(first)
+
+
+def test_nested_state_of_a_foreign_optimizer_lies_on_the_device_of_its_parameter() -> None:
+    params = nn.Linear(4, 3).to("meta")
+    item = adapt("o", torch.optim.LBFGS(params.parameters()), {"m": params})
+    assert item.allocate(("state", "weight", "old_dirs", "0"), (15,), torch.float32).device.type == "meta"
+    assert item.allocate(("state", "gone", "old_dirs", "0"), (15,), torch.float32).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("value", "leaf"), [(lambda: None, "function"), (torch.nn.ReLU(), "ReLU"), (iter([]), "list_iterator")]
+)
+def test_an_attribute_that_only_pickle_could_save_is_named(value: Any, leaf: str) -> None:
+    class Schedule(lr_scheduler.LRScheduler):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.inner = {"rule": value}
+            super().__init__(optimizer)
+
+        def get_lr(self) -> list[Any]:
+            return list(self.base_lrs)
+
+    item = adapt("schedule", Schedule(sgd([nn.Parameter(torch.zeros(1))])), {})
+    with pytest.raises(UnsupportedLeaf, match=leaf) as caught:
+        encode_tree(dict(walk({"schedule": item}, rank=0, world_size=1).trees))
+    assert caught.value.fields["path"] == "schedule.inner.rule"
+    assert "state_dict()" in caught.value.hint
+
+
 def test_module_extra_state_is_loaded() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -295,3 +669,25 @@ def test_module_extra_state_is_loaded() -> None:
     first.seen = 7
     ModuleItem(second).load(ModuleItem(first).tree())
     assert second.seen == 7
+
+
+@pytest.mark.parametrize(
+    "value", [torch.arange(3, dtype=torch.uint8), {"amax": torch.ones(2), "n": 3}, b"x", None]
+)
+def test_extra_state_reaches_the_module_whatever_it_is(value: Any) -> None:
+    class Calibrated(nn.Module):
+        def __init__(self, state: Any) -> None:
+            super().__init__()
+            self.weight, self.state = nn.Parameter(torch.zeros(2)), state
+
+        def get_extra_state(self) -> Any:
+            return self.state.clone() if isinstance(self.state, torch.Tensor) else self.state
+
+        def set_extra_state(self, state: Any) -> None:
+            self.state = state
+
+    empty = torch.zeros(0, dtype=torch.uint8) if isinstance(value, torch.Tensor) else None
+    first, second = (nn.ModuleDict({"inner": Calibrated(state)}) for state in (value, empty))
+    resume({"model": first}, {"model": second})
+    found: Any = second["inner"].state
+    assert str(found) == str(value) and type(found) is type(value)

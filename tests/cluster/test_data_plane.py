@@ -54,7 +54,7 @@ def alike(run: str, storage: str, seed: int, total: int) -> tuple[dict[str, torc
 
     torch.manual_seed(seed)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
-    options = {"memory": "stream", "replicas": 0, "every_steps": 1}
+    options: dict[str, Any] = {"memory": "stream", "replicas": 0, "every_steps": 1}
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ray_ckpt.connect(run=run, storage_path=storage, rank=rank, world_size=world_size, **options)
     ckpt = ray_ckpt.Checkpointer(model=model)

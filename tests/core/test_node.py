@@ -10,6 +10,7 @@ import pytest
 from ray_ckpt.core import node as n
 from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
+from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.types import AttemptId, FileEntry, Level, ManifestRow
@@ -217,6 +218,7 @@ def every_order(epoch: int) -> list[n.Order]:
         n.CoordinatorReturned(epoch=epoch),
         n.CopyOrdered(attempt=at, node_index=0, holder="b", epoch=epoch),
         n.DeleteOrdered(directories=(at.directory,), epoch=epoch),
+        n.StepNamed(age=session.age, agreed=AgreedStep(step=20, number=1), epoch=epoch),
     ]
 
 

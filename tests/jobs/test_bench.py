@@ -23,6 +23,7 @@ from jobs.bench import __main__ as bench
 from jobs.bench import (
     catalog,
     coordinator,
+    overhead,
     remote,
     remote_clients,
     remote_memory,
@@ -33,6 +34,7 @@ from jobs.bench import (
 )
 from jobs.bench.context import Context, format_size, parse_size
 from jobs.bench.limits import Limits
+from jobs.bench.overhead import Stretch
 from jobs.bench.peers import environments
 from jobs.bench.peers import measure as peers
 from jobs.bench.peers.catalogue import PEERS, Peer
@@ -247,6 +249,18 @@ class TestOwnRows:
         for one in (listed, retained):
             assert one.reference == Reference(name="limit", samples=(1.0,)) and one.reach == "<= 1"
             assert "50 checkpoints" in one.what
+
+    def test_the_rank_that_is_held_up_longest_is_what_a_save_costs(self) -> None:
+        ranks = (Stretch(seconds=10.0, blocked_s=0.1), Stretch(seconds=9.9, blocked_s=0.3))
+        quicker = (Stretch(seconds=5.0, blocked_s=0.05), Stretch(seconds=5.0, blocked_s=0.0))
+        one = overhead.blocked_row([ranks, quicker], MACHINE, state=100 << 20)
+        assert one.samples == pytest.approx((3.0, 1.0)) and one.ratio == pytest.approx(1.0)
+        assert "steps of 0.75 s, 100 MiB" in one.note and one.verdict == "pass"
+
+    def test_stretches_with_a_save_are_compared_pair_by_pair(self) -> None:
+        one = overhead.wall_row((10.1, 20.4, 5.0), (10.0, 20.0, 5.0), MACHINE)
+        assert one.ratio == pytest.approx(1.01) and one.verdict == "-"
+        assert "pair by pair 1.010, from 1.000 to 1.020" in one.note
 
     def test_limits_move_all_bytes(self, tmp_path: Path) -> None:
         limits = Limits(1 << 20, tmp_path)
@@ -518,6 +532,7 @@ class TestCommand:
         assert code in (0, 1), [one["skipped"] for one in rows if one["skipped"]]
         names = {one["name"] for one in rows}
         assert names >= {"memcpy", "raw-write", "save-100", "list", "schedule"}
+        assert names >= {"overhead-blocked", "overhead-wall"}
         assert names >= {"remote-upload", "remote-download/s3fs", "remote-memory", "remote-memory-agent"}
         assert list((tmp_path / "work").iterdir()) == []
         assert {name: os.environ.get(name) for name in s3_server.ENVIRONMENT} == keys

@@ -1,0 +1,105 @@
+"""What a rank sees of agreed steps, and what it tells of its own pace.
+
+Looking costs a read of memory. The memory is the agent's; after the agent has died there is another page,
+which `refresh` finds, off the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable
+
+from ray_ckpt.core.messages import RankProgress
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format.agreed import PAGE_BYTES, is_urgent, read_word, step_of
+from ray_ckpt.link import Link
+
+log = logging.getLogger("ray_ckpt")
+
+PACE_WEIGHT = 0.2  # of the newest step in the mean: five steps or so count
+
+
+class AgreedSteps:
+    """One per Checkpointer. `look` and `completed` belong to the training thread."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._path = ""
+        self._memory: memoryview | None = None
+        self._reached = 0  # the last word whose step this rank was at
+        self._missed = 0
+        self._completed_s: float | None = None
+        self._step_s = 0.0
+        self.poke: Callable[[], None] = _nothing  # has progress told at once
+
+    def look(self, step: int) -> bool:
+        """Whether all ranks save after `step`, the one that this rank has just completed."""
+        memory = self._memory
+        word = read_word(memory) if memory is not None else 0
+        agreed = step_of(word)
+        if agreed == 0 or step < agreed:
+            return False
+        if step == agreed:
+            self._reached = word
+            return True
+        if word not in (self._reached, self._missed):
+            self._missed = word
+            self.poke()
+        return False
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the step at which this rank was last is one of an emergency."""
+        return is_urgent(self._reached)
+
+    def completed(self) -> None:
+        """A step is complete: measure how long they take."""
+        now_s = time.monotonic()
+        if self._completed_s is not None:
+            took_s = now_s - self._completed_s
+            self._step_s += (took_s - self._step_s) * (PACE_WEIGHT if self._step_s else 1.0)
+        self._completed_s = now_s
+
+    def progress(self, *, step: int, saved_step: int, stall_s: float) -> RankProgress:
+        """From any thread."""
+        completed_s = self._completed_s
+        return RankProgress(
+            step=step,
+            saved_step=saved_step,
+            since_s=time.monotonic() - completed_s if completed_s is not None else 0.0,
+            step_s=self._step_s,
+            missed=self._missed,
+            stall_s=stall_s,
+        )
+
+    def refresh(self) -> None:
+        """Map the page that the agent has now; an agent that is gone is started again. May wait for it."""
+        try:
+            path = self._link.agreed_page()
+            if path != self._path:
+                try:
+                    memory = _map(path)
+                except OSError:  # /proc does not lead there: ptrace rules, or another PID namespace
+                    path = self._link.agreed_page(named=True)
+                    memory = _map(path)
+                self._path, self._memory = path, memory
+        except CheckpointError as error:
+            log.debug("no agreed steps for now: %s", error)
+            self._link.recover()
+        except OSError as error:
+            log.warning("saves by time and emergency saves are off: %s", error)
+
+
+def _map(path: str) -> memoryview:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return memoryview(mmap.mmap(file, PAGE_BYTES, prot=mmap.PROT_READ))
+    finally:
+        os.close(file)
+
+
+def _nothing() -> None:
+    pass

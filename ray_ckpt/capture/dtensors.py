@@ -1,0 +1,148 @@
+"""Which regions of a DTensor lie on which rank.
+
+DTensor's own answer (`__create_chunk_list__`, `_compute_local_shape_and_global_offset`) is one box per rank,
+the first index and the number of indices along each dimension. Two layouts are not like that:
+
+- Strided shards in general: `_StridedShard(0, split_factor=2)` over 2 ranks gives rank 0 rows 0, 1, 4 and 5
+  of 8.
+- Parameters of fully_shard over tensor parallelism that do not divide evenly. Their placements
+  (_StridedShard, Shard), read from the left as DTensor does, say something else than how they were cut: by
+  tensor parallelism first, then by FSDP. Of 7 rows over 3 x 2 ranks, for example. There DTensor's geometry
+  and torch's checkpoints go wrong (torch 2.13); the shapes of the local tensors tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import Any, TypeGuard
+
+import torch
+
+from ray_ckpt.errors import UnsupportedLeaf
+from ray_ckpt.plan.regions import Box, Cut, Part, cut_parts
+
+MAX_LAYOUTS = 4096  # remembered: a model has some dozens of shapes, on as many ranks as a node has
+
+
+def is_dtensor(leaf: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor) and hasattr(leaf, "device_mesh") and hasattr(leaf, "placements")
+
+
+def parts_here(tensor: Any, *, name: str) -> tuple[Part, ...]:
+    """This rank's regions of a DTensor, in the local tensor's order; none outside of its mesh.
+
+    UnsupportedLeaf, with `name`, for what cannot be told.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise _unsupported(
+            name,
+            f"has placements {tuple(tensor.placements)}: what its ranks hold is still to be reduced",
+            "Save tensor.redistribute(placements=[Replicate(), ...]) in its place.",
+        )
+    coordinate, local = tensor.device_mesh.get_coordinate(), tensor._local_tensor
+    if coordinate is None:
+        return ()
+    if hasattr(local, "__create_chunk_list__"):
+        raise _unsupported(
+            name, f"holds a {type(local).__name__} on each rank", "Save a DTensor of plain local tensors."
+        )
+    layout = (tuple(tensor.shape), _cuts(tensor.placements, tensor.device_mesh.shape, tuple(coordinate)))
+    readings = {_read(*layout, strides_last=False), _read(*layout, strides_last=True)}
+    # An empty local tensor may have any shape that is empty.
+    fitting = [
+        parts
+        for shape, parts in readings
+        if shape == tuple(local.shape) or (prod(shape) == 0 and local.numel() == 0)
+    ]
+    if not fitting:
+        raise _unsupported(
+            name,
+            f"has a local tensor of shape {tuple(local.shape)}, where placements {tuple(tensor.placements)} "
+            f"over a mesh of {tuple(tensor.device_mesh.shape)} make {readings.pop()[0]}",
+            "Make it with distribute_tensor(), or give DTensor.from_local() its global shape.",
+        )
+    if len(set(fitting)) > 1:
+        raise _unsupported(
+            name,
+            f"is cut unevenly with placements {tuple(tensor.placements)}, from which DTensor and fully_shard "
+            "take different parts of the same shape",
+            "Pad the dimension to a multiple of the number of ranks that shard it.",
+        )
+    return fitting[0]
+
+
+def holders(tensor: Any) -> tuple[int, ...]:
+    """The ranks that hold the same regions: those that differ only along replicated mesh dimensions."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    index = tuple(
+        slice(None) if placement.is_replicate() else position
+        for placement, position in zip(tensor.placements, coordinate, strict=True)
+    )
+    return tuple(sorted(mesh.mesh[index].flatten().tolist()))
+
+
+def boxes_on(tensor: Any, ranks: Iterable[int]) -> Iterator[tuple[int, tuple[Box, ...]]]:
+    """The regions of a DTensor that each of `ranks` holds, in their order; not those outside its mesh.
+
+    Nothing if they depend on how the tensor was made, which only each rank itself can see.
+    """
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    for rank in ranks:
+        coordinate = tuple((mesh.mesh == rank).nonzero().flatten().tolist())
+        if coordinate:
+            cuts = _cuts(tensor.placements, mesh.shape, coordinate)
+            if _is_twofold(shape, cuts):
+                return
+            yield rank, tuple(part.box for part in _read(shape, cuts, strides_last=False)[1])
+
+
+def _cuts(
+    placements: Iterable[Any], mesh_shape: Sequence[int], coordinate: tuple[int, ...]
+) -> tuple[Cut, ...]:
+    """What each sharded mesh dimension does, from the left."""
+    return tuple(
+        Cut(placement.dim, count, index, getattr(placement, "split_factor", 1))
+        for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True)
+        if hasattr(placement, "dim")
+    )
+
+
+def _is_twofold(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> bool:
+    """Whether a dimension is cut with strides and does not divide evenly, so that the two readings differ."""
+    strided = {cut.dim for cut in cuts if cut.strides > 1}
+    return any(shape[dim] % prod(cut.count for cut in cuts if cut.dim == dim) for dim in strided)
+
+
+@lru_cache(MAX_LAYOUTS)
+def _read(
+    shape: tuple[int, ...], cuts: tuple[Cut, ...], *, strides_last: bool
+) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+    """Local shape and regions: as DTensor reads placements, or as fully_shard cuts (`strides_last`).
+
+    fully_shard writes the number of chunks that there were already as the strides of its own cut. Without
+    strides of that kind both are the same.
+    """
+    if strides_last:
+        cuts = _undone(cuts)
+    return cut_parts(shape, cuts)
+
+
+def _undone(cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
+    """The cuts in the order in which fully_shard over tensor parallelism made them."""
+    first, last = [], []
+    for at, cut in enumerate(cuts):
+        chunks = prod(other.count for other in cuts[at + 1 :] if other.dim == cut.dim)
+        if cut.strides > 1 and cut.strides == chunks:
+            last.append(replace(cut, strides=1))
+        else:
+            first.append(cut)
+    return (*first, *reversed(last))
+
+
+def _unsupported(name: str, what: str, fix: str) -> UnsupportedLeaf:
+    return UnsupportedLeaf(f"{name} {what}.", hint=fix, path=name)

@@ -1,0 +1,434 @@
+"""Modules in torch.distributed.fsdp.FullyShardedDataParallel, and their optimizers.
+
+FSDP1 flattens the parameters of a module into one tensor and cuts that evenly: a rank holds a range of
+elements of a parameter, which are up to 2 * dims - 1 boxes. They are saved where they lie, as parts of the
+parameter under its own name, and so is optimizer state of the parameter's shape. A checkpoint says nothing of
+FSDP1, and is interchangeable with those of FSDP2 and of whole tensors.
+
+torch's own way, SHARDED_STATE_DICT and get_model_state_dict(), gathers every parameter from all ranks to cut
+it again. A rank whose save is skipped would not take part in that, and its next collective would meet those
+of the others; it also copies the state. Hence the metadata of FlatParameter (torch 2.13, _flat_param.py),
+which is private, and has not changed since torch 2.1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from ray_ckpt.capture.items import ModuleItem, clean_name, parameter_names, unwrap
+from ray_ckpt.capture.pieces import Pieces
+from ray_ckpt.errors import UnsupportedItem, UnsupportedLeaf
+from ray_ckpt.plan.regions import flat_parts
+
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
+def fsdp1_modules(module: nn.Module) -> list[Any]:
+    """`module` and those inside it that are FullyShardedDataParallel; does not import it."""
+    if _FSDP1 not in sys.modules:
+        return []
+    kind = sys.modules[_FSDP1].FullyShardedDataParallel
+    return [inside for inside in module.modules() if isinstance(inside, kind)]
+
+
+class FlatUnit:
+    """The parameters that one FSDP1 module has flattened, and this rank's shard of them.
+
+    UnsupportedItem, naming the item, for those that cannot be told apart from outside.
+    """
+
+    def __init__(self, item: str, fsdp: Any) -> None:
+        self.handle = fsdp._handle
+        self.flat = self.handle.flat_param
+        replicas = getattr(fsdp, "_inter_node_pg", None)
+        self._group = dist.get_process_group_ranks(self.handle.process_group)
+        self._replicas = dist.get_process_group_ranks(replicas) if replicas is not None else None
+        if any(extension is not None for extension in self.flat._param_extensions):
+            raise UnsupportedItem(
+                f"{item!r} has FullyShardedDataParallel over parameters that are sharded already.",
+                hint="Use torch.distributed.fsdp.fully_shard() together with tensor parallelism.",
+                item=item,
+            )
+        if not all(self.flat._contiguities):
+            raise UnsupportedItem(
+                f"{item!r} has FullyShardedDataParallel over parameters that are not contiguous.",
+                hint="Make them contiguous() before they are wrapped.",
+                item=item,
+            )
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard, padding at its end included; also while the whole is gathered."""
+        shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat.data)
+        return shard.detach()
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.handle.uses_sharded_strategy)
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return tuple(self.flat._shapes[index])
+
+    def is_here(self, index: int) -> bool:
+        """Whether this rank holds some of a parameter."""
+        return bool(self.flat._shard_param_infos[index].in_shard)
+
+    def numel_here(self, index: int) -> int:
+        return self.flat._shard_param_infos[index].numel_in_shard or 0
+
+    @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks with the same shard."""
+        if not self.is_sharded:
+            return tuple(sorted(self._group))
+        return tuple(sorted(self._replicas)) if self._replicas else (dist.get_rank(),)
+
+    def users(self, index: int) -> tuple[int, ...]:
+        """The ranks of the shard group that hold some of a parameter."""
+        if not self.is_sharded:
+            return self.holders
+        start, last = self.handle._get_flat_param_offsets()[self._offset_index(index)]
+        size = self.local.numel()
+        return tuple(
+            sorted(
+                rank for at, rank in enumerate(self._group) if at * size <= last and start < (at + 1) * size
+            )
+        )
+
+    def everyone(self) -> tuple[int, ...]:
+        """The ranks of the shard group."""
+        return tuple(sorted(self._group))
+
+    def shard_pieces(self, index: int, shard: torch.Tensor) -> Pieces:
+        """What a tensor that is cut as the flat parameter is, or that is it, holds of one parameter."""
+        info = self.flat._shard_param_infos[index]
+        here = shard.narrow(0, info.offset_in_shard, info.numel_in_shard) if info.in_shard else None
+        return self._pieces(index, here, base=shard)
+
+    def own_pieces(self, index: int, own: torch.Tensor) -> Pieces:
+        """The same for a tensor of this rank's elements of the one parameter."""
+        return self._pieces(index, own if self.is_here(index) else None, base=own)
+
+    def _pieces(self, index: int, here: torch.Tensor | None, *, base: torch.Tensor) -> Pieces:
+        shape, info = self.shape(index), self.flat._shard_param_infos[index]
+        if here is None:
+            return Pieces(shape=shape, dtype=base.dtype, base=base)
+        found = flat_parts(shape, info.intra_param_start_idx, info.intra_param_end_idx + 1)
+        parts = tuple((offset, here.narrow(0, at, prod(size)).view(size)) for (offset, size), (at,) in found)
+        return Pieces(shape=shape, dtype=base.dtype, base=base, parts=parts, ranks=self.holders)
+
+    def _offset_index(self, index: int) -> int:
+        """Of a parameter among all that was flattened, padding between parameters included."""
+        real = [at for at, is_padding in enumerate(self.flat._is_padding_mask) if not is_padding]
+        return real[index]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatName:
+    """One parameter: its place in a unit."""
+
+    unit: FlatUnit
+    index: int
+
+
+def flat_units(item: str, module: nn.Module) -> list[FlatUnit]:
+    return [FlatUnit(item, fsdp) for fsdp in fsdp1_modules(module) if fsdp._handle is not None]
+
+
+def flat_names(module: nn.Module, units: list[FlatUnit]) -> dict[str, FlatName]:
+    """Every flattened parameter by its name; tied ones by each of their names."""
+    by_module: dict[int, dict[str, FlatName]] = {}
+    for unit in units:
+        for index, info in enumerate(unit.flat._param_infos):
+            by_module.setdefault(id(info.module), {})[info.param_name] = FlatName(unit, index)
+        for shared in unit.flat._shared_param_infos:
+            first = by_module[id(shared.prim_module)][shared.prim_param_name]
+            by_module.setdefault(id(shared.module), {})[shared.param_name] = first
+    return {
+        clean_name(f"{prefix}.{name}" if prefix else name): flat
+        for prefix, inside in module.named_modules(remove_duplicate=False)
+        for name, flat in by_module.get(id(inside), {}).items()
+    }
+
+
+class _Memo:
+    """Pieces of tensors, the same object as long as the tensor is where it was: walks compare by identity."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, ...], tuple[torch.Tensor, int, Pieces]] = {}
+
+    def get(self, path: tuple[str, ...], of: torch.Tensor, make: Callable[[], Pieces]) -> Pieces:
+        before = self._made.get(path)
+        if before is None or before[0].shape != of.shape or before[1] != of.data_ptr():
+            before = self._made[path] = (of, of.data_ptr(), make())
+        return before[2]
+
+
+class Fsdp1ModuleItem(ModuleItem):
+    """A module with FSDP1 modules in it, by the names that it has without them.
+
+    Its state_dict() is never called, since that gathers; hooks on it and `_save_to_state_dict` of inner
+    modules do not run.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(module)
+        units = flat_units(name, module)
+        self._flats = flat_names(module, units)
+        self._flat_ids = {id(unit.flat) for unit in units}
+        self._parameters = {*self._flats, *(n for n, _ in self._whole_parameters())}
+        self._memo = _Memo()
+
+    def tree(self) -> Any:
+        state: dict[str, Any] = {}
+        made: dict[tuple[int, int], Pieces] = {}  # tied names share theirs
+        for name, flat in self._flats.items():
+            place = (id(flat.unit), flat.index)
+            if place not in made:
+                made[place] = self._piece_of(name, flat)
+            state[name] = made[place]
+        state.update(self._whole_parameters())
+        for prefix, inside in self._module.named_modules(remove_duplicate=False):
+            for name, buffer in inside.named_buffers(recurse=False, remove_duplicate=False):
+                if name not in inside._non_persistent_buffers_set:
+                    state[_join(prefix, name)] = buffer
+        return state | {name: inside.get_extra_state() for name, inside in self._with_extra_state()}
+
+    def load(self, tree: Any) -> None:
+        for name, inside in self._with_extra_state():
+            inside.set_extra_state(tree[name])
+
+    def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules that have some, by the name of it."""
+        for prefix, inside in self._module.named_modules(remove_duplicate=False):
+            if type(inside).get_extra_state is not nn.Module.get_extra_state:
+                yield _join(prefix, _EXTRA_STATE_KEY_SUFFIX), inside
+
+    def is_replaced(self, path: tuple[str, ...]) -> bool:
+        return path[0].rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+    def _piece_of(self, name: str, flat: FlatName) -> Pieces:
+        local = flat.unit.local
+        return self._memo.get((name,), local, lambda: flat.unit.shard_pieces(flat.index, local))
+
+    def _whole_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What is in no flat parameter: ignored by FSDP1, or outside of it."""
+        for prefix, inside in self._module.named_modules(remove_duplicate=False):
+            for name, param in inside._parameters.items():
+                full = _join(prefix, name)
+                if param is not None and id(param) not in self._flat_ids and full not in self._flats:
+                    yield full, param
+
+
+class _Entry:
+    """What one tensor of an optimizer's groups stands for: parameters by name, flattened or not."""
+
+    def __init__(self, param: torch.Tensor, members: Mapping[str, FlatName | None]) -> None:
+        self.param = param
+        self.members = members
+        self.is_flat = any(flat is not None and flat.unit.flat is param for flat in members.values())
+
+    def is_here(self) -> bool:
+        """Whether this rank has elements of it, and so optimizer state."""
+        return self.is_flat or all(
+            flat is None or flat.unit.is_here(flat.index) for flat in self.members.values()
+        )
+
+    def local_shape(self, flat: FlatName) -> tuple[int, ...]:
+        """Of state that has an element for each of the parameter."""
+        return tuple(flat.unit.local.shape) if self.is_flat else (flat.unit.numel_here(flat.index),)
+
+    def pieces(self, flat: FlatName, value: torch.Tensor) -> Pieces:
+        return (flat.unit.shard_pieces if self.is_flat else flat.unit.own_pieces)(flat.index, value)
+
+    def alike(self, flat: FlatName) -> tuple[int, ...]:
+        """The ranks that have the same state where it is no part of anything, such as the step."""
+        return flat.unit.everyone() if self.is_flat else flat.unit.users(flat.index)
+
+
+class Fsdp1OptimizerItem:
+    """An optimizer over parameters of FSDP1, in either form of them; its tree is that of OptimizerItem.
+
+    Without use_orig_params the optimizer has the flat parameters, and one state for all that is in each.
+    A rank that holds nothing of a parameter has no state of it; its tree names it as that of others does.
+    """
+
+    per_rank = False
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        owners: Mapping[str, nn.Module | nn.Parameter],
+    ) -> None:
+        self._name = name
+        self._optimizer = optimizer
+        self._memo = _Memo()
+        self._new: dict[tuple[int, str], torch.Tensor] = {}  # of flat parameters, while it is loaded
+        self._members = _members(name, owners)
+        self._entries: dict[int, _Entry] = {}
+        self._groups()
+
+    def _groups(self) -> list[list[_Entry]]:
+        """What is in the groups, which may become more at any time. UnsupportedItem if nobody owns it."""
+        groups = self._optimizer.param_groups
+        return [[self._entry(param) for param in group["params"]] for group in groups]
+
+    def _entry(self, param: torch.Tensor) -> _Entry:
+        if id(param) in self._entries:
+            return self._entries[id(param)]
+        if id(param) not in self._members:
+            raise UnsupportedItem(
+                f"{self._name!r} optimizes a parameter of shape {tuple(param.shape)} "
+                "that belongs to no registered item.",
+                hint="Register its module too, and build the optimizer after wrapping the module.",
+                item=self._name,
+            )
+        return self._entries.setdefault(id(param), _Entry(param, self._members[id(param)]))
+
+    def tree(self) -> Any:
+        state: dict[str, Any] = {}
+        for entries in self._groups():
+            like = next((entry for entry in entries if self._optimizer.state.get(entry.param)), None)
+            for entry in entries:
+                for name, flat in entry.members.items():
+                    if (found := self._state(entry, name, flat, like)) is not None:
+                        state[name] = found
+        groups = [
+            {
+                **{k: v for k, v in group.items() if k != "params"},
+                "params": [n for e in entries for n in e.members],
+            }
+            for group, entries in zip(self._optimizer.param_groups, self._groups(), strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def _state(
+        self, entry: _Entry, name: str, flat: FlatName | None, like: _Entry | None
+    ) -> dict[str, Any] | None:
+        """The state of one parameter; where this rank holds nothing of it, its names as `like` has them."""
+        own = self._optimizer.state.get(entry.param)
+        if flat is None:
+            return dict(own) if own else None
+        if own:
+            return {key: self._leaf(entry, name, flat, key, value) for key, value in own.items()}
+        if like is None or entry.is_here():
+            return None
+        return {
+            key: Pieces(shape=flat.unit.shape(flat.index), dtype=value.dtype)
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in self._optimizer.state[like.param].items()
+        }
+
+    def _leaf(self, entry: _Entry, name: str, flat: FlatName, key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if tuple(value.shape) == entry.local_shape(flat):
+            return self._memo.get((name, key), value, lambda: entry.pieces(flat, value))
+        if value.dim() == 0:
+            whole = Pieces(
+                shape=(),
+                dtype=value.dtype,
+                base=value,
+                parts=(((), value.detach()),),
+                ranks=entry.alike(flat),
+            )
+            return self._memo.get((name, key), value, lambda: whole)
+        raise UnsupportedLeaf(
+            f"{self._name}.state.{name}.{key} has shape {tuple(value.shape)}, which follows from how "
+            "FullyShardedDataParallel has cut the parameter.",
+            hint="Use fully_shard() with this optimizer.",
+            path=f"{self._name}.state.{name}.{key}",
+        )
+
+    def load(self, tree: Any) -> None:
+        self._optimizer.state.clear()  # as OptimizerItem does
+        self._new.clear()
+        for entry in (entry for entries in self._groups() for entry in entries):
+            saved = next((tree["state"][name] for name in entry.members if name in tree["state"]), None)
+            if saved is not None and entry.is_here():
+                self._optimizer.state[entry.param] = {
+                    key: value.base if isinstance(value, Pieces) else value for key, value in saved.items()
+                }
+        for group, values in zip(self._optimizer.param_groups, tree["param_groups"], strict=True):
+            group.update({k: v for k, v in values.items() if k != "params"})
+
+    def problems(self, saved: Any) -> list[str]:
+        here = [{name for entry in entries for name in entry.members} for entries in self._groups()]
+        if here != [set(group["params"]) for group in saved["param_groups"]]:
+            return ["groups its parameters otherwise than the checkpoint"]
+        return [
+            f"state.{name}: not in the checkpoint, and that of others in its flat parameter is"
+            for entry in (entry for entries in self._groups() for entry in entries)
+            if any(name in saved["state"] for name in entry.members)
+            for name in entry.members
+            if name not in saved["state"]
+        ]
+
+    def is_shared(self, path: tuple[str, ...]) -> bool:
+        return True
+
+    def is_replaced(self, path: tuple[str, ...]) -> bool:
+        return False
+
+    def changes_in_step(self, path: tuple[str, ...]) -> bool:
+        return path[0] == "state"
+
+    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """State of a parameter's own shape is cut as the parameter is, other state as in OptimizerItem."""
+        found = [
+            (entry, group)
+            for entries, group in zip(self._groups(), self._optimizer.param_groups, strict=True)
+            for entry in entries
+            if path[0] == "state" and path[1] in entry.members
+        ]
+        if not found:
+            return torch.zeros(shape, dtype=dtype)
+        (entry, group), key = found[0], path[-1]
+        flat = entry.members[path[1]]
+        if flat is None or shape != flat.unit.shape(flat.index):
+            if flat is None and shape == tuple(entry.param.shape) and key != "step":
+                return torch.empty_like(entry.param, dtype=dtype, requires_grad=False).detach()
+            on_device = key != "step" or group.get("fused") or group.get("capturable")
+            return torch.zeros(shape, dtype=dtype, device=entry.param.device if on_device else "cpu")
+        place = (id(entry.param), key)
+        if not entry.is_flat or place not in self._new:
+            local = torch.zeros(entry.local_shape(flat), dtype=dtype, device=flat.unit.local.device)
+            self._new[place] = local
+        return entry.pieces(flat, self._new[place])
+
+
+def _members(
+    item: str, owners: Mapping[str, nn.Module | nn.Parameter]
+) -> dict[int, dict[str, FlatName | None]]:
+    """The parameters that each tensor of an optimizer stands for, by identity; named by `parameter_names`."""
+    found: dict[int, dict[str, FlatName | None]] = {}
+    whole = parameter_names(owners)
+    for owner_name, owner in owners.items():
+        if not isinstance(owner, nn.Module):
+            continue
+        prefix = f"{owner_name}." if len(owners) > 1 else ""
+        named: dict[tuple[int, int], str] = {}
+        for name, flat in flat_names(unwrap(owner), flat_units(item, owner)).items():
+            if named.setdefault((id(flat.unit), flat.index), name) != name:
+                continue  # a tied parameter goes by its first name
+            tensor = flat.unit.flat if flat.unit.flat._params is None else flat.unit.flat._params[flat.index]
+            found.setdefault(id(tensor), {})[prefix + name] = flat
+    for tensor_id, name in whole.items():
+        found.setdefault(tensor_id, {name: None})
+    return found
+
+
+def _join(prefix: str, name: str) -> str:
+    return clean_name(f"{prefix}.{name}" if prefix else name)

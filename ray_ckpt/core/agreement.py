@@ -1,0 +1,160 @@
+"""Agreed steps: time and danger turned into a step number after which all ranks save.
+
+Ranks decide from the step number alone, so that nothing is collective on the way of a step. What is due by
+time, or because a node is about to go, is named as a step that lies ahead of the fastest rank by as long as
+the word needs to get to all of them. It goes into memory that ranks read at each step. A rank that is past
+it says so (`RankProgress.missed`); then the word is void, what the others saved is dropped, and a later step
+is named with more time to get around.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.context import Context, names_of
+from ray_ckpt.core.saves import Saves
+from ray_ckpt.format.agreed import NUMBERS, AgreedStep
+
+REACH_S = 1.0  # a word gets to the pages of all nodes in that time; twice that after a miss, and so on
+MAX_REACH_S = 32.0
+TOLD_LATE_S = 1.0  # what a node gathers before it tells where its ranks are
+LEAST_AHEAD = 2  # steps; the next one may be ending right now
+SETTLE_S = 10.0  # beyond the time to the step: no rank has opened its save, so none will
+
+
+@dataclass(slots=True)
+class _Told:
+    """The last word of a rank, and when it came."""
+
+    progress: m.RankProgress
+    at_s: float
+
+
+@dataclass(slots=True)
+class _Named:
+    agreed: AgreedStep
+    settled_by_s: float  # then it is given up
+    was_open: bool = False  # its attempt has been seen
+
+
+class Agreement:
+    """Names one step at a time for the group that trains."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._age: m.Age | None = None  # of the session that all below is of
+        self._told: dict[int, _Told] = {}
+        self._named: _Named | None = None
+        self._number = 0
+        self._reach_s = REACH_S
+        self._last_s = 0.0  # when the last step was named, or training began
+        self._too_late = False
+
+    # -- what ranks say ----------------------------------------------------------------------------------
+
+    def progressed(self, event: m.RanksProgressed) -> None:
+        context = self._context
+        if context.plan is None or event.age != context.plan.age:
+            return
+        self._enter(event.age)
+        self._told |= {rank: _Told(progress, context.now_s) for rank, progress in event.ranks.items()}
+        named = self._named
+        if named is not None and any(p.missed == named.agreed.word for p in event.ranks.values()):
+            self._named, self._last_s = None, -math.inf
+            self._reach_s = min(2 * self._reach_s, MAX_REACH_S)
+
+    def _enter(self, age: m.Age) -> None:
+        if age != self._age:
+            self._age, self._told, self._named = age, {}, None
+            self._reach_s, self._last_s, self._too_late = REACH_S, self._context.now_s, False
+            # A restarted coordinator's words are other ones, unless it comes after 1000 of its predecessor's.
+            self._number = self._context.ledger.epoch * 1000 % NUMBERS
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    def ticked(self, saves: Saves, *, is_training: bool, interval_s: float | None) -> Iterator[m.Effect]:
+        """Name a step if one is due and the last one is settled. `interval_s`: between saves by time."""
+        plan = self._context.plan
+        if plan is None or not is_training:
+            return
+        self._enter(plan.age)
+        self._settle(saves)
+        if self._named is not None or not self._told:
+            return
+        leaving = self._context.draining & set(self._context.session_nodes())
+        if leaving:
+            yield from self._name_urgent(leaving, saves)
+        elif interval_s is not None and self._context.now_s - self._last_s >= interval_s:
+            yield self._name(urgent=False)
+
+    def _name_urgent(self, leaving: frozenset[str], saves: Saves) -> Iterator[m.Effect]:
+        """One save after the other, as long as one can still be complete before the first node goes."""
+        if saves.is_busy(SETTLE_S):  # what disk and network give is the one's that is on its way
+            return
+        context = self._context
+        ends = [context.leaves_at_s[node] for node in leaving if node in context.leaves_at_s]
+        needed_s = self._time_to(self._step_ahead(urgent=True)) + saves.latency_s
+        if ends and context.now_s + needed_s > min(ends):
+            if not self._too_late:
+                self._too_late = True
+                yield m.Warn(
+                    text=f"Node(s) {names_of(leaving)} leave in {max(min(ends) - context.now_s, 0):.0f} s; "
+                    f"another save would take {needed_s:.0f} s and is not begun."
+                )
+            return
+        self._too_late = False
+        yield self._name(urgent=True)
+
+    def _name(self, *, urgent: bool) -> m.NameStep:
+        context, plan = self._context, self._context.plan
+        assert plan is not None
+        step = self._step_ahead(urgent=urgent)
+        self._number = self._number % (NUMBERS - 1) + 1
+        agreed = AgreedStep(step=step, number=self._number, urgent=urgent)
+        settled_by_s = context.now_s + self._time_to(step) + SETTLE_S
+        self._named, self._last_s = _Named(agreed, settled_by_s), context.now_s
+        context.agreed_steps.append((plan.age, step))
+        return m.NameStep(age=plan.age, agreed=agreed, nodes=context.session_nodes())
+
+    def _settle(self, saves: Saves) -> None:
+        """The named step is over once its attempt has been open and is not any more, or never came."""
+        named = self._named
+        if named is None:
+            return
+        if saves.has_step(named.agreed.step):
+            named.was_open = True
+        elif named.was_open or self._context.now_s > named.settled_by_s or self._is_committed(named):
+            self._named = None
+            self._reach_s = max(self._reach_s / 2, REACH_S)
+
+    def _is_committed(self, named: _Named) -> bool:
+        """It may have been opened and committed between two looks."""
+        lineage = self._context.history.lineage()
+        return bool(lineage) and lineage[-1].step >= named.agreed.step
+
+    # -- where ranks are -------------------------------------------------------------------------------
+
+    def _step_ahead(self, *, urgent: bool) -> int:
+        """The first step that no rank will have completed when the word is on every node."""
+        now_s, reach_s = self._context.now_s, self._reach_s
+        ahead = [
+            math.floor(told.progress.step + _steps(told, now_s - told.at_s + TOLD_LATE_S + reach_s)) + 1
+            for told in self._told.values()
+        ]
+        last = max(told.progress.step for told in self._told.values())
+        return max(*ahead, last + 1 if urgent else last + LEAST_AHEAD)
+
+    def _time_to(self, step: int) -> float:
+        """Seconds until the slowest rank has completed that step."""
+        left = [(step - told.progress.step) * told.progress.step_s for told in self._told.values()]
+        return max(0.0, *left) if left else 0.0
+
+
+def _steps(told: _Told, seconds: float) -> float:
+    """Steps that a rank completes from its last completed one on, `seconds` after its word was sent."""
+    if told.progress.step_s <= 0:  # not known yet
+        return float(LEAST_AHEAD - 1)
+    return (told.progress.since_s + seconds) / told.progress.step_s

@@ -1,0 +1,103 @@
+"""Intervals of the run machine: as chosen, or (`auto`) by what the run has measured.
+
+What counts comes from the log (sessions that failed, time trained) and from messages, in the order in which
+the machine got them, so a decision can be replayed.
+"""
+
+from __future__ import annotations
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.context import Context
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.pace import FailureRate, Pace
+
+
+class Tempo:
+    """One per run machine; begins anew with each session, with all failures that the log tells of."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._age: m.Age | None = None
+        self._pace: Pace | None = None
+        self._stalls_s: dict[int, float] = {}  # rank -> of its last save
+        self._drains: dict[
+            str, float
+        ] = {}  # attempt -> when its drain began; bounded by the drains there are
+        self._drain_s = 0.0  # what the last one took
+        self._trained_s = 0.0  # monotonic; until when training has been counted
+
+    # -- what is measured --------------------------------------------------------------------------------
+
+    def ticked(self, *, is_training: bool) -> None:
+        plan, now_s = self._context.plan, self._context.now_s
+        if plan is None or not is_training:
+            return
+        if plan.age != self._age or self._pace is None:
+            options = self._context.options
+            self._age, self._stalls_s, self._trained_s = plan.age, {}, now_s
+            self._pace = Pace(
+                num_nodes=len(plan.nodes),
+                replicas=options.replicas,
+                budget=options.overhead_budget,
+                failures=failures_in(self._context.history),
+            )
+        self._pace.trained(now_s - self._trained_s)
+        self._trained_s = now_s
+
+    def progressed(self, event: m.RanksProgressed) -> None:
+        if event.age == self._age:
+            saved = {rank: p.stall_s for rank, p in event.ranks.items() if p.stall_s > 0}
+            self._stalls_s |= saved
+
+    def committed(self, latency_s: float) -> None:
+        """A save was committed, so long after it began. Its stall may be told only with the next one."""
+        if self._pace is not None and self._stalls_s:
+            self._pace.saved(max(self._stalls_s.values()), latency_s)
+
+    def draining(self, attempts: set[str]) -> None:
+        """These are on their way to the storage path now."""
+        self._drains = {name: self._drains.get(name, self._context.now_s) for name in attempts}
+
+    def durable(self, attempt: str) -> None:
+        if attempt not in self._drains:
+            return
+        self._drain_s = self._context.now_s - self._drains[attempt]
+        if self._pace is not None:
+            self._pace.drained(self._drain_s)
+
+    # -- what follows ------------------------------------------------------------------------------------
+
+    @property
+    def interval_s(self) -> float | None:
+        """Seconds between saves by time; None: none."""
+        return self._of(self._context.options.every_s, self._pace.interval_s if self._pace else None)
+
+    @property
+    def remote_interval_s(self) -> float | None:
+        """Seconds after which a commit is due on the storage path; None: by their number only."""
+        every_s = self._context.options.remote_every_s
+        return self._of(every_s, self._pace.remote_interval_s if self._pace else None)
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds that a drain takes; 0 if none was seen."""
+        return self._drain_s
+
+    @staticmethod
+    def _of(every_s: float | str | None, measured_s: float | None) -> float | None:
+        return measured_s if isinstance(every_s, str) else every_s
+
+
+def failures_in(history: RunHistory) -> FailureRate:
+    """Sessions that another one followed, against the node-seconds from each one's begin to its last commit.
+
+    The log does not tell a failure from an end by will; a run that is prolonged counts one too many.
+    """
+    last_s = {session.session: session.opened_at_s for session in history.sessions.values()}
+    for checkpoint in history.checkpoints.values():
+        last_s[checkpoint.id.session] = max(last_s[checkpoint.id.session], checkpoint.committed_at_s)
+    exposed_s = sum(
+        (last_s[session.session] - session.opened_at_s) * session.num_nodes
+        for session in history.sessions.values()
+    )
+    return FailureRate(count=max(len(history.sessions) - 1, 0), exposed_s=max(exposed_s, 0.0))

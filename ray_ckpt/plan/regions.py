@@ -1,0 +1,132 @@
+"""Which boxes of a global tensor a rank holds, from how the tensor was cut.
+
+A tensor is cut along its dimensions, once for each mesh dimension that shards it, or flattened and cut at
+element numbers, as FSDP1 does. Either way a rank may hold several boxes, which lie in its memory one after
+another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple, TypeAlias
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""A region of a tensor: offset and shape."""
+Span: TypeAlias = tuple[int, int]
+"""Indices along one dimension: the first, and how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Dimension `dim` is cut into `count` chunks, of which number `index` is taken.
+
+    With `strides` > 1 it is cut into so many pieces first, and the chunk with that number of each is taken.
+    """
+
+    dim: int
+    count: int
+    index: int
+    strides: int = 1
+
+
+class Part(NamedTuple):
+    """A box of the global tensor, and where it begins in the rank's own tensor."""
+
+    box: Box
+    local_offset: tuple[int, ...]
+
+
+def cut_parts(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+    """The shape of what is left of a tensor of `shape` after `cuts`, in their order, and its boxes.
+
+    A chunk is a torch.chunk: all but the last ones have ceil(size / count) indices, the last may have none.
+    Nothing that is empty has a box, but for a tensor without elements itself, which is one.
+    """
+    spans: list[tuple[Span, ...]] = [((0, size),) for size in shape]
+    for cut in cuts:
+        pieces = [_chunk(spans[cut.dim], cut.strides, k) for k in range(cut.strides)]
+        spans[cut.dim] = _joined(span for piece in pieces for span in _chunk(piece, cut.count, cut.index))
+    local_shape = tuple(_size(found) for found in spans)
+    if not prod(local_shape):
+        whole = Part(((0,) * len(shape), tuple(shape)), (0,) * len(shape))
+        return local_shape, () if prod(shape) else (whole,)
+    return local_shape, tuple(_parts(spans))
+
+
+def flat_parts(shape: Sequence[int], start: int, stop: int) -> tuple[Part, ...]:
+    """The boxes of the elements number `start` to `stop` - 1 of a C-contiguous tensor, in their order.
+
+    `local_offset` has one number, from `start` on. At most 2 * len(shape) - 1 boxes.
+    """
+    return tuple(Part(box, (first - start,)) for box, first in _flat(tuple(shape), start, stop))
+
+
+def _flat(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    """Boxes, and the number of the first element of each."""
+    if start >= stop:
+        return
+    if (start, stop) == (0, prod(shape)):
+        yield ((0,) * len(shape), shape), 0
+        return
+    rows, inner = shape[0], prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # rows that are there entirely
+    if first > last:  # it begins and ends inside one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    if start < first * inner:
+        yield from _in_row(shape, first - 1, start, first * inner)
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        yield ((first, *zeros), (last - first, *shape[1:])), first * inner
+    if last < rows and last * inner < stop:
+        yield from _in_row(shape, last, last * inner, stop)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    base = row * prod(shape[1:])
+    for (offset, size), first in _flat(shape[1:], start - base, stop - base):
+        yield ((row, *offset), (1, *size)), base + first
+
+
+def _size(spans: Iterable[Span]) -> int:
+    return sum(count for _, count in spans)
+
+
+def _chunk(spans: Sequence[Span], count: int, index: int) -> tuple[Span, ...]:
+    """Chunk number `index` of `count` of these indices."""
+    step = -(-_size(spans) // count)
+    begin, end, seen, found = index * step, (index + 1) * step, 0, []
+    for start, length in spans:
+        low, high = max(begin - seen, 0), min(end - seen, length)
+        if low < high:
+            found.append((start + low, high - low))
+        seen += length
+    return tuple(found)
+
+
+def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Neighbours as one."""
+    found: list[Span] = []
+    for start, length in spans:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((start, length))
+    return tuple(found)
+
+
+def _parts(spans: Sequence[Sequence[Span]]) -> Iterator[Part]:
+    placed: list[list[tuple[Span, int]]] = []
+    for along in spans:
+        local, found = 0, []
+        for span in along:
+            found.append((span, local))
+            local += span[1]
+        placed.append(found)
+    for chosen in product(*placed):
+        offset = tuple(start for (start, _), _ in chosen)
+        size = tuple(length for (_, length), _ in chosen)
+        yield Part((offset, size), tuple(local for _, local in chosen))

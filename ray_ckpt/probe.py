@@ -1,0 +1,475 @@
+"""Whether a resumed run is the run that it resumes: digests of the states of both, and what differs first.
+
+One run goes on after a checkpoint, another restores it and does the same steps. A `Probe` in each rank notes
+what the state is after each of them, in a file of a folder that all nodes share; `compare` reads the files of
+two runs side by side, finds the first difference in the order of execution and says what it comes from.
+
+A tensor is noted by the digest of its bytes, any other value by itself or its digest. That costs a copy to
+the host of each tensor on an accelerator, one at a time, and hashing at some GB/s after every step; in memory
+and per step in the file about 100 bytes for each tensor and value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+from ray_ckpt.capture.fsdp1 import Fsdp1OptimizerItem
+from ray_ckpt.capture.items import Item, ModuleItem, OptimizerItem, SamplerItem, TensorItem
+from ray_ckpt.capture.rng import GeneratorItem, RngItem
+from ray_ckpt.capture.walk import bytes_digest, map_leaves, walk
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.tree import TensorRef, encode_tree
+
+MAX_STEPS = 1000  # that are compared: a line per step and rank, of about 100 bytes per tensor and value
+MAX_NOTES = 100_000  # lines of one state; what would be more is noted by containers
+MAX_SEQUENCE = 16  # elements that are noted one by one; longer lists, such as python's random state, as one
+MAX_VALUE = 60  # characters of a value that is shown; longer ones are noted by their digest
+RNG = "rng"  # the item that every Checkpointer has
+MAX_NAMES = 20  # that a Difference lists
+
+Part: TypeAlias = Literal["first", "second", "third"]
+"""The run that made the checkpoint, and up to two that restore it."""
+Moment: TypeAlias = Literal["restored", "begin", "end"]
+"""When a state is noted: just restored (in the first run: just saved), before a step, after a step."""
+Kind: TypeAlias = Literal["random", "data", "model", "optimizer", "other"]
+"""What an item is, as far as it matters for what explains a difference."""
+
+_DIGEST = re.compile(r" [0-9a-f]{32}\b")
+_MOMENTS: tuple[Moment, ...] = ("restored", "begin", "end")
+
+
+class Restored(Protocol):
+    """What a probe needs of a `RestoreInfo`."""
+
+    @property
+    def step(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSpec:
+    """What the probes of one run are to do. Steps are completed optimizer steps; `folder` is a path."""
+
+    folder: str
+    at: int
+    """The step that the first run saves and the others restore."""
+    last: int
+    """The last step of each run."""
+    part: Part
+
+    def __post_init__(self) -> None:
+        if not 0 < self.at < self.last <= self.at + MAX_STEPS:
+            raise ConfigError(
+                f"Steps {self.at} to {self.last} cannot be compared.",
+                hint=f"Choose at >= 1 and 1 to {MAX_STEPS} steps after it.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """The state of one rank at one moment: what each tensor and value was, by name."""
+
+    moment: Moment
+    step: int
+    state: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one rank noted, in order. `kinds` is by item; an item's name is the first part of a name."""
+
+    kinds: Mapping[str, Kind]
+    states: Iterable[Noted]
+
+
+# -- in a rank -------------------------------------------------------------------------------------------
+
+
+class Probe:
+    """Notes the states of this rank for its Checkpointer, which calls it where the methods say."""
+
+    def __init__(self, spec: ProbeSpec, rank: int) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._file = trace_file(Path(spec.folder), spec.part, rank)
+
+    def total(self, total: int) -> int:
+        """How many steps the loop shall run that asked for `total`; ConfigError if it does fewer."""
+        if total < self._spec.last:
+            raise ConfigError(
+                f"The training loop runs {total} steps, and {self._spec.last} are to be compared.",
+                hint="Let the loop run at least `at` + `steps` steps.",
+            )
+        return self._spec.last
+
+    def due(self, step: int) -> bool:
+        """Whether a save is needed after `step`."""
+        return self._spec.part == "first" and step == self._spec.at
+
+    def restored(self, items: Mapping[str, Item], info: Restored | None) -> None:
+        """The restore, if there was one, has been put in place. ConfigError if this is not the run meant."""
+        wanted = None if self._spec.part == "first" else self._spec.at
+        found = None if info is None else info.step
+        if found != wanted:
+            raise ConfigError(
+                f"The {self._spec.part} run begins at step {found or 0} and not at {wanted or 0}.",
+                hint="Compare under a run name that has no checkpoints yet.",
+            )
+        try:
+            with self._file.open("x") as file:
+                file.write(json.dumps({name: kind_of(item) for name, item in items.items()}) + "\n")
+        except FileExistsError as error:
+            raise ConfigError(
+                f"{self._file} is there already.",
+                hint="Build one Checkpointer per process, and compare each time under another run name.",
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"{self._file} cannot be written on this node: {error}",
+                hint="Choose as storage_path a folder that all nodes share.",
+            ) from error
+        if info is not None:
+            self._note("restored", info.step, items)
+
+    def begun(self, step: int, items: Mapping[str, Item]) -> None:
+        """The loop's body is about to do `step`."""
+        if step == self._spec.at + 1:
+            self._note("begin", step, items)
+
+    def ended(self, step: int, items: Mapping[str, Item]) -> None:
+        """The Checkpointer is done with `step`, which is complete and has been saved if that was due."""
+        if step == self._spec.at:
+            self._note("restored", step, items)
+        elif self._spec.at < step <= self._spec.last:
+            self._note("end", step, items)
+
+    def _note(self, moment: Moment, step: int, items: Mapping[str, Item]) -> None:
+        line = {"moment": moment, "step": step, "state": note_state(items, self._rank)}
+        with self._file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def trace_file(folder: Path, part: Part, rank: int) -> Path:
+    return folder / f"{part}-{rank}.jsonl"
+
+
+def kind_of(item: Item) -> Kind:
+    match item:
+        case RngItem() | GeneratorItem():
+            return "random"
+        case ModuleItem() | TensorItem():
+            return "model"
+        case OptimizerItem() | Fsdp1OptimizerItem():
+            return "optimizer"
+        case SamplerItem():
+            return "data"
+    obj = getattr(item, "obj", None)  # loaders, samplers and datasets can be iterated
+    return "data" if isinstance(obj, Iterable) else "other"
+
+
+def note_state(items: Mapping[str, Item], rank: int) -> dict[str, str]:
+    """A line for each tensor (the region that this rank holds) and each other value, by dotted name."""
+    walked = walk(items, rank=rank, world_size=rank + 1)  # who else holds a tensor does not matter here
+    tensors: dict[str, str] = {}
+    for live in walked.slices:
+        at = f" at {list(live.slice.offset)}" if any(live.slice.offset) else ""
+        line = f"{live.slice.dtype}{list(live.slice.shape)}{at} {bytes_digest(live.tensor)}"
+        before = tensors.get(live.slice.key)
+        tensors[live.slice.key] = line if before is None else f"{before}, {line}"
+    notes: dict[str, str] = {}
+    for name, tree in walked.trees.items():
+        _note_values(_with_texts(tree, tensors), name, notes)
+    return notes
+
+
+def _with_texts(tree: Any, tensors: Mapping[str, str]) -> Any:
+    """`tree` with refs to what is noted of the tensors, instead of to the tensors."""
+
+    def visit(value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, TensorRef):
+            return TensorRef(tensors.get(value.key, "of which this rank has nothing"))
+        return map_leaves(value, visit, path)
+
+    return visit(tree, ())
+
+
+def _note_values(value: Any, name: str, notes: dict[str, str]) -> None:
+    if isinstance(value, TensorRef):
+        notes[name] = f"tensor {value.key}"
+    elif _is_split(value) and 0 < len(value) <= MAX_NOTES - len(notes):
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            _note_values(child, f"{name}.{key}", notes)
+    elif _is_shown(value):
+        notes[name] = repr(value)
+    else:
+        notes[name] = f"{type(value).__name__} {digest(encode_tree(value))}"
+
+
+def _is_split(value: Any) -> bool:
+    """Whether the values in a container get names of their own."""
+    if not isinstance(value, list | tuple):
+        return isinstance(value, dict)
+    inner = (TensorRef, dict, list, tuple)
+    return len(value) <= MAX_SEQUENCE or any(isinstance(child, inner) for child in value)
+
+
+def _is_shown(value: Any) -> bool:
+    """Whether a value is noted as it is."""
+    if isinstance(value, str):
+        return len(value) <= MAX_VALUE
+    if isinstance(value, int):
+        return value.bit_length() <= 64
+    return value is None or isinstance(value, float | complex)
+
+
+# -- where it is compared --------------------------------------------------------------------------------
+
+
+Cause: TypeAlias = Literal[
+    "restored otherwise",
+    "changed after the step",
+    "changed before the loop",
+    "data position",
+    "random numbers",
+    "settings",
+    "one item",
+    "missing or chance",
+    "missing",
+    "chance",
+    "ended early",
+]
+
+_EXPLANATIONS: Mapping[Cause, str] = {
+    "restored otherwise": "{item} is not restored exactly: what loads its state does not bring back what was "
+    "saved of it.",
+    "changed after the step": "{what} after ckpt.step, when the step was saved already; "
+    "make ckpt.step the last statement of the loop's body.",
+    "changed before the loop": "{what} between ckpt.steps and the first step of the resumed run; "
+    "do that before ckpt.steps.",
+    "data position": "a live iterator over {item} was made before ckpt.steps, "
+    "or its position is not part of its state.",
+    "random numbers": "the step drew another number of random numbers ({streams}), and what decides about "
+    "that is no registered item.",
+    "settings": "{name} is set by something that is no registered item, such as a scheduler.",
+    "one item": "only the state of {item} differs, so it depends on something that is not restored with "
+    "it, such as a time, an id, or a count that it does not save.",
+    "missing or chance": "something that the step depends on is no registered item (a scheduler, a scaler, "
+    "an EMA, a counter), or the computation is not deterministic (threads, atomics, cudnn).",
+    "missing": "something that the step depends on is no registered item (a scheduler, a scaler, an EMA, a "
+    "counter, a generator of random numbers). It is not chance: two resumed runs agree with each other. Under "
+    "DistributedDataParallel on three or more ranks, run one backward before ckpt.steps, after which it sums "
+    "gradients in another order.",
+    "chance": "the computation is not deterministic (threads, atomics, cudnn), for two resumed runs differ "
+    "from each other too. See torch.use_deterministic_algorithms, and fix the number of threads.",
+    "ended early": "one of the runs ended before the last step. Does the loop break off?",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first difference between two runs in the order of execution; of several ranks, the lowest one's."""
+
+    rank: int
+    step: int
+    moment: Moment
+    names: tuple[str, ...]
+    """What differs, first what explains the rest; at most MAX_NAMES of `count`."""
+    count: int
+    first: str | None
+    """The first of `names` in the first run, None if it is not there; `second` likewise."""
+    second: str | None
+    first_tensor: str | None
+    """The first tensor that differs, in the order of registration; None if no tensor does."""
+    cause: Cause
+    what: str
+    """What the cause is about, in words."""
+
+    @property
+    def may_be_chance(self) -> bool:
+        """Whether only another resumed run tells what it comes from: see `settle`."""
+        return self.cause == "missing or chance"
+
+    def __str__(self) -> str:
+        when = {
+            "restored": f"right after the restore of step {self.step}",
+            "begin": f"just before step {self.step}",
+            "end": f"after step {self.step}",
+        }[self.moment]
+        text = f"Rank {self.rank} differs {when}"
+        if self.names:
+            text += f": {self.names[0]} {_change(self.first, self.second)} in the resumed run"
+        if self.count > 1:
+            text += f", and {self.count - 1:,} more"
+        if self.first_tensor not in (None, *self.names[:1]):
+            text += f" (first tensor: {self.first_tensor})"
+        return f"{text}. Likely cause: {self.what}"
+
+
+def compare(first: Mapping[int, Trace], second: Mapping[int, Trace]) -> Difference | None:
+    """The first difference between what the ranks noted in two runs; None if they are equal bit for bit.
+
+    Both are by rank; ConfigError if they are not of the same ranks. Reads each trace up to its first
+    difference, a line at a time.
+    """
+    if first.keys() != second.keys():
+        raise ConfigError(
+            f"The runs have other ranks: {sorted(first)} and {sorted(second)}.",
+            hint="Compare runs of one fixed number of workers.",
+        )
+    found = [d for rank in first if (d := _compare_rank(rank, first[rank], second[rank])) is not None]
+    return min(found, key=lambda d: (d.step, _MOMENTS.index(d.moment), d.rank), default=None)
+
+
+def settle(difference: Difference, again: Difference | None) -> Difference:
+    """`difference` with a cause that is told from chance by `again`, that between two resumed runs.
+
+    It is chance if the resumed runs differ from each other no later than the first of them differs from the
+    run that they resume.
+    """
+    if not difference.may_be_chance:
+        return difference
+    is_chance = again is not None and _order(again) <= _order(difference)
+    cause: Cause = "chance" if is_chance else "missing"
+    return replace(difference, cause=cause, what=_EXPLANATIONS[cause])
+
+
+def read_traces(folder: Path, part: Part) -> dict[int, Trace]:
+    """The traces of one run, by rank; each is read a line at a time as it is compared."""
+    files = {int(file.stem.rpartition("-")[2]): file for file in folder.glob(f"{part}-*.jsonl")}
+    return {rank: _read_trace(file) for rank, file in sorted(files.items())}
+
+
+def _read_trace(file: Path) -> Trace:
+    def states() -> Iterator[Noted]:
+        with file.open() as lines:
+            next(lines)
+            for line in lines:
+                yield Noted(**json.loads(line))
+
+    with file.open() as lines:
+        kinds = json.loads(next(lines))
+    return Trace(kinds=kinds, states=states())
+
+
+def _order(difference: Difference) -> tuple[int, int]:
+    return difference.step, _MOMENTS.index(difference.moment)
+
+
+def _compare_rank(rank: int, first: Trace, second: Trace) -> Difference | None:
+    before: tuple[Noted, Noted] | None = None
+    for one, other in zip_longest(first.states, second.states):
+        if one is None or other is None or (one.moment, one.step) != (other.moment, other.step):
+            return _ended_early(rank, one or other)
+        if one.state != other.state:
+            return _explain(rank, one, other, before, {**first.kinds, **second.kinds})
+        before = (one, other)
+    return None
+
+
+def _ended_early(rank: int, at: Noted) -> Difference:
+    return Difference(
+        rank=rank,
+        step=at.step,
+        moment=at.moment,
+        names=(),
+        count=0,
+        first=None,
+        second=None,
+        first_tensor=None,
+        cause="ended early",
+        what=_EXPLANATIONS["ended early"],
+    )
+
+
+def _explain(
+    rank: int, one: Noted, other: Noted, before: tuple[Noted, Noted] | None, kinds: Mapping[str, Kind]
+) -> Difference:
+    """The difference between two states of the same moment, `before` which the runs were the same."""
+    names = [n for n in {**one.state, **other.state} if one.state.get(n) != other.state.get(n)]
+    tensor = next((n for n in names if _is_tensor(one.state.get(n)) or _is_tensor(other.state.get(n))), None)
+    ranked = sorted(names, key=lambda name: _RANKING.index(_group(name, kinds)))
+    cause = _cause(one, before, ranked, kinds)
+    return Difference(
+        rank=rank,
+        step=one.step,
+        moment=one.moment,
+        names=tuple(ranked[:MAX_NAMES]),
+        count=len(ranked),
+        first=one.state.get(ranked[0]),
+        second=other.state.get(ranked[0]),
+        first_tensor=tensor,
+        cause=cause,
+        what=_say(cause, ranked, kinds),
+    )
+
+
+_RANKING = ("data", "random", "settings", "other", "model", "optimizer")
+"""What explains what comes after it: other data or random numbers, other weights, and not the reverse."""
+
+
+def _group(name: str, kinds: Mapping[str, Kind]) -> str:
+    """The kind of the item of a name; settings are the parameter groups of optimizers, such as lr."""
+    item, _, path = name.partition(".")
+    kind = kinds.get(item, "other")
+    return "settings" if kind == "optimizer" and path.startswith("param_groups.") else kind
+
+
+def _cause(
+    one: Noted, before: tuple[Noted, Noted] | None, ranked: list[str], kinds: Mapping[str, Kind]
+) -> Cause:
+    if one.moment == "restored":
+        return "restored otherwise"
+    if one.moment == "begin" and before is not None:
+        saved, _ = before
+        changed = any(saved.state.get(name) != one.state.get(name) for name in ranked)
+        return "changed after the step" if changed else "changed before the loop"
+    groups = {_group(name, kinds) for name in ranked}
+    if "data" in groups:
+        return "data position"
+    if "random" in groups:
+        return "random numbers"
+    if "settings" in groups:
+        return "settings"
+    if groups == {"other"} and len({_item(name) for name in ranked}) == 1:
+        return "one item"
+    return "missing or chance"
+
+
+def _say(cause: Cause, ranked: list[str], kinds: Mapping[str, Kind]) -> str:
+    item, streams = _item(ranked[0]), _streams(ranked, kinds)
+    what = f"random numbers were drawn ({streams})" if streams else f"{item} was changed"
+    return _EXPLANATIONS[cause].format(item=item, name=ranked[0], streams=streams, what=what)
+
+
+def _streams(names: Iterable[str], kinds: Mapping[str, Kind]) -> str:
+    """Which random numbers: of the item rng, or of a generator that is an item itself."""
+    paths = [name.split(".") for name in names if kinds.get(_item(name)) == "random"]
+    own = {path[1] for path in paths if path[0] == RNG}
+    others = {f"item {path[0]}" for path in paths if path[0] != RNG}
+    return "; ".join([f"item {RNG}: {', '.join(sorted(own))}"] * bool(own) + sorted(others))
+
+
+def _item(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _is_tensor(note: str | None) -> bool:
+    return note is not None and note.startswith("tensor ")
+
+
+def _change(first: str | None, second: str | None) -> str:
+    was, now = _shown(first), _shown(second)
+    return f"({was}) has other bytes" if was == now else f"was {was} and is {now}"
+
+
+def _shown(note: str | None) -> str:
+    """A note without digests, which tell a person nothing."""
+    if note is None:
+        return "not there"
+    return _DIGEST.sub("", note)

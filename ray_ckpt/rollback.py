@@ -1,0 +1,220 @@
+"""Going back: opens the next session of a run from an older checkpoint, on a new branch of its lineage.
+
+It works on the log alone, without a cluster, and writes two records: an `epoch`, which fences whoever has the
+run, and a `session` that nobody trains in. The next group that opens the run goes on from its checkpoint,
+which is the newest of the lineage then. What came after stays live, off the lineage; retention gives it up
+after the first commit of that group, but for what is pinned. A log is no proof that nobody is at work;
+`is_at_work` guesses from its last record.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ray_ckpt.catalog import Catalog
+from ray_ckpt.core.claim import ROLLBACK_PREFIX, is_rollback
+from ray_ckpt.core.history import RunHistory, SessionInfo
+from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, StoragePathError, Unavailable
+from ray_ckpt.format import names
+from ray_ckpt.format import records as r
+from ray_ckpt.format.digest import digest
+from ray_ckpt.storage.log_store import LogStore, Outcome, create_record, read_run
+from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.verify import StoragePath, locate, readable
+
+QUIET_S = 120.0  # without a record, before a run is taken to be idle: some saves of most trainings
+CREATE_TRIES = 5  # of a record whose create the store does not answer; each time it is looked at
+CREATE_PAUSE_S = 2.0  # between them, as a coordinator does
+MAX_NAMED = 5  # steps in a hint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogTail:
+    """A run's log as it was read. `last_s` is the Unix time of its last record, None if that is trimmed."""
+
+    history: RunHistory
+    last_s: float | None
+
+    def is_at_work(self, now_s: float, quiet_s: float = QUIET_S) -> bool:
+        """Somebody has written in the last `quiet_s` seconds, and it was no rollback: perhaps a training.
+
+        One that saves less often is not seen. A record from the future tells of a wrong clock, and counts.
+        """
+        if self.last_s is None or is_rollback(self.history.service):
+            return False
+        return now_s - self.last_s < quiet_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """What going back comes to, by a log as it was read. `left_aside` is on the lineage only until then."""
+
+    history: RunHistory
+    checkpoint: CheckpointInfo
+    left_aside: tuple[CheckpointInfo, ...]
+    is_done: bool  # the last session is a rollback to this checkpoint
+    reason: str  # for people, in the log
+
+    @property
+    def session(self) -> int:
+        """The number of the session that goes on from the checkpoint."""
+        last = self.history.session.session if self.history.session else 0
+        return last if self.is_done else last + 1
+
+    def notes(self) -> Iterator[str]:
+        """What else a person should know of it."""
+        found = self.checkpoint
+        if found.level < Level.DURABLE:
+            yield (
+                f"Step {found.step} is in the cluster only: if its nodes lose it before the run is opened, "
+                "an older one is restored."
+            )
+        if found.id.attempt not in {c.id.attempt for c in self.history.lineage()}:
+            yield f"Step {found.step} is of session {found.id.session}, on another branch of the lineage."
+
+
+def open_log(
+    path: StoragePath, storage_options: Mapping[str, str] | None = None
+) -> tuple[RemoteTier, LogTail]:
+    """The run at `path`, `<storage_path>/<run>`, and its log to the end. Errors as those of `Catalog`."""
+    where = locate(Catalog(path, storage_options).where)  # the run is there, and its log has no gap
+    tier = RemoteTier(where, storage_options)
+    with readable(where):
+        return tier, read_tail(tier.log)
+
+
+def read_tail(log: LogStore) -> LogTail:
+    """The whole history of a log with records. FormatError if it is damaged, OSError if it cannot be read."""
+    history, found = read_run(log)
+    for record, record_digest in found:
+        history.apply(record, record_digest)
+    last = found[-1][0] if found else None
+    if last is None and (data := log.read(names.record_file(history.next_seq - 1))):  # the snapshot has it
+        last = r.decode_record(data)
+    return LogTail(history=history, last_s=last.time_s if last else None)
+
+
+def plan_rollback(history: RunHistory, *, before: int | None = None, to: int | None = None) -> Rollback:
+    """Go back to the newest checkpoint of the lineage with a step below `before`, or to step `to`.
+
+    `to` takes the newest of that step on the lineage, or else on another branch: so a rollback is undone.
+    Live ones count. ConfigError if there is none, or if not exactly one of the two is given.
+    """
+    lineage = history.lineage()
+    if (before is None) == (to is None):
+        raise ConfigError("A rollback needs one target.", hint="Give --before STEP or --to STEP.")
+    if before is not None:
+        found = [c for c in lineage if c.step < before]
+        what, reason = f"before step {before} on its lineage", f"ray-ckpt rollback --before {before}"
+        known = {c.step for c in lineage}
+    else:
+        found = [c for c in lineage if c.step == to] or [c for c in history.live() if c.step == to]
+        what, reason = f"of step {to}", f"ray-ckpt rollback --to {to}"
+        known = {c.step for c in history.live()}
+    if not found:
+        raise ConfigError(
+            f"Run {history.run_name} has no live checkpoint {what}.", hint=_nearest(known, before or to or 0)
+        )
+    chosen, session = found[-1], history.session
+    after = history.copy()
+    for _ in _records(after, chosen, service=ROLLBACK_PREFIX, reason=reason, now_s=0.0):
+        pass
+    stays = {c.id.attempt for c in after.lineage()}
+    return Rollback(
+        history=history,
+        checkpoint=chosen,
+        left_aside=tuple(c for c in lineage if c.id.attempt not in stays),
+        is_done=session is not None
+        and is_rollback(session.service)
+        and session.resumed_from == chosen.id.attempt,
+        reason=reason,
+    )
+
+
+def _nearest(steps: Iterable[int], step: int) -> str:
+    nearest = sorted(sorted(steps, key=lambda known: abs(known - step))[:MAX_NAMED])
+    return f"It has steps {', '.join(map(str, nearest))}." if nearest else "It has none at all."
+
+
+def roll_back(
+    log: LogStore, rollback: Rollback, *, now_s: float, pause: Callable[[float], None] = time.sleep
+) -> SessionInfo:
+    """Write it to the log at Unix time `now_s`: the session that the next group goes on from.
+
+    Right behind the record that the plan was made on, so that nobody has written in between; nothing if it is
+    done already. Fenced if somebody else was faster, Unavailable if the store does not answer CREATE_TRIES
+    times (then a second call finds out), StoragePathError if it cannot hold a log.
+    """
+    after = rollback.history.copy()
+    if not rollback.is_done:
+        service = f"{ROLLBACK_PREFIX}{uuid.uuid4().hex}"
+        records = _records(after, rollback.checkpoint, service=service, reason=rollback.reason, now_s=now_s)
+        for is_session, (seq, data) in enumerate(records):
+            outcome = _create(log, seq, data, pause)
+            if outcome is not Outcome.OK:
+                raise _error(outcome, seq, after.run_name, is_fenced=bool(is_session))
+    session = after.session
+    assert session is not None
+    return session
+
+
+def _records(
+    history: RunHistory, checkpoint: CheckpointInfo, *, service: str, reason: str, now_s: float
+) -> Iterator[tuple[int, bytes]]:
+    """The records of a rollback behind `history`, which is taken along: number and bytes."""
+    last, epoch = history.session, history.epoch + 1
+    session = r.Session(
+        session=last.session + 1 if last else 1,
+        opened_by=epoch,
+        service=service,
+        owner=reason,
+        retention=last.retention if last else "",
+        after=last.session if last else None,
+        resumed_from=checkpoint.id.attempt,
+        world_size=checkpoint.world_size,  # nobody trains in it; a size must be there
+        num_nodes=checkpoint.num_nodes,
+    )
+    for op in (r.Epoch(service=service), session):
+        record = r.LogRecord(
+            seq=history.next_seq, epoch=epoch, writer=service, prev=history.last_digest, time_s=now_s, op=op
+        )
+        data = r.encode_record(record)
+        history.apply(record, digest(data))
+        yield record.seq, data
+
+
+def _create(log: LogStore, seq: int, data: bytes, pause: Callable[[float], None]) -> Outcome:
+    """An unknown answer is resolved by the same create again: it tells what is there."""
+    for _ in range(CREATE_TRIES - 1):
+        outcome = create_record(log, seq, data)
+        if outcome is not Outcome.UNKNOWN:
+            return outcome
+        pause(CREATE_PAUSE_S)
+    return create_record(log, seq, data)
+
+
+def _error(outcome: Outcome, seq: int, run_name: str, *, is_fenced: bool) -> CheckpointError:
+    """Why record `seq` is not written; `is_fenced`: the epoch before it is."""
+    done = "The training that had it is fenced, and nothing else was changed."
+    so_far = done if is_fenced else "Nothing was changed."
+    if outcome is Outcome.EXISTS:
+        return Fenced(
+            f"Somebody else has written record {seq} of run {run_name} meanwhile. {so_far}",
+            hint="Look at `ray-ckpt ls`, then run it again if it is still wanted.",
+            seq=seq,
+        )
+    if outcome is Outcome.UNSUPPORTED:
+        return StoragePathError(
+            f"The log of run {run_name} cannot be written: its store does not create a name only once.",
+            hint="Run it where the training can write its log.",
+        )
+    so_far = done if is_fenced else "Whether anything was changed is not known."
+    return Unavailable(
+        f"The store does not say whether it has record {seq} of run {run_name}. {so_far}",
+        hint="Run it again when the storage path answers: it finds out.",
+        seq=seq,
+    )

@@ -1,0 +1,153 @@
+"""check_resume: run a training loop, resume it, and compare the two bit for bit.
+
+Only what is registered is compared. State that nothing registered depends on, such as an EMA that was
+forgotten, is not seen: `ckpt.steps` warns of what it finds.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from ray_ckpt.errors import ConfigError, ResumeError
+from ray_ckpt.location import Location
+from ray_ckpt.probe import Difference, Part, ProbeSpec, compare, read_traces, settle
+from ray_ckpt.train.callback import CheckpointCallback
+
+MAX_BLOCK_S = 60.0  # that a save of the first run waits for the one before it, for none may be skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeCheck:
+    """How a resumed run compares with the run that it resumes; false if they differ."""
+
+    name: str
+    """The run, below the storage path. Its checkpoints stay there, and the digests, in `folder`."""
+    folder: Path
+    at: int
+    steps: int
+    num_ranks: int
+    num_states: int
+    """That were compared on each rank: at the checkpoint, before the next step, and after each step."""
+    num_values: int
+    """Tensors and other values in the last state of rank 0."""
+    seconds: Mapping[Part, float]
+    """How long each run took; with a third one if chance had to be told from a missing item."""
+    difference: Difference | None
+
+    def __bool__(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        if self.difference is not None:
+            return f"The resumed run is not the run that it resumes. {self.difference}"
+        what = f"{self.num_values:,} tensors and values in {self.num_states} states of {self.num_ranks} ranks"
+        return f"The resumed run is the same bit for bit: {what}, steps {self.at} to {self.at + self.steps}."
+
+    def raise_for_difference(self) -> None:
+        """ResumeError with what differs first and the likely cause, if anything does."""
+        if self.difference is not None:
+            raise ResumeError(
+                str(self),
+                name=self.name,
+                rank=self.difference.rank,
+                step=self.difference.step,
+                names=self.difference.names,
+                cause=self.difference.cause,
+            )
+
+
+def check_resume(
+    train_loop: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+    *,
+    config: Mapping[str, Any] | None = None,
+    scaling_config: ray.train.ScalingConfig,
+    at: int,
+    steps: int,
+    storage_path: str | None = None,
+    torch_config: TorchConfig | None = None,
+    **options: Any,
+) -> ResumeCheck:
+    """Train `at` + `steps` steps with a save after step `at`, restore that, train `steps` steps, compare.
+
+    `train_loop` is one for TorchTrainer that uses a Checkpointer, and runs at least `at` + `steps` steps
+    (`ckpt.steps` ends after them). Each run is a group of workers of its own, so this takes the start of a
+    trainer two or three times, a hash over all state after each step, and disk for the checkpoints.
+    `storage_path` is a folder that all nodes share; without one Ray Train's own default. `options` are those
+    of CheckpointCallback but for `resume` and `keep_last`; unless they say otherwise there is no save but
+    those of step `at` and at the end.
+
+    Raises ConfigError for what cannot be compared, and what TorchTrainer.fit raises, where a ConfigError of a
+    rank is wrapped. A difference is not raised: see `raise_for_difference`.
+    """
+    path = Location.parse(storage_path or ray.train.RunConfig().storage_path)
+    _check(path, scaling_config, options)
+    name = f"check-resume-{uuid.uuid4().hex[:12]}"
+    folder = path.folder / name / "states"
+    spec = ProbeSpec(folder=str(folder), at=at, last=at + steps, part="first")
+    folder.mkdir(parents=True)
+    options = {
+        "every_steps": at + steps,
+        "max_block_s": MAX_BLOCK_S,
+        "ray_report": False,
+        **options,
+        "keep_last": steps + 2,  # so that `at` is there whatever else is saved
+    }
+    seconds: dict[Part, float] = {}
+
+    def run(part: Part) -> None:
+        started_s = time.monotonic()
+        callback = CheckpointCallback(
+            probe=replace(spec, part=part), resume="never" if part == "first" else f"step:{at}", **options
+        )
+        TorchTrainer(
+            train_loop,
+            train_loop_config=None if config is None else dict(config),
+            torch_config=torch_config,
+            scaling_config=scaling_config,
+            run_config=ray.train.RunConfig(name=name, storage_path=str(path), callbacks=[callback]),
+        ).fit()
+        seconds[part] = time.monotonic() - started_s
+
+    run("first")
+    run("second")
+    first = read_traces(folder, "first")
+    difference = compare(first, read_traces(folder, "second"))
+    if difference is not None and difference.may_be_chance:
+        run("third")
+        again = compare(read_traces(folder, "second"), read_traces(folder, "third"))
+        difference = settle(difference, again)
+    sizes = [len(noted.state) for noted in read_traces(folder, "first")[0].states]
+    return ResumeCheck(
+        name=name,
+        folder=folder,
+        at=at,
+        steps=steps,
+        num_ranks=len(first),
+        num_states=len(sizes),
+        num_values=sizes[-1],
+        seconds=seconds,
+        difference=difference,
+    )
+
+
+def _check(path: Location, scaling_config: ray.train.ScalingConfig, options: Mapping[str, Any]) -> None:
+    if not path.is_posix:
+        raise ConfigError(
+            f"{path} is no folder.",
+            hint="Compare on a folder that all nodes share; where checkpoints go makes no difference to it.",
+        )
+    if not isinstance(scaling_config.num_workers, int):
+        raise ConfigError(
+            f"num_workers is {scaling_config.num_workers}.",
+            hint="Choose one number of workers: runs of different sizes do not agree bit for bit.",
+        )
+    if "resume" in options or "probe" in options:
+        raise ConfigError("check_resume chooses what is resumed.", hint="Leave out `resume`.")

@@ -1,0 +1,150 @@
+"""Pointers: what Ray Train keeps in place of a checkpoint of ours, and how to open one.
+
+A pointer is a small directory with `pointer.json` in the folder that Ray Train has for the run. Ray counts,
+scores and deletes pointers; which bytes stay is decided by our retention alone. So a pointer may outlive what
+it points to, and opening it then says what is left.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray.train
+
+from ray_ckpt.catalog import Catalog
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.location import BUCKETS, Location
+from ray_ckpt.opened import OpenedCheckpoint, OpenedRun
+from ray_ckpt.types import AttemptId, Level
+
+POINTER_FILE = "pointer.json"
+VERSION = 2  # 1 had the run as a path without a scheme
+MAX_POINTER_BYTES = 64 << 10  # it has some hundred
+LOOK_S = 1.0  # between two looks at the log while a checkpoint is awaited
+_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}  # of version 1, by the kind of its file system
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointer:
+    """Which checkpoint, and where its run lies."""
+
+    attempt: AttemptId
+    run: str
+    """<storage_path>/<run name>, as `ray_ckpt.open` takes it."""
+    storage_options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def directory(self) -> str:
+        """The name of the pointer's directory; no other one has it."""
+        return f"ray_ckpt_{self.attempt.directory}"
+
+    def encode(self) -> bytes:
+        """`pointer.json`. Of storage options only those of buckets are told, which are known to be no secret."""
+        is_bucket = Location.parse(self.run).scheme in BUCKETS
+        told = {
+            "ray_ckpt": VERSION,
+            "run": self.run,
+            "storage_options": dict(self.storage_options) if is_bucket else {},
+            "run_uid": self.attempt.run_uid,
+            "step": self.attempt.step,
+            "session": self.attempt.session,
+            "attempt": self.attempt.attempt,
+        }
+        return json.dumps(told, indent=1).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, file_system: str = "local") -> Pointer:
+        """ValueError if it is none. `file_system` is pyarrow's name of the kind of its file system."""
+        told = json.loads(data)
+        if not isinstance(told, dict) or told.get("ray_ckpt") not in (1, VERSION):
+            raise ValueError(f"it is not of version 1 to {VERSION}")
+        run, options = _need(told, "run", str), told.get("storage_options", {})
+        if told["ray_ckpt"] == 1:
+            if file_system not in _SCHEMES:
+                raise ValueError(f"it does not say where {run} lies")
+            run = _SCHEMES[file_system] + run
+        if not isinstance(options, dict) or not all(isinstance(value, str) for value in options.values()):
+            raise ValueError("its storage_options are no texts")
+        attempt = AttemptId(
+            run_uid=_need(told, "run_uid", str),
+            session=_need(told, "session", int),
+            step=_need(told, "step", int),
+            attempt=_need(told, "attempt", str),
+        )
+        return cls(attempt=attempt, run=run, storage_options=options)
+
+
+def open_checkpoint(
+    checkpoint: ray.train.Checkpoint,
+    storage_options: Mapping[str, str] | None = None,
+    *,
+    wait_s: float = 0.0,
+) -> OpenedCheckpoint:
+    """The checkpoint that a pointer of Ray Train's stands for, to load from; needs no cluster.
+
+    `checkpoint` is `Result.checkpoint`, one of `Result.best_checkpoints`, what `ray.train.get_checkpoint()`
+    gives, or what a validation function is called with. `storage_options` in place of those of the run. It
+    must be durable; `wait_s` is how long to wait for that, in seconds.
+
+    Ray's `num_to_keep` keeps pointers, and our retention keeps checkpoints: for all that a trainer may want
+    back later set `remote_every=1`, and `keep_last` or `keep_best` to at least as many as Ray keeps.
+
+        def validate(checkpoint):  # a task of its own, beside the training
+            model = GPT()
+            open_checkpoint(checkpoint, wait_s=600).load(into={"model": model})
+            return {"validation_loss": evaluate(model)}
+
+        TorchTrainer(
+            train_loop,
+            validation_config=ray.train.ValidationConfig(fn=validate),
+            run_config=ray.train.RunConfig(callbacks=[CheckpointCallback(remote_every=1)], ...),
+            ...
+        )
+
+    ConfigError: this is no pointer of ours, or its checkpoint is retired, lost, or not durable (which steps
+    are, is said). Otherwise as `Catalog`.
+    """
+    pointer = _read_pointer(checkpoint)
+    catalog = Catalog(pointer.run, pointer.storage_options if storage_options is None else storage_options)
+    if catalog.run_uid != pointer.attempt.run_uid:
+        raise ConfigError(
+            f"{checkpoint.path} points to an earlier run than the one that is at {pointer.run} now.",
+            hint="Its checkpoints went with that run's folder.",
+            path=checkpoint.path,
+        )
+    deadline_s = time.monotonic() + wait_s
+    while _is_to_come(catalog, pointer.attempt) and (left_s := deadline_s - time.monotonic()) > 0:
+        time.sleep(min(LOOK_S, left_s))
+        catalog.refresh()
+    return OpenedRun(catalog).at(pointer.attempt)
+
+
+def _is_to_come(catalog: Catalog, attempt: AttemptId) -> bool:
+    """Whether it lives and is not on the storage path yet."""
+    return any(c.id.attempt == attempt.attempt and c.level < Level.DURABLE for c in catalog.checkpoints)
+
+
+def _read_pointer(checkpoint: ray.train.Checkpoint) -> Pointer:
+    path = f"{checkpoint.path}/{POINTER_FILE}"
+    try:
+        with checkpoint.filesystem.open_input_stream(path) as stream:
+            data = stream.read(MAX_POINTER_BYTES)
+        return Pointer.decode(data, checkpoint.filesystem.type_name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{checkpoint.path} is no pointer of ray_ckpt: {error}",
+            hint="Give a checkpoint that Ray Train has from a run with CheckpointCallback; others are opened "
+            "as those who made them say, and a run of ray_ckpt by its path with ray_ckpt.open.",
+            path=checkpoint.path,
+        ) from None
+
+
+def _need(told: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = told.get(name)
+    if type(value) is not kind:
+        raise ValueError(f"its {name} is no {kind.__name__}")
+    return value

@@ -1,0 +1,214 @@
+"""What is particular to FullyShardedDataParallel; moves between layouts are in test_shapes.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from ray_ckpt.capture.guard import background_slices, guarded_storages
+from ray_ckpt.capture.walk import walk
+from ray_ckpt.errors import MismatchError, UnsupportedItem, UnsupportedLeaf
+from ray_ckpt.format.manifest import check_coverage
+from tests.capture.ranks import Files, items_of, on_ranks
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """A buffer, extra state and a dimension that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 7), nn.Linear(7, 1)
+        self.norm = nn.BatchNorm1d(7)
+        self.seen = torch.zeros(0, dtype=torch.uint8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(torch.relu(self.norm(self.first(x))))
+        return y
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def build(kind: str) -> nn.Module:
+    net = Net()
+    with torch.no_grad():
+        for param in net.parameters():
+            param.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape))
+    if kind == "fsdp2":
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    if kind in ("orig", "flat"):
+        return FSDP(
+            net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=kind == "orig", device_id=CPU
+        )
+    return net
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = model(torch.linspace(0, 1 + step, 12).view(3, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+WORLD = {"whole": 1, "fsdp2": 2, "orig": 2, "flat": 2}
+
+
+@pytest.mark.parametrize("there", WORLD)
+@pytest.mark.parametrize("here", WORLD)
+def test_training_goes_on_as_before(tmp_path: Path, there: str, here: str) -> None:
+    """All ranks see the same batch, so every layout computes the same, but for rounding."""
+    files = Files(tmp_path, WORLD[there])
+
+    def before(rank: int) -> list[float]:
+        model = build(there)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, optimizer, 2)
+        files.save(items_of(model=model, optimizer=optimizer), rank)
+        return train(model, optimizer, 3)
+
+    def after(rank: int) -> list[float]:
+        model = build(here)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.9)
+        files.load(items_of(model=model, optimizer=optimizer), rank, WORLD[here])
+        return train(model, optimizer, 3)
+
+    expected = on_ranks(WORLD[there], before)
+    check_coverage(files.rows)
+    for losses in on_ranks(WORLD[here], after):
+        assert losses == pytest.approx(expected[0], rel=1e-4)
+
+
+def test_a_rank_that_does_not_save_holds_up_no_other() -> None:
+    """Nothing is gathered: a save that one rank skips would meet the collectives of its next step."""
+
+    def look(rank: int) -> int:
+        model = build("orig")
+        optimizer = torch.optim.Adam(model.parameters())
+        train(model, optimizer, 1)
+        return (
+            len(walk(items_of(model=model, optimizer=optimizer), rank=rank, world_size=2).slices)
+            if rank
+            else 0
+        )
+
+    assert on_ranks(2, look)[1] > 0
+
+
+@pytest.mark.parametrize("kind", ["orig", "flat"])
+def test_nothing_is_copied_and_parameters_may_be_captured_in_the_background(kind: str) -> None:
+    def look(rank: int) -> None:
+        model = build(kind)
+        optimizer = torch.optim.Adam(model.parameters())
+        train(model, optimizer, 1)
+        items = items_of(model=model, optimizer=optimizer)
+        walked = walk(items, rank=rank, world_size=2)
+        later = background_slices(walked.slices, guarded_storages([optimizer]))
+        trained = {s.slice.key for s in walked.slices if s.slice.key.endswith(("weight", "exp_avg"))}
+        assert trained and trained <= later
+        train(model, optimizer, 1)
+        assert walk(items, rank=rank, world_size=2, before=walked).slices is walked.slices
+
+    on_ranks(2, look)
+
+
+def test_names_are_those_without_wrappers_and_no_flat_ones() -> None:
+    def look(rank: int) -> tuple[set[str], set[str]]:
+        model = build("flat")
+        optimizer = torch.optim.Adam(model.parameters())
+        train(model, optimizer, 1)
+        trees = walk(items_of(model=model, optimizer=optimizer), rank=rank, world_size=2).trees
+        return set(trees["model"]), set(trees["optimizer"]["state"])
+
+    names, optimized = on_ranks(2, look)[0]
+    assert names == set(Net().state_dict())
+    assert optimized == {name for name, _ in Net().named_parameters()}
+
+
+def test_extra_state_of_another_size_and_buffers_come_back(tmp_path: Path) -> None:
+    files = Files(tmp_path, 2)
+
+    def save(rank: int) -> None:
+        model: Any = build("flat")
+        model.module.seen = torch.arange(5, dtype=torch.uint8)
+        model.module.norm.running_mean.fill_(rank + 1)
+        files.save(items_of(model=model), rank)
+
+    def restore(rank: int) -> None:
+        model: Any = build("orig")
+        files.load(items_of(model=model), rank, 2)
+        assert model.module.seen.tolist() == [0, 1, 2, 3, 4]
+        assert model.module.norm.running_mean.tolist() == [rank + 1] * 7
+
+    on_ranks(2, save)
+    on_ranks(2, restore)
+
+
+def test_a_flat_parameter_needs_the_state_of_all_that_is_in_it(tmp_path: Path) -> None:
+    files = Files(tmp_path, 1)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 1)
+    del optimizer.state[model.first.bias]
+    files.save(items_of(model=model, optimizer=optimizer), 0)
+
+    def restore(rank: int) -> None:
+        here = build("flat")
+        items = items_of(model=here, optimizer=torch.optim.Adam(here.parameters()))
+        with pytest.raises(MismatchError, match=r"optimizer\.state\.first\.bias: not in the checkpoint"):
+            files.load(items, rank, 2)
+
+    on_ranks(2, restore)
+
+
+def test_parameters_that_fsdp_ignores_stay_whole(tmp_path: Path) -> None:
+    def wrap() -> nn.Module:
+        net = Net()
+        return FSDP(net, ignored_modules=[net.last], use_orig_params=True, device_id=CPU)
+
+    def look(rank: int) -> dict[str, tuple[int, ...]]:
+        walked = walk(items_of(model=wrap()), rank=rank, world_size=2)
+        return {s.slice.key: s.ranks for s in walked.slices}
+
+    for found in on_ranks(2, look):
+        assert found["model.last.weight"] == (0, 1)
+
+
+def test_what_fsdp1_makes_of_it_that_cannot_be_told_is_refused() -> None:
+    class Rows(torch.optim.SGD):
+        """State that follows from how the parameter was cut."""
+
+        def step(self, closure: Any = None) -> Any:
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["rows"] = torch.zeros(param.numel() + 1)
+
+    def refuse(rank: int) -> None:
+        model = build("orig")
+        optimizer = Rows(model.parameters(), lr=1.0)
+        optimizer.step()
+        with pytest.raises(UnsupportedLeaf, match=r"optimizer\.state\.\S+\.rows has shape"):
+            walk(items_of(model=model, optimizer=optimizer), rank=rank, world_size=2)
+        net = Net()
+        net.first.weight = nn.Parameter(net.first.weight.detach().t().contiguous().t())
+        with pytest.raises(UnsupportedItem, match="not contiguous"):
+            items_of(model=FSDP(net, use_orig_params=True, device_id=CPU))
+        with pytest.raises(UnsupportedItem, match="belongs to no registered item"):
+            items_of(model=model, optimizer=torch.optim.SGD(Net().parameters(), lr=1.0))
+
+    on_ranks(2, refuse)

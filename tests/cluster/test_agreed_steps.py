@@ -1,0 +1,107 @@
+"""Saves by time and in an emergency: the coordinator names a step, and all ranks save after it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import ray
+
+from jobs.local_cluster import LocalCluster
+from ray_ckpt.actors.service import coordinator
+from ray_ckpt.catalog import Catalog
+from ray_ckpt.notices import Notice
+from ray_ckpt.types import CheckpointInfo
+from tests.cluster.ranks import RankGroup
+
+pytestmark = pytest.mark.cluster
+STEP_S = 0.005
+SKEW = 1.03  # each rank is slower than the one before by this factor, and nothing holds them together
+
+
+def idle_along(run: str, storage: str, seconds: float, options: dict[str, Any]) -> dict[str, Any]:
+    """Steps of 5 ms without a word between the ranks; what this rank has saved."""
+    import torch
+    import torch.distributed as dist
+
+    import ray_ckpt
+
+    rank = dist.get_rank()
+    ray_ckpt.connect(run=run, storage_path=storage, rank=rank, world_size=dist.get_world_size(), **options)
+    state: dict[str, Any] = {"x": torch.zeros(10_000), "step": 0}
+    ckpt = ray_ckpt.Checkpointer(state=state)
+    end_s, saved = None, []
+    for step in ckpt.steps(total=1_000_000):
+        state["x"] += 1
+        state["step"] = step
+        before = ckpt.stats.saved
+        ckpt.step(step)
+        saved += [step] if ckpt.stats.saved > before else []
+        end_s = end_s or time.monotonic() + seconds
+        if time.monotonic() > end_s:
+            break
+        time.sleep(STEP_S * SKEW**rank)
+    stats = ckpt.stats
+    ckpt.flush()
+    return {"saved": saved, "step": step, "stats": (stats.saved, stats.skipped, stats.dropped)}
+
+
+def read_back(run: str, storage: str, options: dict[str, Any]) -> tuple[int, float, int]:
+    """The restored step, and what the state says."""
+    import torch
+    import torch.distributed as dist
+
+    import ray_ckpt
+
+    ray_ckpt.connect(
+        run=run, storage_path=storage, rank=dist.get_rank(), world_size=dist.get_world_size(), **options
+    )
+    state: dict[str, Any] = {"x": torch.zeros(10_000), "step": 0}
+    ckpt = ray_ckpt.Checkpointer(state=state)
+    info = ckpt.restore()
+    assert info is not None
+    ckpt.close()
+    return info.step, float(state["x"].mean()), state["step"]
+
+
+def commits(storage: str, run: str) -> list[CheckpointInfo]:
+    return list(Catalog(f"{storage}/{run}").list(all=True))
+
+
+def test_every_save_by_time_of_skewed_ranks_is_complete_or_dropped(
+    spare_group: RankGroup, storage: str
+) -> None:
+    options = {"every_s": 1.5, "attempt_timeout_s": 10.0, "replicas": 1}
+    ranks = spare_group.run(idle_along, "skewed", storage, 14.0, options)
+    committed = [c.step for c in commits(storage, "skewed")]
+    together = set(ranks[0]["saved"]) & set(ranks[1]["saved"])
+    assert len(committed) >= 4, (committed, ranks)
+    assert set(committed) <= together, "a commit has a part of every rank"
+    assert committed == sorted(committed)
+    restored = spare_group.run(read_back, "skewed", storage, options)
+    assert {step for step, _, _ in restored} == {committed[-1]}
+    assert all(step == mean == at for step, mean, at in restored), "no checkpoint mixes steps"
+
+
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+def announce(cluster_node: str, after_s: float, left_s: float) -> None:
+    time.sleep(after_s)
+    notice = Notice(source="test", text="maintenance", deadline_s=time.time() + left_s)
+    ray.get(coordinator().node_leaves.remote(cluster_node, notice))
+
+
+def test_ranks_save_again_and_again_once_a_node_is_about_to_go(
+    cluster: LocalCluster, spare_group: RankGroup, storage: str
+) -> None:
+    leaving = cluster.nodes["node-a"].node_id
+    options = {"every_steps": 1_000_000, "attempt_timeout_s": 10.0, "replicas": 1}
+    told = announce.remote(leaving, 6.0, 8.0)
+    spare_group.run(idle_along, "leaving", storage, 12.0, options)
+    ray.get(told)
+    found = commits(storage, "leaving")
+    assert len(found) >= 2, "an emergency save, and further ones"
+    status = ray.get(coordinator().status.remote(f"{storage}/leaving"), timeout=30)
+    stay = {node.node_id for name, node in cluster.nodes.items() if name != "node-a"}
+    newest = found[-1].id.attempt
+    assert all(set(nodes) & stay for nodes in status.holders[newest].values()), "nothing is on it alone"

@@ -1,0 +1,282 @@
+"""Agreed steps: what is due by time, or because a node leaves, becomes a step that all ranks reach."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.agreement import LEAST_AHEAD, MAX_REACH_S
+from ray_ckpt.errors import SaveNotCollective, Unavailable
+from ray_ckpt.format.agreed import AgreedStep, is_urgent, read_word, step_of, write_word
+from tests.core.driver import Harness, of, one
+
+
+def told(run: Harness, step: int, *, ranks: Iterable[int] = (0, 1), **fields: float) -> m.RanksProgressed:
+    progress = m.RankProgress(step=step, saved_step=0, **fields)  # type: ignore[arg-type]
+    return m.RanksProgressed(age=run.plan.age, ranks=dict.fromkeys(ranks, progress))
+
+
+def training(**options: Any) -> Harness:
+    run = Harness("ab", **{"every_s": 60.0, **options})
+    run.open("ab")
+    return run
+
+
+def leave(run: Harness, node: str = "a", **left_s: float) -> tuple[m.Effect, ...]:
+    return run.tell(
+        m.NodesSeen(live=frozenset(run.live), draining=frozenset({node}), left_s=left_s), run.ticked
+    )
+
+
+# -- the word ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 999_999_999_999, (1 << 48) - 1])
+@pytest.mark.parametrize("urgent", [False, True])
+def test_a_word_keeps_step_and_urgency(step: int, urgent: bool) -> None:
+    memory = memoryview(bytearray(8))
+    agreed = AgreedStep(step=step, number=(1 << 15) - 1, urgent=urgent)
+    write_word(memory, agreed.word)
+    assert (step_of(read_word(memory)), is_urgent(read_word(memory))) == (step, urgent)
+    assert agreed.word != AgreedStep(step=step, number=1, urgent=urgent).word
+
+
+# -- by time -----------------------------------------------------------------------------------------
+
+
+def test_a_step_ahead_of_the_fastest_rank_is_named_when_time_is_up() -> None:
+    run = training()
+    run.tell(told(run, 100, ranks=[0], step_s=0.5), told(run, 103, ranks=[1], step_s=0.5))
+    assert not of(run.tick(59), m.NameStep)
+    run.tell(told(run, 200, ranks=[0], step_s=0.5), told(run, 203, ranks=[1], step_s=0.5))
+    named = one(run.tick(1), m.NameStep)
+    assert named.nodes == ("a", "b") and not named.agreed.urgent
+    assert 203 + LEAST_AHEAD <= named.agreed.step <= 203 + 8, "3 s at most: it tells late, and words travel"
+
+
+def test_a_slow_step_is_left_time_to_end() -> None:
+    run = training()
+    run.tell(told(run, 10, step_s=30.0, since_s=5.0))
+    assert one(run.tick(60), m.NameStep).agreed.step == 10 + 3, "two are over by now"
+
+
+def test_nothing_is_named_without_a_word_of_the_ranks_or_without_the_option() -> None:
+    assert not of(training().tick(100), m.NameStep)
+    run = training(every_s=None)
+    run.tell(told(run, 5, step_s=0.1))
+    assert not of(run.tick(1000), m.NameStep)
+
+
+def test_the_next_one_is_named_an_interval_after_the_last() -> None:
+    run = training()
+    run.tell(told(run, 100, step_s=1.0))
+    first = one(run.tick(60), m.NameStep).agreed
+    run.save(first.step)
+    run.tell(told(run, first.step, step_s=1.0))
+    assert not of(run.tick(59), m.NameStep)
+    second = one(run.tick(1), m.NameStep).agreed
+    assert second.step > first.step and second.word != first.word
+
+
+def test_a_rank_that_is_past_the_step_makes_it_void_and_gets_a_later_one() -> None:
+    run = training()
+    run.tell(told(run, 100, step_s=0.005))
+    first = one(run.tick(60), m.NameStep).agreed
+    run.tell(run.stored(run.attempt(first.step), "a"))
+    effects = run.tell(told(run, first.step + 50, ranks=[1], step_s=0.005, missed=first.word))
+    (dropped,) = of(effects, m.Publish)
+    assert isinstance(dropped.error, Unavailable) and not isinstance(dropped.error, SaveNotCollective)
+    assert "had passed step" in str(dropped.error)
+    second = one(run.tick(0.5), m.NameStep).agreed
+    assert second.step - (first.step + 50) > (first.step - 100) / 60, "further ahead than before"
+
+
+def test_the_word_of_an_older_step_does_not_void_a_new_one() -> None:
+    run = training()
+    run.tell(told(run, 100, step_s=0.1))
+    first = one(run.tick(60), m.NameStep).agreed
+    run.tell(told(run, first.step + 1, step_s=0.1, missed=first.word))
+    second = one(run.tick(0.5), m.NameStep).agreed
+    run.tell(told(run, first.step + 2, step_s=0.1, missed=first.word))
+    assert not of(run.tick(0.5), m.NameStep)
+    run.save(second.step)
+    assert run.records[-1].step == second.step  # type: ignore[union-attr]
+
+
+def test_a_step_that_nobody_saves_is_given_up() -> None:
+    """The ranks are in an evaluation, or at the end of their loop."""
+    run = training()
+    run.tell(told(run, 100, step_s=1.0))
+    run.tick(60)
+    assert not of(run.tick(5), m.NameStep)
+    run.tick(30)
+    assert of(run.tick(60), m.NameStep)
+
+
+def test_a_rank_that_saves_alone_is_still_found() -> None:
+    run = training(every_s=None)
+    run.tell(run.stored(run.attempt(10), "a"))
+    (dropped,) = of(run.tell(told(run, 11, ranks=[1])), m.Publish)
+    assert isinstance(dropped.error, SaveNotCollective)
+
+
+def test_a_restarted_coordinator_names_other_words() -> None:
+    run = training()
+    run.tell(told(run, 100, step_s=1.0))
+    first = one(run.tick(60), m.NameStep).agreed
+    plan = run.plan
+    run.start_coordinator()
+    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()), told_of(plan, 100))
+    second = one(run.tick(60), m.NameStep).agreed
+    assert second.word != first.word
+
+
+def told_of(plan: m.SessionPlan, step: int) -> m.RanksProgressed:
+    progress = m.RankProgress(step=step, saved_step=0, step_s=1.0)
+    return m.RanksProgressed(age=plan.age, ranks=dict.fromkeys((0, 1), progress))
+
+
+# -- when a node leaves ------------------------------------------------------------------------------
+
+
+def test_a_node_that_leaves_has_a_step_named_at_once() -> None:
+    run = training(every_s=None)
+    run.tell(told(run, 100, step_s=2.0, since_s=0.1))
+    named = one(leave(run), m.NameStep).agreed
+    assert named.urgent and named.step == 102
+
+
+def test_one_save_follows_the_other_until_the_node_is_gone() -> None:
+    run = training(every_s=None)
+    run.tell(told(run, 100, step_s=0.1))
+    first = one(leave(run), m.NameStep).agreed
+    assert not of(run.tick(0.5), m.NameStep)
+    run.save(first.step)
+    run.tell(told(run, first.step + 1, step_s=0.1))
+    second = one(run.tick(0.5), m.NameStep).agreed
+    assert second.urgent and second.step > first.step
+    run.save(second.step)
+    run.tell(m.NodesSeen(live=frozenset("ab")))
+    assert not of(run.tick(5), m.NameStep), "it stays after all"
+
+
+def test_a_save_that_cannot_be_complete_in_time_is_not_begun() -> None:
+    run = training(every_s=None)
+    run.tell(told(run, 100, step_s=20.0))
+    effects = leave(run, a=15.0)
+    assert not of(effects, m.NameStep)
+    assert "leave in 15 s; another save would take" in one(effects, m.Warn).text
+    assert not of(run.tick(0.5), m.Warn), "said once"
+
+
+def test_a_save_with_time_enough_is_begun() -> None:
+    run = training(every_s=None)
+    run.tell(told(run, 100, step_s=5.0))
+    assert of(leave(run, a=30.0), m.NameStep)
+
+
+def test_a_node_that_leaves_without_ranks_is_none_of_the_groups_business() -> None:
+    run = Harness("abc")
+    run.open("ab")
+    run.tell(told(run, 100, step_s=1.0))
+    assert not of(leave(run, "c"), m.NameStep)
+
+
+# -- ranks that are never in step --------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SimulatedRank:
+    step_s: float
+    step: int = 0
+    saved: list[int] = field(default_factory=list)
+    word: int = 0  # on its node's page
+    reached: int = 0
+    missed: int = 0
+    since_s: float = 0.0
+
+
+def play(seed: int, *, ranks: int = 4, seconds: float = 240.0) -> tuple[Harness, list[SimulatedRank]]:
+    """Ranks of other paces, without a barrier between them; words and progress travel for up to a second."""
+    rng = Random(seed)
+    run = Harness("abcd"[:ranks], every_s=10.0, attempt_timeout_s=20.0)
+    nodes = "abcd"[:ranks]
+    run.open(nodes)
+    pace = rng.choice([0.005, 0.02, 0.3, 2.0])
+    group = [SimulatedRank(pace * rng.uniform(1.0, 1.02)) for _ in range(ranks)]
+    count = itertools.count()
+    todo: list[tuple[float, int, object]] = []
+
+    def at(time_s: float, what: object) -> None:
+        heapq.heappush(todo, (time_s, next(count), what))
+
+    def do(effects: Iterable[m.Effect]) -> None:
+        for named in of(effects, m.NameStep):
+            for k in range(ranks):
+                at(run.now_s + rng.uniform(0.0, 1.0), ("shown", k, named.agreed.word))
+
+    for k, rank in enumerate(group):
+        at(rng.uniform(0, rank.step_s), ("step", k))
+        at(rng.uniform(0, 1), ("tell", k))
+    at(0.5, ("tick",))
+    while todo and todo[0][0] < seconds:
+        run.now_s, _, what = heapq.heappop(todo)
+        match what:
+            case ("tick",):
+                do(run.tick())
+                at(run.now_s + 0.5, what)
+            case ("shown", int(k), int(word)):
+                group[k].word = word
+            case ("tell", int(k)):
+                rank = group[k]
+                progress = m.RankProgress(
+                    step=rank.step,
+                    saved_step=rank.saved[-1] if rank.saved else -1,
+                    since_s=run.now_s - rank.since_s,
+                    step_s=rank.step_s if rank.step > 1 else 0.0,
+                    missed=rank.missed,
+                )
+                at(run.now_s + rng.uniform(0.0, 1.0), ("told", k, progress))
+                at(run.now_s + 1.0, what)
+            case ("told", int(k), progress):
+                do(run.tell(run.ticked, m.RanksProgressed(age=run.plan.age, ranks={k: progress})))
+            case ("stored", int(k), int(step)):
+                attempt = run.attempt(step)
+                here = run.plan.nodes[k]
+                do(run.tell(run.ticked, run.stored(attempt, here.node_id)))
+                do(run.tell(*(run.copied(attempt, here.node_id, h) for h in here.holders)))
+            case ("step", int(k)):
+                rank = group[k]
+                rank.step, rank.since_s = rank.step + 1, run.now_s
+                agreed = step_of(rank.word)
+                if agreed == rank.step:
+                    rank.reached = rank.word
+                    rank.saved.append(rank.step)
+                    at(run.now_s + rng.uniform(0.01, 0.3), ("stored", k, rank.step))
+                elif 0 < agreed < rank.step and rank.word not in (rank.reached, rank.missed):
+                    rank.missed = rank.word
+                    at(run.now_s + rng.uniform(0.0, 0.2), ("tell", k))
+                at(run.now_s + rank.step_s, what)
+    return run, group
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_attempt_of_skewed_ranks_is_complete_or_dropped(seed: int) -> None:
+    run, group = play(seed)
+    everywhere = set.intersection(*(set(rank.saved) for rank in group))
+    somewhere = set.union(*(set(rank.saved) for rank in group))
+    committed = {c.step for c in run.machine.history.checkpoints.values()}
+    assert committed <= everywhere
+    last = max(somewhere, default=0)
+    dropped = {p.attempt.step for p in of(run.transcript, m.Publish) if p.error is not None}
+    assert somewhere - everywhere <= dropped | {last}, "a part of a save stays nowhere"
+    assert not [p for p in of(run.transcript, m.Publish) if isinstance(p.error, SaveNotCollective)]
+    interval_s = 10.0 + 2 * MAX_REACH_S if len(somewhere) > len(everywhere) + 3 else 25.0
+    assert len(committed) >= 240.0 / interval_s - 2, "time goes by, and checkpoints come"

@@ -1,0 +1,205 @@
+"""The callback without a cluster: its options, which of several works, and what its hooks do with errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+
+import ray_ckpt
+from ray_ckpt.connection import get_connection, set_connection
+from ray_ckpt.errors import (
+    ConfigError,
+    Fenced,
+    InsufficientSpace,
+    RestoreError,
+    RunInUse,
+    ServiceError,
+    StateError,
+    Unavailable,
+)
+from ray_ckpt.notices import TermSignal
+from ray_ckpt.train import CheckpointCallback
+from ray_ckpt.train.callback import OPTIONS_ENV
+
+
+def context_of(*callbacks: object, **config: Any) -> Any:
+    """What Ray Train gives to after_controller_start; run_config carries copies of the callbacks."""
+    copies = cloudpickle.loads(cloudpickle.dumps(callbacks))
+    fields = {"name": "run", "storage_path": "/nowhere", "storage_filesystem": None, **config}
+    return SimpleNamespace(run_config=SimpleNamespace(callbacks=copies, **fields))
+
+
+class Failing(CheckpointCallback):
+    """Cannot open its run: tests with a cluster open some."""
+
+    reason: Exception = Unavailable("there is no cluster")
+
+    def _open(self) -> Any:
+        raise self.reason
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(OPTIONS_ENV, raising=False)
+
+
+# -- options of the environment --------------------------------------------------------------------------
+
+
+def test_the_environment_gives_defaults_and_keywords_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '{"replicas": 2, "keep_last": 7, "keep_best": ["loss", "min", 2], "storage_path": "/shared"}'
+    monkeypatch.setenv(OPTIONS_ENV, text)
+    plain, given = CheckpointCallback(), CheckpointCallback(keep_last=3, storage_path="/mine")
+    assert (plain._options.replicas, plain._options.keep_last) == (2, 7)
+    assert plain._options.keep_best == ("loss", "min", 2), "lists are tuples"
+    assert (given._options.replicas, given._options.keep_last) == (2, 3)
+    assert (plain._storage_path, given._storage_path) == ("/shared", "/mine")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", "7", '{"storage_path": 7}', '{"replica": 1}', '{"replicas": -1}']
+)
+def test_a_bad_environment_is_an_error_that_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv(OPTIONS_ENV, text)
+    with pytest.raises(ConfigError, match=OPTIONS_ENV):
+        CheckpointCallback()
+
+
+def test_a_bad_keyword_is_not_blamed_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OPTIONS_ENV, '{"replicas": 2, "keep_milestones": [0.5]}')
+    with pytest.raises(ConfigError) as caught:
+        CheckpointCallback(replicas=-1, total_steps=10)
+    assert OPTIONS_ENV not in str(caught.value)
+    assert CheckpointCallback(total_steps=10)._options.keep_milestones == (0.5,), "they are checked together"
+
+
+# -- several in one trainer ------------------------------------------------------------------------------
+
+
+def are_passive(in_run_config: tuple[CheckpointCallback, ...], *others: CheckpointCallback) -> list[bool]:
+    """Of the callbacks of a RunConfig and then of the environment, after the hook of each; none gets far."""
+    callbacks = (*in_run_config, *others)
+    for callback in callbacks:
+        callback.after_controller_start(context_of(*in_run_config))
+    return [callback._is_passive for callback in callbacks]
+
+
+def test_one_of_several_callbacks_works_and_the_others_say_that_they_do_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, given = Failing, partial(Failing, replicas=0)
+
+    assert are_passive((), plain()) == [False], "the environment's alone"
+    assert "does nothing" not in caplog.text
+    assert are_passive((given(),), plain()) == [False, True]
+    assert "does nothing: another one comes before it" in caplog.text
+    assert are_passive((plain(),), plain()) == [False, True], "of equals the later one"
+    assert are_passive((plain(), plain())) == [True, False]
+    assert are_passive((given(), plain())) == [False, True], "arguments count for more than the place"
+    assert are_passive((given(), given()), plain()) == [True, False, True]
+
+
+def test_a_passive_callback_leaves_the_group_and_the_worker_alone() -> None:
+    passive, chosen = Failing(), Failing(replicas=0)
+    assert are_passive((chosen,), passive) == [False, True]
+    assert passive.before_init_train_context([object()]) == {}
+    before = get_connection()
+    passive.after_init_train_context()
+    passive.before_worker_shutdown()
+    assert get_connection() is before
+    asyncio.run(passive.before_controller_shutdown())
+
+
+# -- errors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ConfigError, RunInUse, RestoreError, InsufficientSpace, StateError])
+def test_what_a_person_must_mend_ends_the_run(kind: type[Exception]) -> None:
+    callback = Failing()
+    callback.reason = kind("mend this")
+    with pytest.raises(kind, match="mend this"):
+        callback.after_controller_start(context_of())
+    with pytest.raises(kind, match="mend this"):
+        callback.before_init_train_context([])
+
+
+@pytest.mark.parametrize("kind", [ServiceError, Unavailable, Fenced, RuntimeError, KeyError, AssertionError])
+def test_what_a_new_try_may_mend_goes_to_the_workers(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = Failing()
+    callback.reason = kind("try again")
+    callback.after_controller_start(context_of())
+    assert callback.before_init_train_context([]) == {}
+    assert "try again" in caplog.text
+    assert ("Traceback" in caplog.text) == (not issubclass(kind, ServiceError | Fenced)), "of surprises only"
+    in_worker = cloudpickle.loads(cloudpickle.dumps(callback))
+    in_worker.after_init_train_context()
+    try:
+        with pytest.raises((ServiceError, Fenced), match="try again"):
+            ray_ckpt.Checkpointer()
+    finally:
+        in_worker.before_worker_shutdown()
+    assert get_connection().problem is None
+
+
+def test_a_run_that_could_not_be_opened_is_opened_with_the_next_group() -> None:
+    callback = Failing()
+    callback.after_controller_start(context_of())
+    for reason in ("still away", "and still"):
+        callback.reason = Unavailable(reason)
+        callback.before_init_train_context([])
+        assert str(callback._problem) == reason
+
+
+def test_a_ray_that_has_moved_something_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    callback = CheckpointCallback()
+    callback.after_controller_start(SimpleNamespace())
+    assert callback.before_init_train_context([object()]) == {}
+    assert isinstance(callback._problem, ServiceError)
+    assert "AttributeError" in str(callback._problem) and "run_config" in str(callback._problem)
+    asyncio.run(callback.before_controller_shutdown())
+
+
+def test_a_worker_whose_connection_fails_says_so_when_a_checkpointer_is_built() -> None:
+    callback = CheckpointCallback()
+    callback._joined = SimpleNamespace()  # type: ignore[assignment]
+    callback.after_init_train_context()  # ray.train.get_context() raises outside of a worker
+    try:
+        with pytest.raises(ServiceError, match="this worker has no checkpoints"):
+            ray_ckpt.Checkpointer()
+    finally:
+        set_connection(type(get_connection())())
+
+
+def test_a_callback_can_be_pickled_after_use_also_in_a_worker_that_watches_sigterm() -> None:
+    callback = Failing()
+    callback.after_controller_start(context_of())
+    callback._term_signal = TermSignal.install(lambda notice: None)
+    assert callback._term_signal is not None
+    copy = cloudpickle.loads(cloudpickle.dumps(callback))
+    assert copy._term_signal is None and str(copy._problem) == str(callback._problem)
+    callback.before_worker_shutdown()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "as it was"
+
+
+def test_a_file_system_object_is_refused_since_it_may_hold_credentials() -> None:
+    with pytest.raises(ConfigError, match="may hold credentials"):
+        CheckpointCallback().after_controller_start(context_of(storage_filesystem=object()))
+
+
+def test_the_end_of_a_run_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
+    callback = CheckpointCallback()
+    callback._spec, callback._joined = SimpleNamespace(options=None), SimpleNamespace()  # type: ignore[assignment]
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(callback.before_controller_shutdown())
+    assert "the last checkpoint is not on the storage path" in caplog.text

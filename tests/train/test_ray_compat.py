@@ -1,0 +1,157 @@
+"""The contract with Ray: whatever we use of it that is not public, as far as looking at it shows.
+
+Needs no cluster: `python -m pytest tests/train/test_ray_compat.py` under another Ray says within seconds
+whether that one moved something. What only a cluster shows is in tests/cluster/test_ray_compat.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+import ray._private.state
+import ray.train
+import ray.train.collective
+from ray import cloudpickle
+from ray.train.torch import TorchTrainer
+from ray.train.v2.api.callback import RayTrainCallback, UserCallback
+
+from ray_ckpt.train import CheckpointCallback
+from ray_ckpt.train import ray_compat as compat
+
+OLDEST, NEWEST = (2, 56), (2, 60)
+EXECUTION = "ray.train.v2._internal.execution"
+HOOKS = {
+    "after_controller_start": (compat.ControllerCallback, ["self", "train_run_context"]),
+    "before_controller_shutdown": (compat.ControllerCallback, ["self"]),
+    "before_init_train_context": (compat.WorkerGroupCallback, ["self", "workers"]),
+    "after_init_train_context": (compat.WorkerCallback, ["self"]),
+    "before_worker_shutdown": (compat.WorkerCallback, ["self"]),
+}
+
+
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def fields_of(module: str, name: str) -> set[str]:
+    """Of a dataclass of Ray's."""
+    return {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
+
+
+def test_this_is_a_ray_version_that_was_tested() -> None:
+    major, minor = ray.__version__.split(".")[:2]
+    assert OLDEST <= (int(major), int(minor)) <= NEWEST
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_have_the_signature_that_we_override(name: str) -> None:
+    base, parameters = HOOKS[name]
+    for cls in (base, CheckpointCallback):
+        assert parameters_of(getattr(cls, name)) == parameters
+    is_async = inspect.iscoroutinefunction(getattr(base, name))
+    assert inspect.iscoroutinefunction(getattr(CheckpointCallback, name)) == is_async
+
+
+def test_the_callback_is_of_the_kind_that_gets_every_hook() -> None:
+    assert issubclass(CheckpointCallback, RayTrainCallback)
+    assert not issubclass(CheckpointCallback, UserCallback), "Ray gives those two hooks only"
+
+
+def test_a_trainer_hands_on_callbacks_of_the_run_config_and_of_the_environment_in_that_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "ray_ckpt.train.CheckpointCallback")
+    callbacks = importlib.import_module("ray.train.v2._internal.callbacks.env_callback")
+    (from_environment,) = callbacks._initialize_env_callbacks()
+    assert isinstance(from_environment, CheckpointCallback)
+    source = inspect.getsource(TorchTrainer._create_default_callbacks)
+    environment, run_config = "_initialize_env_callbacks()", "not isinstance(cb, UserCallback)"
+    assert 0 < source.index(environment) < source.index(run_config)
+
+
+def test_the_controller_gives_hooks_to_callbacks_by_their_kind() -> None:
+    module = importlib.import_module(f"{EXECUTION}.controller")
+    source = inspect.getsource(module.TrainController)
+    assert "isinstance(c, ControllerCallback)" in source
+    assert "(WorkerGroupCallback, WorkerCallback, TrainContextCallback)" in source
+    assert re.search(r"await .*async_invoke\(\s*\"before_controller_shutdown\"", source), "it is awaited"
+    started = inspect.getsource(module.TrainController._start)
+    assert re.search(r"_run_controller_hook\(\s*\"after_controller_start\"", started), "its errors are told"
+
+
+def test_hooks_of_workers_run_when_the_training_context_is_there() -> None:
+    module = importlib.import_module(f"{EXECUTION}.worker_group.worker")
+    source = inspect.getsource(module.RayTrainWorker.init_train_context)
+    assert 0 < source.index("set_train_context(context)") < source.index("after_init_train_context()")
+    assert "before_worker_shutdown()" in inspect.getsource(module.RayTrainWorker.shutdown)
+    assert not inspect.iscoroutinefunction(module.RayTrainWorker.init_train_context), "the main thread"
+
+
+def test_callbacks_are_copied_to_workers_after_the_group_has_been_opened() -> None:
+    module = importlib.import_module(f"{EXECUTION}.worker_group.worker_group")
+    source = inspect.getsource(module.WorkerGroup)
+    opened = source.index("before_init_train_context(workers)")
+    assert opened < source.index("worker_callbacks=self._worker_callbacks_to_propagate")
+
+
+def test_a_worker_tells_its_rank_and_its_node() -> None:
+    worker_group = f"{EXECUTION}.worker_group.worker"
+    assert {"metadata", "distributed_context"} <= fields_of(worker_group, "Worker")
+    assert "node_id" in fields_of(worker_group, "ActorMetadata")
+    assert "world_rank" in fields_of(f"{EXECUTION}.context", "DistributedContext")
+
+
+def test_the_run_context_tells_the_run_config() -> None:
+    assert "run_config" in fields_of(f"{EXECUTION}.context", "TrainRunContext")
+    config = ray.train.RunConfig(name="run", callbacks=[CheckpointCallback()])
+    assert config.name == "run" and config.storage_filesystem is None and config.storage_path
+    assert len(config.callbacks) == 1
+
+
+def test_a_worker_knows_whether_its_trainer_validates() -> None:
+    assert "has_validation_fn" in fields_of(f"{EXECUTION}.context", "TrainContext")
+
+
+def test_report_takes_a_pointer_that_is_there_already() -> None:
+    assert {
+        "metrics",
+        "checkpoint",
+        "checkpoint_dir_name",
+        "checkpoint_upload_mode",
+        "delete_local_checkpoint_after_upload",
+        "checkpoint_upload_fn",
+        "validation",
+    } <= set(parameters_of(ray.train.report))
+    assert ray.train.CheckpointUploadMode.SYNC
+    assert parameters_of(ray.train.collective.broadcast_from_rank_zero) == ["data"]
+    assert parameters_of(ray.train.Checkpoint) == ["path", "filesystem"]
+
+
+def test_the_storage_context_tells_where_pointers_go() -> None:
+    module = importlib.import_module("ray.train.v2._internal.execution.storage")
+    storage = module.StorageContext
+    source = inspect.getsource(storage)
+    assert "storage_filesystem" in source and "experiment_fs_path" in source
+    assert "build_checkpoint_path_from_name" in dir(storage)
+    assert callable(ray.train.get_context) and "get_storage" in dir(ray.train.TrainContext)
+
+
+def test_ray_tells_of_nodes_that_leave_actors_and_jobs() -> None:
+    state = ray._private.state
+    assert parameters_of(state.state.get_draining_nodes) == []
+    assert "actor_id" in parameters_of(state.actors)
+    assert '"State"' in inspect.getsource(type(state.state))
+    jobs = inspect.getsource(state.GlobalState.job_table)
+    assert '"JobID"' in jobs and '"IsDead"' in jobs
+
+
+def test_the_callback_survives_the_pickling_of_ray() -> None:
+    copy = cloudpickle.loads(cloudpickle.dumps(CheckpointCallback(replicas=2)))
+    assert copy._options.replicas == 2
