@@ -1,6 +1,7 @@
 """What Ray knows of nodes and launchers: each private call to Ray's state in one place.
 
-`tests/cluster/test_ray_compat.py` holds the contract. Tested with Ray 2.60. Blocking; call from a thread.
+`tests/train/test_ray_compat.py` and `tests/cluster/test_ray_compat.py` hold the contract. Ray 2.56 to 2.60.
+Blocking; call from a thread.
 """
 
 from __future__ import annotations

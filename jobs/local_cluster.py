@@ -22,6 +22,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from ray_ckpt.config import STAGING_ENV
+from ray_ckpt.notices import METADATA_ENV
 
 # A killed raylet is noticed after about 1 s, where the defaults take 14 s; set before the cluster starts.
 FAST_FAILURE_DETECTION: Mapping[str, str] = {
@@ -31,6 +32,7 @@ FAST_FAILURE_DETECTION: Mapping[str, str] = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }
+NO_CLOUD: Mapping[str, str] = {METADATA_ENV: "off"}  # these nodes are no machines of one
 OBJECT_STORE_BYTES = 100 << 20  # control messages only
 REAP_S = 10.0
 
@@ -52,7 +54,7 @@ class LocalCluster:
     def __init__(
         self, root: Path, names: Sequence[str], *, cpus: int = 1, log_to_driver: bool = False
     ) -> None:
-        for name, value in FAST_FAILURE_DETECTION.items():
+        for name, value in {**FAST_FAILURE_DETECTION, **NO_CLOUD}.items():
             os.environ.setdefault(name, value)
         # As in an activated environment, which is how one runs `ray start`: jobs say just `python`.
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

@@ -262,9 +262,9 @@ _EXPLANATIONS: Mapping[Cause, str] = {
     "missing or chance": "something that the step depends on is no registered item (a scheduler, a scaler, "
     "an EMA, a counter), or the computation is not deterministic (threads, atomics, cudnn).",
     "missing": "something that the step depends on is no registered item (a scheduler, a scaler, an EMA, a "
-    "counter, a generator of random numbers). It is not chance: two resumed runs agree with each other. Under "
-    "DistributedDataParallel on three or more ranks, run one backward before ckpt.steps, after which it sums "
-    "gradients in another order.",
+    "counter, a generator of random numbers). It is not chance: two resumed runs agree with each other. With "
+    "DDP on three or more ranks, run one backward before ckpt.steps: it adds up gradients in another order "
+    "after its first.",
     "chance": "the computation is not deterministic (threads, atomics, cudnn), for two resumed runs differ "
     "from each other too. See torch.use_deterministic_algorithms, and fix the number of threads.",
     "ended early": "one of the runs ended before the last step. Does the loop break off?",

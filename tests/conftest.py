@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import HealthCheck, settings
 
+from ray_ckpt.notices import METADATA_ENV
+
 pytest_plugins = ["tests.servers.fixtures"]
+
+os.environ[METADATA_ENV] = "off"  # no test may ask a cloud's service; those of notices set their own
 
 # Machines are slow and shared: no test may fail because an example took long.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,6 +10,7 @@ bench` installs them).
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from jobs.bench.context import QUICK_BYTES, QUICK_REPEAT, Context, parse_size
 from jobs.bench.peers.catalogue import PEERS
 from jobs.bench.row import Row, first_line, skipped
 from jobs.s3_server import KINDS
+from ray_ckpt.notices import METADATA_ENV
 
 ROWS: Mapping[str, str] = {  # name -> the module with its `rows(context)`, loaded when wanted
     "limits": "jobs.bench.limits",
@@ -48,6 +50,7 @@ FAILED = "failed: "  # begins the text of rows that an error kept from being mea
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 if a row misses its reach; 2 if rows failed."""
     chosen = _parser().parse_args(arguments)
+    os.environ.setdefault(METADATA_ENV, "off")  # its agents are not to ask a cloud's service
     chosen.folder.mkdir(parents=True, exist_ok=True)
     context = Context(
         size_bytes=min(chosen.size, QUICK_BYTES) if chosen.quick else chosen.size,

@@ -113,9 +113,11 @@ def _cuts(
 
 
 def _is_twofold(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> bool:
-    """Whether a dimension is cut with strides and does not divide evenly, so that the two readings differ."""
-    strided = {cut.dim for cut in cuts if cut.strides > 1}
-    return any(shape[dim] % prod(cut.count for cut in cuts if cut.dim == dim) for dim in strided)
+    """Whether the readings may differ on some rank: strides of what does not divide evenly, or of strides."""
+    strided = [cut.dim for cut in cuts if cut.strides > 1]
+    return len(strided) > len(set(strided)) or any(
+        shape[dim] % prod(cut.count for cut in cuts if cut.dim == dim) for dim in strided
+    )
 
 
 @lru_cache(MAX_LAYOUTS)

@@ -117,6 +117,11 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         with _guarded("the group cannot start", self._note_problem, may_end_run=True):
             spec = self._open()
             ranks = sorted(workers, key=lambda w: w.distributed_context.world_rank)
+            if any(w.distributed_context.world_size != len(ranks) for w in ranks):
+                raise ConfigError(
+                    "Ray Train replaces single workers of a group here, as it does for torchft.",
+                    hint="Train without torchft: a group of workers restores and saves as a whole.",
+                )
             self._joined = open_group(spec, [w.metadata.node_id for w in ranks], owner=self._owner)
             # What `resume` asks for holds for the first group; after it the run goes on from its own newest.
             self._spec = replace(spec, options=replace(spec.options, resume="auto"))

@@ -43,7 +43,7 @@ class Pointer:
         return f"ray_ckpt_{self.attempt.directory}"
 
     def encode(self) -> bytes:
-        """`pointer.json`. Of storage options only those of buckets are told, which are known to be no secret."""
+        """`pointer.json`. Of storage options only those of buckets, which are known to be no secret."""
         is_bucket = Location.parse(self.run).scheme in BUCKETS
         told = {
             "ray_ckpt": VERSION,

@@ -1,8 +1,8 @@
 """Every private import from Ray Train, in one place; `tests/train/test_ray_compat.py` holds its contract.
 
-Ray 2.56 to 2.60. Before 2.56 an error in `after_controller_start` does not reach the driver as what it is, and
-before 2.55 `before_controller_shutdown` is not awaited. The callback base classes are DeveloperAPI but only
-importable from `_internal`.
+Ray 2.56 to 2.60. Before 2.56 an error in `after_controller_start` does not reach the driver as what it is,
+and before 2.55 `before_controller_shutdown` is not awaited. The callback base classes are DeveloperAPI but
+only importable from `_internal`.
 """
 
 from __future__ import annotations

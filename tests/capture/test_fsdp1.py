@@ -128,6 +128,28 @@ def test_nothing_is_copied_and_parameters_may_be_captured_in_the_background(kind
     on_ranks(2, look)
 
 
+@pytest.mark.parametrize("kind", ["orig", "flat"])
+def test_state_that_has_moved_is_seen(kind: str) -> None:
+    """As after optimizer.load_state_dict, which makes new tensors."""
+
+    def look(rank: int) -> None:
+        model = build(kind)
+        optimizer = torch.optim.Adam(model.parameters())
+        train(model, optimizer, 1)
+        items = items_of(model=model, optimizer=optimizer)
+        walked = walk(items, rank=rank, world_size=2)
+        for state in optimizer.state.values():
+            state["exp_avg"] = torch.full_like(state["exp_avg"], 5.0)
+        moved = [
+            live
+            for live in walk(items, rank=rank, world_size=2, before=walked).slices
+            if live.slice.key.endswith("exp_avg")
+        ]
+        assert moved and all((live.tensor == 5.0).all() for live in moved)
+
+    on_ranks(2, look)
+
+
 def test_names_are_those_without_wrappers_and_no_flat_ones() -> None:
     def look(rank: int) -> tuple[set[str], set[str]]:
         model = build("flat")

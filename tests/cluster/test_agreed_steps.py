@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
@@ -105,3 +107,17 @@ def test_ranks_save_again_and_again_once_a_node_is_about_to_go(
     stay = {node.node_id for name, node in cluster.nodes.items() if name != "node-a"}
     newest = found[-1].id.attempt
     assert all(set(nodes) & stay for nodes in status.holders[newest].values()), "nothing is on it alone"
+
+
+@pytest.mark.slow
+def test_a_rank_that_gets_sigterm_has_all_ranks_save(spare_group: RankGroup, storage: str) -> None:
+    """No save was due by the cadence; the other rank lives on the other node."""
+    pids = spare_group.run(os.getpid)
+    options = {"every_steps": 1_000_000, "attempt_timeout_s": 10.0, "replicas": 1}
+    calls = [actor.run.remote(idle_along, "told", storage, 15.0, options) for actor in spare_group.actors]
+    time.sleep(8)
+    before = len(commits(storage, "told"))
+    os.kill(pids[1], signal.SIGTERM)
+    results = ray.get(calls, timeout=60)
+    assert before == 0 and len(commits(storage, "told")) >= 2
+    assert all(result["stats"][0] >= 2 for result in results), "both ranks, and the loop went on"

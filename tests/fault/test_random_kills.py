@@ -52,9 +52,7 @@ class Storm:
     def __init__(self, rig: Rig, history: Path, process: subprocess.Popen[bytes], seed: int) -> None:
         self._rig, self._history, self._process = rig, history, process
         self._rng = random.Random(seed)
-        self._unsure_until = (
-            0  # the last step that was done when a node was lost: later saves have all copies
-        )
+        self._unsure_until = 0  # the last step done when a node was lost: all copies of later saves are there
         self.kills: list[Kill] = []
 
     def run(self) -> None:
@@ -68,7 +66,7 @@ class Storm:
             self._strike()
 
     def _wait_trains(self, step: int) -> None:
-        """Until a group has begun since the last kill, and that step is done."""
+        """Until a step was done since the last kill, and it was that one or a later one."""
         last_s = self.kills[-1].time_s if self.kills else 0.0
 
         def trains() -> bool:
@@ -110,10 +108,9 @@ class Storm:
     def _floor(self) -> int:
         """The newest step that survives a kill now: a durable one, or one saved with its copies since a node
         was lost."""
-        live = self._rig.commits()
         safe = [
             c.step
-            for c in live
+            for c in self._rig.commits()
             if c.level is Level.DURABLE or (c.level is Level.REPLICATED and c.step > self._unsure_until)
         ]
         return max(safe, default=0)

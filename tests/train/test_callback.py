@@ -152,6 +152,18 @@ def test_what_a_new_try_may_mend_goes_to_the_workers(
     assert get_connection().problem is None
 
 
+def test_a_part_of_a_group_is_refused_before_it_takes_the_run_from_the_rest() -> None:
+    class Opened(CheckpointCallback):
+        def _open(self) -> Any:
+            return None
+
+    callback = Opened()
+    callback.after_controller_start(context_of())
+    alone = SimpleNamespace(distributed_context=SimpleNamespace(world_rank=0, world_size=2))
+    with pytest.raises(ConfigError, match="torchft"):
+        callback.before_init_train_context([alone])
+
+
 def test_a_run_that_could_not_be_opened_is_opened_with_the_next_group() -> None:
     callback = Failing()
     callback.after_controller_start(context_of())

@@ -1,7 +1,8 @@
 """The contract with Ray: whatever we use of it that is not public, as far as looking at it shows.
 
 Needs no cluster: `python -m pytest tests/train/test_ray_compat.py` under another Ray says within seconds
-whether that one moved something. What only a cluster shows is in tests/cluster/test_ray_compat.py.
+whether that one moved something. `tests/train/other_ray.sh VERSION` does that, and trains with it. What only
+a cluster shows is in tests/cluster/test_ray_compat.py.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def test_a_worker_tells_its_rank_and_its_node() -> None:
     worker_group = f"{EXECUTION}.worker_group.worker"
     assert {"metadata", "distributed_context"} <= fields_of(worker_group, "Worker")
     assert "node_id" in fields_of(worker_group, "ActorMetadata")
-    assert "world_rank" in fields_of(f"{EXECUTION}.context", "DistributedContext")
+    assert {"world_rank", "world_size"} <= fields_of(f"{EXECUTION}.context", "DistributedContext")
 
 
 def test_the_run_context_tells_the_run_config() -> None:
