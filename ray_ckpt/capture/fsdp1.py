@@ -7,8 +7,8 @@ FSDP1, and is interchangeable with those of FSDP2 and of whole tensors.
 
 torch's own way, SHARDED_STATE_DICT and get_model_state_dict(), gathers every parameter from all ranks to cut
 it again. A rank whose save is skipped would not take part in that, and its next collective would meet those
-of the others; it also copies the state. Hence the metadata of FlatParameter (torch 2.13, _flat_param.py),
-which is private, and has not changed since torch 2.1.
+of the others; it also copies the state. Hence the metadata of FlatParameter (torch 2.13,
+torch/distributed/fsdp/_flat_param.py), which is private.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ def _fix(obj: object) -> str:
         return _EXACT_POSITION
     if type(obj).__module__.startswith("ray.data"):
         return (
-            "Ray Data does not tell how far a shard has been read: keep the number of samples consumed in a "
-            "registered dict, and skip as many after a restore."
+            "Ray Data does not tell how far a shard has been read, nor gives the same order again: leave it "
+            "out, or read samples by number with ray_ckpt.data.GlobalBatchSampler."
         )
     return "Give it state_dict() and load_state_dict(), or put plain values into a dict."
 

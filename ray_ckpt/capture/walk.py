@@ -261,8 +261,8 @@ def slices_of(
 ) -> Iterator[LiveSlice]:
     """The slices of one tensor on this rank; none for the empty local part of a sharded tensor.
 
-    `ranks` hold a plain tensor; others know their own holders, in torch.distributed's numbers from `first` on.
-    UnsupportedLeaf names what cannot be stored.
+    `ranks` hold a plain tensor; others know their own holders, as torch.distributed numbers them from `first`
+    on. UnsupportedLeaf names what cannot be stored.
     """
     name, label = ".".join(path), ".".join((item, *path))
     _check_storable(leaf, label)

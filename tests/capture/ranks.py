@@ -7,6 +7,7 @@ where processes cost seconds. Random state and torch's global settings are share
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,11 @@ from ray_ckpt.format.tree import decode_tree, encode_tree
 from ray_ckpt.restore import Source, SourceReader
 from ray_ckpt.types import ManifestRow
 
-TIMEOUT_S = 60.0  # of a test's ranks: one that has failed may leave the others waiting for it
+TIMEOUT_S = 60.0  # of a test's ranks
+AFTER_ERROR_S = (
+    1.0  # for the others, once one has failed: where they wait in no collective, nothing wakes them
+)
+POLL_S = 0.1
 
 Result = TypeVar("Result")
 _PG: Any = multi_threaded_pg  # neither has types
@@ -55,8 +60,12 @@ def on_ranks(world_size: int, work: Callable[[int], Result]) -> list[Result]:
     try:
         for thread in threads:
             thread.start()
+        deadline_s = time.monotonic() + TIMEOUT_S
         for thread in threads:
-            thread.join(TIMEOUT_S)
+            while thread.is_alive() and time.monotonic() < deadline_s:
+                thread.join(POLL_S)
+                if errors:  # the others may be waiting for that rank
+                    deadline_s = min(deadline_s, time.monotonic() + AFTER_ERROR_S)
     finally:
         _PG.ProcessLocalGroup.reset()
         _C10D._set_thread_isolation_mode(False)

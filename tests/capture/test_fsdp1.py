@@ -10,13 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from ray_ckpt.capture.guard import background_slices, guarded_storages
 from ray_ckpt.capture.walk import walk
+from ray_ckpt.client import Checkpointer
 from ray_ckpt.errors import MismatchError, UnsupportedItem, UnsupportedLeaf
 from ray_ckpt.format.manifest import check_coverage
+from tests.capture.local import LocalLink
 from tests.capture.ranks import Files, items_of, on_ranks
 
 CPU = torch.device("cpu")
@@ -212,6 +214,23 @@ def test_parameters_that_fsdp_ignores_stay_whole(tmp_path: Path) -> None:
         assert found["model.last.weight"] == (0, 1)
 
 
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
+def test_what_is_whole_on_every_rank_is_saved_by_one(tmp_path: Path) -> None:
+    files = Files(tmp_path, 2)
+
+    def save(rank: int) -> None:
+        model = FSDP(nn.Linear(4, 7), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=CPU)
+        optimizer = torch.optim.Adam(model.parameters())
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        files.save(items_of(model=model, optimizer=optimizer), rank)
+
+    on_ranks(2, save)
+    keys = [row.slice.key for row in files.rows if row.slice]
+    assert len(keys) == len(set(keys)) == 2 * (1 + 3)
+
+
 def test_what_fsdp1_makes_of_it_that_cannot_be_told_is_refused() -> None:
     class Rows(torch.optim.SGD):
         """State that follows from how the parameter was cut."""
@@ -234,3 +253,32 @@ def test_what_fsdp1_makes_of_it_that_cannot_be_told_is_refused() -> None:
             items_of(model=model, optimizer=torch.optim.SGD(Net().parameters(), lr=1.0))
 
     on_ranks(2, refuse)
+
+
+def test_a_save_goes_on_beside_training(tmp_path: Path) -> None:
+    """Through the Checkpointer and its arena: several slices of a parameter in one shard."""
+
+    def save(rank: int) -> dict[str, torch.Tensor]:
+        model = build("orig")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        link = LocalLink(rank=rank, world_size=2)
+        ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
+        ckpt.restore()
+        train(model, optimizer, 1)
+        items = items_of(model=model, optimizer=optimizer)
+        owned = walk(items, rank=rank, world_size=2).owned(rank)
+        right = {live.place: live.tensor.clone() for live in owned}
+        assert ckpt.save(1)
+        train(model, optimizer, 1)
+        ckpt.flush()
+        layout = link.sealed[0].layout
+        assert layout is not None
+        for placed in (placed for placed in layout.slices if "rng" not in placed.slice.key):
+            part = link.files[1][placed.byte_offset : placed.byte_offset + placed.nbytes]
+            tensor = right[placed.slice.key, placed.slice.offset]
+            assert part == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), placed.slice
+        ckpt.close()
+        return link.tensors(1)
+
+    found = on_ranks(2, save)
+    assert any("@" in name for tensors in found for name in tensors)

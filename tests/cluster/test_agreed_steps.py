@@ -93,6 +93,7 @@ def announce(cluster_node: str, after_s: float, left_s: float) -> None:
     ray.get(coordinator().node_leaves.remote(cluster_node, notice))
 
 
+@pytest.mark.slow
 def test_ranks_save_again_and_again_once_a_node_is_about_to_go(
     cluster: LocalCluster, spare_group: RankGroup, storage: str
 ) -> None:

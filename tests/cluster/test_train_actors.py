@@ -8,7 +8,7 @@ from jobs.local_cluster import LocalCluster
 from jobs.train_actors import KINDS, run_kind
 from ray_ckpt.catalog import Catalog
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -129,6 +129,20 @@ def test_torch_reads_and_reshards_two_shards_of_one_tensor(tmp_path: Path) -> No
     assert torch.equal(state["model.b"], torch.from_numpy(bias))
 
 
+def test_several_slices_of_a_tensor_have_names_of_their_own() -> None:
+    """A rank's part of a tensor that was cut with strides, or by FSDP1, is more than one box."""
+    rows = [
+        Slice(item="model", name="w", dtype="F32", global_shape=(8, 2), offset=(at, 0), shape=(2, 2))
+        for at in (4, 0, 6)
+    ]
+    layout = build_layout([*rows, whole("b", (3,))])
+    assert layout.signature == build_layout([whole("b", (3,)), *reversed(rows)]).signature
+    names = [name for name, _ in safetensors.deserialize(layout.header + bytes(60))]  # type: ignore[no-untyped-call]
+    assert names == ["model.b", "model.w", "model.w@4,0", "model.w@6,0"]
+    assert [placed.slice.offset for placed in layout.slices][1:] == [(0, 0), (4, 0), (6, 0)]
+    assert len(parse_header(layout.header)) == 4
+
+
 def test_nothing_at_all_is_a_valid_shard() -> None:
     layout = build_layout([])
     assert layout.size_bytes == len(layout.header) == 4096
