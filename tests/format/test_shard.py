@@ -137,10 +137,10 @@ def test_several_slices_of_a_tensor_have_names_of_their_own() -> None:
     ]
     layout = build_layout([*rows, whole("b", (3,))])
     assert layout.signature == build_layout([whole("b", (3,)), *reversed(rows)]).signature
-    names = [name for name, _ in safetensors.deserialize(layout.header + bytes(60))]  # type: ignore[no-untyped-call]
-    assert names == ["model.b", "model.w", "model.w@4,0", "model.w@6,0"]
+    file = layout.header + bytes(layout.size_bytes - len(layout.header))
+    found = dict(safetensors.deserialize(file))  # type: ignore[no-untyped-call]
+    assert sorted(found) == ["model.b", "model.w", "model.w@4,0", "model.w@6,0"]
     assert [placed.slice.offset for placed in layout.slices][1:] == [(0, 0), (4, 0), (6, 0)]
-    assert len(parse_header(layout.header)) == 4
 
 
 def test_nothing_at_all_is_a_valid_shard() -> None:
