@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -104,20 +104,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     workers = {parallel: args.workers or WORKERS[parallel] for parallel in args.parallel}
     if not ray.is_initialized():
         start_ray(max(workers.values()))
-    storage_path = args.storage_path or tempfile.mkdtemp(prefix="verify-resume-")
-    differ = 0
-    for parallel, ranks in workers.items():
+    with tempfile.TemporaryDirectory(prefix="verify-resume-", ignore_cleanup_errors=True) as temporary:
         try:
-            found = check(parallel, ranks, args, storage_path)
+            return run_checks(workers, args, args.storage_path or temporary)
         except Exception as error:
             if (cause := find_config_error(error)) is None:
                 raise
             print("error:", " ".join(str(cause).split()), file=sys.stderr)
             return 2
-        differ += not found
-        line = json.dumps(describe(parallel, found)) if args.json else f"{parallel:6}{found}"
-        print(line, flush=True)
-    return 1 if differ else 0
+
+
+def run_checks(workers: Mapping[str, int], args: argparse.Namespace, storage_path: str) -> int:
+    """Check each layout with so many workers. Returns the exit code."""
+    differ = False
+    for parallel, ranks in workers.items():
+        found = check(parallel, ranks, args, storage_path)
+        differ = differ or not found
+        print(json.dumps(describe(parallel, found)) if args.json else f"{parallel:6}{found}", flush=True)
+    return int(differ)
 
 
 if __name__ == "__main__":

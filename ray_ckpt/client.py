@@ -144,8 +144,8 @@ class Checkpointer:
             raise NotConnected(
                 "This process belongs to no run.",
                 hint="Pass CheckpointCallback(...) in ray.train.RunConfig(callbacks=[...]), "
-                "or use ray_ckpt.connect(run=..., storage_path=..., rank=..., world_size=...). Ray Train with "
-                "num_workers=0 runs no callbacks: use num_workers=1.",
+                "or use ray_ckpt.connect(run=..., storage_path=..., rank=..., world_size=...). "
+                "Ray Train with num_workers=0 runs no callbacks: use num_workers=1.",
             )
         self._link, self._reporter = link, reporter if link.options.ray_report else None
         self._probe = connection.probe

@@ -74,11 +74,11 @@ def commits(storage: str, run: str) -> list[CheckpointInfo]:
 def test_every_save_by_time_of_skewed_ranks_is_complete_or_dropped(
     spare_group: RankGroup, storage: str
 ) -> None:
-    options = {"every_s": 1.5, "attempt_timeout_s": 10.0, "replicas": 1}
-    ranks = spare_group.run(idle_along, "skewed", storage, 14.0, options)
+    options = {"every_s": 1.0, "attempt_timeout_s": 10.0, "replicas": 1}
+    ranks = spare_group.run(idle_along, "skewed", storage, 8.0, options)
     committed = [c.step for c in commits(storage, "skewed")]
     together = set(ranks[0]["saved"]) & set(ranks[1]["saved"])
-    assert len(committed) >= 4, (committed, ranks)
+    assert len(committed) >= 2, (committed, ranks)
     assert set(committed) <= together, "a commit has a part of every rank"
     assert committed == sorted(committed)
     restored = spare_group.run(read_back, "skewed", storage, options)

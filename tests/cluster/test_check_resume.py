@@ -62,6 +62,7 @@ def checked(storage: Path, flaw: str = "", *, workers: int = 1, total: int = 100
     )
 
 
+@pytest.mark.slow
 def test_a_loop_that_resumes_exactly_passes(cluster: LocalCluster, tmp_path: Path) -> None:
     found = checked(tmp_path, workers=2)
     found.raise_for_difference()
@@ -112,6 +113,7 @@ def test_the_example_resumes_exactly(cluster: LocalCluster, tmp_path: Path, para
     assert found.num_ranks == workers
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_too_short_is_an_error(cluster: LocalCluster, tmp_path: Path) -> None:
     with pytest.raises(ray.train.TrainingFailedError) as caught:
         checked(tmp_path, total=AT + STEPS - 1)

@@ -73,6 +73,7 @@ def groups_on(cluster: LocalCluster, nodes: dict[str, Sequence[str]]) -> dict[st
     return {part: RankGroup([cluster.nodes[n].node_id for n in names]) for part, names in nodes.items()}
 
 
+@pytest.mark.slow
 def test_an_actor_and_a_critic_commit_and_come_back_together(cluster: LocalCluster, storage: str) -> None:
     groups = groups_on(cluster, {"actor": ["node-a", "node-b"], "critic": ["node-b"]})
     first = run_parts(groups, "rl", storage, 6)

@@ -156,6 +156,7 @@ class OpensLate(CheckpointCallback):
         return super()._open()
 
 
+@pytest.mark.slow
 def test_a_hook_that_raises_does_not_end_the_run_and_the_next_one_opens_it(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_hook_that_raises_again_counts_as_a_failure_of_the_workers_and_is_retr
     assert result.return_value == {"first": 1, "last": 4}
 
 
+@pytest.mark.slow
 def test_the_environment_activates_the_callback_without_a_change_to_the_driver(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +216,7 @@ def test_one_callback_object_serves_several_runs(cluster: LocalCluster, tmp_path
         assert steps_of(tmp_path / name)[-1] == 2
 
 
+@pytest.mark.slow
 def test_local_mode_runs_no_callbacks_and_the_checkpointer_says_what_is_missing(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def together(shares: Sequence[Sequence[list[int]]]) -> list[list[int]]:
     return [list(itertools.chain.from_iterable(step)) for step in zip(*shares, strict=True)]
 
 
+@pytest.mark.slow
 def test_four_two_and_three_ranks_train_as_one_process_does(cluster: LocalCluster, storage: str) -> None:
     """Each group goes on bit for bit from what the one before had, and where it was in the data."""
     options = {"every_steps": 4, "remote_every": 1000, "max_block_s": 20.0}
@@ -111,6 +112,7 @@ def status_of(storage: str, run: str) -> RunStatus:
     return status
 
 
+@pytest.mark.slow
 def test_a_bad_slice_that_one_rank_needs_takes_all_ranks_to_the_older_step(
     cluster: LocalCluster, storage: str
 ) -> None:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.cluster
 FOUR = ("node-a", "node-b", "node-c", "node-d")
 
 
+@pytest.mark.slow
 def test_a_lost_holder_is_replaced_by_an_idle_node(make_rig: MakeRig) -> None:
     """P2 stays true after the loss: `replicas` copies again, without a new save."""
     rig = make_rig("repair", every_steps=2, remote_every=1000)
@@ -43,6 +44,7 @@ def test_a_lost_holder_is_replaced_by_an_idle_node(make_rig: MakeRig) -> None:
     assert rig.restore(["node-a", "node-c"]) == 4
 
 
+@pytest.mark.slow
 def test_a_pinned_checkpoint_stays(make_rig: MakeRig) -> None:
     """P5: retention takes nothing that somebody has a hold on."""
     rig = make_rig("pins", every_steps=2, keep_last=1, remote_every=4, retire_grace_s=0.0, max_block_s=5.0)

@@ -129,6 +129,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any
     return [[of_rank[case] for of_rank in ranks] for case in range(len(CASES))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [0, 2, 4], ids=["ddp", "fsdp2", "2d"])
 def test_ranks_train_as_one_process_does_on_the_whole_batch(
     case: int, trained: list[list[dict[str, Any]]]

@@ -13,6 +13,7 @@ import pytest
 from ray import cloudpickle
 
 import ray_ckpt
+from ray_ckpt.actors import service
 from ray_ckpt.connection import get_connection, set_connection
 from ray_ckpt.errors import (
     ConfigError,
@@ -196,6 +197,9 @@ def test_a_worker_whose_connection_fails_says_so_when_a_checkpointer_is_built() 
 def test_a_callback_can_be_pickled_after_use_also_in_a_worker_that_watches_sigterm() -> None:
     callback = Failing()
     callback.after_controller_start(context_of())
+    if service._signal is not None:  # a test before has connected this process; only one is installed
+        service._signal.uninstall()
+        service._signal = None
     callback._term_signal = TermSignal.install(lambda notice: None)
     assert callback._term_signal is not None
     copy = cloudpickle.loads(cloudpickle.dumps(callback))
