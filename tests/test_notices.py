@@ -632,6 +632,7 @@ def test_a_second_sigterm_ends_the_grace_even_if_the_callback_hangs(start: Start
     assert program.write_nothing_and_wait() == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_callback_that_fails_is_said_and_costs_nothing(start: Start) -> None:
     program = start("TermSignal.install(lambda notice: 1 / 0, grace_s=0.5)\nsay('ready')\ntime.sleep(60)")
     program.terminate()
@@ -666,6 +667,7 @@ def test_where_sigterm_was_ignored_it_is_told_and_ignored_again(start: Start) ->
 IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000)"
 
 
+@pytest.mark.slow
 def test_the_notice_does_not_wait_for_a_main_thread_in_c_code_nor_does_the_end(start: Start) -> None:
     program = start(f"TermSignal.install(on_notice, grace_s=0.3)\nsay('ready')\n{IN_C}")
     began_s = program.terminate()
@@ -674,6 +676,7 @@ def test_the_notice_does_not_wait_for_a_main_thread_in_c_code_nor_does_the_end(s
     assert program.write_nothing_and_wait() == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_the_handler_of_before_waits_for_the_main_thread_in_c_code(start: Start) -> None:
     program = start(
         """
@@ -741,6 +744,7 @@ def test_after_uninstall_from_another_thread_sigterm_is_as_before(start: Start) 
     assert program.write_nothing_and_wait() == 7
 
 
+@pytest.mark.slow
 def test_uninstall_hands_on_a_signal_that_is_held(start: Start) -> None:
     program = start(
         """
@@ -775,6 +779,7 @@ def test_a_handler_that_was_installed_on_top_and_calls_ours_works(start: Start) 
     assert program.write_nothing_and_wait() == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_handler_that_took_our_place_is_left_alone(start: Start) -> None:
     program = start(
         """

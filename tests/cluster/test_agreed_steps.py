@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +77,7 @@ def test_every_save_by_time_of_skewed_ranks_is_complete_or_dropped(
     spare_group: RankGroup, storage: str
 ) -> None:
     options = {"every_s": 1.0, "attempt_timeout_s": 10.0, "replicas": 1}
-    ranks = spare_group.run(idle_along, "skewed", storage, 8.0, options)
+    ranks = spare_group.run(idle_along, "skewed", storage, 6.0, options)
     committed = [c.step for c in commits(storage, "skewed")]
     together = set(ranks[0]["saved"]) & set(ranks[1]["saved"])
     assert len(committed) >= 2, (committed, ranks)
@@ -93,14 +95,20 @@ def announce(cluster_node: str, after_s: float, left_s: float) -> None:
     ray.get(coordinator().node_leaves.remote(cluster_node, notice))
 
 
+@pytest.fixture
+def doomed(no_cluster: None, tmp_path: Path) -> Iterator[LocalCluster]:
+    """A cluster of its own: a node that is said to go counts as leaving for a while after."""
+    with LocalCluster(tmp_path / "staging", ["node-a", "node-b", "node-c"]) as cluster:
+        yield cluster
+
+
 @pytest.mark.slow
-def test_ranks_save_again_and_again_once_a_node_is_about_to_go(
-    cluster: LocalCluster, spare_group: RankGroup, storage: str
-) -> None:
-    leaving = cluster.nodes["node-a"].node_id
+def test_ranks_save_again_and_again_once_a_node_is_about_to_go(doomed: LocalCluster, storage: str) -> None:
+    cluster, leaving = doomed, doomed.nodes["node-a"].node_id
+    spare_group = RankGroup([leaving, cluster.nodes["node-b"].node_id])
     options = {"every_steps": 1_000_000, "attempt_timeout_s": 10.0, "replicas": 1}
-    told = announce.remote(leaving, 6.0, 8.0)
-    spare_group.run(idle_along, "leaving", storage, 12.0, options)
+    told = announce.remote(leaving, 8.0, 60.0)
+    spare_group.run(idle_along, "leaving", storage, 18.0, options)
     ray.get(told)
     found = commits(storage, "leaving")
     assert len(found) >= 2, "an emergency save, and further ones"
@@ -111,8 +119,9 @@ def test_ranks_save_again_and_again_once_a_node_is_about_to_go(
 
 
 @pytest.mark.slow
-def test_a_rank_that_gets_sigterm_has_all_ranks_save(spare_group: RankGroup, storage: str) -> None:
+def test_a_rank_that_gets_sigterm_has_all_ranks_save(doomed: LocalCluster, storage: str) -> None:
     """No save was due by the cadence; the other rank lives on the other node."""
+    spare_group = RankGroup([doomed.nodes["node-a"].node_id, doomed.nodes["node-b"].node_id])
     pids = spare_group.run(os.getpid)
     options = {"every_steps": 1_000_000, "attempt_timeout_s": 10.0, "replicas": 1}
     calls = [actor.run.remote(idle_along, "told", storage, 15.0, options) for actor in spare_group.actors]

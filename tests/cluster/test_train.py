@@ -108,6 +108,7 @@ def test_the_main_job_says_what_is_wrong_with_its_storage_path(
     assert "cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_main_job_runs_as_a_submitted_job(cluster: LocalCluster, tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", cluster.dashboard]
     command += ["--no-wait", "--submission-id", "main-job", "--working-dir", ".", "--"]

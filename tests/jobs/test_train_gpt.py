@@ -141,6 +141,7 @@ def test_ranks_train_as_one_process_does_on_the_whole_batch(
         assert rank["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", range(6), ids=lambda case: f"{CASES[case]['parallel']}-{CASES[case]['dropout']}"
 )
@@ -150,6 +151,7 @@ def test_a_model_built_anew_goes_on_with_the_same_bits(
     assert [rank["resumes"] for rank in trained[case]] == [True] * RANKS
 
 
+@pytest.mark.slow
 def test_tensor_ranks_drop_the_same_activations_and_data_ranks_others(
     trained: list[list[dict[str, Any]]],
 ) -> None:
