@@ -131,6 +131,10 @@ class AgreedPage:
     def show(self, word: int) -> None:
         write_word(self._memory, word)
 
+    def close(self) -> None:
+        """Nobody is to find it any more; who has mapped it keeps it."""
+        os.close(self._file)
+
 
 @dataclass(slots=True)
 class RankArena:

@@ -409,8 +409,10 @@ class NodeAgent:
         """Where a rank of this node maps the word of the agreed step; `named` as for an arena."""
         run = self._runs[run_uid]
         if run.page is None or (named and run.page.path.startswith("/proc/")):
-            run.page = AgreedPage(named=named)
+            old, run.page = run.page, AgreedPage(named=named)
             run.page.show(run.word)
+            if old is not None:
+                old.close()
         return run.page.path
 
     def _check_session(self, run: NodeRun, session: int) -> None:
