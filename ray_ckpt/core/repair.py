@@ -93,7 +93,8 @@ class Repairs:
                 copy = self._plan(need, staying, domains, load, now_s)
                 if copy is None:
                     break
-                if not budget.take(need.checkpoint.size_bytes / need.checkpoint.num_nodes, now_s):
+                nbytes = need.checkpoint.size_bytes / need.checkpoint.num_nodes
+                if need.staying and not budget.take(nbytes, now_s):  # what is about to be lost waits for none
                     return
                 self._active[copy] = now_s
                 load[copy.holder] += 1

@@ -208,6 +208,14 @@ def test_the_budget_holds_copies_back() -> None:
     assert len(assign(repairs, newest, holders, budget=budget, now_s=10.5)) == 1
 
 
+def test_what_only_leaving_nodes_hold_waits_for_no_budget() -> None:
+    repairs, holders = Repairs(), holders_of("abc", {7: ("a", "a", "a"), 6: ("b", "b", "b")})
+    both = [checkpoint(step, num_nodes=3, size_bytes=300) for step in (7, 6)]
+    budget = Budget(bytes_per_s=10, burst_bytes=0)
+    started = assign(repairs, both, holders, draining="a", budget=budget)
+    assert len(started) >= 3 and all(copy.startswith("7.") for copy in started[:3])
+
+
 # -- any losses --------------------------------------------------------------------------------------
 
 
@@ -266,7 +274,8 @@ class World:
         assert copy.holder in self.holders.live - self.draining - held
         where = [(c.attempt, c.node_index, c.holder) for c in self.repairs._active]
         assert len(set(where)) == len(where), "one copy of a fragment per node"
-        self.started_bytes += self.checkpoints[0].size_bytes / self.checkpoints[0].num_nodes
+        if held - self.draining:
+            self.started_bytes += self.checkpoints[0].size_bytes / self.checkpoints[0].num_nodes
         burst = max(self.budget.burst_bytes, 100)
         assert self.started_bytes <= burst + self.budget.bytes_per_s * self.now_s + 100
 
