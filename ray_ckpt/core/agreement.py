@@ -96,6 +96,7 @@ class Agreement:
             return
         context = self._context
         ends = [context.leaves_at_s[node] for node in leaving if node in context.leaves_at_s]
+        ends = [at_s for at_s in ends if at_s > context.now_s]  # Ray ends nobody whose time is over
         needed_s = self._time_to(self._step_ahead(urgent=True)) + saves.latency_s
         if ends and context.now_s + needed_s > min(ends):
             if not self._too_late:

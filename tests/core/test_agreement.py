@@ -176,6 +176,12 @@ def test_a_save_that_cannot_be_complete_in_time_is_not_begun() -> None:
     assert not of(run.tick(0.5), m.Warn), "said once"
 
 
+def test_a_node_that_is_still_there_after_its_time_keeps_nobody_from_saving() -> None:
+    run = training(every_s=None)
+    run.tell(told(run, 100, step_s=5.0))
+    assert of(leave(run, a=0.0), m.NameStep)
+
+
 def test_a_save_with_time_enough_is_begun() -> None:
     run = training(every_s=None)
     run.tell(told(run, 100, step_s=5.0))
