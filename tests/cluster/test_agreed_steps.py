@@ -73,6 +73,7 @@ def commits(storage: str, run: str) -> list[CheckpointInfo]:
     return list(Catalog(f"{storage}/{run}").list(all=True))
 
 
+@pytest.mark.slow
 def test_every_save_by_time_of_skewed_ranks_is_complete_or_dropped(
     spare_group: RankGroup, storage: str
 ) -> None:

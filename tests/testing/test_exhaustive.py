@@ -7,7 +7,7 @@ import pytest
 from ray_ckpt.testing.exhaustive import SCENES, explore
 
 DEPTH = 6
-NUM_STATES = 800  # of a scene, in each run of the tests
+NUM_STATES = 600  # of a scene, in each run of the tests
 MORE_STATES = 10_000  # of a scene, in the slow ones; all of them: python -m ray_ckpt.testing --exhaustive 12
 
 
