@@ -340,6 +340,7 @@ class Coordinator:
             return await asyncio.wait_for(asyncio.shield(coming.joined), PARTS_WAIT_S)
         except TimeoutError:
             missing = ", ".join(p.name for p in parts if p.name not in coming.nodes)
+            coming.nodes.pop(part, None)  # or the others would open a group with ranks that have given up
             raise Unavailable(f"Run {run.spec.name}: the parts {missing} have not come.") from None
 
     async def finish(self, key: str, timeout_s: float) -> CheckpointInfo | None:
