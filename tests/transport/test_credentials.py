@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import random
 import re
 import socket
 import ssl
@@ -187,10 +189,20 @@ def test_nothing_is_served_without_keys(folder: Folder, host: str) -> None:
     assert "ServiceKeys" in caught.value.hint
 
 
+def _three_ports_with_the_first_one_taken() -> tuple[socket.socket, range]:
+    """Below the ports that systems hand out themselves (32768 on Linux, 49152 elsewhere), so that no
+    connection of another test takes one of them in the meantime."""
+    for first in random.sample(range(20_000, 30_000, 3), k=100):
+        with contextlib.ExitStack() as others, contextlib.suppress(OSError):
+            for port in (first + 1, first + 2):
+                others.enter_context(socket.create_server(("127.0.0.1", port)))
+            return socket.create_server(("127.0.0.1", first)), range(first, first + 3)
+    raise AssertionError("No three free ports in a row among 100 that were tried.")
+
+
 def test_ports_of_a_range_are_taken_in_turn(folder: Folder) -> None:
-    taken = socket.create_server(("127.0.0.1", 0))
-    first = taken.getsockname()[1]
-    ports = range(first, first + 3)
+    taken, ports = _three_ports_with_the_first_one_taken()
+    first = ports.start
     servers: list[PeerServer] = []
     try:
         while len(servers) < 2:
