@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -59,6 +60,7 @@ from ray_ckpt.format.manifest import (
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, record_file
 from ray_ckpt.format.records import encode_record
 from ray_ckpt.notices import Notice
+from ray_ckpt.origin import Origin, find_origin
 from ray_ckpt.storage.log_store import (
     LogStore,
     Outcome,
@@ -81,6 +83,7 @@ AGENT_CALL_S = 60.0
 PARTS_WAIT_S = 300.0  # for the other parts of a group, whose processes may still be starting
 OWNER_GONE_S = 10.0  # a launcher that ends is dead for Ray within seconds; one that lives longer has the run
 NOTICE_HOLDS_S = 60.0  # after its deadline, or the last time that it was told
+MAX_NOTICE_S = 600.0  # that a deadline counts without being said again; clouds give 2 to 5 minutes
 DISKS_EVERY_S = 10.0  # between looks at the nodes' file systems
 DRAIN_SLACK_S = 900.0  # for a drain, besides what its bytes take: one part at a time on a poor link
 LEAST_DRAIN_BYTES_PER_S = 1 << 20  # of a node; whoever is slower is taken for stuck
@@ -146,8 +149,9 @@ class Coordinator:
         self._runs: dict[str, Run] = {}  # by RunSpec.key
         self._opening: dict[str, asyncio.Lock] = {}
         self._agents: dict[str, Any] = {}
-        # Nodes about to go: the Unix time if it is known, and until when that counts unless it is said again.
-        self._leaving: dict[str, tuple[float | None, float]] = {}
+        # Nodes about to go, by whose word: the Unix time if it is known, and until when that counts unless it
+        # is said again.
+        self._leaving: dict[tuple[str, str], tuple[float | None, float]] = {}
         self._cards: dict[str, AgentCard] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         # Apart from each other and from the logs, so that a hanging store stops none of the others.
@@ -290,8 +294,10 @@ class Coordinator:
         """A training group begins: choose its checkpoint, log its session, tell its nodes."""
         run = self._run(key)
         run.is_over = False
+        self._forget_signals({n.node_id for n in nodes})
         inventories = await self._open_on_nodes(run, await self._live_nodes())
         dead_owner = await self._await_dead(run, owner)
+        origin = await self._find_origin(run)
         plan = await self._ask(
             run,
             lambda token: m.GroupOpened(
@@ -308,7 +314,16 @@ class Coordinator:
             spec=run.spec,
             world_size=plan.world_size,
             nodes={rank: node.node_id for node in plan.nodes for rank in node.ranks},
+            origin=origin if plan.resume is None else None,
         )
+
+    async def _find_origin(self, run: Run) -> Origin | None:
+        """What a run without a checkpoint begins with. ConfigError or StoragePathError if it is not there."""
+        spec = run.spec
+        if run.machine.history.lineage() and spec.options.resume != "never":
+            return None
+        found: Origin | None = await self._in_thread(self._remote_io, find_origin, spec.options, spec.storage)
+        return found
 
     async def open_part(
         self,
@@ -394,6 +409,13 @@ class Coordinator:
         attempt = _attempt_of(run, step)
         await self._ask(run, lambda token: m.UnpinAsked(token=token, attempt=attempt, owner=owner))
 
+    async def annotate(self, key: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the newest live checkpoint of a step; see `m.AnnotateAsked`."""
+        await self._annotate(self._run(key), step, metrics)
+
+    async def _annotate(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
+        await self._ask(run, lambda token: m.AnnotateAsked(token=token, step=step, metrics=metrics))
+
     # -- agents --------------------------------------------------------------------------------------
 
     async def node_stored(
@@ -444,6 +466,10 @@ class Coordinator:
         )
         return answer is None
 
+    async def rank_annotates(self, run_uid: str, step: int, metrics: Mapping[str, float]) -> None:
+        await self._ready()
+        await self._annotate(self._by_uid(run_uid), step, metrics)
+
     async def revive(self, node: str) -> None:
         """The agent of a node is said to be gone: start a new one if that is so."""
         async with self._opening.setdefault(node, asyncio.Lock()):
@@ -457,10 +483,18 @@ class Coordinator:
 
     async def node_leaves(self, node: str, notice: Notice) -> None:
         """A node is about to go, as its cloud or a signal says; said again as long as it is so."""
-        if node not in self._leaving:
+        key, now_s = (node, notice.source), time.time()
+        if key not in self._leaving:
             log.warning("node %s is about to go: %s (%s)", node[:12], notice.text, notice.source)
-        until_s = max(time.time(), notice.deadline_s or 0.0) + NOTICE_HOLDS_S
-        self._leaving[node] = (notice.deadline_s, until_s)
+        until_s = min(max(now_s, notice.deadline_s or 0.0), now_s + MAX_NOTICE_S) + NOTICE_HOLDS_S
+        self._leaving[key] = (notice.deadline_s, until_s)
+
+    def _forget_signals(self, nodes: Set[str]) -> None:
+        """A new group is on these nodes: what got a signal there was a process of the one before.
+
+        Ray ends a worker by SIGTERM, and by SIGKILL a moment later, also on a node that stays.
+        """
+        self._leaving = {k: v for k, v in self._leaving.items() if k[1] != "sigterm" or k[0] not in nodes}
 
     async def make_durable(self, run_uid: str) -> None:
         await self._ask(self._by_uid(run_uid), lambda token: m.FinishAsked(token=token))
@@ -751,7 +785,8 @@ class Coordinator:
             if found is not None and not isinstance(found, BaseException)
         }
         run.opened, run.opening, run.is_ready = set(inventories), set(), True
-        self._handle(run, m.NodesSeen(live=frozenset(inventories)))
+        now = await self._in_thread(self._control_io, ray_state.nodes_now, run.spec.options.failure_domain)
+        self._handle(run, self._seen(now, frozenset(inventories)))
         return inventories
 
     async def _ask_agent(self, node: str, method: str, *args: Any) -> Any:
@@ -804,7 +839,7 @@ class Coordinator:
                 for node in set(self._agents) - live:
                     self._forget(node)
                 now_s = time.time()
-                self._leaving = {k: v for k, v in self._leaving.items() if k in live and now_s < v[1]}
+                self._leaving = {k: v for k, v in self._leaving.items() if k[0] in live and now_s < v[1]}
                 self._retire_idle_agents()
                 if time.monotonic() - self._looked_s > DISKS_EVERY_S:
                     self._looked_s = time.monotonic()
@@ -818,26 +853,25 @@ class Coordinator:
             return
         live = frozenset(nodes.live)
         disks, run.disks = run.disks, {}  # told once per look
-        left_s = self._left_s(nodes)
-        seen = m.NodesSeen(
-            live=live & run.opened,
-            draining=nodes.draining | self._leaving.keys(),
-            left_s=left_s,
-            domains=nodes.domains,
-            disks=disks,
-        )
-        self._handle(run, seen)
+        self._handle(run, replace(self._seen(nodes, live & run.opened), disks=disks))
         if run.is_over:
             return
         if fresh := live - run.opened - run.opening:
             run.opening |= fresh
             self._spawn(self._open_on_fresh(run, tuple(sorted(fresh))))
 
+    def _seen(self, nodes: ray_state.NodesNow, live: frozenset[str]) -> m.NodesSeen:
+        """Placement goes by all of it, so it is told as a whole each time."""
+        draining = nodes.draining | {node for node, _ in self._leaving}
+        return m.NodesSeen(live=live, draining=draining, left_s=self._left_s(nodes), domains=nodes.domains)
+
     def _left_s(self, nodes: ray_state.NodesNow) -> dict[str, float]:
         """Until leaving nodes are gone, by whoever says it sooner: Ray, the cloud, or a signal."""
-        now_s = time.time()
-        told = {n: max(at_s - now_s, 0.0) for n, (at_s, _) in self._leaving.items() if at_s is not None}
-        return {n: min(d[n] for d in (told, nodes.left_s) if n in d) for n in told.keys() | nodes.left_s}
+        now_s, left_s = time.time(), dict(nodes.left_s)
+        for (node, _), (at_s, _) in self._leaving.items():
+            if at_s is not None:
+                left_s[node] = min(max(at_s - now_s, 0.0), left_s.get(node, math.inf))
+        return left_s
 
     async def _open_on_fresh(self, run: Run, nodes: tuple[str, ...]) -> None:
         """Nodes that joined, or that got a new agent in the middle of a session."""

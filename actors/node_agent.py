@@ -65,6 +65,7 @@ PEER_THREADS = 4  # copies on their way at a time
 REMOTE_THREADS = 4  # questions and scrubs on storage paths at a time
 DRAIN_SPREAD_S = 0.5  # by chance, before each: nodes that failed together do not come back together
 DRAIN_THREADS = 2  # fragments on their way to storage paths: each holds some 200 MiB of parts and read-ahead
+MAX_ANNOTATING = 64  # annotations of a run that wait; each holds a call and its metrics
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
 RETIRE_AFTER_S = 0.5  # time for the answer to leave
 COPY_BLOCK_BYTES = 8 << 20  # of an arena, between two looks at whether it still holds what is being sent
@@ -97,6 +98,7 @@ class NodeRun:
         self.decision: asyncio.Future[bool] | None = None  # True: go; False: a new session has started
         self.started = asyncio.Event()
         self.progress: dict[int, RankProgress] = {}
+        self.annotating = 0  # annotations that wait for a save, or for the log
         self.reserved: dict[int, int] = {}  # bytes of each rank's coming arena
         self.checked_nonce = ""
         self.is_over = False  # finished; a restarted coordinator need not open it again
@@ -484,6 +486,21 @@ class NodeAgent:
     async def leaves(self, notice: Notice) -> None:
         """This node, or a rank on it, is about to go."""
         await self._tell("node_leaves", self._node_id, notice)
+
+    async def annotate(
+        self, run_uid: str, step: int, metrics: Mapping[str, float], attempt: AttemptId | None
+    ) -> None:
+        """Add metrics to the checkpoint of a step, when the rank's save of it has been committed."""
+        run = self._runs[run_uid]
+        if run.annotating >= MAX_ANNOTATING:
+            raise Unavailable(f"{MAX_ANNOTATING} annotations wait already.")
+        run.annotating += 1
+        try:
+            if attempt is not None and (error := (await self.outcome(run_uid, attempt, Level.LOCAL)).error):
+                raise error
+            await self._ask("rank_annotates", run_uid, step, metrics)
+        finally:
+            run.annotating -= 1
 
     async def _watch_cloud(self, notices: CloudNotices) -> None:
         """Pass on what the cloud says of this machine, again and again as long as it says so."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator import PARTS_WAIT_S, Coordinator, group_nodes
 from ray_ckpt.actors.ray_state import owner_here
 from ray_ckpt.actors.wire import Joined, RunSpec
-from ray_ckpt.config import RunOptions
+from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
 from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
@@ -24,6 +25,7 @@ from ray_ckpt.format.names import check_run_name
 from ray_ckpt.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.location import Location, storage_options
 from ray_ckpt.notices import Notice, TermSignal
+from ray_ckpt.origin import own_resume
 from ray_ckpt.restore import Place, RestoreTicket, Shared
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, Part, RankRestore, ranks_of
 
@@ -78,6 +80,7 @@ def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -
     check_run_name(name)
     location = Location.parse(storage_path)
     storage_options(location, options.storage_options)
+    options = replace(options, resume=own_resume(options.resume, location / name))
     spec = RunSpec(name=name, storage_path=str(location), options=options)
     ask(coordinator().open_run.remote(spec, owner), OPEN_S)
     return spec
@@ -119,15 +122,33 @@ def pin(*, run: str, storage_path: str, step: int, owner: str, expires_in_s: flo
 
     ConfigError if the run has no live checkpoint of that step, Unavailable if the service has not opened it.
     """
-    _change_pin("pin", run, storage_path, step, owner, expires_in_s)
+    _of_checkpoint("pin", run, storage_path, step, owner, expires_in_s)
 
 
 def unpin(*, run: str, storage_path: str, step: int, owner: str) -> None:
     """End what `pin` began."""
-    _change_pin("unpin", run, storage_path, step, owner)
+    _of_checkpoint("unpin", run, storage_path, step, owner)
 
 
-def _change_pin(method: str, run: str, storage_path: str, step: int, *args: Any) -> None:
+def annotate(*, run: str, storage_path: str, step: int, metrics: Mapping[str, float]) -> None:
+    """Add metrics to the checkpoint of a step, such as a validation's; of one name the later value counts.
+
+    The newest live checkpoint of that step on the lineage is meant; a save of it that is on its way is waited
+    for. ConfigError if there is none, if a value is no number, or beyond MAX_METRICS names; Unavailable if
+    that save fails, or the service has not opened the run.
+    """
+    _of_checkpoint("annotate", run, storage_path, step, _numbers(metrics))
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as the log takes them; names are cut as those of a save are."""
+    try:
+        return {str(name)[:MAX_METRIC_NAME]: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(f"A metric is not a number: {error}.", hint="Use float(...) of it.") from error
+
+
+def _of_checkpoint(method: str, run: str, storage_path: str, step: int, *args: Any) -> None:
     key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
     ask(getattr(coordinator(), method).remote(key, step, *args), CALL_S)
 
@@ -148,6 +169,7 @@ class RayLink:
             part=part,
         )
         self._uid, self._rank, self._node = joined.run_uid, rank, node
+        self._origin = joined.origin
         self._handle: Any = None
 
     @property
@@ -163,6 +185,9 @@ class RayLink:
     def ticket(self) -> RestoreTicket:
         ticket: RestoreTicket = ask(self._agent.get_ticket.remote(self._uid), OPEN_S)
         return ticket
+
+    def origin(self, session: int, epoch: int) -> RestoreTicket | None:
+        return None if self._origin is None else self._origin.ticket(session, epoch)
 
     def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
         # Waits for the slowest rank's restore, which has no bound of its own; a dead rank ends the group.
@@ -206,6 +231,9 @@ class RayLink:
     def leaves(self, notice: Notice) -> None:
         with contextlib.suppress(Unavailable):
             self._agent.leaves.remote(notice)
+
+    def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
+        return self._agent.annotate.remote(self._uid, step, metrics, attempt).future()  # type: ignore[no-any-return]
 
     def recover(self) -> None:
         self._handle = None
@@ -273,7 +301,7 @@ def _open(
     spec = open_run(run, storage_path, options, owner=owner)
     if not parts:
         return open_group(spec, nodes, owner=owner)
-    call = coordinator().open_part.remote(spec.key, parts, part, tuple(nodes), options.resume, owner)
+    call = coordinator().open_part.remote(spec.key, parts, part, tuple(nodes), spec.options.resume, owner)
     joined: Joined = ask(call, PARTS_WAIT_S + CALL_S)
     return joined
 

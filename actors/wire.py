@@ -9,6 +9,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.format.records import LogRecord
 from ray_ckpt.location import Location
+from ray_ckpt.origin import Origin
 from ray_ckpt.storage.remote import RemoteRef
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.types import CheckpointInfo, Exposure, Part, RankRestore
@@ -91,6 +92,7 @@ class Joined:
     world_size: int
     nodes: Mapping[int, str]  # rank -> node id
     parts: tuple[Part, ...] = ()  # of the group, in the order of their ranks; () if it is one
+    origin: Origin | None = None  # what it begins with, if the run has no checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ray_ckpt.actors.service import connect, exposure, pin, unpin
+    from ray_ckpt.actors.service import annotate, connect, exposure, pin, unpin
     from ray_ckpt.catalog import Catalog
     from ray_ckpt.client import Checkpointer, RestoreInfo
     from ray_ckpt.data import GlobalBatchSampler
@@ -23,6 +23,7 @@ _HOMES = {
     "GlobalBatchSampler": "ray_ckpt.data",
     "RestoreInfo": "ray_ckpt.client",
     "ResumeCheck": "ray_ckpt.train.check",
+    "annotate": "ray_ckpt.actors.service",
     "check_resume": "ray_ckpt.train.check",
     "connect": "ray_ckpt.actors.service",
     "exposure": "ray_ckpt.actors.service",
@@ -38,6 +39,7 @@ __all__ = [
     "RestoreInfo",
     "ResumeCheck",
     "__version__",
+    "annotate",
     "check_resume",
     "connect",
     "exposure",

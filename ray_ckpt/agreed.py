@@ -10,7 +10,9 @@ import logging
 import mmap
 import os
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.errors import CheckpointError
@@ -19,7 +21,7 @@ from ray_ckpt.link import Link
 
 log = logging.getLogger("ray_ckpt")
 
-PACE_WEIGHT = 0.2  # of the newest step in the mean: five steps or so count
+PACE_STEPS = 5  # whose median is the pace: an evaluation between two of them is none
 
 
 class AgreedSteps:
@@ -32,6 +34,7 @@ class AgreedSteps:
         self._reached = 0  # the last word whose step this rank was at
         self._missed = 0
         self._completed_s: float | None = None
+        self._steps_s: deque[float] = deque(maxlen=PACE_STEPS)
         self._step_s = 0.0
         self.poke: Callable[[], None] = _nothing  # has progress told at once
 
@@ -50,6 +53,10 @@ class AgreedSteps:
             self.poke()
         return False
 
+    def is_at(self, step: int) -> bool:
+        """Whether this rank has found `step` to be an agreed one."""
+        return step_of(self._reached) == step
+
     @property
     def is_urgent(self) -> bool:
         """Whether the step at which this rank was last is one of an emergency."""
@@ -59,8 +66,8 @@ class AgreedSteps:
         """A step is complete: measure how long they take."""
         now_s = time.monotonic()
         if self._completed_s is not None:
-            took_s = now_s - self._completed_s
-            self._step_s += (took_s - self._step_s) * (PACE_WEIGHT if self._step_s else 1.0)
+            self._steps_s.append(now_s - self._completed_s)
+            self._step_s = median(self._steps_s)
         self._completed_s = now_s
 
     def progress(self, *, step: int, saved_step: int, stall_s: float) -> RankProgress:

@@ -289,6 +289,8 @@ class Catalog:
                 return service
             case records.Pin(owner=owner) | records.Unpin(owner=owner):
                 return owner
+            case records.Annotated(metrics=metrics):
+                return ", ".join(f"{name}={value:g}" for name, value in metrics.items())
             case records.Lost(reason=reason) | records.Retired(reason=reason):
                 return reason
             case records.Note(text=text):

@@ -8,15 +8,15 @@ fails is counted and logged and never stops training; only misuse is raised.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -25,12 +25,12 @@ from torch import nn
 from ray_ckpt.agreed import AgreedSteps
 from ray_ckpt.capture.forgotten import unregistered
 from ray_ckpt.capture.gradients import GradientsItem, Window
+from ray_ckpt.capture.hyperparameters import Changed, Hyperparameters
 from ray_ckpt.capture.items import Item, adapt
-from ray_ckpt.capture.load import load_items
 from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import Walked, walk
-from ray_ckpt.config import MAX_METRIC_NAME
+from ray_ckpt.config import MAX_METRIC_NAME, is_uri
 from ray_ckpt.connection import Connection, ProgressThread, get_connection
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
@@ -39,28 +39,28 @@ from ray_ckpt.errors import (
     CheckpointError,
     CollectiveError,
     ConfigError,
-    MismatchError,
     NotConnected,
+    RestoreError,
     RunConflict,
     ServiceError,
     StateError,
     Unavailable,
 )
-from ray_ckpt.format.names import make_attempt, state_file
+from ray_ckpt.format.names import make_attempt
+from ray_ckpt.format.records import MAX_METRICS
 from ray_ckpt.format.shard import ShardLayout, build_layout
-from ray_ckpt.format.tree import decode_tree, encode_tree
+from ray_ckpt.format.tree import encode_tree
 from ray_ckpt.link import MAX_STATE_BYTES, Link
-from ray_ckpt.restore import ProgressLog, RestoreTicket, SourceReader
+from ray_ckpt.protection import Protection
+from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.resume import Resumer
 from ray_ckpt.saving import SaveParts, Saver
 from ray_ckpt.types import (
     AttemptId,
     CheckpointInfo,
     Level,
-    ManifestRow,
-    Part,
     RankRestore,
     RestoredPart,
-    ranks_of,
 )
 
 log = logging.getLogger("ray_ckpt")
@@ -73,6 +73,7 @@ FIRST_OUTCOME_S = (
     10.0  # what the second save waits for the first, to find ranks that save alone; not for a slow store
 )
 MAX_POSTPONED = 1_000  # steps of an accumulation window; longer ones are none, but gradients nobody uses
+FIRST_REPORT_STEPS = 10  # after the restore: the first save has no committed one before it
 MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
 
 LevelName = Literal["local", "replicated", "durable"]
@@ -87,6 +88,8 @@ class RestoreInfo:
     metrics: Mapping[str, float]
     parts: tuple[RestoredPart, ...]
     seconds: float
+    changed: tuple[Changed, ...] = ()
+    """Hyperparameters with which the objects were built otherwise than what was saved."""
 
     def bytes_by_tier(self) -> Mapping[str, int]:
         totals: dict[str, int] = {}
@@ -161,7 +164,7 @@ class Checkpointer:
         self._newest: tuple[AttemptId, Mapping[str, float]] | None = None
         self._tries: dict[int, int] = {}
         self._save_calls = 0
-        self._next_report = 2  # the first save has no committed one before it
+        self._next_report = 0  # the step at which all ranks report next
         self._step = 0  # the last completed step
         self._whole_step = -1  # the last step whose `step` has returned
         self._saved_step = 0  # the last step that `save` was called for
@@ -169,6 +172,7 @@ class Checkpointer:
         self._rng: Any = None  # random state as restored, until the first step
         self._last_metrics: Mapping[str, Any] | None = None
         self._agreed = AgreedSteps(link)
+        self._protection = Protection(link.options.unprotected_after)
         self._watch: ProgressThread | None = None
         self._window: Window | None = None  # in which gradients wait for an optimizer's step
         self._num_postponed = 0  # steps for which a save has waited for its end
@@ -192,35 +196,54 @@ class Checkpointer:
     def restore(self) -> RestoreInfo | None:
         """Bring every item to the newest intact checkpoint of the run, on all ranks alike; None without one.
 
+        A run without one begins with what `resume=URI` or `init_from` name; then the step is that of the
+        other run's checkpoint, or 0. Hyperparameters that differ from those that the objects were built with
+        are logged and in the answer; those in the option `keep` stay as built.
+
         Raises MismatchError (each difference listed) if the checkpoint does not fit, RestoreError if
         there are checkpoints but none intact, InsufficientSpace if saves could not fit this node.
         """
         self._build_items()
         self._preflight()
+        built = Hyperparameters(self._objects)
+        built.check(self._link.options.keep)
         ticket = self._link.ticket()
         while True:
             self._session, self._epoch = ticket.session, ticket.epoch
-            report, load = self._try_restore(ticket)
+            report, load = self._resumer.all_of(ticket)
             again = self._link.restored(ticket.session, report)
             if again is None:
                 break
             log.warning("step %s has no intact copy of a part; falling back", _step_of(ticket))
             ticket = again
+        info = None if ticket.checkpoint is None else _restore_info(ticket.checkpoint, report)
+        if ticket.checkpoint is not None:
+            if is_uri(self._link.options.resume) and self._link.identity.rank == 0:
+                log.warning("the run goes on from its own newest checkpoint, not from what `resume` names")
+            self._warn_of_other_world(ticket.checkpoint)
+        elif (origin := self._link.origin(ticket.session, ticket.epoch)) is not None:
+            info, load = self._begin_from(origin)
         load()
+        if info is not None:
+            info = replace(info, changed=built.loaded(self._link.options.keep))
+            self._say(info)
         if self._probe is not None:
             self._probe.restored(self._items, ticket.checkpoint)
         self._saver = Saver(self._link, ticket.session, self._optimizers(), waited=self._count_wait)
         self._saver.prepare(self._predicted_layout(self._walk()))
         self._ended = self._link.ended(ticket.session)
-        info = None if ticket.checkpoint is None else _restore_info(ticket.checkpoint, report)
         self._rng = self._items["rng"].tree() if info else None
         self._step = self._saved_step = self._restored_step = info.step if info else 0
+        self._next_report = self._step + FIRST_REPORT_STEPS
+        self._protection.renew()
         self._watch = ProgressThread(self._link, self._session, self._progress, self._agreed)
-        if info is not None:
-            log.info(
-                "restored step %d in %.2f s from %s", info.step, info.seconds, dict(info.bytes_by_tier())
-            )
         return info
+
+    def _say(self, info: RestoreInfo) -> None:
+        log.info("restored step %d in %.2f s from %s", info.step, info.seconds, dict(info.bytes_by_tier()))
+        if self._link.identity.rank == 0:
+            for changed in info.changed:
+                log.warning("hyperparameter %s", changed)
 
     def _count_wait(self, seconds: float) -> None:
         self.stats.waited_s += seconds
@@ -240,6 +263,7 @@ class Checkpointer:
         if self._link.options.partial_grads:
             world_size = self._link.identity.world_size
             self._items["gradients"] = GradientsItem(owners, window=self._window, world_size=world_size)
+        self._resumer = Resumer(self._link, self._items)
         if self._link.identity.rank == 0:
             for phrase in unregistered(self._objects):
                 log.warning("%s is not registered: pass it to the Checkpointer, or resuming lacks it", phrase)
@@ -259,85 +283,37 @@ class Checkpointer:
         whole = with_predictions(walked, self._items, ranks=identity.ranks)
         return build_layout(live.slice for live in whole.owned(identity.rank))
 
-    def _try_restore(self, ticket: RestoreTicket) -> tuple[RankRestore, Callable[[], None]]:
-        """Read everything; the report, and what puts it in place once all ranks have theirs."""
-        start_s = time.monotonic()
-        checkpoint, identity = ticket.checkpoint, self._link.identity
-        load: Callable[[], None] = _nothing
-        if checkpoint is None or ticket.damage:
-            return RankRestore(rank=identity.rank, damage=ticket.damage), load
-        progress = ProgressLog(checkpoint.step, say=log.info)
-        reader = SourceReader(
-            checkpoint.id,
-            ticket.sources,
-            credentials=ticket.credentials,
-            remote=ticket.remote,
-            fetch=partial(self._link.fetch, ticket.session),
-            progress=progress,
-        )
-        rows = [row for fragment in ticket.fragments for row in fragment.rows]
-        state = self._read_state(reader, rows, checkpoint.world_size)
-        if state is not None:
-            items = self._items
-            if not _has_gradients(state):  # of no window: with or without `partial_grads`, it fits
-                state["items"].pop("gradients", None)
-                items = {name: item for name, item in items.items() if name != "gradients"}
-            if checkpoint.world_size != identity.world_size and identity.rank == 0:
-                self._warn_of_other_world(checkpoint)
-            load = load_items(
-                items,
-                state,
-                rows,
-                reader,
-                rank=identity.rank,
-                world_size=identity.world_size,
-                node_ranks=ticket.node_ranks,
-                ranks=identity.ranks,
+    def _begin_from(self, ticket: RestoreTicket) -> tuple[RestoreInfo, Callable[[], None]]:
+        """Read what a run without a checkpoint begins with; see `origin`."""
+        options, checkpoint = self._link.options, ticket.checkpoint
+        assert checkpoint is not None
+        is_resumed = is_uri(options.resume)
+        if is_resumed:
+            report, load = self._resumer.all_of(ticket)
+        else:
+            report, load = self._resumer.some_of(ticket, options.init_items)
+        if report.damage:
+            raise RestoreError(
+                f"The run cannot begin with step {checkpoint.step} of {checkpoint.id.run_uid}: "
+                f"{len(report.damage)} parts cannot be read, the first is {report.damage[0]}.",
+                hint="`ray-ckpt verify` shows the damage; name another checkpoint.",
+                damage=report.damage,
             )
-        for note in reader.rejected:
-            log.warning("restore: %s", note)
-        report = RankRestore(
-            rank=identity.rank,
-            parts=tuple(reader.parts),
-            seconds=time.monotonic() - start_s,
-            damage=tuple(reader.damage),
-        )
-        return report, load
-
-    def _read_state(
-        self, reader: SourceReader, rows: Sequence[ManifestRow], world_size: int
-    ) -> dict[str, Any] | None:
-        """What this rank saved, or the first of its part if there was no such rank; None if it is gone."""
-
-        def state_of(rank: int) -> dict[str, Any] | None:
-            wanted = state_file(rank, world_size)
-            data = next((reader.read_bytes(row) for row in rows if row.file == wanted), None)
-            return None if data is None else decode_tree(data)
-
-        identity = self._link.identity
-        if not identity.parts:
-            return state_of(identity.rank if identity.rank < world_size else 0)
-        any_state = state_of(0)
-        if any_state is None:
-            return None
-        saved = {part.name: part for part in (Part(**part) for part in any_state.get("parts", ()))}
-        if identity.part not in saved:
-            raise MismatchError(
-                f"The checkpoint has the parts {sorted(saved)} and not {identity.part!r}.",
-                hint="Connect with the parts of the run that saved it, or start another run name.",
-            )
-        ranks = ranks_of(tuple(saved.values()), identity.part, world_size)
-        index, first = identity.rank - identity.ranks[0], identity.ranks[0]
-        state = state_of(ranks[index] if index < len(ranks) else ranks[0])
-        return None if state is None else {**state, "world_size": first + len(ranks)}  # of this part
+        if is_resumed:
+            self._warn_of_other_world(checkpoint)
+        info = _restore_info(checkpoint, report)
+        return (info if is_resumed else replace(info, step=0)), load
 
     def _warn_of_other_world(self, checkpoint: CheckpointInfo) -> None:
+        identity = self._link.identity
+        if checkpoint.world_size == identity.world_size or identity.rank != 0:
+            return
         log.warning(
             "step %d was saved by %d ranks and is restored by %d: it goes on as another run would, "
             "and ranks that are new draw random numbers of their own",
             checkpoint.step,
             checkpoint.world_size,
-            self._link.identity.world_size,
+            identity.world_size,
         )
         for name, obj in self._objects.items():
             if is_bound_to_world_size(obj):
@@ -399,9 +375,11 @@ class Checkpointer:
         if self._saver is not None:
             self._saver.look()
         if self.due(step) or self._num_postponed or (self._probe is not None and self._probe.due(step)):
-            self.save(step, metrics)
+            self._save_now(step, metrics)
         else:
             self._check_outcomes()
+            self._protection.check(step)
+        self._report_if_due(step)
         self._whole_step = step
         if self._probe is not None:
             self._probe.ended(step, self._items)
@@ -414,15 +392,42 @@ class Checkpointer:
         an optimizer's step, it returns False, and the next `step` after the window saves, unless
         `partial_grads` is set: then the gradients are saved too.
         """
+        saved = self._save_now(step, metrics)
+        if not self._agreed.is_at(step):  # a rank that has missed that word is not here
+            self._report_if_due(step)
+        return saved
+
+    def _save_now(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         if self._is_in_window():
             return False
         max_block_s = self._link.options.max_block_s
         if self._agreed.is_urgent:
             max_block_s = max(max_block_s, URGENT_BLOCK_S)
         saved = self._save(step, metrics, max_block_s=max_block_s)
-        if self._reporter is not None and self._save_calls >= self._next_report:
-            self._report()
+        self._protection.check(step)
         return saved
+
+    def _report_if_due(self, step: int) -> None:
+        """By the step alone: ranks that miss an agreed step have saved less often than others."""
+        if self._reporter is not None and step >= self._next_report:
+            self._report()
+
+    def annotate(self, step: int, *, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the checkpoint of `step`, such as a validation's; of one name the later counts.
+
+        Metrics are as in `save`; rank 0's count, other ranks return at once. It does not wait for the service
+        and never stops training: if the step has no live checkpoint or its save fails, a warning says so.
+        """
+        if self._link.identity.rank != 0:
+            return
+        try:
+            if values := _read_numbers(_detached(metrics)):
+                on_its_way = (p.attempt for p in reversed(self._pending) if not p.outcome.done())
+                attempt = next((a for a in on_its_way if a.step == step), None)
+                done = self._link.annotate(step, values, attempt)
+                done.add_done_callback(lambda done: _warn_of_annotation(step, done))
+        except Exception as error:  # there is no agent, or a value of a strange kind: training goes on
+            log.warning("step %d was not annotated: %s", step, error)
 
     def _is_in_window(self) -> bool:
         """Whether a save is put off to the end of the accumulation window."""
@@ -553,6 +558,7 @@ class Checkpointer:
         return saved
 
     def _stay_out(self, attempt: AttemptId, reason: str) -> None:
+        self._protection.failed(attempt.step, reason)
         log.warning("step %d is not saved: %s", attempt.step, reason)
         self._link.skip(attempt, reason)
 
@@ -619,7 +625,9 @@ class Checkpointer:
         values, late = _numbers(metrics)
 
         def all_values() -> Mapping[str, float] | None:
-            values.update(_read_numbers(late))
+            for name, value in _read_numbers(late).items():
+                if len(values) < MAX_METRICS:
+                    values[name] = value
             return values if identity.rank == 0 else None
 
         saver.save(
@@ -632,6 +640,8 @@ class Checkpointer:
             ),
         )
         outcome = self._link.outcome(attempt, Level.LOCAL)
+        if len(self._pending) == MAX_PENDING and not self._pending[0].outcome.done():
+            self._protection.failed(self._pending[0].attempt.step, "nothing was heard of it")
         self._pending.append(_Pending(attempt=attempt, metrics=values, outcome=outcome))
         self.stats.saved += 1
 
@@ -658,19 +668,22 @@ class Checkpointer:
         try:
             outcome = pending.outcome.result(0)
         except Exception as error:
+            self._protection.failed(pending.attempt.step, str(error))
             log.warning("step %d: the agent did not tell how its save ended: %s", pending.attempt.step, error)
             return
         if isinstance(outcome.error, CollectiveError | RunConflict):
             raise outcome.error
         if outcome.error is not None:
             self.stats.dropped += 1
+            self._protection.failed(pending.attempt.step, str(outcome.error))
             log.warning("step %d was not saved: %s", pending.attempt.step, outcome.error)
         else:
+            self._protection.renew(pending.attempt.step)
             self._newest = (pending.attempt, pending.metrics)
 
     def _report(self) -> None:
         if self._reporter is not None:
-            self._next_report = self._reporter.report(self._newest, self._save_calls)
+            self._next_report = self._reporter.report(self._newest, self._step)
 
 
 def _raise_outcome(outcome: Outcome, attempt: AttemptId) -> None:
@@ -684,12 +697,6 @@ def _restore_info(checkpoint: CheckpointInfo, report: RankRestore) -> RestoreInf
     return RestoreInfo(
         step=checkpoint.step, metrics=checkpoint.metrics, parts=report.parts, seconds=report.seconds
     )
-
-
-def _has_gradients(state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint was taken in the middle of an accumulation window."""
-    saved = state["items"].get("gradients")
-    return saved is not None and bool(saved["gradients"])
 
 
 def _step_of(ticket: RestoreTicket) -> int:
@@ -716,18 +723,21 @@ def _numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float], dict[
 
 def _read_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     values: dict[str, float] = {}
-    for name, value in metrics.items():
+    if len(metrics) > MAX_METRICS:
+        log.warning("of %d metrics the first %d are kept", len(metrics), MAX_METRICS)
+    for name, value in itertools.islice(metrics.items(), MAX_METRICS):
         try:
             values[str(name)[:MAX_METRIC_NAME]] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             log.warning("metric %r is not a number and is left out: %s", name, error)
     return values
+
+
+def _warn_of_annotation(step: int, done: Future[None]) -> None:
+    if (error := done.exception()) is not None:
+        log.warning("step %d was not annotated: %s", step, getattr(error, "cause", None) or error)
 
 
 def _require(saver: Saver | None) -> Saver:
     assert saver is not None, "saves are refused before the restore"
     return saver
-
-
-def _nothing() -> None:
-    """Nothing was read, so nothing is to be put in place."""

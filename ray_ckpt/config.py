@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -27,7 +28,7 @@ MAX_METRIC_NAME = 200  # characters; longer ones are cut when they are saved
 FAILURE_DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
 
 MEMORY_MODES = ("auto", "double", "single", "stream")
-Resume: TypeAlias = str  # "auto", "never", "must" or "step:N"
+Resume: TypeAlias = str  # "auto", "never", "must", "step:N" or the URI of a checkpoint
 _STEP = re.compile(r"step:(\d{1,12})\Z")
 
 
@@ -116,7 +117,20 @@ class RunOptions:
     replaced; the environment variable RAY_CKPT_STAGING of a node wins. Default: /tmp/ray_ckpt-<uid>."""
     resume: Resume = "auto"
     """auto: restore if there is a checkpoint; never: start from scratch; must: an error if there is none;
-    step:N: go back to the checkpoint of step N."""
+    step:N: go back to the checkpoint of step N. A URI, `<storage_path>/<run>` of another run or
+    `<storage_path>/<run>@STEP`: go on from that checkpoint, with all of its state, while this run has none of
+    its own; of this run, the same as must or step:N."""
+    init_from: str | None = None
+    """The URI of a checkpoint of another run, as for `resume`: while this run has none, it begins at step 0
+    with the state of `init_items` from there, for fine-tuning."""
+    init_items: tuple[str, ...] = ("model",)
+    """Names of the items that `init_from` fills."""
+    keep: tuple[str, ...] = ()
+    """Hyperparameters, or patterns of them, that a restore leaves as the objects were built with, such as
+    ("optimizer.lr", "scheduler.*"). Others become what was saved; those that differ are listed."""
+    unprotected_after: timedelta | int | None = None
+    """Training ends with Unprotected, between two steps, when it has gone on for this long without a new
+    checkpoint, or when this many saves in a row have failed; halfway a warning says so. None: never."""
     overlap: bool = True
     """Copy parameters and optimizer state while the next forward and backward run; a hook before every
     optimizer's step waits for the copy. False: `save` returns when everything has been copied."""
@@ -184,7 +198,10 @@ class RunOptions:
         good = _is_number(self.overhead_budget) and 0 < self.overhead_budget < 1
         self._need("overhead_budget", good, "a fraction above 0 and below 1")
         is_known = self.resume in ("auto", "never", "must") or resume_step(self.resume) is not None
-        self._need("resume", is_known, "'auto', 'never', 'must' or 'step:N'")
+        is_known = is_known or is_uri(self.resume)
+        self._need("resume", is_known, "'auto', 'never', 'must', 'step:N' or the URI of a checkpoint")
+        self._check_origin()
+        self._check_unprotected()
         for name in _FLAGS:
             self._need(name, isinstance(getattr(self, name), bool), "True or False")
         self._need("memory", self.memory in MEMORY_MODES, f"one of {', '.join(MEMORY_MODES)}")
@@ -198,6 +215,36 @@ class RunOptions:
         self._check_best()
         self._check_milestones()
         self._check_watermarks()
+
+    def _check_origin(self) -> None:
+        good = self.init_from is None or is_uri(self.init_from)
+        self._need("init_from", good, "the URI of a checkpoint, such as s3://bucket/runs/gpt@30, or to None")
+        for name in ("init_items", "keep"):
+            texts = getattr(self, name)
+            good = isinstance(texts, tuple) and all(isinstance(text, str) and text for text in texts)
+            self._need(name, good, "a tuple of names")
+        self._need("init_items", self.init_items != (), "a tuple of at least one name")
+        if self.init_from is not None and is_uri(self.resume):
+            raise ConfigError(
+                "resume names a checkpoint, and init_from another one.",
+                hint="Use resume to go on with all of its state, or init_from to begin at step 0 with some.",
+                option="init_from",
+            )
+
+    def _check_unprotected(self) -> None:
+        limit = self.unprotected_after
+        limit_s = limit.total_seconds() if isinstance(limit, timedelta) else None
+        good = limit is None or _is_whole(limit, 1) or (limit_s is not None and limit_s > 0)
+        self._need(
+            "unprotected_after", good, "a timedelta above 0, a number of saves of 1 or more, or to None"
+        )
+        every_s = self.every_s if isinstance(self.every_s, int | float) else 0.0
+        if limit_s is not None and limit_s <= every_s:
+            raise ConfigError(
+                f"unprotected_after is {limit}, and a save is due every {self.every_s} s.",
+                hint="Give it longer than every_s, so that a save can come before it.",
+                option="unprotected_after",
+            )
 
     def _check_staging(self) -> None:
         folders = (self.staging,) if isinstance(self.staging, str) else self.staging
@@ -310,6 +357,11 @@ def _is_whole(value: object, least: int) -> bool:
 def _is_number(value: object) -> bool:
     """A finite number, 0 or more."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def is_uri(text: object) -> bool:
+    """Whether it can name a checkpoint: a URL, or an absolute path."""
+    return isinstance(text, str) and ("://" in text or text.startswith("/"))
 
 
 def resume_step(resume: Resume) -> int | None:

@@ -17,6 +17,7 @@
     |  |- FormatError                    bytes that are not a valid file of this format
     |- RestoreError (RuntimeError)       nothing intact is left to restore from
     |- ResumeError (RuntimeError)        a resumed run is not the run that it resumes
+    |- Unprotected (RuntimeError)        training has gone on for too long without a new checkpoint
     |- RunConflict (RuntimeError)        someone else owns this run, or its log is not the nodes' own
     |  |- RunInUse                       another launcher that is alive in this cluster has the run
     |  |- RunSuperseded                  a newer session owns the run; this one must stop
@@ -113,6 +114,10 @@ class RestoreError(CheckpointError, RuntimeError):
 
 class ResumeError(CheckpointError, RuntimeError):
     """A resumed run is not the run that it resumes; names the first difference and its likely cause."""
+
+
+class Unprotected(CheckpointError, RuntimeError):
+    """Training has gone on without a new checkpoint for as long as `unprotected_after` allows."""
 
 
 class RunConflict(CheckpointError, RuntimeError):

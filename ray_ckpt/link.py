@@ -81,6 +81,13 @@ class Link(Protocol):
         """What to restore, decided for the whole group."""
         ...
 
+    def origin(self, session: int, epoch: int) -> RestoreTicket | None:
+        """What a run without a checkpoint begins with: one of another run (`resume=URI`, `init_from`).
+
+        None: nothing. ConfigError or StoragePathError if it cannot be opened any more.
+        """
+        ...
+
     def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
         """This rank has read and verified everything, or reports damage. None: all ranks have, go.
 
@@ -137,6 +144,13 @@ class Link(Protocol):
         """This process, or its machine, is about to go: have all ranks save. Does not wait or raise."""
         ...
 
+    def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
+        """Add metrics to the checkpoint of a step; `attempt`, this rank's save of it, is waited for.
+
+        None: no save of that step is on its way. Done when they are in the log, or with the error.
+        """
+        ...
+
     def recover(self) -> None:
         """The agent does not answer: have a new one started if it is dead. Does not wait."""
         ...
@@ -147,8 +161,8 @@ class Link(Protocol):
 
 
 class Reporter(Protocol):
-    """Tells the launcher of committed checkpoints. Called by all ranks at the same save, a barrier."""
+    """Tells the launcher of committed checkpoints. Called by all ranks at the same step, a barrier."""
 
-    def report(self, newest: tuple[AttemptId, Mapping[str, float]] | None, save_calls: int) -> int:
-        """Report `newest` (rank 0's counts) and return the number of save calls at which to report next."""
+    def report(self, newest: tuple[AttemptId, Mapping[str, float]] | None, step: int) -> int:
+        """Report `newest` (rank 0's counts) and return the step at which to report next."""
         ...

@@ -26,7 +26,7 @@ from ray_ckpt.errors import ConfigError, CorruptionError, RestoreError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import TensorRef, decode_tree
 from ray_ckpt.restore import ProgressLog, Source, SourceReader
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
 from ray_ckpt.verify import StoragePath
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class OpenedRun:
         if into is not None:
             _check_into(what, rank)
             return self._load_into(into, step)
-        return self._load(self._choose(step), what, rank)
+        return self._load(self.choose(step)._view, what, rank)
 
     def at(self, attempt: AttemptId) -> OpenedCheckpoint:
         """One checkpoint of the run. ConfigError, with the nearest ones, unless it is live and durable."""
@@ -125,9 +125,9 @@ class OpenedRun:
             newest = self.catalog.newest(Level.DURABLE)
             told = [newest.info.id.attempt if newest is not None else ""]
             dist.broadcast_object_list(told, src=0)
-            view = self._of_attempt(told[0]) if told[0] else self._choose(None)
+            view = self._of_attempt(told[0]) if told[0] else self.choose(None)._view
         else:
-            view = self._choose(step)
+            view = self.choose(step)._view
         return self._fill(view, objects)
 
     def _fill(self, view: CheckpointView, objects: Mapping[str, Any]) -> RestoreInfo:
@@ -139,11 +139,11 @@ class OpenedRun:
             self._last = _Saved(view)
         return self._last
 
-    def _choose(self, step: int | None) -> CheckpointView:
+    def choose(self, step: int | None = None) -> OpenedCheckpoint:
         """The checkpoint of a step, or the newest durable one. ConfigError if it cannot be read from here."""
         view = self.catalog.newest(Level.DURABLE) if step is None else self.catalog[step]
         if view is not None and view.where is not None:
-            return view
+            return OpenedCheckpoint(self, view)
         what = "has no durable checkpoint" if step is None else f"has step {step} in the cluster only"
         where = " on its lineage" if step is None and self._durable_steps() else ""
         raise ConfigError(
@@ -185,6 +185,10 @@ class OpenedCheckpoint:
     @property
     def info(self) -> CheckpointInfo:
         return self._view.info
+
+    def fragments(self) -> tuple[Fragment, ...]:
+        """Its manifest, by node, proven by the log. CorruptionError if it is damaged."""
+        return self._view.fragments()
 
     @property
     def step(self) -> int:

@@ -372,6 +372,7 @@ class _Agreed:
         self._identity = identity
         self._left = {live.slice.key: live for live in walked.shared(identity.ranks)} if content else {}
         self._contents: dict[str, str] = {}
+        self._content = content
 
     def add_now(self, background: Set[str]) -> None:
         """Read what may change at any time, and what other devices hold: this thread knows their streams."""
@@ -385,8 +386,13 @@ class _Agreed:
             self._contents[key] = bytes_digest(live.tensor)
 
     def digest(self) -> str:
+        """`<part>:<digest>`, and of a part with its bytes `<part>/content:<digest>`: only like is compared.
+
+        Ranks may be at different saves of theirs, as one that has missed an agreed step is.
+        """
         found = self._walked.shared_digest(self._identity.ranks, self._contents)
-        return f"{self._identity.part}:{found}" if self._identity.part else found
+        kind = f"{self._identity.part}/content" if self._content else self._identity.part
+        return f"{kind}:{found}" if kind else found
 
 
 def _make_ready(buffers: Iterable[_Buffer], device: int | None) -> None:

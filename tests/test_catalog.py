@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import subprocess
@@ -163,6 +164,18 @@ def test_the_table_of_events(branched: SampleRun) -> None:
     assert events[10]["text"] == "from step 30, 2 ranks on 2 nodes"
     assert (events[13]["op"], events[13]["step"], events[13]["level"]) == ("promote", 50, "durable")
     assert events[-2]["op"] == "collected" and events[-2]["step"] == 10 and events[-1]["text"] == "a note"
+
+
+def test_metrics_that_came_later_are_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10, 20))
+    added = {"accuracy": 0.5, "worst": -math.inf}
+    run.log.append(records.Annotated(attempt=run.checkpoints[10].attempt.attempt, metrics=added))
+    catalog = Catalog(run.folder)
+    assert catalog[10].info.metrics == {**run.checkpoints[10].metrics, **added}
+    assert catalog[20].info.metrics == run.checkpoints[20].metrics
+    assert catalog.to_arrow()["metric.accuracy"].to_pylist() == [0.5, None]
+    event = catalog.events().to_pylist()[-1]
+    assert (event["op"], event["step"], event["text"]) == ("annotated", 10, "accuracy=0.5, worst=-inf")
 
 
 def test_a_trimmed_log_tells_the_same(branched: SampleRun) -> None:

@@ -10,18 +10,21 @@ is named with more time to get around.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.context import Context, names_of
+from ray_ckpt.core.context import MAX_AGREED, Context, names_of
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.format.agreed import NUMBERS, AgreedStep
+from ray_ckpt.types import AttemptId
 
 REACH_S = 1.0  # a word gets to the pages of all nodes in that time; twice that after a miss, and so on
 MAX_REACH_S = 32.0
 TOLD_LATE_S = 1.0  # what a node gathers before it tells where its ranks are
 LEAST_AHEAD = 2  # steps; the next one may be ending right now
+OVERDUE_S = 120.0  # past its time; Ray Train waits as long for a node whose time is not known
 SETTLE_S = 10.0  # beyond the time to the step: no rank has opened its save, so none will
 
 
@@ -52,6 +55,12 @@ class Agreement:
         self._reach_s = REACH_S
         self._last_s = 0.0  # when the last step was named, or training began
         self._too_late = False
+        self._urgent: deque[tuple[m.Age, int]] = deque(maxlen=MAX_AGREED)  # steps named in emergencies
+        self._over_s: dict[str, float] = {}  # since when the time of leaving nodes is over or not known
+
+    def is_urgent(self, attempt: AttemptId) -> bool:
+        """Whether its step was named because a node leaves."""
+        return ((attempt.epoch, attempt.session), attempt.step) in self._urgent
 
     # -- what ranks say ----------------------------------------------------------------------------------
 
@@ -84,11 +93,21 @@ class Agreement:
         self._settle(saves)
         if self._named is not None or not self._told:
             return
-        leaving = self._context.draining & set(self._context.session_nodes())
+        leaving = self._leaving()
         if leaving:
             yield from self._name_urgent(leaving, saves)
         elif interval_s is not None and self._context.now_s - self._last_s >= interval_s:
             yield self._name(urgent=False)
+
+    def _leaving(self) -> frozenset[str]:
+        """Nodes of the group that are about to go; not those that should be gone for long, or were never
+        given a time: without an end, nothing but saves would be done for them."""
+        context, now_s = self._context, self._context.now_s
+        found = frozenset(context.draining) & set(context.session_nodes())
+        self._over_s = {
+            n: self._over_s.get(n, now_s) for n in found if context.leaves_at_s.get(n, now_s) <= now_s
+        }
+        return frozenset(n for n in found if now_s - self._over_s.get(n, now_s) <= OVERDUE_S)
 
     def _name_urgent(self, leaving: frozenset[str], saves: Saves) -> Iterator[m.Effect]:
         """One save after the other, as long as one can still be complete before the first node goes."""
@@ -118,6 +137,8 @@ class Agreement:
         settled_by_s = context.now_s + self._time_to(step) + SETTLE_S
         self._named, self._last_s = _Named(agreed, settled_by_s), context.now_s
         context.agreed_steps.append((plan.age, step))
+        if urgent:
+            self._urgent.append((plan.age, step))
         return m.NameStep(age=plan.age, agreed=agreed, nodes=context.session_nodes())
 
     def _settle(self, saves: Saves) -> None:
@@ -125,11 +146,18 @@ class Agreement:
         named = self._named
         if named is None:
             return
-        if saves.has_step(named.agreed.step):
+        if saves.has_step(named.agreed.step) or self._is_written(named, saves):
             named.was_open = True
         elif named.was_open or self._context.now_s > named.settled_by_s or self._is_committed(named):
             self._named = None
             self._reach_s = max(self._reach_s / 2, REACH_S)
+
+    def _is_written(self, named: _Named, saves: Saves) -> bool:
+        """Ranks have captured it, and no node has written it yet: no attempt is open so far."""
+        step, limit_s = named.agreed.step, self._context.options.attempt_timeout_s
+        is_captured = any(told.progress.saved_step >= step for told in self._told.values())
+        is_in_time = self._context.now_s <= named.settled_by_s + limit_s
+        return is_captured and is_in_time and saves.ended_step < step
 
     def _is_committed(self, named: _Named) -> bool:
         """It may have been opened and committed between two looks."""
@@ -149,13 +177,23 @@ class Agreement:
         return max(*ahead, last + 1 if urgent else last + LEAST_AHEAD)
 
     def _time_to(self, step: int) -> float:
-        """Seconds until the slowest rank has completed that step."""
-        left = [(step - told.progress.step) * told.progress.step_s for told in self._told.values()]
-        return max(0.0, *left) if left else 0.0
+        """Seconds from now until the slowest rank has completed that step."""
+        now_s = self._context.now_s
+        return max((_left_s(told, step, now_s - told.at_s) for told in self._told.values()), default=0.0)
 
 
 def _steps(told: _Told, seconds: float) -> float:
-    """Steps that a rank completes from its last completed one on, `seconds` after its word was sent."""
+    """Steps that a rank may complete from its last completed one on, `seconds` after its word was sent.
+
+    When it was sent the next step was not complete, however long it takes: an evaluation may end right then.
+    """
     if told.progress.step_s <= 0:  # not known yet
         return float(LEAST_AHEAD - 1)
-    return (told.progress.since_s + seconds) / told.progress.step_s
+    return (min(told.progress.since_s, told.progress.step_s) + seconds) / told.progress.step_s
+
+
+def _left_s(told: _Told, step: int, seconds: float) -> float:
+    """Until a rank has completed `step`, `seconds` after its word came; of the next step one may be over."""
+    progress = told.progress
+    done_s = min(progress.since_s, progress.step_s) + seconds
+    return max(0.0, (step - progress.step) * progress.step_s - done_s)

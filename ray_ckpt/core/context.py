@@ -104,6 +104,7 @@ class Context:
     draining: frozenset[str] = frozenset()
     leaves_at_s: Mapping[str, float] = field(default_factory=dict)  # of draining nodes (monotonic), if known
     agreed_steps: deque[tuple[Age, int]] = field(default_factory=lambda: deque(maxlen=MAX_AGREED))
+    found_age: Age | None = None  # of the session that was at work when this coordinator was started
     domains: Mapping[str, str] = field(default_factory=dict)
     disks: Mapping[str, DiskSpace] = field(default_factory=dict)
     now_s: float = 0.0  # monotonic

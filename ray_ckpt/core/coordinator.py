@@ -24,12 +24,13 @@ from ray_ckpt.core.exposure import exposure
 from ray_ckpt.core.groups import Groups
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
+from ray_ckpt.core.requests import Asked, Requests
 from ray_ckpt.core.retention import RetentionView, decide, policies_of
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.sweep import Sweeps
 from ray_ckpt.core.tempo import Tempo
 from ray_ckpt.core.upkeep import Upkeep
-from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
+from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, RankRestore
 
@@ -58,7 +59,7 @@ class RunMachine:
         self._sweeps = Sweeps(self._context)
         self._upkeep = Upkeep(self._context)
         self._retire_due = False
-        self._pinning: list[m.PinAsked | m.UnpinAsked] = []  # bounded by the callers that wait
+        self._requests = Requests(self._context)
         self._snapshot_seq = 0  # of the last snapshot of the log that is known
         self._snapshot_at_s = 0.0  # not before that
         self._is_writing_snapshot = False
@@ -222,9 +223,9 @@ class RunMachine:
                     now_s=self._context.now_s,
                     grace_s=self.options.retire_grace_s,
                 )
-            case r.Pin() | r.Unpin():
+            case r.Pin() | r.Unpin() | r.Annotated():
                 self._retire_due = True
-                yield m.Reply(token=self._pinning.pop(0).token, value=None)
+                yield from self._requests.logged()
             case r.Collected(attempt=attempt):
                 self._context.holders.forget(attempt)
                 self._context.holders.bad_remote.discard(attempt)
@@ -235,7 +236,8 @@ class RunMachine:
 
     def _committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         yield from self._saves.committed(checkpoint)
-        self._tempo.committed(self._saves.latency_s)
+        if not self._agreement.is_urgent(checkpoint.id):  # what one costs in an emergency is no measure
+            self._tempo.committed(self._saves.latency_s)
         if self._is_due(checkpoint):
             self._drains.start(checkpoint)
             yield from self._assign_drains()
@@ -268,12 +270,12 @@ class RunMachine:
             yield m.Supersede(nodes=self._context.session_nodes(), age=self.plan.age, error=superseded)
         yield from self._groups.fail(error)
         yield from self._fail_finishing(error)
-        for event in [*self._early, *self._pinning]:
+        for event in [*self._early, *self._requests.waiting]:
             yield from self._refuse(event)
         yield m.StepDown(error=error, is_foreign=is_foreign)
 
     def _refuse(self, event: m.Event) -> Iterator[m.Effect]:
-        if isinstance(event, m.GroupOpened | m.NodeRestored | m.FinishAsked | m.PinAsked | m.UnpinAsked):
+        if isinstance(event, m.GroupOpened | m.NodeRestored | m.FinishAsked | Asked):
             name = self.history.run_name
             yield m.Fail(token=event.token, error=Fenced(f"Another coordinator owns run {name}."))
 
@@ -286,8 +288,8 @@ class RunMachine:
             yield from self._groups.decide_without_log()
             return
         yield from self._groups.decide()
-        if self._pinning and not self._ledger.pending:
-            yield from self._pin()
+        if not self._ledger.pending:
+            yield from self._requests.decide(self._saves)
         if self._retire_due and not self._ledger.pending:
             self._retire_due = False
             self._retire()
@@ -345,24 +347,6 @@ class RunMachine:
                 self._ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=choice.reasons[0]))
             elif checkpoint.level < Level.DURABLE and checkpoint.id.attempt in old:
                 self._drains.start(checkpoint)
-
-    def _pin(self) -> Iterator[m.Effect]:
-        """Pins are decided on the whole log: what is retired cannot be kept any more."""
-        asked = self._pinning[0]
-        checkpoint = self.history.checkpoints.get(asked.attempt)
-        if isinstance(asked, m.UnpinAsked) and checkpoint is not None:
-            self._ledger.append(r.Unpin(attempt=asked.attempt, owner=asked.owner))
-        elif isinstance(asked, m.PinAsked) and checkpoint is not None and checkpoint.state == "live":
-            end_s = asked.expires_at_s
-            self._ledger.append(r.Pin(attempt=asked.attempt, owner=asked.owner, expires_at_s=end_s))
-        else:
-            self._pinning.pop(0)
-            state = f"is {checkpoint.state}" if checkpoint else "does not exist"
-            error = ConfigError(
-                f"Checkpoint {asked.attempt} cannot be pinned: it {state}.",
-                hint="Retirement is final; pin one that `ray-ckpt ls` shows as live.",
-            )
-            yield m.Fail(token=asked.token, error=error)
 
     def _snapshot(self) -> Iterator[m.Effect]:
         """From time to time the whole history goes into one file, so that readers need few records."""
@@ -495,9 +479,8 @@ class RunMachine:
         yield from self._assign_drains()
 
     @_on.register
-    def _(self, event: m.PinAsked | m.UnpinAsked) -> Iterable[m.Effect]:
-        self._pinning.append(event)
-        return ()
+    def _(self, event: m.PinAsked | m.UnpinAsked | m.AnnotateAsked) -> Iterator[m.Effect]:
+        yield from self._requests.add(event, self._saves)
 
     # -- deletion and draining -------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class Groups:
                 error=RunSuperseded(f"Session {plan.session} of run {history.run_name} is over."),
             )
             return
-        context.plan, self.is_training = plan, True
+        context.plan, context.found_age, self.is_training = plan, plan.age, True
         self._group = m.GroupOpened(
             token="",
             nodes=tuple(m.GroupNode(node_id=n.node_id, ranks=n.ranks) for n in plan.nodes),

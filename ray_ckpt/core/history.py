@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format.records import (
+    MAX_METRICS,
+    Annotated,
     Collected,
     Commit,
     Create,
@@ -87,8 +90,8 @@ class RunHistory:
     def apply(self, record: LogRecord, record_digest: str) -> None:
         """Add the next record. FormatError, and no change, if it does not continue this history (P3).
 
-        A `promote`, `verified` or `lost` may have waited behind the record that retired its checkpoint; then
-        it is part of the log and changes nothing.
+        A `promote`, `verified`, `annotated` or `lost` may have waited behind the record that retired its
+        checkpoint; then it is part of the log and changes nothing.
         """
         self._check(record)
         match record.op:
@@ -166,9 +169,17 @@ class RunHistory:
             raise FormatError(
                 f"{where}: a {checkpoint.state} checkpoint cannot be {_PARTICIPLES[type(op)]}.", seq=seq
             )
+        if isinstance(op, Annotated) and not has_room(checkpoint, op.metrics):
+            raise FormatError(f"{where} gives a checkpoint more than {MAX_METRICS} metrics.", seq=seq)
 
 
-_Change = Promote | Lost | Retired | Collected | Pin | Unpin | Verified
+def has_room(checkpoint: CheckpointInfo, metrics: Mapping[str, float]) -> bool:
+    """Whether these may be added: new names while there are at most MAX_METRICS in all, known ones always."""
+    old = checkpoint.metrics
+    return len(old.keys() | metrics.keys()) <= max(MAX_METRICS, len(old))
+
+
+_Change = Promote | Lost | Retired | Collected | Pin | Unpin | Verified | Annotated
 _STATES_BEFORE: dict[type[_Change], tuple[str, ...]] = {
     Retired: ("live", "lost"),
     Collected: ("retired",),
@@ -196,6 +207,8 @@ def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
             return replace(old, pins={**old.pins, owner: expires_at_s})
         case Verified():
             return replace(old, verified_at_s=time_s)
+        case Annotated(metrics=metrics):
+            return replace(old, metrics={**old.metrics, **metrics})
 
 
 def _opened(op: Session, time_s: float) -> SessionInfo:

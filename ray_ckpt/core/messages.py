@@ -311,6 +311,18 @@ class UnpinAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnnotateAsked:
+    """Add metrics to the newest live checkpoint of a step on the lineage; replied when they are in the log.
+
+    While a save of that step is on its way it is meant, and waited for.
+    """
+
+    token: Token
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotWritten:
     seq: int
     error: str | None
@@ -346,6 +358,7 @@ Event: TypeAlias = (
     | ScrubEnded
     | PinAsked
     | UnpinAsked
+    | AnnotateAsked
     | SnapshotWritten
     | FinishAsked
 )

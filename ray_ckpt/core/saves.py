@@ -32,6 +32,13 @@ class Saves:
         self._progress: dict[int, tuple[m.RankProgress, float]] = {}  # with the time of the message
         self._age: m.Age = (0, 0)  # of the session that these two are of
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
+        self._ended_step = 0  # the highest step of the session whose attempt was committed or dropped
+
+    @property
+    def ended_step(self) -> int:
+        """The highest step of the session whose attempt was committed or dropped; 0: none."""
+        self._enter_session()
+        return self._ended_step
 
     @property
     def last_step(self) -> int:
@@ -59,6 +66,10 @@ class Saves:
         """An attempt at that step is open."""
         return any(attempt.id.step == step for attempt in self._attempts.values())
 
+    def open_at(self, step: int) -> str | None:
+        """The newest open attempt at that step, if there is one."""
+        return next((name for name, a in reversed(self._attempts.items()) if a.id.step == step), None)
+
     def is_open(self, attempt: str) -> bool:
         """It is being stored, or its commit is on its way."""
         return attempt in self._attempts
@@ -67,7 +78,12 @@ class Saves:
         """What ranks have said counts for their own session."""
         age = self._context.plan.age if self._context.plan else (0, 0)
         if age != self._age:
-            self._age, self._saved_before, self._progress = age, set(), {}
+            self._age, self._saved_before, self._progress, self._ended_step = age, set(), {}, 0
+
+    def _note_end(self, attempt: AttemptId) -> None:
+        self._enter_session()
+        if (attempt.epoch, attempt.session) == self._age:
+            self._ended_step = max(self._ended_step, attempt.step)
 
     def end_session(self, error: CheckpointError) -> Iterator[m.Effect]:
         """A newer group comes: what is complete everywhere is committed as it is, the rest is dropped."""
@@ -278,10 +294,17 @@ class Saves:
 
     def _why_missed(self, attempt: Attempt, missed: list[int]) -> CheckpointError:
         """Misuse, unless the step was agreed on: then these ranks were past it when they saw that."""
-        if ((attempt.id.epoch, attempt.id.session), attempt.id.step) in self._context.agreed_steps:
+        if self._may_be_agreed(attempt.id):
             ranks = ", ".join(map(str, missed))
             return Unavailable(f"Rank(s) {ranks} had passed step {attempt.id.step} when it was named.")
         return _not_collective(attempt, missed)
+
+    def _may_be_agreed(self, attempt: AttemptId) -> bool:
+        """It was named by this coordinator, or may have been by the one before, whose words are nowhere."""
+        context, age = self._context, (attempt.epoch, attempt.session)
+        every = context.options.steps_between_saves
+        is_by_number = every is not None and attempt.step % every == 0
+        return (age, attempt.step) in context.agreed_steps or (age == context.found_age and not is_by_number)
 
     def _stays_out(self, rank: int) -> bool:
         """The rank lives, has never saved in this session and has completed no step that it told of."""
@@ -382,6 +405,7 @@ class Saves:
     def committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         """The record is confirmed: tell the nodes, and give up what is older and still open."""
         attempt = self._attempts.pop(checkpoint.id.attempt)
+        self._note_end(attempt.id)
         self._latencies_s.append(self._context.now_s - attempt.started_s)
         nodes = tuple(n.node_id for n in attempt.nodes)
         yield self._publish(checkpoint.id, checkpoint.level, None, nodes)
@@ -417,6 +441,7 @@ class Saves:
         nodes = {n.node_id for n in attempt.nodes} | context.holders.anywhere(name)
         nodes = nodes.union(*(n.holders for n in attempt.nodes)) & context.holders.live
         self._attempts.pop(name, None)
+        self._note_end(attempt.id)
         context.holders.forget(name)
         self._dropped.append(name)
         yield m.Warn(text=f"Step {attempt.id.step} was not saved: {error}")

@@ -50,7 +50,10 @@ class Tempo:
             self._stalls_s |= saved
 
     def committed(self, latency_s: float) -> None:
-        """A save was committed, so long after it began. Its stall may be told only with the next one."""
+        """A save that was due by itself was committed, so long after it began.
+
+        Its stall may be told only with the next one.
+        """
         if self._pace is not None and self._stalls_s:
             self._pace.saved(max(self._stalls_s.values()), latency_s)
 

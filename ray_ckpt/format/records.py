@@ -20,6 +20,7 @@ from ray_ckpt.types import Level
 MAX_RECORD_BYTES = 2**20  # a commit takes about 500 bytes; bounds what a reader holds per record
 MAX_SEQ = 10**20 - 1  # what a file name of 20 digits counts to
 MAX_STEP = 10**12 - 1  # what a directory name of 12 digits counts to
+MAX_METRICS = 100  # of a checkpoint that are added later: each is a column of what readers show
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
 _NOT_EMPTY = re.compile(r".", re.DOTALL)
@@ -134,6 +135,14 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Annotated:
+    """A checkpoint has these metrics too; of one name the later value counts. See MAX_METRICS."""
+
+    attempt: str
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Something a person should find in the log; changes nothing."""
 
@@ -141,7 +150,19 @@ class Note:
 
 
 Op: TypeAlias = (
-    Create | Epoch | Session | Commit | Promote | Lost | Retired | Collected | Pin | Unpin | Verified | Note
+    Create
+    | Epoch
+    | Session
+    | Commit
+    | Promote
+    | Lost
+    | Retired
+    | Collected
+    | Pin
+    | Unpin
+    | Verified
+    | Annotated
+    | Note
 )
 
 OPS: Mapping[str, type[Op]] = {
@@ -156,6 +177,7 @@ OPS: Mapping[str, type[Op]] = {
     "pin": Pin,
     "unpin": Unpin,
     "verified": Verified,
+    "annotated": Annotated,
     "note": Note,
 }
 _OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}

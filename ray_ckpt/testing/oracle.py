@@ -63,6 +63,8 @@ class Oracle:
     openings: dict[str, _Opening] = field(default_factory=dict)  # coordinator -> the group that it opens
     decided: dict[tuple[int, int], _Opening] = field(default_factory=dict)  # (session, epoch) of a record
     pins: set[tuple[str, str]] = field(default_factory=set)  # that ever were in the log: attempt, owner
+    annotated: dict[tuple[str, str], float] = field(default_factory=dict)  # attempt, metric -> last value
+    annotations: set[tuple[int, str, float]] = field(default_factory=set)  # in the log: step, metric, value
     writer: str = ""  # of the last epoch
     began_s: float = 0.0  # the world's time that the record of the first session tells
     stale: bool = True  # something has changed since the last check of the copies
@@ -101,6 +103,12 @@ class Oracle:
                     must(len(disks) > copies, "P2", f"{op}: fragment {index} was on {sorted(disks)} only")
             case r.Pin(attempt=name, owner=owner):
                 self.pins.add((name, owner))
+            case r.Annotated(attempt=name, metrics=metrics):
+                checkpoint = history.checkpoints[name]
+                must(checkpoint.state == "live", "P3", f"{op} is of a checkpoint that is {checkpoint.state}")
+                for metric, value in metrics.items():
+                    self.annotated[name, metric] = value
+                    self.annotations.add((checkpoint.step, metric, value))
             case r.Retired(attempt=name):
                 self._check_retired(op, history.checkpoints[name], record)
             case _:
@@ -255,6 +263,10 @@ class Oracle:
             (attempt, owner) in self.pins, "P6", f"the pin of {owner} was acknowledged and is not in the log"
         )
 
+    def told_annotated(self, step: int, metric: str, value: float) -> None:
+        is_logged = (step, metric, value) in self.annotations
+        must(is_logged, "P6", f"{metric}={value} of step {step} was acknowledged and is not in the log")
+
     # -- bytes ---------------------------------------------------------------------------------------
 
     def stored(self, disk: Disk, copy: Copy) -> None:
@@ -345,3 +357,6 @@ class Oracle:
             history.apply(record, record_digest)
         must(history.checkpoints == self.history.checkpoints, "P3", "two readers of the log disagree")
         must(history.sessions == self.history.sessions, "P3", "two readers of the log disagree on sessions")
+        for (attempt, metric), value in self.annotated.items():
+            found = history.checkpoints[attempt].metrics[metric]
+            must(found == value, "P3", f"{metric} of {attempt} is {found}, and {value} came last")

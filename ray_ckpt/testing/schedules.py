@@ -39,6 +39,7 @@ MAX_COORDINATORS = 12
 REACH = 8  # a message overtakes at most so many others
 LONG_S = 70.0  # beyond all time-outs of a save
 A_DAY_S = DAY_S + 3_600.0  # beyond the age at which nobody's files go, and the time until somebody looks
+MAX_ANNOTATED = 6  # steps, the newest: older ones are retired more often than not
 HEAL_ROUNDS = 60  # of delivering everything and waiting; a world that needs more does not come to rest
 DAYS_TO_SWEEP = 3  # one to become old, one to be found, one to be told
 MAX_TIDYING = 4  # groups after which every stray has been some group's to delete
@@ -69,6 +70,7 @@ class Schedule:
             keep_local=chance.choice([1, 2]),
             retire_grace_s=chance.choice([0.0, 60.0]),
             scrub_every_s=chance.choice([100.0, 7 * 24 * 3600.0]),
+            keep_best=chance.choice([None, ("eval", "max", 1)]),
         )
         clusters = {HOME: chance.choice([3, 4, 5])}
         if chance.random() < 0.4:
@@ -108,6 +110,7 @@ class Schedule:
             self.run_finishes: 1,
             self.ranks_report: 3,
             self.somebody_pins: 2,
+            self.somebody_annotates: 2,
             self.log_is_trimmed: chance.choice([0, 0, 0, 1]),
             self.a_day_passes: chance.choice([0, 1]),
             self.files_come_late: 1,
@@ -254,6 +257,17 @@ class Schedule:
         expires_at_s = None if chance.random() < 0.5 else end_s
         world.pin(service, attempt, expires_at_s)
         return f"{attempt} is pinned"
+
+    def somebody_annotates(self) -> str | None:
+        """A step that is in the log, live or not, or one that is about to be."""
+        world, chance = self.world, self.chance
+        steps = [c.step for c in world.oracle.history.checkpoints.values()]
+        steps += [step for _, group, _ in world.members() for step in group.steps[-1:]]
+        if not steps:
+            return None
+        step = chance.choice(steps[-MAX_ANNOTATED:])
+        world.annotate(chance.choice(sorted(self.launchers)), step, chance.choice(["eval", "loss"]))
+        return f"step {step} is annotated"
 
     def run_finishes(self) -> str | None:
         running = [la for la in self.world.launchers.values() if la.state == "running"]

@@ -301,6 +301,17 @@ class World(Coordinators):
             event = m.UnpinAsked(token=self._token(), attempt=attempt, owner=owner)
             self.wire.append(Answer(process.name, (event,)))
 
+    def annotate(self, service: str, step: int, metric: str) -> None:
+        """Somebody has validated a step, or one that is still being saved."""
+        self.clock += 1
+        process = self.process_of(service)
+        if process is not None:
+            token = self._token()
+            value = float(self.num_tokens)
+            self.annotations[token] = (step, metric, value)
+            event = m.AnnotateAsked(token=token, step=step, metrics={metric: value})
+            self.wire.append(Answer(process.name, (event,)))
+
     def report_progress(self, launcher: Launcher) -> None:
         """The ranks of a group say how far they are."""
         self.clock += 1
@@ -348,6 +359,8 @@ class World(Coordinators):
         asked = self.waiting.pop(message.token, None)
         if message.token in self.pins and message.error is None:
             self.oracle.told_pinned(*self.pins[message.token])
+        if message.token in self.annotations and message.error is None:
+            self.oracle.told_annotated(*self.annotations[message.token])
         match asked:
             case (_, Launcher() as launcher) if launcher.state != "dead":
                 self._launcher_told(launcher, message)

@@ -24,7 +24,7 @@ from ray_ckpt.actors.ray_state import owner_here
 from ray_ckpt.actors.service import RayLink, finish_run, open_group, open_run
 from ray_ckpt.actors.wire import Joined, RunSpec
 from ray_ckpt.client import close_all
-from ray_ckpt.config import RunOptions
+from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError
 from ray_ckpt.notices import TermSignal
@@ -123,8 +123,10 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
                     hint="Train without torchft: a group of workers restores and saves as a whole.",
                 )
             self._joined = open_group(spec, [w.metadata.node_id for w in ranks], owner=self._owner)
-            # What `resume` asks for holds for the first group; after it the run goes on from its own newest.
-            self._spec = replace(spec, options=replace(spec.options, resume="auto"))
+            # What `resume` asks of this run's own checkpoints holds for the first group; after it the run
+            # goes on from its newest.
+            if not is_uri(spec.options.resume):
+                self._spec = replace(spec, options=replace(spec.options, resume="auto"))
         return {}
 
     async def before_controller_shutdown(self) -> None:

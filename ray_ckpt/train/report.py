@@ -1,8 +1,8 @@
 """What Ray Train is told of our checkpoints, so that `Result.checkpoint` and its resume see them.
 
 It gets a pointer (`pointers.py`); our catalog leads, Ray's is a hint. `ray.train.report` is a barrier that
-takes up to two seconds, so it is called about once a minute. All ranks must agree on when: at a save that
-rank 0 named at the last report, in that same barrier.
+takes up to two seconds, so it is called about once a minute. All ranks must agree on when: at a step that
+rank 0 named at the last report, in that same barrier. Not at a save: ranks may miss an agreed one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ray_ckpt.types import AttemptId
 log = logging.getLogger("ray_ckpt")
 
 REPORT_EVERY_S = 60.0
+FIRST_STEPS = 10  # from the first report, which nothing has been measured before, to the second
 WRITE_TIMEOUT_S = 30.0  # a store that takes longer gets no pointer this time
 
 
@@ -37,11 +38,10 @@ class PointerReporter:
     def __init__(self, spec: RunSpec, *, validates: bool = False) -> None:
         self._spec = spec
         self._validates = validates
-        self._last_s = time.monotonic()
-        self._last_calls = 0
+        self._last: tuple[float, int] | None = None  # when the last report was (monotonic), and its step
         self._reported: AttemptId | None = None
 
-    def report(self, newest: tuple[AttemptId, Mapping[str, float]] | None, save_calls: int) -> int:
+    def report(self, newest: tuple[AttemptId, Mapping[str, float]] | None, step: int) -> int:
         """See `link.Reporter`. A barrier of all ranks."""
         fresh = None
         if (
@@ -50,12 +50,12 @@ class PointerReporter:
             and newest[0] != self._reported
         ):
             fresh = newest if self._write_pointer(newest[0]) else None
-        message = (fresh, save_calls + self._saves_per_report(save_calls))
-        fresh, next_calls = ray.train.collective.broadcast_from_rank_zero(message)
+        message = (fresh, step + self._steps_per_report(step))
+        fresh, next_step = ray.train.collective.broadcast_from_rank_zero(message)
         if fresh is not None:
             self._report(*fresh)
             self._reported = fresh[0]
-        return int(next_calls)
+        return int(next_step)
 
     def _pointer(self, attempt: AttemptId) -> Pointer:
         return Pointer(
@@ -85,11 +85,12 @@ class PointerReporter:
             log.warning("step %d is not reported to Ray Train: %s", attempt.step, reason)
             return False
 
-    def _saves_per_report(self, save_calls: int) -> int:
-        """How many saves take about REPORT_EVERY_S at the pace since the last report."""
-        now_s = time.monotonic()
-        pace_s = (now_s - self._last_s) / max(save_calls - self._last_calls, 1)
-        self._last_s, self._last_calls = now_s, save_calls
+    def _steps_per_report(self, step: int) -> int:
+        """How many steps take about REPORT_EVERY_S at the pace since the last report."""
+        last, self._last = self._last, (time.monotonic(), step)
+        if last is None:
+            return FIRST_STEPS
+        pace_s = (self._last[0] - last[0]) / max(step - last[1], 1)
         return max(1, round(REPORT_EVERY_S / max(pace_s, 1e-3)))
 
     def _report(self, attempt: AttemptId, metrics: Mapping[str, float]) -> None:

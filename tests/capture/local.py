@@ -35,6 +35,9 @@ class LocalLink:
     sealed: list[SealedShard] = field(default_factory=list)
     files: dict[int, bytes] = field(default_factory=dict)  # step -> the shard file
     skipped: dict[int, str] = field(default_factory=dict)
+    annotated: list[tuple[int, dict[str, float], AttemptId | None, Future[None]]] = field(
+        default_factory=list
+    )
     page: AgreedPage | None = None
     reserved_bytes: int = 0
     recovered: int = 0
@@ -51,6 +54,9 @@ class LocalLink:
 
     def ticket(self) -> RestoreTicket:
         return RestoreTicket(session=1, epoch=1, checkpoint=None)
+
+    def origin(self, session: int, epoch: int) -> RestoreTicket | None:
+        return None
 
     def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
         return None
@@ -121,6 +127,13 @@ class LocalLink:
 
     def leaves(self, notice: Notice) -> None:
         pass
+
+    def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
+        if self.fails:
+            raise Unavailable("there is no agent")
+        done: Future[None] = Future()
+        self.annotated.append((step, dict(metrics), attempt, done))
+        return done
 
     def recover(self) -> None:
         self.recovered += 1

@@ -25,6 +25,7 @@ from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import ConfigError, Unavailable
+from ray_ckpt.format.records import MAX_METRICS
 from ray_ckpt.link import SealedShard
 from tests.capture.local import LocalLink
 
@@ -139,10 +140,19 @@ def test_a_copy_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_metric_that_is_no_number_costs_nothing(small: Small, caplog: pytest.LogCaptureFixture) -> None:
-    small.ckpt.save(1, {"fine": 1.5, "meta": torch.empty((), device="meta")})
+    small.ckpt.save(1, {"fine": 1.5, "huge": 10**400, "meta": torch.empty((), device="meta")})
     small.ckpt.flush()
     assert dict(small.link.sealed[0].metrics or {}) == {"fine": 1.5}
-    assert "'meta' is not a number" in caplog.text
+    assert "'meta' is not a number" in caplog.text and "'huge' is not a number" in caplog.text
+
+
+def test_more_metrics_than_a_record_holds_cost_the_last_ones(
+    small: Small, caplog: pytest.LogCaptureFixture
+) -> None:
+    small.ckpt.save(1, {f"metric {i}": i for i in range(5000)})
+    small.ckpt.flush()
+    assert list(small.link.sealed[0].metrics or {}) == [f"metric {i}" for i in range(MAX_METRICS)]
+    assert "of 5000 metrics the first 100 are kept" in caplog.text
 
 
 def test_a_message_that_cannot_be_made_gives_the_buffer_back(

@@ -117,6 +117,12 @@ def test_ranks_save_again_and_again_once_a_node_is_about_to_go(doomed: LocalClus
     stay = {node.node_id for name, node in cluster.nodes.items() if name != "node-a"}
     newest = found[-1].id.attempt
     assert all(set(nodes) & stay for nodes in status.holders[newest].values()), "nothing is on it alone"
+    for name in ("node-b", "node-c"):  # groups that open while it leaves; of four nodes two get copies
+        alone = RankGroup([cluster.nodes[name].node_id])
+        alone.run(idle_along, f"on-{name}", storage, 0.1, {**options, "replicas": 2})
+        alone.stop()
+        (node,) = ray.get(coordinator().status.remote(f"{storage}/on-{name}"), timeout=30).nodes
+        assert len(node.holders) == 2 and leaving not in node.holders
 
 
 @pytest.mark.slow

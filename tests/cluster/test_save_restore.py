@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+import ray_ckpt
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors import names
 from ray_ckpt.actors.service import coordinator
@@ -22,6 +23,7 @@ from ray_ckpt.actors.wire import RunStatus
 from ray_ckpt.catalog import Catalog, verify_directory
 from ray_ckpt.errors import (
     CollectiveError,
+    ConfigError,
     MismatchError,
     RestoreError,
     SaveNotCollective,
@@ -124,6 +126,45 @@ def test_retention_bounds_every_disk(group: RankGroup, cluster: LocalCluster, st
 
     wait_until(lambda: not left_over(), left_over)
     assert verify_directory(next(p for p in remote.iterdir() if p.name.startswith("000000000020"))).ok
+
+
+BEST: dict[str, Any] = {"keep_last": 1, "keep_best": ("accuracy", "max", 1), "retire_grace_s": 0}
+
+
+def train_and_validate(run: str, storage: str, accuracies: dict[int, float]) -> None:
+    """Six steps, each saved; some are validated while their save is on its way."""
+    training = Training(run, storage, every_steps=1, remote_every=1000, max_block_s=5, **BEST)
+    for step in training.ckpt.steps(total=6):
+        training.step()
+        training.ckpt.step(step, metrics={"accuracy": 0.0})
+        if step in accuracies:
+            training.ckpt.annotate(step, metrics={"accuracy": torch.tensor(accuracies[step])})
+            wait_until(
+                lambda step=step: accuracy_of(storage, run, step) > 0.0,  # type: ignore[misc]
+                lambda: Catalog(f"{storage}/{run}").list(all=True),
+            )
+    training.ckpt.close()
+
+
+def accuracy_of(storage: str, run: str, step: int) -> float:
+    found = [c for c in Catalog(f"{storage}/{run}").checkpoints if c.step == step]
+    return found[0].metrics["accuracy"] if found else 0.0
+
+
+def test_the_best_are_those_by_what_validation_found_later(group: RankGroup, storage: str) -> None:
+    group.run(train_and_validate, "best", storage, {2: 0.75, 4: 0.5})
+
+    def live() -> list[int]:
+        return [c.step for c in Catalog(f"{storage}/best").checkpoints]
+
+    wait_until(lambda: live() == [2, 6], live)
+    assert (accuracy_of(storage, "best", 2), accuracy_of(storage, "best", 6)) == (0.75, 0.0)
+    ray_ckpt.annotate(run="best", storage_path=storage, step=6, metrics={"accuracy": 1.0})
+    assert accuracy_of(storage, "best", 6) == 1.0
+    make_durable(storage, "best")  # until then step 2 is the newest on the storage path
+    wait_until(lambda: live() == [6], live)
+    with pytest.raises(ConfigError, match="Step 2 cannot be annotated: its checkpoint is retired"):
+        ray_ckpt.annotate(run="best", storage_path=storage, step=2, metrics={"accuracy": 1.0})
 
 
 def test_stock_torch_reads_a_durable_checkpoint(group: RankGroup, storage: str) -> None:

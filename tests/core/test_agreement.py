@@ -286,3 +286,91 @@ def test_every_attempt_of_skewed_ranks_is_complete_or_dropped(seed: int) -> None
     assert not [p for p in of(run.transcript, m.Publish) if isinstance(p.error, SaveNotCollective)]
     interval_s = 10.0 + 2 * MAX_REACH_S if len(somewhere) > len(everywhere) + 3 else 25.0
     assert len(committed) >= 240.0 / interval_s - 2, "time goes by, and checkpoints come"
+
+
+# -- what a hostile reading has found ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sees_it", [True, False])
+def test_a_step_that_a_dead_coordinator_named_is_no_misuse(sees_it: bool) -> None:
+    run = training()
+    run.tell(told(run, 100, step_s=0.1))
+    named, plan = one(leave(run, a=30.0), m.NameStep).agreed, run.plan
+    run.start_coordinator()
+    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    run.tell(run.stored(run.attempt(named.step), "a"))
+    missed = named.word if sees_it else 0
+    effects = run.tell(told(run, named.step + 5, ranks=[1], step_s=0.1, missed=missed))
+    (dropped,) = of(effects, m.Publish)
+    assert isinstance(dropped.error, Unavailable) and not isinstance(dropped.error, SaveNotCollective)
+
+
+def test_after_a_coordinator_has_died_a_step_that_is_due_by_number_is_misuse_as_before() -> None:
+    run = training(every_steps=10)
+    plan = run.plan
+    run.start_coordinator()
+    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    run.tell(run.stored(run.attempt(20), "a"))
+    (dropped,) = of(run.tell(told(run, 25, ranks=[1], step_s=0.1)), m.Publish)
+    assert isinstance(dropped.error, SaveNotCollective)
+
+
+def test_an_evaluation_puts_an_emergency_save_neither_far_away_nor_off() -> None:
+    run = training(every_s=None)
+    run.tell(told(run, 1000, step_s=0.5, since_s=600.0))
+    assert one(leave(run, a=120.0), m.NameStep).agreed.step <= 1010
+
+
+def test_the_time_that_has_passed_since_ranks_told_where_they_are_is_not_needed_again() -> None:
+    run = training(every_s=None)
+    run.tell(told(run, 100, step_s=0.3, since_s=0.2))
+    run.tick(1.5)
+    assert of(leave(run, a=3.2), m.NameStep), "3.9 s from what was told, and 2.2 s from now"
+
+
+def test_no_step_is_named_while_all_nodes_still_write_the_last_one() -> None:
+    run = training(every_s=None)
+    run.tell(told(run, 100, step_s=0.5))
+    first = one(leave(run, a=120.0), m.NameStep).agreed.step
+    captured = m.RankProgress(step=first + 1, saved_step=first, step_s=0.5)
+    for _ in range(45):
+        effects = run.tick(1.0) + run.tell(
+            m.RanksProgressed(age=run.plan.age, ranks={0: captured, 1: captured})
+        )
+        assert not of(effects, m.NameStep)
+    run.save(first)
+    assert of(run.tick(0.5), m.NameStep)
+
+
+@pytest.mark.parametrize("left_s", [{"a": 30.0}, {}], ids=["past its time", "without a time"])
+def test_a_node_that_is_to_go_and_stays_has_no_saves_without_end(left_s: dict[str, float]) -> None:
+    run = training(every_s=None)
+    step = num_saves = 0
+    for second in range(1800):
+        step += 2
+        run.tell(told(run, step, step_s=0.5))
+        for named in of(leave(run, "a", **{n: max(0.0, s - second) for n, s in left_s.items()}), m.NameStep):
+            step, num_saves = named.agreed.step, num_saves + 1
+            run.save(step)
+        run.now_s += 1.0
+    assert 0 < num_saves < 200
+
+
+def test_saves_of_an_emergency_do_not_change_the_pace_of_auto() -> None:
+    run = training(every_s="auto")
+    step = 1
+    for _ in range(8):
+        step, run.now_s = step + 10, run.now_s + 5
+        calm = m.RankProgress(step=step, saved_step=step, step_s=0.5, stall_s=0.05)
+        run.tell(m.RanksProgressed(age=run.plan.age, ranks={0: calm, 1: calm}), run.ticked)
+        run.save(step)
+    before_s = run.machine._tempo.interval_s
+    assert before_s is not None
+    for _ in range(20):
+        waits = m.RankProgress(step=step, saved_step=0, step_s=0.5, stall_s=10.0)
+        run.tell(m.RanksProgressed(age=run.plan.age, ranks={0: waits, 1: waits}))
+        for named in of(leave(run, a=100.0), m.NameStep):
+            step = named.agreed.step
+            run.save(step)
+        run.now_s += 1
+    assert run.machine._tempo.interval_s == pytest.approx(before_s, rel=0.2)

@@ -130,6 +130,28 @@ def test_pins_and_scrubs_of_a_live_checkpoint() -> None:
     assert log.history.live() == (log.history.checkpoints[name(10)],)
 
 
+def test_later_metrics_are_added_and_the_last_value_of_a_name_counts() -> None:
+    log = begun(replace(commit(10), metrics={"loss": 1.0}))
+    log.add(
+        r.Annotated(attempt=name(10), metrics={"accuracy": 0.5, "loss": 2.0}),
+        r.Annotated(attempt=name(10), metrics={"accuracy": 0.75}),
+    )
+    ten = log.history.checkpoints[name(10)]
+    assert ten.metrics == {"loss": 2.0, "accuracy": 0.75}
+    assert RunHistory.from_snapshot(log.history.to_snapshot(0.0)).live() == (ten,)
+
+
+def test_a_checkpoint_is_not_given_more_metrics_than_allowed() -> None:
+    """A commit may have brought more: those stay, and can be changed."""
+    many = {str(number): 0.0 for number in range(r.MAX_METRICS)}
+    log = begun(replace(commit(10), metrics=many), replace(commit(20), metrics={**many, "more": 0.0}))
+    for step in (10, 20):
+        with pytest.raises(FormatError, match="more than 100 metrics"):
+            log.add(r.Annotated(attempt=name(step), metrics={"new": 1.0}))
+        log.add(r.Annotated(attempt=name(step), metrics={"0": 1.0}))
+        assert log.history.checkpoints[name(step)].metrics["0"] == 1.0
+
+
 def test_what_waited_behind_a_retirement_changes_nothing() -> None:
     """A coordinator decides to retire a checkpoint and hears of a copy, a scrub or a loss before that is
     confirmed: the record comes after it."""
@@ -138,6 +160,7 @@ def test_what_waited_behind_a_retirement_changes_nothing() -> None:
     late = (
         r.Promote(attempt=name(10), level=Level.DURABLE, replicas=2),
         r.Verified(attempt=name(10)),
+        r.Annotated(attempt=name(10), metrics={"loss": 1.0}),
         r.Lost(attempt=name(10), reason="nodes"),
     )
     log.add(*late)
@@ -203,6 +226,7 @@ def test_a_copy_has_a_life_of_its_own() -> None:
         r.Pin(attempt=name(99), owner="o", expires_at_s=None),
         r.Unpin(attempt=name(99), owner="o"),
         r.Verified(attempt=name(99)),
+        r.Annotated(attempt=name(99), metrics={}),
     ],
 )
 def test_impossible_records_are_refused_and_change_nothing(op: r.Op) -> None:
@@ -275,6 +299,7 @@ def random_op(history: RunHistory, random: Random, number: int) -> r.Op:
         (1, r.Pin(attempt=attempt, owner=owner, expires_at_s=random.choice((None, 7.5)))),
         (1, r.Unpin(attempt=attempt, owner=owner)),
         (1, r.Verified(attempt=attempt)),
+        (1, r.Annotated(attempt=attempt, metrics={random.choice("ab"): random.random()})),
     ]
     (op,) = random.choices([op for _, op in kinds], [weight for weight, _ in kinds])
     return op

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import records
 from ray_ckpt.format.records import (
+    Annotated,
     Collected,
     Commit,
     Create,
@@ -90,6 +91,11 @@ ops: st.SearchStrategy[Op] = st.one_of(
     st.builds(Pin, attempt=attempts, owner=words, expires_at_s=st.none() | st.floats(0, 1e10)),
     st.builds(Unpin, attempt=attempts, owner=words),
     st.builds(Verified, attempt=attempts),
+    st.builds(
+        Annotated,
+        attempt=attempts,
+        metrics=st.dictionaries(words, st.floats(allow_nan=False), max_size=3),
+    ),
     st.builds(Note, text=words),
 )
 
@@ -158,6 +164,15 @@ def test_a_pin_ends_at_a_time_or_never(value: object) -> None:
     document = json.loads(encode_record(replace(RECORD, op=pin)))
     with pytest.raises(FormatError):
         decode_record(json.dumps({**document, "expires_at_s": value}).encode() + b"\n")
+
+
+@pytest.mark.parametrize("value", [None, [], {"loss": "small"}, {"loss": None}])
+def test_an_annotation_has_numbers_by_name(value: object) -> None:
+    annotated = Annotated(attempt=COMMIT.attempt, metrics={"loss": math.inf})
+    document = json.loads(encode_record(replace(RECORD, op=annotated)))
+    assert document["metrics"] == {"loss": "inf"} and document["op"] == "annotated"
+    with pytest.raises(FormatError, match="metrics"):
+        decode_record(json.dumps({**document, "metrics": value}).encode() + b"\n")
 
 
 def test_a_run_of_a_newer_format_is_refused() -> None:

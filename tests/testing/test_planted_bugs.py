@@ -16,13 +16,14 @@ from ray_ckpt.core import sweep
 from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.node import NodeMachine
+from ray_ckpt.core.requests import Requests
 from ray_ckpt.core.sweep import Sweeps
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.testing.oracle import Violation
 from ray_ckpt.testing.parts import fragment_on_disk
 from ray_ckpt.testing.schedules import play
-from ray_ckpt.types import Level
+from ray_ckpt.types import CheckpointInfo, Level
 
 SEEDS = range(400)
 
@@ -183,6 +184,27 @@ def never_sweep(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sweeps, "ask", lambda self, wall_s, *, is_end=False: iter(()))
 
 
+def acknowledge_before_the_log(patch: pytest.MonkeyPatch) -> None:
+    """Who annotates a step is answered when its record goes out."""
+
+    def change(machine: RunMachine, event: Any, effect: Any) -> Iterator[Any]:
+        yield effect
+        if isinstance(effect, m.Append) and isinstance(effect.record.op, r.Annotated):
+            yield m.Reply(token=machine._requests.waiting[0].token, value=None)
+
+    plant_effects(patch, RunMachine, change)
+
+
+def annotate_what_is_retired(patch: pytest.MonkeyPatch) -> None:
+    """A step that has no live checkpoint gets its metrics at the last one that it had."""
+
+    def meant(self: Requests, step: int, attempt: str | None) -> CheckpointInfo | None:
+        checkpoints = reversed(self._context.history.checkpoints.values())
+        return next((checkpoint for checkpoint in checkpoints if checkpoint.step == step), None)
+
+    patch.setattr(Requests, "_meant", meant)
+
+
 BUGS: tuple[tuple[Plant, str], ...] = (
     (commit_before_fsync, "P1"),
     (missing_fence_in_the_log, "P3"),
@@ -196,6 +218,8 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (sweep_without_an_age, "P5"),
     (sweep_older_logs, "P5"),
     (never_sweep, "P8"),
+    (acknowledge_before_the_log, "P6"),
+    (annotate_what_is_retired, "P3"),
 )
 
 

@@ -1,0 +1,467 @@
+"""Hyperparameters that a checkpoint brings along, and those that the restarted program was built with.
+
+Loading state puts the saved learning rate back over one that was edited before the restart, without a word.
+Here the settings of registered optimizers, schedulers and GradScalers are noted before state is loaded,
+compared afterwards, and those that a user wants to keep are put back as built.
+
+A setting is what a constructor takes. So of a scheduler it is an attribute that is named like a parameter of
+its constructor. Of an optimizer's groups it is each entry but those that `defaults` has and no constructor
+takes: so optimizers keep progress there (Prodigy its `d`, schedule-free ones their `k`). The rule holds for
+classes written elsewhere too, of which a list of names would know nothing. Anything else is left alone.
+
+A loop that sets `group["lr"]` by itself leaves no trace of the rate that it began with: the rate differs then
+because of progress, and is listed.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import reprlib
+import warnings
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from numbers import Number
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+from torch.optim.swa_utils import SWALR
+
+from ray_ckpt.errors import ConfigError
+
+MAX_ELEMENTS = 1_000  # of a tensor that is a setting; larger ones are state
+MAX_NAMED = 20  # names in one hint
+
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Entries of a group that choose an implementation, not what is computed."""
+_NO_SETTING = _HOW | {"params", "param_names", "step"}
+"""`step` is where optimizers of apex count."""
+_UNLIKE_PARAMETERS = frozenset(
+    {"base_lrs", "total_size", "step_ratio", "schedule_phases", "anneal_func_type"}
+)
+"""Settings of torch's schedulers that are not named like a parameter of their constructor."""
+_GOES_WITH = {"max_lr": "lr", "min_lr": "lr", "schedule_phases": "total_steps", "step_ratio": "total_size"}
+"""What is kept too when the other is kept, for the two make no sense apart."""
+_RATES = frozenset({"lr", "max_lr", "min_lr"})
+
+_SHORT = reprlib.Repr()
+_SHORT.maxtuple = _SHORT.maxdict = 6
+_SHORT.maxstring = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """A hyperparameter that is another one in the checkpoint. Values are plain, sequences are tuples.
+
+    Of an optimizer with several parameter groups the values are tuples, with one element per group.
+    """
+
+    name: str
+    built: Any
+    saved: Any
+    is_kept: bool
+    """Holds as built again; else as saved."""
+
+    def __str__(self) -> str:
+        which = "kept as built" if self.is_kept else "restored as saved"
+        return f"{self.name}: built {_SHORT.repr(self.built)}, saved {_SHORT.repr(self.saved)}; {which}"
+
+
+class Hyperparameters:
+    """The settings of optimizers, schedulers and GradScalers, by names such as "optimizer.lr"."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        """Note what registered objects (item name -> live object) were built with, before state is loaded.
+
+        An object whose settings cannot be read has none.
+        """
+        self._sources: dict[str, _Source] = {}
+        for name, obj in objects.items():
+            self._sources |= _sources(name, obj)
+        self._leaders: dict[str, str] = {}  # name -> what it goes with
+        self._hidden: set[str] = set()  # base_lrs: what is an optimizer's lr already
+        self._silent: set[str] = set()  # a lr that is not to be told from progress
+        for prefix, source in self._sources.items():
+            here = {key: _GOES_WITH[key] for key in source.built if key in _GOES_WITH}
+            self._leaders |= {f"{prefix}.{key}": f"{prefix}.{leader}" for key, leader in here.items()}
+            if isinstance(source, _OptimizerSource):
+                self._join(f"{prefix}.lr", source)
+
+    def _join(self, lr: str, source: _OptimizerSource) -> None:
+        """Note what schedulers of this optimizer have or hide of the learning rate named `lr`."""
+        for prefix, scheduler in self._sources.items():
+            if not isinstance(scheduler, _SchedulerSource) or not scheduler.is_of(source.optimizer):
+                continue
+            self._leaders |= {f"{prefix}.{key}": lr for key in ("base_lrs", "max_lrs")}
+            if _same(scheduler.built.get("base_lrs"), source.initial_lrs):
+                self._hidden.add(f"{prefix}.base_lrs")
+            if isinstance(scheduler.obj, ReduceLROnPlateau) and None in source.initial_lrs:
+                self._silent.add(lr)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all hyperparameters: "optimizer.lr", "scheduler.T_max", of an inner one "scheduler.0.T_max"."""
+        every = (f"{prefix}.{key}" for prefix, source in self._sources.items() for key in source.built)
+        return tuple(name for name in every if name not in self._hidden)
+
+    def check(self, keep: Collection[str]) -> None:
+        """ConfigError if an entry of `keep`, a name or a pattern as of fnmatch, matches no name."""
+        names = self.names
+        for entry in keep:
+            if not any(fnmatchcase(name, entry) for name in names):
+                near = get_close_matches(entry, names, cutoff=0.4)
+                listed = ", ".join(near or names[:MAX_NAMED]) or "none"
+                raise ConfigError(
+                    f"keep={entry!r} matches no hyperparameter of the registered objects.",
+                    hint=f"{'Near it are' if near else 'There are'}: {listed}.",
+                    entry=entry,
+                )
+
+    def loaded(self, keep: Collection[str]) -> tuple[Changed, ...]:
+        """What differs after state was loaded; what `keep` matches is put back as built. Call it once.
+
+        Under a scheduler `lr` is the rate that the schedule starts from (`initial_lr`): how far the schedule
+        has come is no difference. If it is kept, the rate in force becomes what the new start gives at the
+        restored position, and the optimizer's registered schedulers go on from it. That is what a run from
+        the beginning would have, with a torch scheduler alone or in a SequentialLR. Several schedulers
+        of one optimizer, in a ChainedScheduler or not, scale it: the same if none has a floor (`eta_min`).
+        `max_lr` and `min_lr` of a cycle go with `lr`. ReduceLROnPlateau alone records no start: then `lr` is
+        listed only if kept, and is the one built, without the reductions so far.
+
+        Other settings, such as `T_max`, hold from the scheduler's next step on. Schedulers that compute a
+        rate from the one before (CosineAnnealingLR, StepLR, LinearLR) go on from there without a jump, and
+        not on the curve of a run from the beginning: a LinearLR or ConstantLR stays where it is if its new
+        `total_iters` is past already. The others (LambdaLR, cycles, warm restarts) are on that curve at once.
+        """
+        changed: list[Changed] = []
+        kept: dict[str, list[str]] = {}
+        for prefix, key, built, saved in self._differences():
+            name = f"{prefix}.{key}"
+            is_kept = self._is_kept(name, keep)
+            if is_kept:
+                kept.setdefault(prefix, []).append(key)
+            if name not in self._hidden and (is_kept or name not in self._silent):
+                changed.append(Changed(name=name, built=_plain(built), saved=_plain(saved), is_kept=is_kept))
+        self._put_back(kept)
+        return tuple(changed)
+
+    def _differences(self) -> Iterator[tuple[str, str, Any, Any]]:
+        """Object, key, the value as built and now."""
+        for prefix, source in self._sources.items():
+            now = source.now()
+            for key, built in source.built.items():
+                if key in now and _is_plain(now[key]) and not _same(built, now[key]):
+                    yield prefix, key, built, now[key]
+
+    def _is_kept(self, name: str, keep: Collection[str]) -> bool:
+        names = (name, self._leaders.get(name, name))
+        return any(fnmatchcase(known, entry) for known in names for entry in keep)
+
+    def _put_back(self, kept: Mapping[str, list[str]]) -> None:
+        """The keys of each object, and then learning rates and what schedulers know of them."""
+        moved = {
+            prefix: _Position(source.optimizer, self._schedulers_of(source.optimizer))
+            for prefix, source in self._sources.items()
+            if isinstance(source, _OptimizerSource) and not _RATES.isdisjoint(kept.get(prefix, ()))
+        }
+        for prefix, keys in kept.items():
+            self._sources[prefix].put_back(keys)
+        for prefix, position in moved.items():
+            source = self._sources[prefix]
+            assert isinstance(source, _OptimizerSource)
+            source.set_lrs(position.lrs())
+            for scheduler in self._sources.values():
+                if isinstance(scheduler, _SchedulerSource) and scheduler.is_of(source.optimizer):
+                    scheduler.obj._last_lr = [copy.deepcopy(g["lr"]) for g in source.optimizer.param_groups]
+
+    def _schedulers_of(self, optimizer: Optimizer) -> list[LRScheduler]:
+        """The registered ones that are in no other."""
+        every = [source for source in self._sources.values() if isinstance(source, _SchedulerSource)]
+        inner = {id(scheduler) for source in every for scheduler in _inner(source.obj)}
+        return [source.obj for source in every if source.is_of(optimizer) and id(source.obj) not in inner]
+
+
+class _OptimizerSource:
+    """The settings of an optimizer's groups. Groups that are added later have none."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        takes = _parameters(type(optimizer)) | {"lr"}
+        skipped = _NO_SETTING | {key for key in optimizer.defaults if key not in takes}
+        self._live = [dict(group) for group in optimizer.param_groups]  # with the tensors that live there
+        self._built = [
+            copy.deepcopy({k: v for k, v in group.items() if k not in skipped and _is_plain(v)})
+            for group in optimizer.param_groups
+        ]
+        self.initial_lrs = [group.get("initial_lr") for group in self._built]
+        self.built = self._listed(self._built)
+
+    def now(self) -> dict[str, Any]:
+        return self._listed(self.optimizer.param_groups)
+
+    def _listed(self, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """By key: the value if there is one group, else a tuple with the values of all that have it."""
+        found: dict[str, list[Any]] = {}
+        for built, group in zip(self._built, groups, strict=False):
+            for key in built:
+                if key != "initial_lr" and not (key == "momentum" and _is_cycled(built)):
+                    found.setdefault(key, []).append(_setting(key, built, group))
+        return {key: v[0] if len(self._built) == 1 else tuple(v) for key, v in found.items()}
+
+    def put_back(self, keys: Collection[str]) -> None:
+        """All as built; of a `lr` that a schedule moves, what the schedule starts from."""
+        for live, built, group in zip(self._live, self._built, self.optimizer.param_groups, strict=False):
+            for key in (k for k in keys if k in built):
+                if key == "betas" and _is_cycled(built):
+                    group[key] = (group[key][0], *_restored(live[key][1:], built[key][1:]))
+                else:
+                    name = _rate_key(built, group) if key == "lr" else key
+                    group[name] = _restored(live[name], built[name])
+
+    def set_lrs(self, lrs: Iterable[Any]) -> None:
+        """The rates in force, one per group."""
+        for live, group, lr in zip(self._live, self.optimizer.param_groups, lrs, strict=False):
+            if "lr" in live:
+                group["lr"] = _restored(live["lr"], lr)
+
+
+def _setting(key: str, built: Mapping[str, Any], group: Mapping[str, Any]) -> Any:
+    """What a schedule leaves alone of `group[key]`."""
+    if key == "lr":
+        return group.get(_rate_key(built, group))
+    value = group.get(key, built[key])
+    return value[1:] if key == "betas" and _is_cycled(built) else value
+
+
+def _rate_key(built: Mapping[str, Any], group: Mapping[str, Any]) -> str:
+    return "initial_lr" if "initial_lr" in built and "initial_lr" in group else "lr"
+
+
+def _is_cycled(group: Mapping[str, Any]) -> bool:
+    """Whether OneCycleLR or CyclicLR moves the momentum, or the first beta, between two others."""
+    return "base_momentum" in group and "max_momentum" in group
+
+
+class _SchedulerSource:
+    """The settings of one scheduler, without those of schedulers in it."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.obj = scheduler
+        takes = _parameters(type(scheduler)) - {"last_epoch"}
+        self._attributes = {
+            name.lstrip("_"): name
+            for name, value in vars(scheduler).items()
+            if _is_scheduler_setting(name.lstrip("_"), takes) and _is_plain(value)
+        }
+        self.built = {key: copy.deepcopy(getattr(scheduler, name)) for key, name in self._attributes.items()}
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        return getattr(self.obj, "optimizer", None) is optimizer
+
+    def now(self) -> dict[str, Any]:
+        here = vars(self.obj)
+        return {key: here[name] for key, name in self._attributes.items() if name in here}
+
+    def put_back(self, keys: Collection[str]) -> None:
+        for key in keys:
+            setattr(self.obj, self._attributes[key], copy.deepcopy(self.built[key]))
+        if isinstance(self.obj, CosineAnnealingWarmRestarts) and not {"T_0", "T_mult"}.isdisjoint(keys):
+            self.obj.T_cur, self.obj.T_i = _cycle(max(self.obj.last_epoch, 0), self.obj.T_0, self.obj.T_mult)
+        if isinstance(self.obj, CyclicLR | ReduceLROnPlateau | SWALR):
+            self.obj.load_state_dict(self.obj.state_dict())  # derives more from the settings
+
+
+def _is_scheduler_setting(key: str, parameters: Collection[str]) -> bool:
+    """`milestones` and `min_lrs` are the parameters `milestones` and `min_lr`."""
+    return key in _UNLIKE_PARAMETERS or key in parameters or key.removesuffix("s") in parameters
+
+
+def _cycle(epoch: int, first: int, growth: int) -> tuple[int, int]:
+    """How far `epoch` is in its cycle, and the cycle's length. Each is `growth` times as long as the last."""
+    if growth == 1:
+        return epoch % first, first
+    length = first
+    while epoch >= length:
+        epoch, length = epoch - length, length * growth
+    return epoch, length
+
+
+class _ScalerSource:
+    """The settings of a GradScaler. A disabled one has none."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self.built = self.now() if scaler.is_enabled() else {}
+
+    def now(self) -> dict[str, Any]:
+        return {
+            "growth_factor": self._scaler.get_growth_factor(),
+            "backoff_factor": self._scaler.get_backoff_factor(),
+            "growth_interval": self._scaler.get_growth_interval(),
+        }
+
+    def put_back(self, keys: Collection[str]) -> None:
+        for key in keys:
+            getattr(self._scaler, f"set_{key}")(self.built[key])
+
+
+_Source: TypeAlias = _OptimizerSource | _SchedulerSource | _ScalerSource
+
+
+def _sources(name: str, obj: object) -> dict[str, _Source]:
+    """What an object and the schedulers in it have, by their names; nothing if it is odd."""
+    try:
+        if isinstance(obj, Optimizer):
+            return {name: _OptimizerSource(obj)}
+        if isinstance(obj, torch.amp.GradScaler):
+            return {name: _ScalerSource(obj)}
+        if not isinstance(obj, LRScheduler):
+            return {}
+        found: dict[str, _Source] = {name: _SchedulerSource(obj)}
+        for i, scheduler in enumerate(_inner(obj)):
+            found |= _sources(f"{name}.{i}", scheduler)
+    except Exception:  # of a class written elsewhere, which may do what it likes
+        return {}
+    return found
+
+
+def _inner(scheduler: LRScheduler) -> list[LRScheduler]:
+    """Of a SequentialLR or ChainedScheduler."""
+    return list(getattr(scheduler, "_schedulers", ()))
+
+
+class _Position:
+    """Where schedules have brought an optimizer's learning rates, taken before anything is put back.
+
+    A rate of torch's schedulers is a floor and a part of the way from there to the start. The part stays.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedulers: list[LRScheduler]) -> None:
+        self._optimizer = optimizer
+        self._active = _active(schedulers[0]) if len(schedulers) == 1 else None
+        self._floor = _floor(self._active)
+        self._rates = [(_number(g.get("initial_lr")), _number(g.get("lr"))) for g in optimizer.param_groups]
+
+    def lrs(self) -> list[Any]:
+        """The rates at this position from what groups and schedulers start from now, one per group."""
+        has_more = isinstance(self._active, OneCycleLR | CyclicLR)  # rates that decide, besides the start
+        needs_curve = has_more or any(start == self._floor for start, _ in self._rates)
+        curve = dict(enumerate(_on_curve(self._active))) if needs_curve else {}
+        groups = enumerate(self._optimizer.param_groups)
+        return [curve[i] if has_more and i in curve else self._lr(i, group, curve) for i, group in groups]
+
+    def _lr(self, i: int, group: Mapping[str, Any], curve: Mapping[int, Any]) -> Any:
+        (start, lr), new, floor = self._rates[i], _number(group.get("initial_lr")), _floor(self._active)
+        if start is None or start == new:
+            return group.get("lr")
+        if start == self._floor:  # then the rate says nothing about the position
+            return curve.get(i, new)
+        if lr == start:
+            return new  # without rounding
+        return floor + (lr - self._floor) * (new - floor) / (start - self._floor)
+
+
+def _active(scheduler: LRScheduler) -> LRScheduler:
+    """The one of a SequentialLR whose turn it is."""
+    while isinstance(scheduler, SequentialLR):
+        scheduler = scheduler._schedulers[bisect_right(scheduler._milestones, scheduler.last_epoch)]
+    return scheduler
+
+
+def _floor(scheduler: LRScheduler | None) -> float:
+    if isinstance(scheduler, CosineAnnealingLR | CosineAnnealingWarmRestarts):
+        return float(scheduler.eta_min)
+    return 0.0
+
+
+def _on_curve(scheduler: LRScheduler | None) -> list[Any]:
+    """The rates at the scheduler's position, if it can say."""
+    closed_form = getattr(scheduler, "_get_closed_form_lr", None)
+    try:
+        if closed_form is not None:
+            return list(closed_form())
+        if isinstance(scheduler, CosineAnnealingWarmRestarts | CyclicLR | LambdaLR | OneCycleLR):
+            with warnings.catch_warnings(action="ignore"):  # that this is not how to ask for the last rate
+                return list(scheduler.get_lr())  # sets the momentum too, where that is cycled
+    except Exception:  # past the end of a schedule that is shorter now, or a function of the user's
+        pass
+    return []
+
+
+def _restored(live: Any, value: Any) -> Any:
+    """`value`, in the tensors of `live` where there are any: a captured graph reads them."""
+    if isinstance(live, torch.Tensor):
+        with torch.no_grad():
+            return live.copy_(torch.as_tensor(value))
+    if isinstance(live, tuple | list):
+        return type(live)([_restored(*pair) for pair in zip(live, value, strict=True)])
+    return copy.deepcopy(value)
+
+
+def _parameters(kind: type) -> set[str]:
+    """Names that the constructors of a class and its bases take."""
+    made = (vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base))
+    return {name for init in made for name in inspect.signature(init).parameters}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be a setting: plain, or containers of plain ones."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() <= MAX_ELEMENTS
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    return (
+        value is None
+        or isinstance(value, str | Number)
+        or (_is_sequence(value) and all(map(_is_plain, value)))
+    )
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, tuple | list)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """By value: a tensor is the same as the number in it, a tuple the same as a list. Both are plain."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return _same_tensors(one, other)
+    if _is_sequence(one) and _is_sequence(other):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def _same_tensors(one: Any, other: Any) -> bool:
+    if not all(isinstance(value, torch.Tensor | Number) for value in (one, other)):
+        return False
+    dtype = one.dtype if isinstance(one, torch.Tensor) else other.dtype
+    a, b = (torch.as_tensor(value, dtype=dtype, device="cpu") for value in (one, other))
+    return torch.equal(a, b)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _plain(value: Any) -> Any:
+    """Without tensors, and with tuples for sequences."""
+    if isinstance(value, torch.Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {key: _plain(element) for key, element in value.items()}
+    return tuple(map(_plain, value)) if _is_sequence(value) else value

@@ -1,0 +1,128 @@
+"""Where a run begins that has no checkpoint of its own: at a checkpoint of another run, named by a URI.
+
+    s3://bucket/runs/gpt                                   its newest durable checkpoint
+    s3://bucket/runs/gpt@3000                              that of step 3000
+    <run>/ray_ckpt/checkpoints/000000003000-<attempt>      a checkpoint by its folder
+    <run>/ray_ckpt_000000003000-<attempt>                  a checkpoint by Ray Train's pointer to it
+
+The coordinator chooses the checkpoint, once for all ranks, when a group begins; each rank reads its part from
+the storage path of that run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ray_ckpt.config import RunOptions, is_uri
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format import names
+from ray_ckpt.location import Location
+from ray_ckpt.opened import OpenedCheckpoint, OpenedRun
+from ray_ckpt.opened import open as open_run
+from ray_ckpt.restore import RestoreTicket, Source
+from ray_ckpt.storage.remote import RemoteRef
+from ray_ckpt.types import AttemptId
+
+_STEP = re.compile(r"(.+)@(\d{1,12})\Z")  # the name of a run has no @
+POINTER_PREFIX = "ray_ckpt_"  # of the folders that Ray Train has for a run's checkpoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointUri:
+    """A checkpoint as a person names it: of a run, and without step or folder its newest durable one."""
+
+    run: Location
+    """<storage_path>/<run name>"""
+    step: int | None = None
+    directory: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointUri:
+        """ConfigError if it is no storage path of a run, or holds a secret."""
+        where = Location.parse(text)
+        directory = where.name.removeprefix(POINTER_PREFIX)
+        if names.is_directory_name(directory):
+            run = where.parent
+            if (run.name, run.parent.name) == (names.CHECKPOINTS_DIR, names.SERVICE_DIR):
+                run = run.parent.parent
+            return cls(run=run, step=int(directory.partition("-")[0]), directory=directory)
+        if (found := _STEP.match(where.name)) is not None:
+            return cls(run=where.parent / found[1], step=int(found[2]))
+        return cls(run=where.parent if where.name == names.SERVICE_DIR else where)
+
+    def open(self, storage_options: Mapping[str, str] | None) -> OpenedCheckpoint:
+        """The checkpoint, which must be durable. ConfigError, StoragePathError or FormatError otherwise."""
+        run = open_run(self.run, storage_options)
+        if self.directory is not None:
+            return run.at(_attempt_of(run, self))
+        return run.choose(self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A checkpoint that was chosen for all ranks of a group to begin with."""
+
+    uri: str
+    storage: RemoteRef
+    attempt: AttemptId
+
+    def ticket(self, session: int, epoch: int) -> RestoreTicket:
+        """For a rank to read it by, from the storage path alone. Errors as of `CheckpointUri.open`."""
+        run = open_run(
+            Location.parse(self.storage.storage_path) / self.storage.run_name, dict(self.storage.options)
+        )
+        opened = run.at(self.attempt)
+        fragments = opened.fragments()
+        source = (Source(tier="remote", where=self.uri),)
+        files = {row.file for fragment in fragments for row in fragment.rows}
+        return RestoreTicket(
+            session=session,
+            epoch=epoch,
+            checkpoint=opened.info,
+            fragments=fragments,
+            sources=dict.fromkeys(files, source),
+            storage=self.storage,
+        )
+
+
+def find_origin(options: RunOptions, storage: RemoteRef) -> Origin | None:
+    """What a run with those options, and without a checkpoint, begins with; None: with nothing.
+
+    Options of the storage path count where both runs are in the same kind of store. Errors as of
+    `CheckpointUri.open`.
+    """
+    text = options.resume if is_uri(options.resume) else options.init_from
+    if text is None:
+        return None
+    uri = CheckpointUri.parse(text)
+    is_same_kind = Location.parse(storage.storage_path).scheme == uri.run.scheme
+    storage_options = storage.options if is_same_kind else ()
+    opened = uri.open(dict(storage_options))
+    return Origin(
+        uri=text,
+        storage=RemoteRef(storage_path=str(uri.run.parent), run_name=uri.run.name, options=storage_options),
+        attempt=opened.info.id,
+    )
+
+
+def own_resume(resume: str, run: Location) -> str:
+    """`resume`, or what it means for `run` if it names a checkpoint of just that run."""
+    if not is_uri(resume):
+        return resume
+    uri = CheckpointUri.parse(resume)
+    if uri.run != run:
+        return resume
+    return "must" if uri.step is None else f"step:{uri.step}"
+
+
+def _attempt_of(run: OpenedRun, uri: CheckpointUri) -> AttemptId:
+    for info in run.catalog.list(all=True):
+        if info.directory == uri.directory:
+            return info.id
+    raise ConfigError(
+        f"Run {run.catalog.run_name} has no checkpoint {uri.directory}.",
+        hint=f"`ray-ckpt ls {uri.run}` shows what it has.",
+        step=uri.step,
+    )

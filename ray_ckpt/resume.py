@@ -1,0 +1,168 @@
+"""What a rank takes from a checkpoint to go on from it, or to begin with it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.load import load_items
+from ray_ckpt.errors import ConfigError, MismatchError
+from ray_ckpt.format.names import state_file
+from ray_ckpt.format.tree import decode_tree
+from ray_ckpt.link import Link
+from ray_ckpt.restore import ProgressLog, RestoreTicket, SourceReader
+from ray_ckpt.types import ManifestRow, Part, RankRestore, ranks_of
+
+log = logging.getLogger("ray_ckpt")
+
+Load: TypeAlias = Callable[[], None]
+"""Puts what was read in place, once all ranks have theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumer:
+    """Reads checkpoints for the items of one rank."""
+
+    link: Link
+    items: Mapping[str, Item]
+
+    def all_of(self, ticket: RestoreTicket) -> tuple[RankRestore, Load]:
+        """Read every item's state; the report says what no source could give, and then there is no `Load`."""
+        return self._read(ticket, self._all_items)
+
+    def some_of(self, ticket: RestoreTicket, names: Sequence[str]) -> tuple[RankRestore, Load]:
+        """Read the named items alone. ConfigError if one is not there, here or in the checkpoint."""
+        return self._read(ticket, partial(self._named_items, names))
+
+    def _read(self, ticket: RestoreTicket, choose: _Choose) -> tuple[RankRestore, Load]:
+        start_s = time.monotonic()
+        checkpoint, identity = ticket.checkpoint, self.link.identity
+        load: Load = _nothing
+        if checkpoint is None or ticket.damage:
+            return RankRestore(rank=identity.rank, damage=ticket.damage), load
+        reader = SourceReader(
+            checkpoint.id,
+            ticket.sources,
+            credentials=ticket.credentials,
+            remote=ticket.remote,
+            fetch=partial(self.link.fetch, ticket.session),
+            progress=ProgressLog(checkpoint.step, say=log.info),
+        )
+        rows = [row for fragment in ticket.fragments for row in fragment.rows]
+        chosen = choose(_States(reader, rows, checkpoint.world_size))
+        if chosen is not None:
+            items, state = chosen
+            load = load_items(
+                items,
+                state,
+                rows,
+                reader,
+                rank=identity.rank,
+                world_size=identity.world_size,
+                node_ranks=ticket.node_ranks,
+                ranks=identity.ranks,
+            )
+        for note in reader.rejected:
+            log.warning("restore: %s", note)
+        report = RankRestore(
+            rank=identity.rank,
+            parts=tuple(reader.parts),
+            seconds=time.monotonic() - start_s,
+            damage=tuple(reader.damage),
+        )
+        return report, load
+
+    def _all_items(self, states: _States) -> tuple[Mapping[str, Item], dict[str, Any]] | None:
+        """What this rank saved, or the first of its part if there was no such rank; None if it is gone."""
+        state = self._own_state(states)
+        if state is None or _has_gradients(state):
+            return None if state is None else (self.items, state)
+        state["items"].pop("gradients", None)  # of no window: with or without `partial_grads`, it fits
+        return {name: item for name, item in self.items.items() if name != "gradients"}, state
+
+    def _own_state(self, states: _States) -> dict[str, Any] | None:
+        identity, world_size = self.link.identity, states.world_size
+        if not identity.parts:
+            return states.of(identity.rank if identity.rank < world_size else 0)
+        any_state = states.of(0)
+        if any_state is None:
+            return None
+        saved = {part.name: part for part in _parts(any_state)}
+        if identity.part not in saved:
+            raise MismatchError(
+                f"The checkpoint has the parts {sorted(saved)} and not {identity.part!r}.",
+                hint="Connect with the parts of the run that saved it, or start another run name.",
+            )
+        ranks = ranks_of(tuple(saved.values()), identity.part, world_size)
+        index, first = identity.rank - identity.ranks[0], identity.ranks[0]
+        state = states.of(ranks[index] if index < len(ranks) else ranks[0])
+        return None if state is None else {**state, "world_size": first + len(ranks)}  # of this part
+
+    def _named_items(
+        self, names: Sequence[str], states: _States
+    ) -> tuple[Mapping[str, Item], dict[str, Any]] | None:
+        """As the same rank saved them, or the first of whatever part has them."""
+        own = states.of(self.link.identity.rank if self.link.identity.rank < states.world_size else 0)
+        if own is None:
+            return None
+        saved, first = dict(own["items"]), 0
+        for part in _parts(own):
+            other = states.of(first)
+            if other is None:
+                return None
+            saved, first = {**other["items"], **saved}, first + part.world_size
+        here = [name for name in names if name in self.items]
+        if not self.link.identity.parts:  # else another part of the group may have it
+            _need_all(names, self.items, "registered with the Checkpointer")
+        _need_all(here, saved, "in the checkpoint")
+        state = {**own, "items": {name: saved[name] for name in here}}
+        return {name: self.items[name] for name in here}, state
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """The state files of a checkpoint."""
+
+    reader: SourceReader
+    rows: Sequence[ManifestRow]
+    world_size: int
+
+    def of(self, rank: int) -> dict[str, Any] | None:
+        """What that rank saved besides tensors; None if no source has it intact."""
+        wanted = state_file(rank, self.world_size)
+        data = next((self.reader.read_bytes(row) for row in self.rows if row.file == wanted), None)
+        state: dict[str, Any] | None = None if data is None else decode_tree(data)
+        return state
+
+
+_Choose: TypeAlias = Callable[[_States], tuple[Mapping[str, Item], dict[str, Any]] | None]
+
+
+def _parts(state: Mapping[str, Any]) -> tuple[Part, ...]:
+    """Of the group that saved it; none if it was one."""
+    return tuple(Part(**part) for part in state.get("parts", ()))
+
+
+def _has_gradients(state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was taken in the middle of an accumulation window."""
+    saved = state["items"].get("gradients")
+    return saved is not None and bool(saved["gradients"])
+
+
+def _need_all(names: Sequence[str], known: Mapping[str, Any], where: str) -> None:
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ConfigError(
+            f"init_items has {', '.join(missing)}, which is not {where}.",
+            hint=f"There are {', '.join(sorted(known))}.",
+            option="init_items",
+        )
+
+
+def _nothing() -> None:
+    """Nothing was read, so nothing is to be put in place."""

@@ -1,0 +1,90 @@
+"""Ranks that miss an agreed step: a word that came late, or an agent that died with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from ray_ckpt.agreed import AgreedSteps
+from ray_ckpt.client import Checkpointer
+from ray_ckpt.config import RunOptions
+from ray_ckpt.connection import Connection, set_connection
+from ray_ckpt.core import messages as m
+from ray_ckpt.format.agreed import AgreedStep
+from tests.capture.local import LocalLink
+from tests.core.driver import Harness, of
+
+
+class Barrier:
+    """A reporter that notes at which steps its rank enters the barrier."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def report(self, newest: object, step: int) -> int:
+        self.steps.append(step)
+        return step + 20
+
+
+@dataclass
+class Rank:
+    link: LocalLink
+    ckpt: Checkpointer = field(init=False)
+    barrier: Barrier = field(default_factory=Barrier)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        set_connection(Connection(link=self.link, reporter=self.barrier))
+        self.ckpt = Checkpointer(model=torch.nn.Linear(4, 4))
+        set_connection(Connection())
+        self.ckpt.restore()
+        self.ckpt._agreed.refresh()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[tuple[Rank, ...]]:
+    """Two after 60 steps; the word of step 10 has not come to rank 1, and those of 20, 30, ... have."""
+    options = RunOptions(every_s=1e9)
+    group = tuple(Rank(LocalLink(options=options, rank=rank, world_size=2)) for rank in range(2))
+    for step in range(1, 61):
+        for rank, each in enumerate(group):
+            if step % 10 == 7 and (rank, step) != (1, 7):
+                assert each.link.page is not None
+                each.link.page.show(AgreedStep(step=step + 3, number=step, urgent=True).word)
+            each.ckpt.step(step)
+        for each in group:
+            each.ckpt.flush()
+    yield group
+    for each in group:
+        each.ckpt.close()
+
+
+def test_the_ranks_report_at_the_same_steps(ranks: tuple[Rank, ...]) -> None:
+    first, second = (rank.barrier.steps for rank in ranks)
+    assert first == second == [10, 30, 50]
+
+
+def test_a_rank_at_its_first_save_is_not_taken_for_one_with_other_parameters(ranks: tuple[Rank, ...]) -> None:
+    told = [{s.attempt.step: s.replicated for s in rank.link.sealed} for rank in ranks]
+    assert [sorted(each) for each in told] == [[10, 20, 30, 40, 50, 60], [20, 30, 40, 50, 60]]
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(20)
+    stored = (run.stored(attempt, node, replicated=[each[20]]) for node, each in zip("ab", told, strict=True))
+    effects = run.tell(*stored)
+    copied = (run.copied(attempt, node.node_id, holder) for node in run.plan.nodes for holder in node.holders)
+    effects += run.tell(*copied)
+    assert not [publish.error for publish in of(effects, m.Publish) if publish.error]
+
+
+def test_the_pace_after_an_evaluation_is_that_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("ray_ckpt.agreed.time.monotonic", lambda: now_s[0])
+    agreed = AgreedSteps(LocalLink())
+    for took_s in (*[0.5] * 20, 600.0, 0.5):
+        now_s[0] += took_s
+        agreed.completed()
+    assert agreed.progress(step=22, saved_step=0, stall_s=0.0).step_s == pytest.approx(0.5)

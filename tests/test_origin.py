@@ -1,0 +1,82 @@
+"""Names of checkpoints to begin with."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.location import Location
+from ray_ckpt.origin import CheckpointUri, find_origin, own_resume
+from ray_ckpt.storage.remote import RemoteRef
+
+FOLDER = "000000003000-0123456789abcdef"
+
+
+@pytest.mark.parametrize("base", ["/runs", "s3://bucket/runs", "gs://bucket", "memory://runs"])
+@pytest.mark.parametrize(
+    "rest, step, directory",
+    [
+        ("gpt", None, None),
+        ("gpt/", None, None),
+        ("gpt/ray_ckpt", None, None),
+        ("gpt@3000", 3000, None),
+        (f"gpt/ray_ckpt/checkpoints/{FOLDER}", 3000, FOLDER),
+        (f"gpt/ray_ckpt_{FOLDER}", 3000, FOLDER),
+        (f"gpt/{FOLDER}", 3000, FOLDER),
+    ],
+)
+def test_a_checkpoint_is_named_by_its_run_and_a_step_or_folder(
+    base: str, rest: str, step: int | None, directory: str | None
+) -> None:
+    uri = CheckpointUri.parse(f"{base}/{rest}")
+    assert uri == CheckpointUri(run=Location.parse(base) / "gpt", step=step, directory=directory)
+
+
+def test_the_query_of_a_bucket_stays_with_it() -> None:
+    uri = CheckpointUri.parse("s3://bucket/runs/gpt@7?region=eu-1")
+    assert (str(uri.run), uri.step) == ("s3://bucket/runs/gpt?region=eu-1", 7)
+
+
+@pytest.mark.parametrize("text", ["s3://key:secret@bucket/gpt", "/runs/%2e/../gpt\0"])
+def test_what_is_no_place_for_a_run_is_refused(text: str) -> None:
+    with pytest.raises((ConfigError, ValueError)):
+        CheckpointUri.parse(text).open(None)
+
+
+def test_a_run_s_own_checkpoint_means_going_back() -> None:
+    run = Location.parse("/runs/gpt")
+    assert own_resume("/runs/gpt@7", run) == "step:7"
+    assert own_resume(f"/runs/gpt/ray_ckpt_{FOLDER}", run) == "step:3000"
+    assert own_resume("/runs/gpt", run) == "must"
+    assert own_resume("/runs/gpt-2@7", run) == "/runs/gpt-2@7"
+    assert own_resume("auto", run) == "auto"
+
+
+def test_without_a_name_there_is_no_origin() -> None:
+    assert find_origin(RunOptions(), RemoteRef(storage_path="/runs", run_name="gpt")) is None
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"resume": "gpt@7"}, "resume is 'gpt@7'"),
+        ({"init_from": "gpt"}, "init_from is 'gpt'"),
+        ({"init_from": "/runs/a", "init_items": ()}, "init_items"),
+        ({"init_from": "/runs/a", "init_items": "model"}, "init_items"),
+        ({"init_from": "/runs/a", "resume": "/runs/b"}, "resume names a checkpoint, and init_from another"),
+        ({"keep": "optimizer.lr"}, "keep is 'optimizer.lr'"),
+        ({"unprotected_after": 0}, "unprotected_after"),
+        ({"unprotected_after": True}, "unprotected_after"),
+        ({"unprotected_after": 1.5}, "unprotected_after"),
+        ({"unprotected_after": timedelta(0)}, "unprotected_after"),
+        ({"unprotected_after": timedelta(minutes=1), "every_s": 60.0}, "a save is due every 60.0 s"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        RunOptions(**options)
+    assert caught.value.hint
