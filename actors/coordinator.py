@@ -409,6 +409,10 @@ class Coordinator:
         attempt = _attempt_of(run, step)
         await self._ask(run, lambda token: m.UnpinAsked(token=token, attempt=attempt, owner=owner))
 
+    async def drain(self, key: str, attempt: str) -> None:
+        """Bring a checkpoint to the storage path, due or not; does not wait for that."""
+        await self._ask(self._run(key), lambda token: m.DrainAsked(token=token, attempt=attempt))
+
     async def annotate(self, key: str, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the newest live checkpoint of a step; see `m.AnnotateAsked`."""
         await self._annotate(self._run(key), step, metrics)

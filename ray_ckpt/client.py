@@ -73,7 +73,7 @@ FIRST_OUTCOME_S = (
     10.0  # what the second save waits for the first, to find ranks that save alone; not for a slow store
 )
 MAX_POSTPONED = 1_000  # steps of an accumulation window; longer ones are none, but gradients nobody uses
-FIRST_REPORT_STEPS = 10  # after the restore: the first save has no committed one before it
+FIRST_REPORT_STEPS = 10  # after the restore, and two saves by number: a rank that saves alone is found before
 MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
 
 LevelName = Literal["local", "replicated", "durable"]
@@ -164,6 +164,7 @@ class Checkpointer:
         self._newest: tuple[AttemptId, Mapping[str, float]] | None = None
         self._tries: dict[int, int] = {}
         self._save_calls = 0
+        self._own_saves = 0  # those that the training loop has asked for by itself
         self._next_report = 0  # the step at which all ranks report next
         self._step = 0  # the last completed step
         self._whole_step = -1  # the last step whose `step` has returned
@@ -234,7 +235,9 @@ class Checkpointer:
         self._ended = self._link.ended(ticket.session)
         self._rng = self._items["rng"].tree() if info else None
         self._step = self._saved_step = self._restored_step = info.step if info else 0
-        self._next_report = self._step + FIRST_REPORT_STEPS
+        self._next_report = self._step + max(
+            FIRST_REPORT_STEPS, 2 * (self._link.options.steps_between_saves or 0)
+        )
         self._protection.renew()
         self._watch = ProgressThread(self._link, self._session, self._progress, self._agreed)
         return info
@@ -394,7 +397,9 @@ class Checkpointer:
         """
         saved = self._save_now(step, metrics)
         if not self._agreed.is_at(step):  # a rank that has missed that word is not here
-            self._report_if_due(step)
+            self._own_saves += 1
+            if self._own_saves >= 2:  # a rank that saves alone has been told so
+                self._report_if_due(step)
         return saved
 
     def _save_now(self, step: int, metrics: Mapping[str, Any] | None) -> bool:

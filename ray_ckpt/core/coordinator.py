@@ -30,7 +30,7 @@ from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.sweep import Sweeps
 from ray_ckpt.core.tempo import Tempo
 from ray_ckpt.core.upkeep import Upkeep
-from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
+from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, RankRestore
 
@@ -275,7 +275,7 @@ class RunMachine:
         yield m.StepDown(error=error, is_foreign=is_foreign)
 
     def _refuse(self, event: m.Event) -> Iterator[m.Effect]:
-        if isinstance(event, m.GroupOpened | m.NodeRestored | m.FinishAsked | Asked):
+        if isinstance(event, m.GroupOpened | m.NodeRestored | m.FinishAsked | m.DrainAsked | Asked):
             name = self.history.run_name
             yield m.Fail(token=event.token, error=Fenced(f"Another coordinator owns run {name}."))
 
@@ -510,6 +510,18 @@ class RunMachine:
         for checkpoint, reason in self._drains.give_up():
             yield from self._drain_failed(checkpoint.id, reason)
         yield from self._drains.assign()
+
+    @_on.register
+    def _(self, event: m.DrainAsked) -> Iterator[m.Effect]:
+        checkpoint = self.history.checkpoints.get(event.attempt)
+        if checkpoint is None or checkpoint.state != "live":
+            state = f"is {checkpoint.state}" if checkpoint else "does not exist"
+            yield m.Fail(token=event.token, error=ConfigError(f"Checkpoint {event.attempt} {state}."))
+            return
+        if checkpoint.level < Level.DURABLE:
+            self._drains.start(checkpoint)
+            yield from self._assign_drains()
+        yield m.Reply(token=event.token, value=None)
 
     @_on.register
     def _(self, event: m.DrainEnded) -> Iterator[m.Effect]:

@@ -311,6 +311,14 @@ class UnpinAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainAsked:
+    """Somebody wants a checkpoint on the storage path that may not be due; replied when that has begun."""
+
+    token: Token
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnnotateAsked:
     """Add metrics to the newest live checkpoint of a step on the lineage; replied when they are in the log.
 
@@ -359,6 +367,7 @@ Event: TypeAlias = (
     | PinAsked
     | UnpinAsked
     | AnnotateAsked
+    | DrainAsked
     | SnapshotWritten
     | FinishAsked
 )

@@ -8,18 +8,24 @@ it points to, and opening it then says what is left.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
 import ray.train
 
+from ray_ckpt.actors import names
+from ray_ckpt.actors.service import CALL_S, ask
 from ray_ckpt.catalog import Catalog
-from ray_ckpt.errors import ConfigError
+from ray_ckpt.errors import CheckpointError, ConfigError
 from ray_ckpt.location import BUCKETS, Location
 from ray_ckpt.opened import OpenedCheckpoint, OpenedRun
 from ray_ckpt.types import AttemptId, Level
+
+log = logging.getLogger("ray_ckpt")
 
 POINTER_FILE = "pointer.json"
 VERSION = 2  # 1 had the run as a path without a scheme
@@ -88,10 +94,12 @@ def open_checkpoint(
 
     `checkpoint` is `Result.checkpoint`, one of `Result.best_checkpoints`, what `ray.train.get_checkpoint()`
     gives, or what a validation function is called with. `storage_options` in place of those of the run. It
-    must be durable; `wait_s` is how long to wait for that, in seconds.
+    must be durable; `wait_s` is how long to wait for that, in seconds, and in the cluster that has it the
+    service is asked to bring it there.
 
     Ray's `num_to_keep` keeps pointers, and our retention keeps checkpoints: for all that a trainer may want
-    back later set `remote_every=1`, and `keep_last` or `keep_best` to at least as many as Ray keeps.
+    back when the cluster is gone set `remote_every=1`, and `keep_last` or `keep_best` to at least as many as
+    Ray keeps.
 
         def validate(checkpoint):  # a task of its own, beside the training
             model = GPT()
@@ -101,7 +109,7 @@ def open_checkpoint(
         TorchTrainer(
             train_loop,
             validation_config=ray.train.ValidationConfig(fn=validate),
-            run_config=ray.train.RunConfig(callbacks=[CheckpointCallback(remote_every=1)], ...),
+            run_config=ray.train.RunConfig(callbacks=[CheckpointCallback()], ...),
             ...
         )
 
@@ -116,11 +124,24 @@ def open_checkpoint(
             hint="Its checkpoints went with that run's folder.",
             path=checkpoint.path,
         )
+    if wait_s > 0 and _is_to_come(catalog, pointer.attempt):
+        _have_drained(pointer)
     deadline_s = time.monotonic() + wait_s
     while _is_to_come(catalog, pointer.attempt) and (left_s := deadline_s - time.monotonic()) > 0:
         time.sleep(min(LOOK_S, left_s))
         catalog.refresh()
     return OpenedRun(catalog).at(pointer.attempt)
+
+
+def _have_drained(pointer: Pointer) -> None:
+    """Have the service of this cluster do it, if there is one: what is not due stays on the nodes."""
+    if not ray.is_initialized():
+        return
+    try:
+        service = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
+        ask(service.drain.remote(pointer.run, pointer.attempt.attempt), CALL_S)
+    except (ValueError, CheckpointError) as error:  # no service, not its run, or it is retired: the log tells
+        log.info("step %d is not brought to the storage path for this: %s", pointer.attempt.step, error)
 
 
 def _is_to_come(catalog: Catalog, attempt: AttemptId) -> bool:

@@ -36,6 +36,34 @@ def steps(drains: list[m.Drain]) -> set[int]:
     return {drain.attempt.step for drain in drains}
 
 
+# -- asked for by somebody ---------------------------------------------------------------------------
+
+
+def test_what_is_not_due_is_drained_when_somebody_asks() -> None:
+    run = run_on("ab", remote_every=100)
+    run.save(10)
+    assert not of(run.save(20), m.Drain)
+    attempt = run.attempt(10)
+    told = run.tell(m.DrainAsked(token="want", attempt=attempt.attempt))
+    assert {(d.attempt.step, d.node_index) for d in of(told, m.Drain)} == {(10, 0), (10, 1)}
+    assert one(told, m.Reply).token == "want"
+    for drain in of(told, m.Drain):
+        ended = run.drained(drain)
+    run.tell(m.DescriptionWritten(attempt=one(ended, m.WriteDescription).checkpoint.id, error=None))
+    assert run.checkpoint(attempt).level is Level.DURABLE
+    again = run.tell(m.DrainAsked(token="again", attempt=attempt.attempt))
+    assert not of(again, m.Drain) and one(again, m.Reply).token == "again"
+
+
+def test_what_is_retired_is_not_drained_for_anybody() -> None:
+    run = run_on("a", remote_every=100, keep_last=1)
+    for step in (10, 20):
+        run.save(step)
+    assert run.checkpoint(run.attempt(10)).state == "retired"
+    told = run.tell(m.DrainAsked(token="want", attempt=run.attempt(10).attempt))
+    assert "is retired" in str(one(told, m.Fail).error) and not of(told, m.Drain)
+
+
 # -- the store is away -------------------------------------------------------------------------------
 
 
