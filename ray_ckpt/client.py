@@ -226,7 +226,7 @@ class Checkpointer:
             info, load = self._begin_from(origin)
         load()
         if info is not None:
-            info = replace(info, changed=built.loaded(self._link.options.keep))
+            info = replace(info, changed=self._changed(built))
             self._say(info)
         if self._probe is not None:
             self._probe.restored(self._items, ticket.checkpoint)
@@ -241,6 +241,16 @@ class Checkpointer:
         self._protection.renew()
         self._watch = ProgressThread(self._link, self._session, self._progress, self._agreed)
         return info
+
+    def _changed(self, built: Hyperparameters) -> tuple[Changed, ...]:
+        keep = self._link.options.keep
+        try:
+            return built.loaded(keep)
+        except Exception:  # of an optimizer or schedule written elsewhere
+            if keep:
+                raise
+            log.warning("hyperparameters could not be compared", exc_info=True)
+            return ()
 
     def _say(self, info: RestoreInfo) -> None:
         log.info("restored step %d in %.2f s from %s", info.step, info.seconds, dict(info.bytes_by_tier()))

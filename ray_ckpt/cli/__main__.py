@@ -1,0 +1,3 @@
+from ray_ckpt.cli import main
+
+main()

@@ -1,0 +1,152 @@
+"""`ray-ckpt gc --dry-run`: what retention would give up, and why."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from ray_ckpt.catalog import Catalog, CheckpointView
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.output import (
+    add_row,
+    info_json,
+    level_text,
+    make_table,
+    plain,
+    print_json,
+    stdout,
+    when_text,
+)
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.retention import (
+    Decision,
+    Policy,
+    RetentionView,
+    decide,
+    from_text,
+    policies_of,
+    to_text,
+)
+from ray_ckpt.errors import ConfigError
+
+
+def _keep(name: str, text: str, metavar: str | None = None) -> Any:
+    """An option of `gc` that says what to keep."""
+    panel = "Another policy than the last session's"
+    return typer.Option(name, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
+
+
+def gc(
+    path: PathArgument,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show it, change nothing. Required.")] = False,
+    keep_last: Annotated[int | None, _keep("--keep-last", "The last so many; 3 if not given.")] = None,
+    keep_every: Annotated[int | None, _keep("--keep-every", "The first from each multiple of it.")] = None,
+    keep_every_s: Annotated[
+        float | None, _keep("--keep-every-s", "The first of each period of so many seconds.")
+    ] = None,
+    keep_best: Annotated[
+        str | None, _keep("--keep-best", "The best, such as loss:min:2.", "METRIC:MODE:COUNT")
+    ] = None,
+    keep_milestones: Annotated[
+        list[float] | None,
+        _keep("--keep-milestone", "The first from this part of --total-steps. Repeatable.", "FRACTION"),
+    ] = None,
+    total_steps: Annotated[int | None, _keep("--total-steps", "Steps of the whole run.")] = None,
+    keep_epochs: Annotated[bool, _keep("--keep-epochs", "The last of each finished epoch.")] = False,
+    ttl_s: Annotated[float | None, _keep("--ttl-s", "None older than so many seconds.")] = None,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which live checkpoints retention would give up, which would stay, and why.
+
+    Takes the policy of the last training session, or the one given by options, which are those of
+    `CheckpointCallback`. The service of a running training does the work; it keeps what is in use besides.
+
+    Example: `ray-ckpt gc /shared/runs/gpt --dry-run --keep-last 3 --keep-every 1000`
+    """
+    if not dry_run:
+        raise ConfigError(
+            "Checkpoints are deleted only by the service of a running training.",
+            hint="Add --dry-run to see what it would delete, and why.",
+        )
+    catalog = Catalog(path, store_options(storage_option))
+    options = {
+        "keep_last": keep_last,
+        "keep_every": keep_every,
+        "keep_every_s": keep_every_s,
+        "keep_best": _best(keep_best) if keep_best is not None else None,
+        "keep_milestones": tuple(keep_milestones or ()) or None,
+        "total_steps": total_steps,
+        "keep_epochs": keep_epochs or None,
+        "ttl_s": ttl_s,
+    }
+    policies = _policies(catalog, {name: value for name, value in options.items() if value is not None})
+    view = RetentionView(live=catalog.checkpoints, lineage=catalog.lineage, now_s=time.time())
+    decisions = decide(view, policies)
+    if as_json:
+        print_json(
+            {
+                "run_name": catalog.run_name,
+                "run_uid": catalog.run_uid,
+                "policy": to_text(policies),
+                "checkpoints": [_decision_json(catalog.view(d.checkpoint), d) for d in decisions],
+            }
+        )
+    else:
+        _print_decisions(catalog, policies, decisions)
+
+
+def _best(text: str) -> tuple[str, str, int]:
+    """`loss:min:2` as the option of a run."""
+    head, _, count = text.rpartition(":")
+    metric, _, mode = head.rpartition(":")
+    if not metric or not re.fullmatch("[0-9]{1,9}", count):
+        hint = "Give METRIC:MODE:COUNT, such as loss:min:2."
+        raise ConfigError(f"--keep-best is {text!r}.", hint=hint, option="keep_best")
+    return metric, mode, int(count)
+
+
+def _policies(catalog: Catalog, options: Mapping[str, Any]) -> tuple[Policy, ...]:
+    """Those that the options choose, else those of the last session."""
+    if options:
+        return policies_of(RunOptions.parse(**options))
+    policies = from_text(catalog.sessions[-1].retention) if catalog.sessions else ()
+    if not policies:
+        raise ConfigError(
+            f"The log of run {catalog.run_name} names no retention policy.",
+            hint="Give one by options, such as --keep-last 3.",
+        )
+    return policies
+
+
+def _decision_json(view: CheckpointView, decision: Decision) -> dict[str, Any]:
+    return {**info_json(view), "kept": decision.kept, "reasons": list(decision.reasons)}
+
+
+def _print_decisions(catalog: Catalog, policies: Iterable[Policy], decisions: Sequence[Decision]) -> None:
+    table = make_table("", "step", "level", "session", "size", "when", "why", right=(1, 3, 4))
+    for decision in decisions:
+        info = decision.checkpoint
+        add_row(
+            table,
+            "stays" if decision.kept else "goes",
+            info.step,
+            level_text(info),
+            info.id.session,
+            decimal(info.size_bytes),
+            when_text(info.committed_at_s),
+            ", ".join(decision.reasons),
+            style=None if decision.kept else "red",
+        )
+    going = [decision.checkpoint for decision in decisions if not decision.kept]
+    console = stdout()
+    console.print(plain(f"run {catalog.run_name}  policy {to_text(policies)}"), soft_wrap=True)
+    console.print(table if decisions else "No live checkpoints.")
+    if decisions:
+        size = decimal(sum(info.size_bytes for info in going))
+        console.print(f"{len(going)} of {len(decisions)} would go, {size}; nothing was changed.")

@@ -1,0 +1,125 @@
+"""`ray-ckpt ls`: the checkpoints of a run, or the runs of a storage path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from ray_ckpt.catalog import REQUESTS_AT_A_TIME, Catalog, find_runs
+from ray_ckpt.cli.options import JsonOption, StorageOption, store_options
+from ray_ckpt.cli.output import (
+    add_row,
+    info_json,
+    level_text,
+    make_table,
+    metrics_text,
+    print_json,
+    stdout,
+    when_text,
+)
+from ray_ckpt.errors import CheckpointError, ConfigError
+from ray_ckpt.location import Location
+
+
+def ls(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="The run, `<storage_path>/<run name>`, or a storage path with several runs.",
+            show_default=False,
+        ),
+    ],
+    all: Annotated[bool, typer.Option("--all", help="Also what is lost, retired or deleted.")] = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the checkpoints of a run, oldest first, or the runs of a storage path.
+
+    `*` marks the newest checkpoint, which a restart resumes from; `+` the others on its lineage.
+
+    Example: `ray-ckpt ls /shared/runs/gpt --all`
+    """
+    options = store_options(storage_option)
+    try:
+        catalog = Catalog(path, options)
+    except ConfigError:
+        if not (runs := find_runs(path, options)):
+            raise
+        with ThreadPoolExecutor(REQUESTS_AT_A_TIME) as pool:
+            _list_runs(list(pool.map(lambda run: _run_summary(run, options), runs)), as_json)
+    else:
+        _list_checkpoints(catalog, all, as_json)
+
+
+def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
+    newest = catalog.newest()
+    last = newest.info.id.attempt if newest else ""
+    lineage = {c.id.attempt for c in catalog.lineage}
+    rows = [
+        {
+            **info_json(view),
+            "newest": view.info.id.attempt == last,
+            "on_lineage": view.info.id.attempt in lineage,
+        }
+        for view in catalog.views(all=all)
+    ]
+    if as_json:
+        print_json({"run_name": catalog.run_name, "run_uid": catalog.run_uid, "checkpoints": rows})
+        return
+    table = make_table(
+        "", "step", "level", "state", "session", "world", "size", "when", "metrics", right=(1, 4, 5, 6)
+    )
+    for info, row in zip(catalog.list(all=all), rows, strict=True):
+        mark = "*" if row["newest"] else "+" if row["on_lineage"] else ""
+        cells = (info.step, level_text(info), info.state, info.id.session, info.world_size)
+        add_row(
+            table,
+            mark,
+            *cells,
+            decimal(info.size_bytes),
+            when_text(info.committed_at_s),
+            metrics_text(info.metrics),
+            style="bold" if row["newest"] else None if row["on_lineage"] else "dim",
+        )
+    console = stdout()
+    console.print(f"run {catalog.run_name}  uid {catalog.run_uid}  sessions {len(catalog.sessions)}")
+    console.print(table if rows else "No live checkpoints." if not all else "No checkpoints.")
+
+
+def _run_summary(run: Location, options: Mapping[str, str]) -> dict[str, Any]:
+    """A run as a row; one that cannot be read does not hide the others."""
+    try:
+        catalog = Catalog(run, options)
+    except CheckpointError as error:
+        return {"run_name": run.name, "error": error.message}
+    newest = catalog.newest()
+    return {
+        "run_name": run.name,
+        "live_checkpoints": len(catalog),
+        "newest_step": newest.info.step if newest else None,
+        "newest_level": newest.info.level.label if newest else None,
+        "in_cluster": newest.where is None if newest else None,
+        "committed_at_s": newest.info.committed_at_s if newest else None,
+    }
+
+
+def _list_runs(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json({"runs": rows})
+        return
+    table = make_table("run", "live checkpoints", "newest step", "level", "when", right=(1, 2))
+    for row in rows:
+        if "error" in row:
+            add_row(table, row["run_name"], "", "", row["error"], "", style="red")
+        elif row["newest_step"] is None:
+            add_row(table, row["run_name"], row["live_checkpoints"], "", "", "")
+        else:
+            level = row["newest_level"] + (", in cluster" if row["in_cluster"] else "")
+            when = when_text(row["committed_at_s"])
+            add_row(table, row["run_name"], row["live_checkpoints"], row["newest_step"], level, when)
+    stdout().print(table)

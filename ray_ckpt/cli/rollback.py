@@ -1,0 +1,133 @@
+"""`ray-ckpt rollback`: the next training goes on from an older checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.output import (
+    add_row,
+    level_text,
+    make_table,
+    metrics_text,
+    plain,
+    print_json,
+    stdout,
+    when_text,
+)
+from ray_ckpt.errors import ConfigError, RunInUse
+from ray_ckpt.rollback import QUIET_S, LogTail, Rollback, open_log, plan_rollback, roll_back
+from ray_ckpt.types import SessionInfo
+
+
+def rollback(
+    path: PathArgument,
+    before: Annotated[
+        int | None, typer.Option(help="To the newest step of the lineage below this.", show_default=False)
+    ] = None,
+    to: Annotated[
+        int | None,
+        typer.Option(help="To exactly this step, on another branch if need be.", show_default=False),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    even_if_at_work: Annotated[
+        bool, typer.Option("--even-if-at-work", help="Also if a training may be at work; it is stopped.")
+    ] = False,
+    quiet_s: Annotated[
+        float, typer.Option(help="A run is idle if its log has no record of the last so many seconds.")
+    ] = QUIET_S,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Go back to an older checkpoint: the next training of the run goes on from it, on a new branch.
+
+    For a loss spike, say. Later checkpoints stay until the first save of that training; then they are
+    deleted, but for pinned ones. Until then, `--to` one of them undoes it. A training that is at work is
+    stopped: it loses the run at its next save. The log is no proof: one that saves seldom looks idle.
+
+    Example: `ray-ckpt rollback /shared/runs/gpt --before 3000`
+    """
+    tier, tail = open_log(path, store_options(storage_option))
+    plan = plan_rollback(tail.history, before=before, to=to)
+    is_at_work = tail.is_at_work(time.time(), quiet_s)
+    if is_at_work and not even_if_at_work:
+        raise RunInUse(
+            f"Run {tail.history.run_name} may be at work: {_last_record(tail)}.",
+            hint="Stop its training and wait, or give --even-if-at-work: it would be stopped.",
+        )
+    notes = [*plan.notes()]
+    if is_at_work:
+        notes.append(f"{_last_record(tail)}: a training that is at work is stopped.".capitalize())
+    if not as_json:
+        _print_plan(plan, notes)
+    if not plan.is_done:
+        if not yes:
+            _confirm(f"Go back to step {plan.checkpoint.step}?")
+        tier.probe_log()
+    session = roll_back(tier.log, plan, now_s=time.time())
+    if as_json:
+        print_json(_rollback_json(plan, session, notes))
+        return
+    done = "was open already" if plan.is_done else "is open"
+    stdout().print(
+        f"Session {session.session} {done}; start a new training of the run: it goes on from step "
+        f"{plan.checkpoint.step}. It may be the one that had it, if that tries again.",
+        soft_wrap=True,
+    )
+
+
+def _last_record(tail: LogTail) -> str:
+    past_s = max(0.0, time.time() - (tail.last_s or 0.0))
+    return f"its log has a record of {past_s:.0f} s ago"
+
+
+def _confirm(question: str) -> None:
+    """ConfigError if the answer is not yes, or nobody is there to give one."""
+    try:
+        is_sure = typer.confirm(question, err=True)
+    except typer.Abort:
+        typer.echo(err=True)  # after the question
+        is_sure = False
+    if not is_sure:
+        raise ConfigError("Nothing was changed.", hint="Answer y, or give --yes.")
+
+
+def _print_plan(plan: Rollback, notes: Iterable[str]) -> None:
+    console = stdout()
+    history, info = plan.history, plan.checkpoint
+    console.print(plain(f"run {history.run_name}  uid {history.run_uid}"), soft_wrap=True)
+    console.print(
+        f"session {plan.session} goes on from step {info.step}, {level_text(info)}, saved "
+        f"{when_text(info.committed_at_s)}",
+        soft_wrap=True,
+    )
+    if plan.left_aside:
+        table = make_table("left aside", "level", "session", "when", "metrics", right=(0, 2))
+        for left in plan.left_aside:
+            cells = (left.step, level_text(left), left.id.session, when_text(left.committed_at_s))
+            add_row(table, *cells, metrics_text(left.metrics))
+        console.print(table)
+        console.print("They are deleted after the first save of the next training, but for pinned ones.")
+    for note in notes:
+        console.print(plain(note), soft_wrap=True)
+
+
+def _rollback_json(plan: Rollback, session: SessionInfo, notes: Sequence[str]) -> dict[str, Any]:
+    return {
+        "run_name": plan.history.run_name,
+        "run_uid": plan.history.run_uid,
+        "session": session.session,
+        "step": plan.checkpoint.step,
+        "attempt": plan.checkpoint.id.attempt,
+        "level": plan.checkpoint.level.label,
+        "left_aside": [
+            {"step": info.step, "attempt": info.id.attempt, "level": info.level.label}
+            for info in plan.left_aside
+        ],
+        "was_done": plan.is_done,
+        "notes": list(notes),
+    }

@@ -1,0 +1,119 @@
+"""`ray-ckpt show`: one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+
+from ray_ckpt.catalog import Catalog, CheckpointView
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.output import (
+    add_row,
+    info_json,
+    level_text,
+    make_table,
+    metrics_text,
+    pins_text,
+    print_json,
+    stdout,
+    when_text,
+)
+
+
+def show(
+    path: PathArgument,
+    step: Annotated[int, typer.Argument(metavar="STEP", help="The step.", show_default=False)],
+    slices: Annotated[bool, typer.Option("--slices", help="Also every slice: where its bytes are.")] = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one checkpoint: what the log says, its files, and its tensors by item.
+
+    Of several attempts at a step it takes the newest live one, on the lineage if there is one.
+
+    Example: `ray-ckpt show /shared/runs/gpt 3000 --slices`
+    """
+    catalog = Catalog(path, store_options(storage_option))
+    view = catalog.find(step, all=True) or catalog[step]
+    document = {"run_name": catalog.run_name, "run_uid": catalog.run_uid, **info_json(view)}
+    if view.where is not None:
+        document |= _content_json(view, slices)
+    if as_json:
+        print_json(document)
+        return
+    console = stdout()
+    facts = make_table("", "", header=False)
+    for key in ("run_name", "run_uid", "step", "attempt", "session", "state"):
+        add_row(facts, key.replace("_", " "), document[key])
+    add_row(facts, "level", level_text(view.info))
+    add_row(facts, "world", f"{view.info.world_size} ranks on {view.info.num_nodes} nodes")
+    add_row(facts, "size", f"{decimal(view.info.size_bytes)} ({view.info.size_bytes} bytes)")
+    add_row(facts, "when", when_text(view.info.committed_at_s))
+    add_row(facts, "root digest", view.info.root_digest)
+    add_row(facts, "metrics", metrics_text(view.info.metrics))
+    add_row(facts, "pins", pins_text(view.info) or "none")
+    verified_at_s = view.info.verified_at_s
+    add_row(facts, "last verified", "never" if verified_at_s is None else when_text(verified_at_s))
+    add_row(facts, "path", view.where or "none: it has no files on the storage path")
+    console.print(facts)
+    if view.where is not None:
+        _print_content(console, document)
+
+
+def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:
+    """What only the files can tell."""
+    description, table = view.description(), view.slices()
+    rows = table.filter(_is_slice(table))
+    grouped = rows.group_by("item", use_threads=False).aggregate(
+        [("name", "count_distinct"), ("name", "count"), ("nbytes", "sum"), ("dtype", "distinct")]
+    )
+    items = [
+        {
+            "item": row["item"],
+            "tensors": row["name_count_distinct"],
+            "slices": row["name_count"],
+            "size_bytes": row["nbytes_sum"],
+            "dtypes": sorted(row["dtype_distinct"]),
+        }
+        for row in grouped.to_pylist()
+    ]
+    content: dict[str, Any] = {
+        "files": [
+            {"name": f.name, "size_bytes": f.size_bytes, "digest": f.digest} for f in description.files
+        ],
+        "items": sorted(items, key=lambda item: str(item["item"])),
+    }
+    if slices:
+        content["slices"] = rows.drop_columns(["kind"]).to_pylist()
+    return content
+
+
+def _is_slice(table: Any) -> Any:
+    import pyarrow.compute as pc
+
+    return pc.equal(table["kind"], "slice")
+
+
+def _print_content(console: Console, document: Mapping[str, Any]) -> None:
+    table = make_table("file", "size", right=(1,))
+    for file in document["files"]:
+        add_row(table, file["name"], decimal(file["size_bytes"]))
+    console.print(table)
+    table = make_table("item", "tensors", "slices", "size", "dtypes", right=(1, 2, 3))
+    for item in document["items"]:
+        size = decimal(item["size_bytes"])
+        add_row(table, item["item"], item["tensors"], item["slices"], size, " ".join(item["dtypes"]))
+    console.print(table)
+    if "slices" in document:
+        table = make_table(
+            "tensor", "dtype", "global shape", "offset", "shape", "file", "at byte", "bytes", right=(6, 7)
+        )
+        for part in document["slices"]:
+            key = f"{part['item']}.{part['name']}" if part["name"] else part["item"]
+            shapes = (part["global_shape"], part["offset"], part["shape"])
+            add_row(table, key, part["dtype"], *shapes, part["file"], part["byte_offset"], part["nbytes"])
+        console.print(table)
