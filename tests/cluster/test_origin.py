@@ -208,6 +208,7 @@ def count(config: dict[str, Any]) -> None:
             ckpt.step(step)
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_before_the_first_checkpoint_begins_there_again(
     cluster: LocalCluster, storage: str, tmp_path: Path
 ) -> None:
