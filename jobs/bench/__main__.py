@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -42,6 +44,10 @@ ROWS: Mapping[str, str] = {  # name -> the module with its `rows(context)`, load
     "simulator": "jobs.bench.simulator",
 }
 NOT_QUICK = ("overhead",)  # unless it is named: processes that import torch take a third of the minute
+AT_MOST = {  # bytes and samples of rows that are not named: whoever wants them more exactly has minutes
+    "overhead": (1 << 40, 3),
+    "remote": (512 << 20, 3),
+}
 SIZE = "1GiB"
 REPEAT = 5
 FOLDER = Path("bench-out")
@@ -105,15 +111,18 @@ def _parser() -> argparse.ArgumentParser:
 def _groups(chosen: argparse.Namespace) -> dict[str, Callable[[Context], Iterator[Row]]]:
     """What makes the wanted rows, by name. With `--peers` and without `--only`, all of it."""
     names = chosen.only or [name for name in ROWS if name not in NOT_QUICK or not chosen.quick]
-    groups = {name: _lazy(ROWS[name]) for name in names}
+    groups = {name: _lazy(ROWS[name], None if chosen.only else AT_MOST.get(name)) for name in names}
     if chosen.peers is not None:
         wanted = chosen.peers or list(PEERS)
         groups["peers"] = lambda context: import_module("jobs.bench.peers.measure").rows(context, wanted)
     return groups
 
 
-def _lazy(module: str) -> Callable[[Context], Iterator[Row]]:
+def _lazy(module: str, at_most: tuple[int, int] | None) -> Callable[[Context], Iterator[Row]]:
     def rows(context: Context) -> Iterator[Row]:
+        if at_most is not None:
+            size_bytes, repeat = min(context.size_bytes, at_most[0]), min(context.repeat, at_most[1])
+            context = replace(context, size_bytes=size_bytes, repeat=repeat)
         yield from import_module(module).rows(context)
 
     return rows
@@ -122,11 +131,13 @@ def _lazy(module: str) -> Callable[[Context], Iterator[Row]]:
 def _measured(groups: Mapping[str, Callable[[Context], Iterator[Row]]], context: Context) -> Iterator[Row]:
     """All rows. What an error keeps from being measured is a row with its first line; others go on."""
     for name, rows in groups.items():
+        start_s = time.monotonic()
         try:
             yield from rows(context)
         except Exception as error:
             traceback.print_exc()
             yield skipped(name, "its rows", FAILED + first_line(error))
+        print(f"{name} took {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
 
 
 def _told(rows: Iterable[Row]) -> Iterator[Row]:
