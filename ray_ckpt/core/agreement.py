@@ -103,7 +103,9 @@ class Agreement:
         """Nodes of the group that are about to go; not those that should be gone for long, or were never
         given a time: without an end, nothing but saves would be done for them."""
         context, now_s = self._context, self._context.now_s
-        found = frozenset(context.draining) & set(context.session_nodes())
+        if not context.draining:  # as nearly always; this is asked with each event
+            return frozenset()
+        found = context.draining.intersection(context.session_nodes())
         self._over_s = {
             n: self._over_s.get(n, now_s) for n in found if context.leaves_at_s.get(n, now_s) <= now_s
         }

@@ -72,7 +72,7 @@ class RunMachine:
         """Apply one event; the effects are to be carried out in order."""
         if self._fenced:
             return tuple(self._refuse(event))
-        if not self.is_open and not isinstance(event, _BEFORE_THE_FENCE):
+        if not self._ledger.is_open and not isinstance(event, _BEFORE_THE_FENCE):
             self._early.append(event)
             return ()
         effects = [*_handler(type(event))(self, event), *self._decide()]
@@ -282,24 +282,26 @@ class RunMachine:
     # -- decisions on the whole log --------------------------------------------------------------------
 
     def _decide(self) -> Iterator[m.Effect]:
-        if self._fenced or not self.is_open:
+        ledger = self._ledger
+        if self._fenced or not ledger.is_open:
             return
-        if self._ledger.pending:
+        if ledger.pending:
             yield from self._groups.decide_without_log()
             return
         yield from self._groups.decide()
-        if not self._ledger.pending:
+        if self._requests and not self._ledger.pending:
             yield from self._requests.decide(self._saves)
-        if self._retire_due and not self._ledger.pending:
+        if self._retire_due and not ledger.pending:
             self._retire_due = False
             self._retire()
-        if self._upkeep.is_due and self._groups.owner_has_run and not self._ledger.pending:
+        if self._upkeep.is_due and self._groups.owner_has_run and not ledger.pending:
             is_told = bool(self._context.disks)
             yield from self._upkeep.decide(wall_s=self._wall_s, busy=self._busy())
             if is_told and self._upkeep.is_crowded and not self._ledger.pending:
                 self._retire()
             self._drain_again()
-        yield from self._leave()
+        if self._context.draining:
+            yield from self._leave()
         yield from self._sweeps.ask(self._wall_s)
         if self._finishing and not self._saves and not self._ledger.pending:
             yield from self._finish()
@@ -308,7 +310,7 @@ class RunMachine:
     def _leave(self) -> Iterator[m.Effect]:
         """All nodes are about to go: what survives that is on the storage path, so the newest goes there."""
         context, lineage = self._context, self.history.lineage()
-        if not context.draining or context.holders.live - context.draining or not lineage:
+        if context.holders.live - context.draining or not lineage:
             return
         ends = [at_s for node, at_s in context.leaves_at_s.items() if node in context.holders.live]
         fits = not ends or context.now_s + self._tempo.drain_s <= max(ends)
@@ -583,7 +585,8 @@ class RunMachine:
         )
         yield from self._groups.ticked()
         yield from self._redo_deletes()
-        yield from self._assign_drains()
+        if self._drains:
+            yield from self._assign_drains()
 
     @_on.register
     def _(self, event: m.NodesSeen) -> Iterator[m.Effect]:

@@ -53,6 +53,10 @@ class Drains:
         self._urgent = ""  # the attempt that the end of the run waits for
         self._not_before_s: dict[str, float] = {}  # attempts of which no intact copy was found
 
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._tasks)
+
     @property
     def attempts(self) -> set[str]:
         return set(self._tasks)

@@ -40,6 +40,10 @@ class Requests:
         self._requests: list[_Request] = []  # bounded by the callers that wait, and by MAX_WAITING
         self._logging: Asked | None = None  # its record is on its way
 
+    def __bool__(self) -> bool:
+        """Whether any waits to be decided."""
+        return bool(self._requests)
+
     @property
     def waiting(self) -> tuple[Asked, ...]:
         """All that somebody waits for, in the order in which they came."""

@@ -161,7 +161,8 @@ class Saves:
         self._enter_session()
         self._saved_before |= set(attempt.nodes[event.node_index].ranks)
         self._context.holders.add(event.attempt.attempt, event.node_index, event.node_id)
-        yield from self._copy_elsewhere(attempt, event.node_index)
+        if self._context.draining:
+            yield from self._copy_elsewhere(attempt, event.node_index)
         waiting = [a for a in self._attempts.values() if not a.committing]
         if len(waiting) > MAX_OPEN_ATTEMPTS:
             oldest = min(waiting, key=lambda a: a.id.step)

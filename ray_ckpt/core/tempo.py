@@ -11,6 +11,8 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.pace import FailureRate, Pace
 
+COUNTED_S = 1.0  # of training at a time: this is asked with each event
+
 
 class Tempo:
     """One per run machine; begins anew with each session, with all failures that the log tells of."""
@@ -41,8 +43,9 @@ class Tempo:
                 budget=options.overhead_budget,
                 failures=failures_in(self._context.history),
             )
-        self._pace.trained(now_s - self._trained_s)
-        self._trained_s = now_s
+        if now_s - self._trained_s >= COUNTED_S:
+            self._pace.trained(now_s - self._trained_s)
+            self._trained_s = now_s
 
     def progressed(self, event: m.RanksProgressed) -> None:
         if event.age == self._age:
@@ -73,22 +76,23 @@ class Tempo:
     @property
     def interval_s(self) -> float | None:
         """Seconds between saves by time; None: none."""
-        return self._of(self._context.options.every_s, self._pace.interval_s if self._pace else None)
+        every_s = self._context.options.every_s
+        if every_s == "auto":
+            return self._pace.interval_s if self._pace else None
+        return every_s
 
     @property
     def remote_interval_s(self) -> float | None:
         """Seconds after which a commit is due on the storage path; None: by their number only."""
         every_s = self._context.options.remote_every_s
-        return self._of(every_s, self._pace.remote_interval_s if self._pace else None)
+        if every_s == "auto":
+            return self._pace.remote_interval_s if self._pace else None
+        return every_s
 
     @property
     def drain_s(self) -> float:
         """Seconds that a drain takes; 0 if none was seen."""
         return self._drain_s
-
-    @staticmethod
-    def _of(every_s: float | str | None, measured_s: float | None) -> float | None:
-        return measured_s if isinstance(every_s, str) else every_s
 
 
 def failures_in(history: RunHistory) -> FailureRate:
