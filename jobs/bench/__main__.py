@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -43,11 +42,11 @@ ROWS: Mapping[str, str] = {  # name -> the module with its `rows(context)`, load
     "retention": "jobs.bench.retention",
     "simulator": "jobs.bench.simulator",
 }
-NOT_QUICK = ("overhead",)  # unless it is named: processes that import torch take a third of the minute
-AT_MOST = {  # bytes and samples of rows that are not named: whoever wants them more exactly has minutes
-    "overhead": (1 << 40, 3),
-    "remote": (512 << 20, 3),
-}
+IF_NAMED = (
+    "overhead",
+    "remote",
+)  # or with --peers: two minutes of ten-step stretches, three of other programs
+NOT_QUICK = ("overhead",)  # processes that import torch take a third of the minute
 SIZE = "1GiB"
 REPEAT = 5
 FOLDER = Path("bench-out")
@@ -87,7 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--size", type=_size, default=parse_size(SIZE), help=f"state of a save, as 2GiB (default {SIZE})")
-    add("--only", nargs="+", choices=ROWS, metavar="NAME", help=f"these rows: {', '.join(ROWS)}")
+    add(
+        "--only",
+        nargs="+",
+        choices=ROWS,
+        metavar="NAME",
+        help=f"these rows: {', '.join(ROWS)}; without it and --peers all but {' and '.join(IF_NAMED)}",
+    )
     add("--repeat", type=_count, help=f"samples per row (default {REPEAT})")
     add(
         "--quick",
@@ -109,20 +114,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _groups(chosen: argparse.Namespace) -> dict[str, Callable[[Context], Iterator[Row]]]:
-    """What makes the wanted rows, by name. With `--peers` and without `--only`, all of it."""
-    names = chosen.only or [name for name in ROWS if name not in NOT_QUICK or not chosen.quick]
-    groups = {name: _lazy(ROWS[name], None if chosen.only else AT_MOST.get(name)) for name in names}
+    """What makes the wanted rows, by name. With `--peers` and without `--only`, all there are."""
+    left_out = NOT_QUICK if chosen.quick else IF_NAMED if chosen.peers is None else ()
+    names = chosen.only or [name for name in ROWS if name not in left_out]
+    groups = {name: _lazy(ROWS[name]) for name in names}
     if chosen.peers is not None:
         wanted = chosen.peers or list(PEERS)
         groups["peers"] = lambda context: import_module("jobs.bench.peers.measure").rows(context, wanted)
     return groups
 
 
-def _lazy(module: str, at_most: tuple[int, int] | None) -> Callable[[Context], Iterator[Row]]:
+def _lazy(module: str) -> Callable[[Context], Iterator[Row]]:
     def rows(context: Context) -> Iterator[Row]:
-        if at_most is not None:
-            size_bytes, repeat = min(context.size_bytes, at_most[0]), min(context.repeat, at_most[1])
-            context = replace(context, size_bytes=size_bytes, repeat=repeat)
         yield from import_module(module).rows(context)
 
     return rows
