@@ -11,8 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from html import escape
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
@@ -28,6 +31,7 @@ from ray_ckpt.format.manifest import (
     decode_fragment,
     rows_table,
 )
+from ray_ckpt.lazy import LazyTensor, SavedTensors
 from ray_ckpt.location import Location
 from ray_ckpt.storage.file_store import FileStore
 from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, read_run
@@ -61,6 +65,8 @@ REQUESTS_AT_A_TIME = 16  # for small files of a store that answers late
 MAX_FOLDERS = 1000  # of a storage path that are looked into for runs
 _MAX_TIME_S = 253_402_300_800.0  # the year 10000: what datetime can hold
 _MAX_NAMED_RUNS = 10  # in a hint
+MAX_HTML_ROWS = 20  # of a table in a notebook
+MAX_HTML_METRICS = 5  # of a checkpoint there
 
 
 # The catalog
@@ -203,6 +209,26 @@ class Catalog:
 
     def __repr__(self) -> str:
         return f"Catalog({self.where!r}, run_name={self.run_name!r}, {len(self)} live checkpoints)"
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the newest live checkpoints. What a log says is escaped."""
+        shown = self.checkpoints[-MAX_HTML_ROWS:]
+        newest = self.lineage[-1:]
+        rows = [
+            (
+                f"{info.step} (newest)" if info in newest else info.step,
+                info.level.label,
+                info.id.session,
+                info.world_size,
+                info.size_bytes,
+                to_datetime(info.committed_at_s) or "",
+                _metrics_text(info.metrics),
+            )
+            for info in reversed(shown)
+        ]
+        title = f"run {self.run_name}: {len(self)} live checkpoints in {self.where}"
+        headers = ("step", "level", "session", "ranks", "bytes", "saved at", "metrics")
+        return _html_table(title, headers, rows, len(self) - len(shown))
 
     def to_arrow(self) -> pa.Table:
         """One row per checkpoint that the log knows, in log order, whatever its `state`.
@@ -357,9 +383,52 @@ class CheckpointView:
         """Its manifest as one table, a row per byte range; see format.manifest.COLUMNS."""
         return rows_table(self.fragments())
 
+    def tensors(self) -> SavedTensors:
+        """Its tensors by their full names; of them nothing is read yet. The manifest read last is kept."""
+        if self.tier is None:
+            self.files()  # which says why there are none
+        assert self.tier is not None
+        attempt, found = _LAST_TENSORS.get(self.tier, ("", None))
+        if found is None or attempt != self.info.id.attempt:
+            found = SavedTensors(self.files(), (row for f in self.fragments() for row in f.rows))
+            _LAST_TENSORS[self.tier] = (self.info.id.attempt, found)
+        return found
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        """A tensor by its full name, such as `model.layers.0.weight`, to be read whole or in part.
+
+        ConfigError, with the nearest names, if there is none of that name.
+        """
+        return self.tensors()[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors())
+
     def verify(self, progress: Progress | None = None) -> tuple[Damage, ...]:
         """Everything that is wrong with its files; empty if each byte is as it was saved."""
         return verify_files(self.files(), root_digest=self.info.root_digest, progress=progress).damages
+
+    def _repr_html_(self) -> str:
+        """For a notebook: what the log says of it, escaped. No file of it is read."""
+        info = self.info
+        facts = (
+            ("step", info.step),
+            ("attempt", info.id.attempt),
+            ("session", info.id.session),
+            ("state", info.state),
+            ("level", info.level.label),
+            ("ranks", f"{info.world_size} on {info.num_nodes} nodes"),
+            ("bytes", info.size_bytes),
+            ("saved at", to_datetime(info.committed_at_s) or ""),
+            ("metrics", _metrics_text(info.metrics)),
+            ("pins", ", ".join(islice(sorted(info.pins), MAX_HTML_ROWS))),
+            ("root digest", info.root_digest),
+            ("where", self.where or "no files on the storage path"),
+        )
+        return _html_table(f"checkpoint of step {info.step}", (), facts, 0)
 
     def _location(self, tier: RemoteTier) -> Location:
         return tier.root / names.CHECKPOINTS_DIR / self.info.directory
@@ -376,6 +445,9 @@ class CheckpointView:
 
 
 _DAMAGED = "Run `ray-ckpt verify` on it, and restore another step."
+
+_LAST_TENSORS: WeakKeyDictionary[RemoteTier, tuple[str, SavedTensors]] = WeakKeyDictionary()
+# of each run that is open, with its attempt: views are made anew each time, and a manifest may be large
 
 
 def _fragment(files: CheckpointFiles, entry: FileEntry) -> Fragment:
@@ -497,3 +569,21 @@ def to_datetime(time_s: float) -> datetime | None:
 
 def _times(times_s: Iterable[float]) -> pa.Array:
     return pa.array([to_datetime(time_s) for time_s in times_s], pa.timestamp("us", tz="UTC"))
+
+
+# HTML
+
+
+def _html_table(title: str, headers: Iterable[str], rows: Iterable[Iterable[object]], left_out: int) -> str:
+    """A small table without styles of its own; everything is escaped."""
+    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    more = f"<p>and {left_out} older ones</p>" if left_out else ""
+    top = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f"<table><caption>{escape(title)}</caption>{top}<tbody>{body}</tbody></table>{more}"
+
+
+def _metrics_text(metrics: Mapping[str, float]) -> str:
+    """The first few."""
+    text = ", ".join(f"{name} {metrics[name]:.5g}" for name in islice(sorted(metrics), MAX_HTML_METRICS))
+    return text + (", ..." if len(metrics) > MAX_HTML_METRICS else "")

@@ -14,7 +14,6 @@ tensor.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -25,6 +24,7 @@ from ray_ckpt.catalog import Catalog, CheckpointView
 from ray_ckpt.errors import ConfigError, CorruptionError, RestoreError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import TensorRef, decode_tree
+from ray_ckpt.lazy import MAX_NEAREST, nearest
 from ray_ckpt.restore import ProgressLog, Source, SourceReader
 from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
 from ray_ckpt.verify import StoragePath
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray_ckpt")
 
-MAX_NEAREST = 5  # names and steps in a hint
-MAX_COMPARED = 10_000  # names among which the nearest are looked for, which takes a tenth of a second
 MAX_NOTES = 3  # of what has failed, in one error
 
 
@@ -260,7 +258,7 @@ class _Saved:
             if not found:
                 raise ConfigError(
                     f"No tensor of step {self.info.step} is called {pattern!r}.",
-                    hint=_nearest(pattern, names),
+                    hint=nearest(pattern, names),
                     pattern=pattern,
                 )
             chosen.update(found)
@@ -410,13 +408,3 @@ def _group() -> tuple[int, int]:
 def _check_into(what: object, rank: object) -> None:
     if what is not None or rank is not None:
         raise ConfigError("`into` names the items itself.", hint="Leave out `what` and `rank`.")
-
-
-def _nearest(wanted: str, names: Collection[str]) -> str:
-    """A hint."""
-    item = wanted.partition(".")[0]
-    same = [name for name in names if name.partition(".")[0] == item] or list(names)
-    nearest = difflib.get_close_matches(wanted, same[:MAX_COMPARED], n=MAX_NEAREST, cutoff=0.5)
-    if nearest:
-        return f"The nearest are {', '.join(nearest)}."
-    return f"Its items with tensors are {', '.join(sorted({name.partition('.')[0] for name in names}))}."

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from ray_ckpt.catalog import Catalog, Damage, find_runs, verify_directory
+from ray_ckpt.catalog import MAX_HTML_ROWS, Catalog, Damage, find_runs, verify_directory
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, StoragePathError
 from ray_ckpt.format import names, records, zstd
 from ray_ckpt.format.digest import digest, root_digest
@@ -741,3 +741,19 @@ def test_a_gap_in_a_log_in_a_bucket_is_an_error(branched: SampleRun, storage: st
     put(branched.folder, storage_of(storage))
     with pytest.raises(FormatError, match="no record 5, but record 16"):
         Catalog(storage_of(storage))
+
+
+# Notebooks
+
+
+def test_html_is_escaped_and_bounded(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=range(1, 31), durable=(30,))
+    metrics = {f"<script>{k}": 1.5 for k in range(7)}
+    run.log.commit(make_checkpoint(run.log.attempt(1, 31), metrics=metrics))
+    catalog = Catalog(run.folder)
+    html = catalog._repr_html_()
+    assert html.count("<tr>") == 1 + MAX_HTML_ROWS and "and 11 older ones" in html
+    assert "31 (newest)" in html and "<script>" not in html and "&lt;script&gt;4 1.5, ..." in html
+    html = catalog[30]._repr_html_()
+    assert str(run.directory(30)) in html and run.checkpoints[30].root_digest in html
+    assert "&lt;script" in catalog[31]._repr_html_() and "no files on" in catalog[31]._repr_html_()

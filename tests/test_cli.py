@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 import ray_ckpt
 from ray_ckpt.cli import app, main
+from ray_ckpt.cli.tree import MAX_SESSIONS
 from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote import open_store
@@ -122,6 +124,68 @@ def test_names_in_a_log_do_not_drive_the_terminal(tmp_path: Path) -> None:
     text = ray_ckpt_cli("ls", run.folder)
     assert "\x1b" not in text and "[bold]loss inf" in text
     assert as_json("ls", run.folder)["checkpoints"][0]["metrics"] == {"\x1b[31m[bold]loss": "inf"}
+
+
+# tree
+
+
+def test_tree_draws_sessions_and_from_where_they_went_on(run: SampleRun) -> None:
+    lines = ray_ckpt_cli("tree", run.folder).splitlines()
+    assert lines[0] == f"run gpt  uid {run.log.run_uid}"
+    assert [re.sub(r"  (2 ranks|[0-9]+ d ago).*", "", line) for line in lines[1:]] == [
+        "├── session 1  from scratch",
+        "│   ├── 2 gone; --all draws them",
+        "│   ├── + step 30  durable",
+        "│   └──   step 40  replicated(1), in cluster",
+        "└── session 2  from step 30 of session 1",
+        "    ├── + step 40  replicated(1), in cluster",
+        "    └── * step 50  durable",
+    ]
+    text = ray_ckpt_cli("tree", run.folder, "--all")
+    assert "step 10  collected" in text and "step 20  lost" in text and "gone" not in text
+
+
+def test_tree_as_json(run: SampleRun) -> None:
+    first, second = as_json("tree", run.folder)["sessions"]
+    assert (first["parent"], first["resumed_from"]) == (None, None)
+    assert [(c["step"], c["state"]) for c in first["checkpoints"]] == [
+        (10, "collected"),
+        (20, "lost"),
+        (30, "live"),
+        (40, "live"),
+    ]
+    origin = {"step": 30, "attempt": first["checkpoints"][2]["attempt"], "session": 1}
+    assert (second["parent"], second["resumed_from"]) == (1, origin)
+    assert [(c["step"], c["newest"], c["on_lineage"]) for c in second["checkpoints"]] == [
+        (40, False, True),
+        (50, True, True),
+    ]
+
+
+def test_tree_draws_a_branch_that_was_left_aside_under_its_session(tmp_path: Path) -> None:
+    run = write_run(tmp_path, resume_at=20, resumed_steps=(25,))
+    run.log.append(records.Epoch())
+    run.log.session(3, after=run.checkpoints[30], world_size=2, num_nodes=2)
+    assert [
+        line[: line.index("from")] for line in ray_ckpt_cli("tree", run.folder).splitlines() if "from" in line
+    ] == [
+        "├── session 1  ",
+        "│   └── session 2  ",
+        "└── session 3  ",
+    ]
+    on_lineage = {s["session"]: s["on_lineage"] for s in as_json("tree", run.folder)["sessions"]}
+    assert on_lineage == {1: True, 2: False, 3: True}
+
+
+def test_tree_of_a_long_run_draws_its_end(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=range(1, 21), durable=())
+    assert "├── 12 older; --all draws them" in ray_ckpt_cli("tree", run.folder)
+    for session in range(2, 2 + MAX_SESSIONS):
+        run.log.session(session, after=run.checkpoints[20], world_size=2, num_nodes=2)
+    lines = ray_ckpt_cli("tree", run.folder).splitlines()
+    assert "1 older sessions; --all draws them" in lines[1] and len(lines) == 2 + MAX_SESSIONS
+    lines = ray_ckpt_cli("tree", run.folder, "--all").splitlines()
+    assert len(lines) == 1 + 1 + 20 + MAX_SESSIONS
 
 
 # show
@@ -387,7 +451,7 @@ def test_usage_errors_exit_with_2() -> None:
         assert CliRunner().invoke(app, args).exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "gc"])
+@pytest.mark.parametrize("command", ["ls", "tree", "export", "show", "verify", "gc"])
 def test_every_command_has_an_example(command: str) -> None:
     assert f"Example: ray-ckpt {command}" in ray_ckpt_cli(command, "--help")
 

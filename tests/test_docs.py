@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -63,3 +64,11 @@ def test_the_bounds_are_those_of_the_code() -> None:
         found = re.findall(rf"^{name} = ([\d._*< ]+)", source, re.MULTILINE)
         wanted = float(value.replace(",", "")) * UNITS.get(unit, 1)
         assert wanted in {eval(text) for text in found}, (name, value, unit, found)
+
+
+def test_a_wheel_has_every_package() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "ray_ckpt").rglob("__init__.py")
+    }
+    assert found | {"ray_ckpt.actors"} == set(listed)

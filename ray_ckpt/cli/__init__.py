@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import ray_ckpt
-from ray_ckpt.cli import gc, ls, rollback, show, verify
+from ray_ckpt.cli import diff, doctor, export, gc, goodput, ls, rollback, show, tree, verify
 from ray_ckpt.cli.options import EXIT_USAGE
 from ray_ckpt.cli.output import plain
 from ray_ckpt.errors import CheckpointError
@@ -28,7 +28,7 @@ app = typer.Typer(
     "older one. Needs no cluster.",
     epilog="PATH is a folder or a URL: `/shared/runs/gpt`, `s3://bucket/runs/gpt`, `gs://bucket/runs/gpt`. "
     "Credentials come from the environment, a profile or a role. "
-    "Exit codes: 0 fine, 1 damage found, 2 wrong usage or nothing there to read.",
+    "Exit codes: 0 fine, 1 damage found or a failed check, 2 wrong usage or nothing there to read.",
 )
 
 
@@ -56,5 +56,16 @@ def _root(
     pass
 
 
-for command in (ls.ls, show.show, verify.verify, gc.gc, rollback.rollback):
+for command in (
+    ls.ls,
+    tree.tree,
+    show.show,
+    verify.verify,
+    diff.diff,
+    export.export,
+    doctor.doctor,
+    gc.gc,
+    goodput.goodput,
+    rollback.rollback,
+):
     app.command()(command)

@@ -1,0 +1,249 @@
+"""`ray-ckpt diff`: what differs between two checkpoints."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from ray_ckpt.catalog import Catalog, CheckpointView
+from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
+from ray_ckpt.cli.output import add_row, make_table, plain, print_json, stdout
+from ray_ckpt.diff import MAX_VALUES, Comparison, Status, TensorDiff, ValueDiff, compare
+from ray_ckpt.errors import ConfigError, CorruptionError
+from ray_ckpt.origin import CheckpointUri
+
+_ORDER: Sequence[Status] = (
+    "damaged",
+    "only_a",
+    "only_b",
+    "shape",
+    "dtype",
+    "changed",
+    "equal",
+)  # of the table, and summary
+_NUMBERS = ("relative", "max_abs", "cosine", "norm_a", "norm_b", "norm_diff")
+
+
+def diff(
+    first: Annotated[
+        str,
+        typer.Argument(metavar="PATH|A", help="The run of two steps; or checkpoint A.", show_default=False),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(
+            metavar="STEP|B",
+            help="A's step; or checkpoint B, such as `s3://bucket/runs/gpt@3000`; without @STEP the newest.",
+            show_default=False,
+        ),
+    ],
+    third: Annotated[int | None, typer.Argument(metavar="STEP", help="B's step.", show_default=False)] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="PATTERN",
+            help="Tensors such as `model.layers.*`. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    all: Annotated[
+        bool, typer.Option("--all", help="List equal tensors too, not only their number.")
+    ] = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two checkpoints: `diff PATH STEP STEP` of one run, `diff A B` of any two.
+
+    Of each tensor: what was added, removed, reshaped or has another dtype, how far the values moved, NaN and
+    infinities. Then the plain values of rank 0. What has equal digests is not read. Exits with 1 if
+    something is damaged, with 0 however much differs.
+
+    Example: `ray-ckpt diff /shared/runs/gpt 1000 2000 --only 'model.*'`
+    """
+    a, b = _views(first, second, third, store_options(storage_option))
+    try:
+        with _progress() as bar:
+            comparison = compare(a, b, only=only or (), progress=bar.advance)
+            bar.begin(comparison)
+            tensors = sorted(comparison, key=_rank)
+        values = comparison.values()
+    except CorruptionError as error:
+        print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
+        raise typer.Exit(EXIT_DAMAGED) from None
+    is_damaged = any(found.status == "damaged" for found in tensors)
+    if as_json:
+        print_json(_document(a, b, tensors, values, ok=not is_damaged))
+    else:
+        _print(a, b, [found for found in tensors if all or found.status != "equal"], values)
+        _print_summary(tensors, values)
+    if is_damaged:
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+def _views(
+    first: str, second: str, third: int | None, options: Mapping[str, str]
+) -> tuple[CheckpointView, CheckpointView]:
+    if third is not None:
+        if not second.isdecimal():
+            raise ConfigError(
+                f"{second!r} is no step.", hint="Give PATH STEP STEP, or two checkpoints such as PATH@STEP."
+            )
+        catalog = Catalog(first, options)
+        return catalog[int(second)], catalog[third]
+    if second.isdecimal():
+        raise ConfigError(
+            "There is one step only.", hint=f"`ray-ckpt diff PATH {second} STEP` takes two of one run."
+        )
+    return _view(first, options), _view(second, options)
+
+
+def _view(text: str, options: Mapping[str, str]) -> CheckpointView:
+    """The checkpoint that a URI or a folder names. Options are for URLs."""
+    is_url = "://" in text
+    uri = CheckpointUri.parse(text if is_url else str(Path(text).expanduser().absolute()))
+    opened = uri.open(options if is_url else None)
+    return opened.run.catalog.view(opened.info)
+
+
+class _Bar:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None)
+
+    def begin(self, comparison: Comparison) -> None:
+        if not self._progress.disable:
+            self._progress.update(self._task, total=comparison.size_bytes)
+
+    def advance(self, nbytes: int) -> None:
+        self._progress.advance(self._task, nbytes)
+
+
+@contextmanager
+def _progress() -> Iterator[_Bar]:
+    """A bar on stderr, if that is a terminal."""
+    columns = (
+        TextColumn("comparing"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield _Bar(progress)
+
+
+def _rank(found: TensorDiff) -> tuple[int, bool, float, str]:
+    """What cannot be compared comes first, then what has NaN or infinities, then what has moved most."""
+    return _ORDER.index(found.status), found.is_finite, -(found.relative or 0.0), found.name
+
+
+def _print(
+    a: CheckpointView, b: CheckpointView, tensors: Sequence[TensorDiff], values: Sequence[ValueDiff]
+) -> None:
+    console = stdout()
+    for label, view in (("A", a), ("B", b)):
+        console.print(plain(f"{label}: step {view.info.step}, {view.where}"), soft_wrap=True)
+    if tensors:
+        table = make_table(
+            "tensor",
+            "",
+            *("relative", "max change", "cosine", "norm A", "norm B", "norm B-A", "differ", "NaN", "inf"),
+            right=range(2, 11),
+        )
+        for found in tensors:
+            numbers = [_number(getattr(found, name)) for name in _NUMBERS]
+            counts = (
+                "" if found.num_different is None else found.num_different,
+                _counts(found.nan_a, found.nan_b),
+                _counts(found.inf_a, found.inf_b),
+            )
+            style = "red" if found.status == "damaged" else None if found.is_finite else "yellow"
+            add_row(table, found.name, _what(found), *numbers, *counts, style=style)
+        console.print(table)
+    if values:
+        table = make_table("value", "A", "B")
+        for value in values:
+            add_row(table, value.name, *("absent" if v is None else v for v in (value.a, value.b)))
+        console.print(table)
+    for found in tensors:
+        if found.detail:
+            console.print(plain(f"{found.name}: {found.detail}"), style="red", soft_wrap=True)
+
+
+def _print_summary(tensors: Sequence[TensorDiff], values: Sequence[ValueDiff]) -> None:
+    counts = Counter(found.status for found in tensors)
+    parts = [f"{counts[status]} {_words(status)}" for status in _ORDER if counts[status]]
+    if spoilt := sum(not found.is_finite for found in tensors):
+        parts.append(f"{spoilt} with NaN or infinities")
+    many = "at least " if len(values) == MAX_VALUES else ""
+    text = f"{len(tensors)} tensors: {', '.join(parts) or 'none'}; {many}{len(values)} values differ"
+    stdout().print(text, soft_wrap=True)
+
+
+def _what(found: TensorDiff) -> str:
+    """`changed`, or the two shapes or dtypes."""
+    if found.status == "shape":
+        return f"shape {_shape(found.shape_a)} -> {_shape(found.shape_b)}"
+    return f"{found.dtype_a} -> {found.dtype_b}" if found.status == "dtype" else _words(found.status)
+
+
+def _words(status: str) -> str:
+    return {"only_a": "only in A", "only_b": "only in B"}.get(status, status)
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "x".join(map(str, shape)) if shape else "scalar"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}"
+
+
+def _counts(a: int | None, b: int | None) -> str:
+    return f"{a} -> {b}" if a or b else ""
+
+
+def _document(
+    a: CheckpointView,
+    b: CheckpointView,
+    tensors: Sequence[TensorDiff],
+    values: Sequence[ValueDiff],
+    *,
+    ok: bool,
+) -> dict[str, Any]:
+    sides = {
+        label: {"step": view.info.step, "attempt": view.info.id.attempt, "path": view.where}
+        for label, view in (("a", a), ("b", b))
+    }
+    counts = Counter(found.status for found in tensors)
+    return {
+        "ok": ok,
+        **sides,
+        "summary": {status: counts[status] for status in _ORDER},
+        "tensors": [{key: _plain(value) for key, value in asdict(found).items()} for found in tensors],
+        "values": [asdict(value) for value in values],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Infinities as strings: JSON has none."""
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

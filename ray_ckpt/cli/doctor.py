@@ -1,0 +1,93 @@
+"""`ray-ckpt doctor`: is this machine, and a storage path, fit for checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from itertools import chain
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
+from ray_ckpt.cli.output import add_row, make_table, print_json, stdout
+from ray_ckpt.config import MIB
+from ray_ckpt.doctor import Check, check_machine, check_staging, check_store
+from ray_ckpt.verify import locate
+
+STYLES = {"warn": "yellow", "fail": "bold red"}
+MAX_SIZE_MIB = 65_536  # of the file that measures a disk
+
+
+def doctor(
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATH",
+            help="A storage path too: a small folder is written there, and removed.",
+            show_default=False,
+        ),
+    ] = None,
+    staging: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="A staging folder, as the option of the run; RAY_CKPT_STAGING wins. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    size: Annotated[
+        int,
+        typer.Option(
+            metavar="MIB",
+            min=0,
+            max=MAX_SIZE_MIB,
+            help="Measure each disk with a file of so many MiB, removed afterwards; 0: do not.",
+        ),
+    ] = 256,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check this machine: memory, staging folders, disk speed, clock, versions, ports; with PATH a store too.
+
+    Says what was measured and what to do. It sees the machine that it runs on: run it on each kind of node.
+    Exits with 1 if a check has failed. What it writes it removes.
+
+    Example: `ray-ckpt doctor s3://bucket/runs`
+    """
+    options = store_options(storage_option)
+    where = None if path is None else locate(path)
+    wanted = check_staging(tuple(staging) if staging else None, size_bytes=size * MIB)
+    checks = chain(check_machine(), wanted, () if where is None else check_store(where, options))
+    began_s = time.monotonic()
+    found = list(_told(checks))
+    ok = all(check.state != "fail" for check in found)
+    if as_json:
+        print_json({"ok": ok, "checks": [dataclasses.asdict(check) for check in found]})
+    else:
+        table = make_table("check", "", "found", "what to do")
+        for check in found:
+            add_row(table, check.name, check.state, check.found, check.advice, style=_style(check))
+        console = stdout()
+        console.print(table)
+        console.print(f"{len(found)} checks in {time.monotonic() - began_s:.1f} s", soft_wrap=True)
+    if not ok:
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+def _style(check: Check) -> str | None:
+    return STYLES.get(check.state)
+
+
+def _told(checks: Iterator[Check]) -> Iterator[Check]:
+    """The checks; which one was last stands on stderr meanwhile, if that is a terminal."""
+    console = Console(stderr=True, markup=False, emoji=False)
+    if not console.is_terminal:
+        yield from checks
+        return
+    with console.status("looking at this machine") as status:
+        for number, check in enumerate(checks, start=1):
+            status.update(f"{number} checks done")
+            yield check

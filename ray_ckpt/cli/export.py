@@ -1,0 +1,101 @@
+"""`ray-ckpt export`: one checkpoint as files that stock tools read."""
+
+from __future__ import annotations
+
+import re
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ray_ckpt.catalog import Catalog
+from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.output import plain, print_json, stdout
+from ray_ckpt.errors import ConfigError, CorruptionError, RestoreError
+from ray_ckpt.export import export_safetensors, export_torch
+from ray_ckpt.types import Level
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class Form(StrEnum):
+    safetensors = "safetensors"
+    torch = "torch"
+
+
+def export(
+    path: PathArgument,
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="A new folder for safetensors, a new file for torch.", show_default=False
+        ),
+    ],
+    to: Annotated[Form, typer.Option("--to", help="In which form.")] = Form.safetensors,
+    step: Annotated[
+        int | None, typer.Option(help="This step instead of the newest durable one.", show_default=False)
+    ] = None,
+    item: Annotated[
+        str | None, typer.Option(help="One item, such as model, by its own names.", show_default=False)
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Tensors of these full names. Repeatable.", show_default=False),
+    ] = None,
+    max_file: Annotated[str, typer.Option(help="Of safetensors: tensors in one file.")] = "5GB",
+    force: Annotated[bool, typer.Option("--force", help="Replace what an export has left in OUT.")] = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write one checkpoint as files that stock tools read: whole tensors, every byte verified.
+
+    `safetensors` gives a folder in Hugging Face's layout and needs little memory; `torch` gives one file for
+    `torch.load(weights_only=True)`, with plain values too, and takes as much memory as the state. Exits with
+    1 if the checkpoint is damaged; then nothing is left.
+
+    Example: `ray-ckpt export /shared/runs/gpt gpt-3000 --step 3000 --item model`
+    """
+    catalog = Catalog(path, store_options(storage_option))
+    view = catalog[step] if step is not None else catalog.newest(Level.DURABLE)
+    if view is None:
+        raise ConfigError(f"Run {catalog.run_name} has no durable checkpoint.", hint="See `ray-ckpt ls`.")
+    patterns, limit = tuple(only or ()), _size(max_file)
+    try:
+        if to is Form.torch:
+            files = export_torch(catalog, view.info.step, out, item=item, only=patterns, force=force)
+        else:
+            console = Console(stderr=True)
+            columns = (TextColumn("exporting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+                task = bar.add_task("", total=None)
+                files = export_safetensors(
+                    view,
+                    out,
+                    item=item,
+                    only=patterns,
+                    max_file_bytes=limit,
+                    force=force,
+                    progress=lambda nbytes: bar.advance(task, nbytes),
+                )
+    except (CorruptionError, RestoreError) as error:
+        print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
+        raise typer.Exit(EXIT_DAMAGED) from error
+    sizes = [file.stat().st_size for file in files]
+    if as_json:
+        rows = [{"file": str(f), "size_bytes": size} for f, size in zip(files, sizes, strict=True)]
+        print_json({"run_name": catalog.run_name, "step": view.info.step, "files": rows})
+    else:
+        for file in files:
+            stdout().print(plain(str(file)), soft_wrap=True)
+
+
+def _size(text: str) -> int:
+    """`5GB` in bytes."""
+    match = re.fullmatch(r"([0-9]{1,9})\s*([KMGT]?B|)", text, re.IGNORECASE)
+    if match is None or not int(match[1]):
+        raise ConfigError(f"--max-file is {text!r}.", hint="Give a size such as 5GB.", option="max_file")
+    return int(match[1]) * (_UNITS[match[2].upper()] if match[2].upper() != "B" else 1)

@@ -1,0 +1,178 @@
+"""`ray-ckpt tree`: the sessions of a run, from which checkpoint each went on, and what they have saved."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+from rich.tree import Tree
+
+from ray_ckpt.catalog import Catalog
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.output import level_text, plain, print_json, stdout, when_text
+from ray_ckpt.types import CheckpointInfo, SessionInfo
+
+MAX_SESSIONS = 100  # that are drawn unless all are asked for: a few screens
+MAX_CHECKPOINTS = 8  # that are drawn of a session
+
+
+def tree(
+    path: PathArgument,
+    all: Annotated[
+        bool,
+        typer.Option("--all", help="Every session and checkpoint, also what is lost, retired or deleted."),
+    ] = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw the lineage of a run: its sessions, from which checkpoint each went on, and what they have saved.
+
+    Sessions that went on from one another stand below each other; a branch that was left aside is drawn under
+    the session that it came from. `*` marks the newest checkpoint, which a restart resumes from; `+` the
+    others on its lineage. Draws the newest sessions and the newest live checkpoints of each, unless `--all`
+    asks for everything.
+
+    Example: `ray-ckpt tree /shared/runs/gpt`
+    """
+    lineage = _Lineage(Catalog(path, store_options(storage_option)))
+    if as_json:
+        print_json(lineage.to_json())
+    else:
+        stdout().print(_draw(lineage, all))
+
+
+class _Lineage:
+    """The sessions of a run and how they hang together."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.sessions = catalog.sessions
+        self.attempts = {info.id.attempt: info for info in catalog.list(all=True)}
+        self.checkpoints: dict[int, list[CheckpointInfo]] = defaultdict(list)  # by session, in log order
+        for info in self.attempts.values():
+            self.checkpoints[info.id.session].append(info)
+        newest = catalog.newest()
+        self._newest = newest.info.id.attempt if newest else ""
+        self._live = {info.id.attempt for info in catalog.lineage}
+        known = {s.session: s for s in self.sessions}
+        self.on_lineage: set[int] = set()
+        session = self.sessions[-1] if self.sessions else None
+        while session is not None:
+            self.on_lineage.add(session.session)
+            origin = self.origin(session)
+            session = known[origin.id.session] if origin else None
+
+    def origin(self, session: SessionInfo) -> CheckpointInfo | None:
+        """The checkpoint that a session went on from."""
+        return self.attempts[session.resumed_from] if session.resumed_from else None
+
+    def mark(self, info: CheckpointInfo) -> str:
+        return "*" if info.id.attempt == self._newest else "+" if info.id.attempt in self._live else ""
+
+    def chains(self, shown: Sequence[SessionInfo]) -> dict[int | None, list[SessionInfo]]:
+        """Which of `shown` are drawn under which session, in log order; under None what hangs on the run.
+
+        The one that goes on from a session's checkpoints stands beside it: that on the lineage, else the
+        last one. Others are branches under it.
+        """
+        heirs: dict[int, SessionInfo] = {}
+        for session in shown:
+            if (origin := self.origin(session)) is not None:
+                heir = heirs.get(origin.id.session)
+                if heir is None or heir.session not in self.on_lineage:
+                    heirs[origin.id.session] = session
+        under: dict[int | None, list[SessionInfo]] = defaultdict(list)
+        places: dict[int, int | None] = {}  # of each session that is drawn: the one that it is drawn under
+        for session in shown:
+            origin = self.origin(session)
+            place = None
+            if origin is not None and origin.id.session in places:  # else its origin is not drawn
+                is_heir = heirs[origin.id.session] is session
+                place = places[origin.id.session] if is_heir else origin.id.session
+            places[session.session] = place
+            under[place].append(session)
+        return under
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run_name": self.catalog.run_name,
+            "run_uid": self.catalog.run_uid,
+            "sessions": [self._session_json(session) for session in self.sessions],
+        }
+
+    def _session_json(self, session: SessionInfo) -> dict[str, Any]:
+        origin = self.origin(session)
+        return {
+            "session": session.session,
+            "parent": session.parent,
+            "resumed_from": None
+            if origin is None
+            else {"step": origin.step, "attempt": origin.id.attempt, "session": origin.id.session},
+            "world_size": session.world_size,
+            "num_nodes": session.num_nodes,
+            "opened_at_s": session.opened_at_s,
+            "on_lineage": session.session in self.on_lineage,
+            "checkpoints": [
+                {
+                    "step": info.step,
+                    "attempt": info.id.attempt,
+                    "state": info.state,
+                    "level": info.level.label,
+                    "replicas": info.replicas,
+                    "committed_at_s": info.committed_at_s,
+                    "newest": info.id.attempt == self._newest,
+                    "on_lineage": info.id.attempt in self._live,
+                }
+                for info in self.checkpoints[session.session]
+            ],
+        }
+
+
+def _draw(lineage: _Lineage, all: bool) -> Tree:
+    catalog = lineage.catalog
+    root = Tree(_text(f"run {catalog.run_name}  uid {catalog.run_uid}"))
+    shown = lineage.sessions if all else lineage.sessions[-MAX_SESSIONS:]
+    if left_out := len(lineage.sessions) - len(shown):
+        root.add(_text(f"{left_out} older sessions; --all draws them", "dim"))
+    under = lineage.chains(shown)
+    todo: list[tuple[Tree, int | None]] = [(root, None)]
+    while todo:  # no recursion: a log may have branches of branches without end
+        node, place = todo.pop()
+        for session in under.get(place, ()):
+            style = None if session.session in lineage.on_lineage else "dim"
+            child = node.add(_text(_session_text(session, lineage.origin(session)), style))
+            _draw_checkpoints(child, lineage, session, all)
+            todo.append((child, session.session))
+    if not lineage.sessions:
+        root.add(_text("No sessions."))
+    return root
+
+
+def _draw_checkpoints(node: Tree, lineage: _Lineage, session: SessionInfo, all: bool) -> None:
+    known = lineage.checkpoints.get(session.session, [])
+    live = [info for info in known if all or info.state == "live"]
+    shown = live if all else live[-MAX_CHECKPOINTS:]
+    notes = {"older": len(live) - len(shown), "gone": len(known) - len(live)}
+    if text := ", ".join(f"{count} {what}" for what, count in notes.items() if count):
+        node.add(_text(f"{text}; --all draws them", "dim"))
+    for info in shown:
+        mark = lineage.mark(info)
+        level = level_text(info) if info.state == "live" else info.state
+        style = "bold" if mark == "*" else None if mark else "dim"
+        node.add(_text(f"{mark or ' '} step {info.step}  {level}  {when_text(info.committed_at_s)}", style))
+
+
+def _session_text(session: SessionInfo, origin: CheckpointInfo | None) -> str:
+    begun = "from scratch"
+    if origin is not None:
+        gone = "" if origin.state == "live" else f", now {origin.state}"
+        begun = f"from step {origin.step} of session {origin.id.session}{gone}"
+    ranks = f"{session.world_size} ranks on {session.num_nodes} nodes"
+    return f"session {session.session}  {begun}  {ranks}  {when_text(session.opened_at_s)}"
+
+
+def _text(text: str, style: str | None = None) -> Text:
+    return Text(plain(text), style=style or "", overflow="fold")

@@ -1,0 +1,636 @@
+"""What differs between two durable checkpoints, tensor by tensor and value by value. Needs no cluster.
+
+    catalog = ray_ckpt.Catalog("/shared/runs/gpt")
+    for found in compare(catalog[1000], catalog[2000], only=["model.*"]):
+        print(found.name, found.relative, found.cosine)
+
+Of any two runs, worlds and layouts. A tensor whose slices have the same regions and digests on both sides is
+equal, and nothing of it is read. Any other one is read once, in C order, a band at a time: each saved slice
+then comes in the order of its bytes too, however it was cut, so that it is compared with its digest at its
+end. Memory is bounded by the bands, whatever the size of the tensors. Numbers are compared in float64, the
+differences of integers exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import astuple, dataclass, fields
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import islice, product
+from math import prod
+from reprlib import Repr
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ray_ckpt.catalog import CheckpointView
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError
+from ray_ckpt.format.digest import Digester, digest
+from ray_ckpt.format.names import shard_file, state_file
+from ray_ckpt.format.shard import ITEMSIZE
+from ray_ckpt.format.tree import TensorRef, decode_tree
+from ray_ckpt.plan.regions import Box
+from ray_ckpt.plan.restore import plan_restore
+from ray_ckpt.types import ManifestRow, Slice
+from ray_ckpt.verify import CheckpointFile
+
+BAND_BYTES = 16 << 20  # of a tensor at a time, on each side: enough for a disk's and a store's full speed
+TENSORS_AT_A_TIME = 4  # by a thread each: answers come late
+CHUNK_ELEMENTS = 256 << 10  # as float64 at a time: 2 MiB, which a cache holds
+READ_TRIES = 2  # a connection may break in the middle of an answer; requests by themselves are repeated below
+MAX_VALUES = 1000  # that differ, of one comparison: more are read by nobody
+MAX_SEQUENCE = 16  # elements of a list that are compared one by one; a longer one is one value
+MAX_VALUE_CHARS = 60  # of a value that is shown
+
+_DAMAGED = "`ray-ckpt verify` shows all damage."
+
+Status: TypeAlias = Literal["equal", "changed", "dtype", "shape", "only_a", "only_b", "damaged"]
+Array: TypeAlias = npt.NDArray[Any]
+Progress: TypeAlias = Callable[[int], None]
+"""Called with the number of bytes read since the last call; from several threads, one at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDiff:
+    """How a tensor of checkpoint B differs from that of the same full name in A.
+
+    `equal` means bit for bit. The numbers are None where no elements were compared: for tensors that are
+    equal by their digests, on one side only, of different shapes, empty or damaged. Norms are over the
+    elements that are finite in that tensor, what compares both over those that are finite in both; NaN and
+    infinities are counted. A complex number counts as one element, and by its two parts in the cosine.
+    """
+
+    name: str
+    status: Status
+    dtype_a: str | None = None  # names of safetensors
+    dtype_b: str | None = None
+    shape_a: tuple[int, ...] | None = None
+    shape_b: tuple[int, ...] | None = None
+    num_different: int | None = None  # elements with other bits; of two dtypes: with another value
+    norm_a: float | None = None  # L2
+    norm_b: float | None = None
+    norm_diff: float | None = None  # of B - A
+    relative: float | None = None  # norm_diff / norm_a; inf if only norm_a is 0
+    max_abs: float | None = None  # the largest |B - A| of an element
+    cosine: float | None = None  # of the angle; None too if one of them is 0
+    nan_a: int | None = None
+    nan_b: int | None = None
+    inf_a: int | None = None
+    inf_b: int | None = None
+    detail: str = ""  # of damage: where, and what
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether neither side is known to have a NaN or an infinity."""
+        return not any((self.nan_a, self.nan_b, self.inf_a, self.inf_b))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDiff:
+    """A plain value of rank 0's state that differs, shortened for people; None: not there."""
+
+    name: str
+    a: str | None
+    b: str | None
+
+
+def compare(
+    a: CheckpointView, b: CheckpointView, *, only: Iterable[str] = (), progress: Progress | None = None
+) -> Comparison:
+    """What differs between two durable checkpoints, of tensors whose full names match one of `only`, or all.
+
+    Reads the manifests, which the logs prove. ConfigError if a checkpoint is not on its storage path, or a
+    pattern matches nothing; CorruptionError if a manifest is damaged.
+    """
+    return Comparison(a, b, only=only, progress=progress)
+
+
+class Comparison:
+    """Two checkpoints to compare. Iterate over it for one TensorDiff per name, in the order of names.
+
+    `size_bytes` is what an iteration reads, of both sides together. Damage ends nothing: the tensor is
+    `damaged`. Where ranks had different tensors under one name, that of the lowest rank counts.
+    """
+
+    def __init__(
+        self,
+        a: CheckpointView,
+        b: CheckpointView,
+        *,
+        only: Iterable[str] = (),
+        progress: Progress | None = None,
+    ) -> None:
+        self._progress = progress or (lambda nbytes: None)
+        self._lock = threading.Lock()
+        self._a, self._b = (_Side(label, view, self._count) for label, view in (("A", a), ("B", b)))
+        self.names = _matching(sorted({*self._a.rows, *self._b.rows}), tuple(only))
+
+    @property
+    def size_bytes(self) -> int:
+        found = 0
+        for name in self.names:
+            a, b = self._a.tensor(name), self._b.tensor(name)
+            if a is not None and b is not None and _is_read(a, b):
+                found += a.size_bytes + b.size_bytes
+        return found
+
+    def __iter__(self) -> Iterator[TensorDiff]:
+        stopped = threading.Event()
+        waiting: deque[Future[TensorDiff]] = deque()
+        pool = ThreadPoolExecutor(TENSORS_AT_A_TIME, thread_name_prefix="ray_ckpt-diff")
+        try:
+            for name in self.names:
+                waiting.append(pool.submit(self._compare, name, stopped))
+                if len(waiting) > 2 * TENSORS_AT_A_TIME:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            stopped.set()  # somebody may have had enough, and tensors are large
+            pool.shutdown(cancel_futures=True)
+
+    def values(self) -> tuple[ValueDiff, ...]:
+        """The plain values of rank 0 that differ, at most MAX_VALUES. CorruptionError if they are damaged."""
+        found = _value_diffs(self._a.state(), self._b.state(), "")
+        return tuple(islice(found, MAX_VALUES))
+
+    def _compare(self, name: str, stopped: threading.Event) -> TensorDiff:
+        a, b = self._a.tensor(name), self._b.tensor(name)
+        if a is None or b is None:
+            status: Status = "only_a" if b is None else "only_b"
+            return _diff(name, status, a, b)
+        if not _is_read(a, b):
+            problem = next((f"{t.side.label}: {t.problem}" for t in (a, b) if t.problem), "")
+            if problem:
+                return _diff(name, "damaged", a, b, detail=problem)
+            return _diff(name, _status(a, b, is_equal=a.shape == b.shape), a, b)
+        try:
+            sums = _compare_bands(a, b, stopped)
+        except (OSError, EOFError, CorruptionError) as error:
+            text = error.message if isinstance(error, CorruptionError) else str(error)
+            return _diff(name, "damaged", a, b, detail=text)
+        return _diff(name, _status(a, b, is_equal=not sums.num_different), a, b, **sums.numbers())
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._progress(nbytes)
+
+
+def to_arrow(diffs: Iterable[TensorDiff]) -> pa.Table:
+    """One row per tensor, a column per field of TensorDiff; `.to_pandas()` makes a DataFrame of it."""
+    columns = list(zip(*map(astuple, diffs), strict=True)) or [()] * len(_COLUMNS)
+    return pa.table(
+        {name: pa.array(column, kind) for (name, kind), column in zip(_COLUMNS.items(), columns, strict=True)}
+    )
+
+
+_KINDS: Mapping[str, pa.DataType] = {
+    "float": pa.float64(),
+    "int": pa.int64(),
+    "str": pa.string(),
+    "Status": pa.string(),
+    "tuple[int, ...]": pa.list_(pa.int64()),
+}
+_COLUMNS: Mapping[str, pa.DataType] = {
+    f.name: _KINDS[str(f.type).removesuffix(" | None")] for f in fields(TensorDiff)
+}
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
+    def fits(name: str, pattern: str) -> bool:
+        return name == pattern or fnmatchcase(name, pattern)
+
+    for pattern in patterns:
+        if not any(fits(name, pattern) for name in names):
+            items = sorted({name.partition(".")[0] for name in names})
+            raise ConfigError(
+                f"No tensor of the two checkpoints is called {pattern!r}.",
+                hint=f"Items with tensors are {', '.join(items)}; give ITEM.*, say.",
+                pattern=pattern,
+            )
+    return tuple(name for name in names if not patterns or any(fits(name, p) for p in patterns))
+
+
+def _status(a: _Tensor, b: _Tensor, *, is_equal: bool) -> Status:
+    if a.shape != b.shape:
+        return "shape"
+    if a.dtype != b.dtype:
+        return "dtype"
+    return "equal" if is_equal else "changed"
+
+
+def _diff(name: str, status: Status, a: _Tensor | None, b: _Tensor | None, **rest: Any) -> TensorDiff:
+    return TensorDiff(
+        name=name,
+        status=status,
+        dtype_a=a.dtype if a else None,
+        dtype_b=b.dtype if b else None,
+        shape_a=a.shape if a else None,
+        shape_b=b.shape if b else None,
+        **rest,
+    )
+
+
+# One side
+
+
+class _Side:
+    """The files of a checkpoint, and its rows by tensor."""
+
+    def __init__(self, label: str, view: CheckpointView, count: Progress) -> None:
+        self.label = label
+        self._world_size = view.info.world_size
+        self._files = view.files()
+        self._count = count
+        self._lock = threading.Lock()
+        self._opened: dict[str, CheckpointFile] = {}
+        self._states: dict[str, ManifestRow] = {}
+        self.rows: dict[str, list[ManifestRow]] = {}
+        for fragment in view.fragments():
+            for row in fragment.rows:
+                if row.slice is not None:
+                    self.rows.setdefault(row.slice.key, []).append(row)
+                elif row.kind == "state":
+                    self._states[row.file] = row
+
+    def tensor(self, name: str) -> _Tensor | None:
+        rows = self.rows.get(name)
+        return None if rows is None else _Tensor(self, rows, shard_file(0, self._world_size))
+
+    def state(self) -> Any:
+        """The items of rank 0, with TensorRef in place of tensors. CorruptionError."""
+        file = state_file(0, self._world_size)
+        row = self._states.get(file)
+        if row is None:
+            raise CorruptionError(f"{self.label}: the manifest has no {file}.", file=file)
+        data = np.empty(row.nbytes, np.uint8)
+        try:
+            self.read(file, row.byte_offset, data)
+        except (OSError, EOFError) as error:
+            raise CorruptionError(f"{error}.", file=file) from error
+        if digest(data.data) != row.digest:
+            raise self.damaged(row)
+        return decode_tree(data.tobytes())["items"]
+
+    def damaged(self, row: ManifestRow) -> CorruptionError:
+        where = self._files.place(row.file)
+        return CorruptionError(
+            f"{self.label}: {where}: {row.label}: its bytes differ from their digest.",
+            hint=_DAMAGED,
+            file=row.file,
+        )
+
+    def read(self, file: str, offset: int, out: Array) -> None:
+        """Fill `out`, contiguous uint8. OSError, EOFError or CorruptionError that says where."""
+        for tries_left in reversed(range(READ_TRIES)):
+            try:
+                self._read(file, offset, out)
+                break
+            except (OSError, EOFError) as error:
+                if not tries_left or isinstance(error, FileNotFoundError):
+                    text = f"{self.label}: {self._files.place(file)} cannot be read: {error}"
+                    raise (EOFError if isinstance(error, EOFError) else OSError)(text) from error
+            except CheckpointError as error:  # of a compressed file: a frame, or its table
+                text = f"{self.label}: {self._files.place(file)}: {error.message}"
+                raise CorruptionError(text, hint=_DAMAGED, file=file) from error
+        self._count(out.nbytes)
+
+    def _read(self, file: str, offset: int, out: Array) -> None:
+        at = 0
+        with closing(self._open(file).read([(offset, out.nbytes)])) as blocks:
+            for block in blocks:
+                out[at : at + block.nbytes] = np.frombuffer(block, np.uint8)
+                at += block.nbytes
+        if at != out.nbytes:
+            raise EOFError(f"it ends at byte {offset + at}")
+
+    def _open(self, name: str) -> CheckpointFile:
+        with self._lock:
+            if name not in self._opened:
+                file = self._files.open(name)
+                if file is None:
+                    raise FileNotFoundError("it is missing")
+                self._opened[name] = file
+            return self._opened[name]
+
+
+class _Tensor:
+    """A tensor of one side: which saved slices make it up."""
+
+    def __init__(self, side: _Side, rows: Sequence[ManifestRow], prefer_file: str) -> None:
+        first = rows[0].slice
+        assert first is not None
+        self.side = side
+        self.dtype, self.shape = first.dtype, first.global_shape
+        whole = Slice(
+            item=first.item,
+            name=first.name,
+            dtype=first.dtype,
+            global_shape=first.global_shape,
+            offset=(0,) * len(first.global_shape),
+            shape=first.global_shape,
+        )
+        plan = plan_restore([whole], rows, prefer_file=prefer_file) if prod(self.shape) else None
+        self.problem = plan.problems[0] if plan and plan.problems else ""
+        self.rows = tuple(read.row for read in plan.reads) if plan else ()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    def digests(self) -> Mapping[object, str]:
+        """By region."""
+        return {(r.slice.offset, r.slice.shape): r.digest for r in self.rows if r.slice is not None}
+
+
+def _is_read(a: _Tensor, b: _Tensor) -> bool:
+    """Whether only the bytes tell what differs."""
+    if a.shape != b.shape or a.problem or b.problem or not prod(a.shape):
+        return False
+    return a.dtype != b.dtype or a.digests() != b.digests()
+
+
+class _Part:
+    """A saved slice of which the bytes up to `done` were read."""
+
+    def __init__(self, row: ManifestRow) -> None:
+        assert row.slice is not None
+        self.row = row
+        self.offset = row.slice.offset or (0,)
+        self.shape = row.slice.shape or (1,)
+        self.done = 0
+        self.state = Digester()
+
+
+class _Bands:
+    """Reads a tensor band by band, in C order."""
+
+    def __init__(self, tensor: _Tensor) -> None:
+        self._side, self._itemsize = tensor.side, tensor.itemsize
+        self._left = sorted(map(_Part, tensor.rows), key=lambda part: part.offset)
+
+    def read(self, band: Box) -> Array:
+        """The elements of a band as unsigned integers of their size, flat. CorruptionError."""
+        offset, shape = band
+        bits = np.empty(shape, f"u{self._itemsize}")
+        for part in list(self._left):
+            if part.offset[0] >= offset[0] + shape[0]:
+                break
+            first = tuple(map(max, offset, part.offset))
+            ends = zip(offset, shape, part.offset, part.shape, strict=True)
+            last = [min(o + n, p + m) for o, n, p, m in ends]
+            if all(start < end for start, end in zip(first, last, strict=True)):
+                box = tuple(slice(f - o, e - o) for f, e, o in zip(first, last, offset, strict=True))
+                self._fill(part, bits[box])
+        return bits.reshape(-1)
+
+    def _fill(self, part: _Part, into: Array) -> None:
+        """The next elements of a part: a band has them as they follow each other in the file."""
+        raw = into if into.flags.c_contiguous else np.empty(into.shape, into.dtype)
+        data = raw.reshape(-1).view(np.uint8)
+        self._side.read(part.row.file, part.row.byte_offset + part.done, data)
+        part.state.update(data.data)
+        part.done += data.nbytes
+        if raw is not into:
+            into[...] = raw
+        if part.done == part.row.nbytes:
+            self._left.remove(part)
+            if part.state.hexdigest() != part.row.digest:
+                raise self._side.damaged(part.row)
+
+
+def _bands(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    """A tensor in C order, in boxes that have at most BAND_BYTES and one run of elements each.
+
+    Such a box has one index in the first dimensions, some of one dimension, and all of the rest. What it has
+    in common with any other box is then one run of elements of that one too.
+    """
+    axis, unit = len(shape) - 1, itemsize
+    while axis > 0 and unit * shape[axis] <= BAND_BYTES:
+        unit *= shape[axis]
+        axis -= 1
+    step, rest = max(1, BAND_BYTES // unit), shape[axis + 1 :]
+    for lead in product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], step):
+            count = min(step, shape[axis] - start)
+            yield (*lead, start, *(0 for _ in rest)), (*(1 for _ in lead), count, *rest)
+
+
+def _compare_bands(a: _Tensor, b: _Tensor, stopped: threading.Event) -> _Sums:
+    """CorruptionError, OSError or EOFError if a side is damaged."""
+    of_a, of_b, sums = _Bands(a), _Bands(b), _Sums(a.dtype, b.dtype)
+    for band in _bands(a.shape or (1,), max(a.itemsize, b.itemsize)):
+        bits_a, bits_b = of_a.read(band), of_b.read(band)
+        for start in range(0, bits_a.size, CHUNK_ELEMENTS):
+            chunk = slice(start, start + CHUNK_ELEMENTS)
+            sums.add(bits_a[chunk], bits_b[chunk])
+        del bits_a, bits_b  # before the next ones are read
+        if stopped.is_set():
+            break
+    return sums
+
+
+# Numbers
+
+
+_NUMPY = {"F": "f", "C": "c", "I": "i", "U": "u"}  # kinds of dtypes of safetensors
+_F8 = {
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+
+
+def _numbers(bits: Array, dtype: str) -> Array:
+    """Elements as int64, uint64, float64 or complex128, exactly."""
+    if dtype == "BOOL":
+        return np.not_equal(bits, 0).astype(np.int64)
+    if dtype == "BF16":  # the upper half of a float32
+        upper: Array = bits.astype(np.uint32) << 16
+        return upper.view(np.float32).astype(np.float64)
+    if dtype in _F8:
+        values: Array = _f8_values(dtype)[bits]
+        return values
+    found: Array = bits.view(f"{_NUMPY[dtype[0]]}{bits.itemsize}")
+    if dtype == "U64":
+        return found
+    wide = {"f": np.float64, "c": np.complex128, "i": np.int64, "u": np.int64}[found.dtype.kind]
+    return found.astype(wide)
+
+
+@lru_cache
+def _f8_values(dtype: str) -> npt.NDArray[np.float64]:
+    """The value of each byte, by torch, which is loaded only here."""
+    import torch
+
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    values: npt.NDArray[np.float64] = every.view(getattr(torch, _F8[dtype])).to(torch.float64).numpy()
+    return values
+
+
+class _Sums:
+    """What is known of the elements that were compared so far."""
+
+    def __init__(self, dtype_a: str, dtype_b: str) -> None:
+        self._dtypes = dtype_a, dtype_b
+        self.num_different = 0
+        self._norms = {"a": 0.0, "b": 0.0, "diff": 0.0, "both_a": 0.0, "both_b": 0.0}
+        self._max_abs = self._dot = 0.0
+        self._nan, self._inf = [0, 0], [0, 0]
+
+    def add(self, bits_a: Array, bits_b: Array) -> None:
+        """The next elements of both, as unsigned integers of their size."""
+        a, b = _numbers(bits_a, self._dtypes[0]), _numbers(bits_b, self._dtypes[1])
+        if self._dtypes[0] == self._dtypes[1]:
+            different = bits_a != bits_b
+        else:
+            different = (a != b) & ~(np.isnan(a) & np.isnan(b))
+        self.num_different += int(np.count_nonzero(different))
+        if a.dtype == b.dtype and a.dtype.kind in "iu":
+            # The difference of two integers as an unsigned one is exact, although the subtraction may wrap.
+            gap = np.where(a > b, a - b, b - a).view(np.uint64).astype(np.float64)
+            self._add_both(a.astype(np.float64), b.astype(np.float64), gap)
+            return
+        kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+        a, b = a.astype(kind, copy=False), b.astype(kind, copy=False)
+        finite_a, finite_b = self._count(0, a), self._count(1, b)
+        both = finite_a & finite_b
+        if both.all():
+            self._add_both(a, b, _gap(a, b))
+            return
+        self._add_norm("a", a[finite_a])
+        self._add_norm("b", b[finite_b])
+        a, b = a[both], b[both]
+        self._add_compared(a, b, _gap(a, b))
+
+    def numbers(self) -> dict[str, Any]:
+        """The fields of a TensorDiff."""
+        norms = self._norms
+        size, gap = norms["a"], norms["diff"]
+        return {
+            "num_different": self.num_different,
+            "norm_a": size,
+            "norm_b": norms["b"],
+            "norm_diff": gap,
+            "relative": gap / size if size else math.inf if gap else 0.0,
+            "max_abs": self._max_abs,
+            "cosine": self._cosine(),
+            "nan_a": self._nan[0],
+            "nan_b": self._nan[1],
+            "inf_a": self._inf[0],
+            "inf_b": self._inf[1],
+        }
+
+    def _cosine(self) -> float | None:
+        a, b = self._norms["both_a"], self._norms["both_b"]
+        if not (a and b and math.isfinite(self._dot)):
+            return None
+        found = self._dot / a / b
+        return max(-1.0, min(1.0, found)) if math.isfinite(found) else None
+
+    def _count(self, side: int, values: Array) -> npt.NDArray[np.bool_]:
+        """Which elements are finite; the others are counted."""
+        finite: npt.NDArray[np.bool_] = np.isfinite(values)
+        if not finite.all():
+            nan = int(np.count_nonzero(np.isnan(values)))
+            self._nan[side] += nan
+            self._inf[side] += int(np.count_nonzero(~finite)) - nan
+        return finite
+
+    def _add_both(self, a: Array, b: Array, gap: Array) -> None:
+        self._add_norm("a", a)
+        self._add_norm("b", b)
+        self._add_compared(a, b, gap)
+
+    def _add_compared(self, a: Array, b: Array, gap: Array) -> None:
+        if not gap.size:
+            return
+        self._add_norm("both_a", a)
+        self._add_norm("both_b", b)
+        self._add_norm("diff", gap)
+        self._max_abs = max(self._max_abs, float(gap.max()))
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._dot += float(np.dot(a.view(np.float64), b.view(np.float64)))
+
+    def _add_norm(self, name: str, values: Array) -> None:
+        self._norms[name] = math.hypot(self._norms[name], _norm(values.view(np.float64)))
+
+
+def _gap(a: Array, b: Array) -> Array:
+    with np.errstate(over="ignore"):
+        found: Array = np.abs(b - a)
+    return found
+
+
+def _norm(values: npt.NDArray[np.float64]) -> float:
+    """L2, also where the squares are no float64 any more."""
+    with np.errstate(over="ignore", under="ignore"):
+        square = float(np.dot(values, values))
+    if 1e-280 < square < math.inf or not values.size:
+        return math.sqrt(square)
+    largest = float(np.abs(values).max())
+    if not largest or math.isinf(largest):
+        return largest
+    scaled = values / largest
+    return largest * math.sqrt(float(np.dot(scaled, scaled)))
+
+
+# Values
+
+
+_GONE = object()
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = MAX_VALUE_CHARS
+
+
+def _value_diffs(a: Any, b: Any, path: str) -> Iterator[ValueDiff]:
+    """The values that differ below `path`, tensors aside."""
+    if isinstance(a, TensorRef) and isinstance(b, TensorRef):
+        return
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in dict.fromkeys((*a, *b)):
+            text = key if isinstance(key, str) else f"[{key!r}]"
+            below = f"{path}.{text}" if path and isinstance(key, str) else f"{path}{text}"
+            yield from _value_diffs(a.get(key, _GONE), b.get(key, _GONE), below)
+    elif type(a) is type(b) and isinstance(a, list | tuple) and _is_short(a) and _is_short(b):
+        for index in range(max(len(a), len(b))):
+            one, other = (side[index] if index < len(side) else _GONE for side in (a, b))
+            yield from _value_diffs(one, other, f"{path}[{index}]")
+    elif not _is_same(a, b):
+        yield ValueDiff(name=path, a=_shown(a), b=_shown(b))
+
+
+def _is_short(values: Sequence[Any]) -> bool:
+    """Whether each is compared by itself; a longer list of plain values, such as a random state, is one."""
+    return len(values) <= MAX_SEQUENCE or any(isinstance(v, dict | list | tuple) for v in values)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return bool(a == b) or (a != a and b != b)
+
+
+def _shown(value: Any) -> str | None:
+    if value is _GONE:
+        return None
+    text = f"tensor {value.key}" if isinstance(value, TensorRef) else _SHORT.repr(value)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."

@@ -1,0 +1,480 @@
+"""What `ray-ckpt doctor` looks at: this machine, its staging folders, and a storage path.
+
+Each check is a function that measures one thing and says what to do. Each runs in a thread of its own with
+a limit of time, one after the other, so that none disturbs what another one measures, and a store or a disk
+that hangs ends as a failed check. What a check writes it removes, also one for which nobody waits any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import os
+import re
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from ray_ckpt.actors.arena_memory import available_memory_bytes
+from ray_ckpt.config import (
+    ADDRESS_ENV,
+    GIB,
+    MIB,
+    PORTS_ENV,
+    STAGING_ENV,
+    RunOptions,
+    staging_roots,
+    transport_ports,
+)
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format import names
+from ray_ckpt.location import Location
+from ray_ckpt.storage.direct import PAGE_BYTES, read_blocks_direct, write_direct
+from ray_ckpt.storage.file_store import read_whole
+from ray_ckpt.storage.files import DIR_MODE, FILE_MODE, IO_BLOCK_BYTES, free_bytes, total_bytes, write_file
+from ray_ckpt.storage.pages import HUGE_BYTES, make_huge
+from ray_ckpt.storage.remote import CLOCK_FILE, RemoteTier
+
+__all__ = ["Check", "check_machine", "check_staging", "check_store"]
+
+State: TypeAlias = Literal["ok", "warn", "fail"]
+
+CHECK_S = 10.0  # of a check that asks the kernel only
+DISK_S = 120.0  # for the file: 256 MiB at 5 MB/s, there and back
+STORE_S = 30.0  # for each of the store's checks: longer than its log tries a request
+GRACE_S = 5.0  # for a check that is stopped: a block on its way, and deleting the file
+SMALL_BYTES = 4096  # of the small files: a record, a description
+SMALL_FILES = 5  # whose median counts: the first one pays for a connection
+LEAST_SHM_BYTES = 64 * MIB  # Docker's default for /dev/shm, which no arena fits into
+LEAST_MEMORY_BYTES = GIB  # below that hardly any state has a copy in memory
+LEAST_OPEN_FILES = 4096  # a node's agent has a few for each rank, peer and request; Ray itself needs more
+LEAST_DISK_BYTES_S = 200 * MIB  # below that a node's checkpoint of 10 GB takes the best part of a minute
+SLOW_FSYNC_S = 0.05  # a save does several
+SLOW_STORE_S = 1.0  # of a small file: a commit is one, and a restore waits for a few
+CLOCK_OFF_S = 5.0  # ages (retention, sweeps) are hours; tokens of clouds are refused at minutes
+DRIFT_S = 0.05  # between two clocks of this machine in CLOCK_SAMPLE_S
+CLOCK_SAMPLE_S = 0.2
+MAX_PORTS = 1000  # of a range that are tried
+OLDEST_RAY, NEWEST_RAY = (2, 56), (2, 60)  # what pyproject.toml allows
+OLDEST_TORCH, NEWEST_TORCH = (2, 13), (2, 13)
+MEMORY_FILES = ("tmpfs", "ramfs")
+NETWORK_FILES = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "fuse.sshfs", "fuse.gcsfuse")
+_READ_BY_ANOTHER = "import sys; open(sys.argv[1], 'r+b').read(1)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What was looked at, how it is, what was measured, and what to do (empty if nothing)."""
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+_OTHER_FOLDER = (
+    f"Name a folder that this user may write, on a disk that works, with staging or {STAGING_ENV}."
+)
+
+Finding: TypeAlias = tuple[State, str, str]  # state, found, advice
+
+
+def check_machine() -> Iterator[Check]:
+    """What does not depend on a folder: memory, limits, versions, ports, clocks. Takes about a second."""
+    checks: Mapping[str, Callable[[], Finding]] = {
+        "shared memory": _shared_memory,
+        "huge pages": _huge_pages,
+        "memory of others": _memory_of_others,
+        "memory": _memory,
+        "open files": _open_files,
+        "clock": _clock,
+        "ray": partial(_version, "ray", OLDEST_RAY, NEWEST_RAY),
+        "torch": partial(_version, "torch", OLDEST_TORCH, NEWEST_TORCH),
+        "ports": _ports,
+    }
+    for name, look in checks.items():
+        yield _run(name, look, limit_s=CHECK_S)
+
+
+def check_staging(
+    option: str | tuple[str, ...] | None = None, *, size_bytes: int = 256 * MIB, limit_s: float = DISK_S
+) -> Iterator[Check]:
+    """Three checks of each staging folder of this machine, as `RunOptions.staging` names them.
+
+    Writes a file of `size_bytes` (0: none) and small ones into a folder of its own there, and removes them; a
+    staging folder that does not exist is not made: its nearest parent stands for it. Where there is too
+    little space nothing is written.
+    """
+    for root in staging_roots(option, "doctor"):
+        place = root
+        while not place.is_dir() and place != place.parent:
+            place = place.parent
+        small = {
+            "staging": partial(_space, root, place, size_bytes),
+            "fsync": partial(_small_files, place),
+        }
+        is_fit = True
+        for name, look in small.items():
+            if is_fit:
+                check = _run(f"{name} {root}", look, limit_s=CHECK_S, advice=_OTHER_FOLDER)
+                yield check
+                is_fit = check.state != "fail"
+        if is_fit and size_bytes:
+            stop = threading.Event()
+            speed = partial(_speed, place, size_bytes, stop)
+            yield _run(f"speed {root}", speed, limit_s=limit_s, advice=_OTHER_FOLDER, stop=stop)
+
+
+def check_store(
+    storage_path: Location, options: Mapping[str, str] | None = None, *, limit_s: float = STORE_S
+) -> Iterator[Check]:
+    """The storage path: whether it can hold a log, how long small files take, and its clock.
+
+    Writes into a folder `ray_ckpt-doctor-...` of its own there, and removes it. Ends with the first check
+    that fails, for the next ones would too; each has `limit_s` seconds. A folder must exist.
+    """
+    tier = RemoteTier(storage_path / f"ray_ckpt-doctor-{uuid.uuid4().hex}", options)
+    steps: Mapping[str, Callable[[RemoteTier], Finding]] = {
+        "store": _store_probe,
+        "store latency": _store_latency,
+        "store clock": _store_clock,
+    }
+    advice = f"Check path, network and credentials. {tier.root.name} may be left there."
+    for name, look in steps.items():
+        check = _run(name, partial(_cleaned, tier, look), limit_s=limit_s, advice=advice)
+        yield check
+        if check.state == "fail":
+            return
+
+
+# -- running ------------------------------------------------------------------------------------------
+
+
+def _run(
+    name: str,
+    look: Callable[[], Finding],
+    *,
+    limit_s: float,
+    advice: str = "",
+    stop: threading.Event | None = None,
+) -> Check:
+    """`look` in a thread that keeps no process from ending.
+
+    What it raises, or that it has not ended in time, is a failed check with `advice`, or the error's own.
+    `stop` tells it that nobody waits any more; it has GRACE_S to remove what it has written.
+    """
+    found: list[Finding] = []
+
+    def body() -> None:
+        try:
+            found.append(look())
+        except CheckpointError as error:
+            found.append(("fail", error.message, error.hint or advice))
+        except Exception as error:  # whatever it is, the other checks still tell something
+            found.append(("fail", f"{type(error).__name__}: {error}", advice))
+
+    thread = threading.Thread(target=body, name=f"ray_ckpt-doctor-{name}", daemon=True)
+    thread.start()
+    try:
+        thread.join(limit_s)
+        in_time = found[:1] or [("fail", f"no answer within {limit_s:g} s", advice)]
+    finally:
+        if stop is not None:
+            stop.set()
+            thread.join(GRACE_S)
+    state, text, what_to_do = in_time[0]
+    return Check(name=name, state=state, found=text, advice=what_to_do)
+
+
+# -- this machine -------------------------------------------------------------------------------------
+
+
+def _shared_memory() -> Finding:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return "warn", "there is no /dev/shm", "Mount a tmpfs there; Ray's object store needs it."
+    total, free = total_bytes(folder), free_bytes(folder)
+    found = f"/dev/shm has {_size(free)} free of {_size(total)}"
+    if total <= LEAST_SHM_BYTES:
+        return "warn", found, "Give the container more (docker --shm-size); Ray's object store needs it."
+    return "ok", found, ""
+
+
+def _huge_pages() -> Finding:
+    """Whether a memfd can be made, and gets huge pages when it is asked to."""
+    fd = os.memfd_create("ray_ckpt-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, HUGE_BYTES)
+        os.pwrite(fd, b"1", 0)
+        is_huge = make_huge(fd, 0, HUGE_BYTES) == HUGE_BYTES
+    finally:
+        os.close(fd)
+    if is_huge:
+        return "ok", "memory of captures gets huge pages", ""
+    return "warn", "no huge pages for shared memory", "Captures are slower. Linux 6.1 and later give them."
+
+
+def _memory_of_others() -> Finding:
+    """Whether another process of this user may map a memfd of this one, as ranks map the agent's."""
+    rule = _text(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    said = f" (kernel.yama.ptrace_scope is {rule})" if rule else ""
+    fd = os.memfd_create("ray_ckpt-doctor", os.MFD_CLOEXEC)
+    try:
+        command = [sys.executable, "-I", "-S", "-c", _READ_BY_ANOTHER, f"/proc/{os.getpid()}/fd/{fd}"]
+        ended = subprocess.run(command, capture_output=True, timeout=CHECK_S / 2)
+    except subprocess.TimeoutExpired:
+        return "warn", f"another process did not answer{said}", "Try again on a machine that is less busy."
+    finally:
+        os.close(fd)
+    if ended.returncode == 0:
+        return "ok", f"another process opens this one's shared memory{said}", ""
+    advice = "Captures lie in /dev/shm instead: give it room for them, or allow ptrace between own processes."
+    return "warn", f"another process may not open this one's shared memory{said}", advice
+
+
+def _memory() -> Finding:
+    free = available_memory_bytes()
+    found = f"{_size(free)} may still be taken, by the machine and its cgroup limits"
+    if free < LEAST_MEMORY_BYTES:
+        advice = "Free memory, raise the limit, or use memory='stream': captures need room for the state."
+        return "warn", found, advice
+    return "ok", found, ""
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = ["no limit" if n == resource.RLIM_INFINITY else str(n) for n in (soft, hard)]
+    found = f"{limits[0]} (at most {limits[1]})"
+    if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
+        return "warn", found, "Raise it with `ulimit -n 65536` where Ray is started."
+    return "ok", found, ""
+
+
+def _clock() -> Finding:
+    """Whether wall clock and monotonic clock go at the same rate."""
+    before = time.time(), time.monotonic()
+    time.sleep(CLOCK_SAMPLE_S)
+    wall_s, steady_s = time.time() - before[0], time.monotonic() - before[1]
+    drift_s = abs(wall_s - steady_s)
+    found = f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, {1000 * drift_s:.1f} ms beside the monotonic clock"
+    if steady_s <= 0 or drift_s > DRIFT_S:
+        return "warn", found, "The clock jumps: look at NTP or the virtual machine's time service."
+    return "ok", found, ""
+
+
+def _version(package: str, oldest: tuple[int, int], newest: tuple[int, int]) -> Finding:
+    """Of an installed package, by its metadata: it is not imported."""
+    wanted = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+    try:
+        text = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "warn", "not installed", f"Training needs {package} {wanted}; looking at runs does not."
+    found = re.match(r"(\d+)\.(\d+)", text)
+    if found is None or not oldest <= (int(found[1]), int(found[2])) <= newest:
+        return "warn", text, f"Supported: {wanted}."
+    return "ok", text, ""
+
+
+def _ports() -> Finding:
+    """Whether an agent finds a port in RAY_CKPT_PORTS. ConfigError if that makes no sense."""
+    ports = transport_ports()
+    if ports is None:
+        return "ok", f"any, as {PORTS_ENV} is not set", ""
+    host = os.environ.get(ADDRESS_ENV, "")
+    tried = ports[:MAX_PORTS]
+    free = sum(_is_free(host, port) for port in tried)
+    found = f"{free} of {len(tried)} are free, {ports.start}-{ports.stop - 1} on {host or 'all addresses'}"
+    if not free:
+        advice = f"Give {PORTS_ENV} a wider range, and {ADDRESS_ENV} an address of this machine."
+        return "fail", found, advice
+    return "ok", found, ""
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return True
+    return False
+
+
+# -- staging folders ----------------------------------------------------------------------------------
+
+
+def _space(root: Path, place: Path, size_bytes: int) -> Finding:
+    """Free space and file system of `place`, the nearest folder to `root` that exists."""
+    reserve, free = RunOptions().reserve_bytes, free_bytes(place)
+    kind = _file_system(place)
+    found = f"{_size(free)} free of {_size(total_bytes(place))}, {kind or 'unknown file system'}"
+    if place != root:
+        found += "; the folder is made when it is needed"
+    if free < reserve + size_bytes:
+        advice = f"{_size(reserve)} stay free by default (reserve_bytes). Make room, or name another folder"
+        return "fail", found, f"{advice} with staging or {STAGING_ENV}."
+    if kind in MEMORY_FILES:
+        return "warn", found, "That is memory, and gone with the machine. Name a disk's folder."
+    if kind in NETWORK_FILES:
+        return "warn", found, "That is a network's. Name a folder on a local disk, best NVMe."
+    return "ok", found, ""
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system of `path`, by the kernel's table of mounts; empty if it is not there."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in (_text(Path("/proc/self/mountinfo")) or "").splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2:3] == [wanted] and after:
+            return after.split()[0]
+    return ""
+
+
+def _small_files(place: Path) -> Finding:
+    """Whether the folder can be written, how long a small durable file takes, and O_DIRECT."""
+    with tempfile.TemporaryDirectory(prefix="ray_ckpt-doctor-", dir=place) as folder:
+        times_s = []
+        for number in range(SMALL_FILES):
+            began_s = time.monotonic()
+            write_file(Path(folder, str(number)), [bytes(SMALL_BYTES)])
+            times_s.append(time.monotonic() - began_s)
+        is_direct = _takes_direct(Path(folder, "direct"))
+    median_s = statistics.median(times_s)
+    found = f"a small file takes {1000 * median_s:.1f} ms; {'with' if is_direct else 'no'} O_DIRECT"
+    if not is_direct:
+        return "warn", found, "Files go through the page cache. ext4 and xfs on a disk take O_DIRECT."
+    if median_s > SLOW_FSYNC_S:
+        return "warn", found, "Each save waits for several. Use a faster disk, or one that is less busy."
+    return "ok", found, ""
+
+
+def _takes_direct(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, FILE_MODE))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def _speed(place: Path, size_bytes: int, stop: threading.Event) -> Finding:
+    """A file written as a shard is, fsync included, and read again past the page cache."""
+    block = memoryview(os.urandom(min(size_bytes, IO_BLOCK_BYTES)))  # nothing that a disk could compress
+
+    def blocks() -> Iterator[memoryview]:
+        for start in range(0, size_bytes, len(block)):
+            _go_on(stop)
+            yield block[: min(len(block), size_bytes - start)]
+
+    with tempfile.TemporaryDirectory(prefix="ray_ckpt-doctor-", dir=place) as folder:
+        began_s = time.monotonic()
+        path, _ = write_direct(Path(folder), blocks(), size_bytes=size_bytes)
+        written_s = time.monotonic()
+        for _ in read_blocks_direct(path):
+            _go_on(stop)
+        read_s = time.monotonic()
+    rates = [size_bytes / max(t, 1e-6) for t in (written_s - began_s, read_s - written_s)]
+    found = f"{_size(size_bytes)} written at {_size(rates[0])}/s, read at {_size(rates[1])}/s"
+    if min(rates) < LEAST_DISK_BYTES_S and size_bytes >= PAGE_BYTES:
+        return "warn", found, "Checkpoints are local late, and restores slow. Use NVMe, or several disks."
+    return "ok", found, ""
+
+
+def _go_on(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise OSError(errno.ETIMEDOUT, "nobody waits for this any more")
+
+
+# -- the storage path ---------------------------------------------------------------------------------
+
+
+def _store_probe(tier: RemoteTier) -> Finding:
+    tier.probe_log()
+    return "ok", "creates a name once, reads, lists and deletes it at once", ""
+
+
+def _store_latency(tier: RemoteTier) -> Finding:
+    puts_s, gets_s = [], []
+    data = os.urandom(SMALL_BYTES)
+    for number in range(SMALL_FILES):
+        name = f"file-{number}"
+        began_s = time.monotonic()
+        tier.files.put(name, [data], max_bytes=SMALL_BYTES)
+        put_s = time.monotonic()
+        seen = read_whole(tier.files, name, max_bytes=SMALL_BYTES)
+        puts_s.append(put_s - began_s)
+        gets_s.append(time.monotonic() - put_s)
+        if seen != data:
+            return "fail", "a small file came back with other bytes", "Do not store checkpoints there."
+    put_s, get_s = statistics.median(puts_s), statistics.median(gets_s)
+    found = f"a small file takes {1000 * put_s:.1f} ms to write, {1000 * get_s:.1f} ms to read"
+    if max(put_s, get_s) > SLOW_STORE_S:
+        return "warn", found, "Each commit takes that long. Use a store that is nearer, or less busy."
+    return "ok", found, ""
+
+
+def _store_clock(tier: RemoteTier) -> Finding:
+    """The store's time when it stored a file, against this machine's before and after."""
+    before_s = time.time()
+    store_s = tier.now_s()
+    after_s = time.time()
+    off_s = max(before_s - store_s, store_s - after_s, 0.0)  # files are dated by the second by some
+    found = f"{off_s:.1f} s beside this machine's"
+    if off_s > CLOCK_OFF_S:
+        return "warn", found, "Set this machine's clock by NTP: requests may be refused, and ages are wrong."
+    return "ok", found, ""
+
+
+def _cleaned(tier: RemoteTier, look: Callable[[RemoteTier], Finding]) -> Finding:
+    """`look`, and then nothing of it is left."""
+    if tier.root.is_posix and not tier.root.folder.parent.is_dir():
+        advice = "Mount it, or make the folder: a new one here may be on a disk that other nodes do not see."
+        return "fail", f"{tier.root.parent} is not there", advice
+    try:
+        if tier.root.is_posix:
+            tier.root.folder.mkdir(mode=DIR_MODE, exist_ok=True)
+        return look(tier)
+    finally:
+        _remove(tier)
+
+
+def _remove(tier: RemoteTier) -> None:
+    """As well as it goes: a store that fails has said so already."""
+    with contextlib.suppress(OSError, CheckpointError):
+        tier.files.delete([CLOCK_FILE, *(f"file-{number}" for number in range(SMALL_FILES))])
+        if tier.root.is_posix:
+            with contextlib.suppress(FileNotFoundError):
+                (tier.root.folder / names.LOG_DIR).rmdir()
+            tier.root.folder.rmdir()
+
+
+# -- words --------------------------------------------------------------------------------------------
+
+
+def _text(path: Path) -> str | None:
+    """A small file of the kernel's; None if it is not there."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _size(size_bytes: float) -> str:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.1f} {name}"
+    return f"{size_bytes / 1024:.1f} KiB"

@@ -1,0 +1,209 @@
+"""One durable checkpoint as files that stock tools read: safetensors in Hugging Face's layout, or one `.pt`.
+
+Files are written under a temporary name and renamed when all of them are complete and every byte that was
+read has been compared with its digest; after an error nothing of them is left.
+Hugging Face's layout: `model.safetensors`, or `model-00001-of-00002.safetensors` ... with
+`model.safetensors.index.json`, which names the file of each tensor; see
+https://huggingface.co/docs/safetensors and huggingface_hub.split_torch_state_dict_into_shards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from secrets import token_hex
+
+import numpy as np
+
+from ray_ckpt.catalog import Catalog, CheckpointView
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
+from ray_ckpt.lazy import LazyTensor, nearest
+from ray_ckpt.opened import OpenedRun
+from ray_ckpt.verify import Progress
+
+MAX_FILE_BYTES = 5 * 10**9  # of tensors in one file, but for a single larger one: as Hugging Face has it
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def export_safetensors(
+    view: CheckpointView,
+    out: Path,
+    *,
+    item: str | None = None,
+    only: Sequence[str] = (),
+    max_file_bytes: int = MAX_FILE_BYTES,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Path, ...]:
+    """Whole tensors to the folder `out`; gives the files. Memory does not grow with the tensors.
+
+    With `item` those of one item, by their names in it; else all, by their full names. `only` are patterns of
+    full names. `progress` is told the bytes of each tensor. ConfigError: there are none, or `out` has
+    something in it; with `force` what an export may have left there is replaced. CorruptionError for damage,
+    OSError for `out`.
+    """
+    tensors = _chosen(view, item, only)
+    shards = _shards(tensors, max_file_bytes)
+    headers = [_header(shard) for shard in shards]
+    names = [_file_name(k, len(shards)) for k in range(len(shards))]
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is no folder.", hint="Give the folder for the safetensors files.")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise ConfigError(f"{out} is not empty.", hint="Give another folder, or --force.")
+    with _temporary(out) as folder:
+        folder.mkdir()
+        for name, header, shard in zip(names, headers, shards, strict=True):
+            _write(folder / name, header, shard, progress or (lambda nbytes: None))
+        if len(shards) > 1:
+            names.append(INDEX_FILE)
+            (folder / INDEX_FILE).write_text(_index(names, shards))
+        _publish(folder, out)
+    return tuple(out / name for name in names)
+
+
+def export_torch(
+    catalog: Catalog,
+    step: int,
+    out: Path,
+    *,
+    item: str | None = None,
+    only: Sequence[str] = (),
+    force: bool = False,
+) -> tuple[Path, ...]:
+    """The states of all items, {item: state}, or of one, or {full name: tensor} for patterns, as one file.
+
+    It is for `torch.load(weights_only=True)`. Values that ranks have of their own are those of rank 0. Takes
+    as much memory as the state. ConfigError: no such item or name, `out` is there and not `force`, or a value
+    that only pickle could load. RestoreError or CorruptionError for damage, OSError for `out`.
+    """
+    import torch
+
+    if out.is_dir() or (out.exists() and not force):
+        raise ConfigError(f"{out} exists.", hint="Give another name; --force replaces a file.")
+    if item is not None and only:
+        raise ConfigError("An item and patterns exclude each other in a .pt file.", hint="Give one of them.")
+    state = OpenedRun(catalog).choose(step).load(list(only) or item)
+    with _temporary(out) as file:
+        torch.save(state, file)
+        try:
+            torch.load(file, weights_only=True, mmap=True)
+        except Exception as error:  # whatever its unpickler raises
+            raise ConfigError(
+                "The state has values that torch.load(weights_only=True) refuses.",
+                hint="Export one item, such as the model.",
+            ) from error
+        _sync(file)
+        file.replace(out)
+    return (out,)
+
+
+def _chosen(view: CheckpointView, item: str | None, only: Sequence[str]) -> dict[str, LazyTensor]:
+    """The tensors by the names that they are to have."""
+    tensors = view.tensors()
+    items = sorted({lazy.item for lazy in tensors.values()})
+    if item is not None and item not in items:
+        raise ConfigError(f"There is no item {item!r} with tensors.", hint=f"There are {', '.join(items)}.")
+    found = {name: lazy for name, lazy in tensors.items() if item is None or lazy.item == item}
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise ConfigError(f"No tensor is called {pattern!r}.", hint=nearest(pattern, sorted(found)))
+    chosen = {
+        name: lazy for name, lazy in found.items() if not only or any(fnmatchcase(name, p) for p in only)
+    }
+    if not chosen:
+        raise ConfigError("The checkpoint has no tensors.")
+    return chosen if item is None else {lazy.short_name or item: lazy for lazy in chosen.values()}
+
+
+def _shards(tensors: Mapping[str, LazyTensor], max_file_bytes: int) -> list[dict[str, LazyTensor]]:
+    """Which tensors go into which file, in the order of their names."""
+    shards: list[dict[str, LazyTensor]] = [{}]
+    size_bytes = 0
+    for name, lazy in tensors.items():
+        if shards[-1] and size_bytes + lazy.nbytes > max_file_bytes:
+            shards.append({})
+            size_bytes = 0
+        shards[-1][name] = lazy
+        size_bytes += lazy.nbytes
+    return [dict(sorted(s.items(), key=lambda pair: -ITEMSIZE[pair[1].dtype_name])) for s in shards]
+
+
+def _header(shard: Mapping[str, LazyTensor]) -> bytes:
+    """Of a safetensors file: wide dtypes first, so that each tensor is aligned."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, lazy in shard.items():
+        span = [at, at := at + lazy.nbytes]
+        entries[name] = {"dtype": lazy.dtype_name, "shape": list(lazy.shape), "data_offsets": span}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ConfigError("There are too many tensors for one file.", hint="Give a smaller --max-file.")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress: Progress) -> None:
+    """One file. A tensor goes to its place through mapped memory, which the kernel writes back."""
+    size_bytes = len(header) + sum(lazy.nbytes for lazy in shard.values())
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)  # mapped memory of a full disk would be a SIGBUS
+        file.write(header)
+    at = len(header)
+    for lazy in shard.values():
+        if lazy.nbytes:
+            shape = (*lazy.shape, ITEMSIZE[lazy.dtype_name])
+            place = np.memmap(path, np.uint8, "r+", offset=at, shape=shape)
+            lazy.read_into(place)
+            place.flush()
+            del place  # unmapped
+        at += lazy.nbytes
+        progress(lazy.nbytes)
+    _sync(path)
+
+
+def _index(names: Sequence[str], shards: Sequence[Mapping[str, LazyTensor]]) -> str:
+    weights = {key: name for name, shard in zip(names, shards, strict=False) for key in shard}
+    size_bytes = sum(lazy.nbytes for shard in shards for lazy in shard.values())
+    document = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(weights.items()))}
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _file_name(index: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
+
+
+@contextmanager
+def _temporary(out: Path) -> Iterator[Path]:
+    """A name beside `out` for what is not complete; whatever is left there goes."""
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"There is no folder {out.absolute().parent}.", hint="Make it first.")
+    path = out.absolute().with_name(f".{out.absolute().name}.{token_hex(4)}.tmp")
+    try:
+        yield path
+    finally:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _publish(folder: Path, out: Path) -> None:
+    """`folder` becomes `out`; of a folder with something in it, the files of an older export are replaced."""
+    if not out.is_dir() or not any(out.iterdir()):
+        folder.rename(out.absolute())
+        return
+    for old in (*out.glob("model.safetensors"), *out.glob("model-*-of-*.safetensors"), out / INDEX_FILE):
+        old.unlink(missing_ok=True)
+    for file in sorted(folder.iterdir()):
+        file.replace(out / file.name)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

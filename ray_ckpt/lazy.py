@@ -1,0 +1,400 @@
+"""Tensors of a durable checkpoint that are read when somebody looks at them, and only as far as they look.
+
+A saved slice that is read as a whole is compared with its digest. The bytes of a part of one have no digest
+of their own: they are as the store gives them. What is asked of the store, and what is held besides the
+result, does not depend on how large a tensor is. torch is loaded with the first tensor.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ray_ckpt.errors import ConfigError, CorruptionError
+from ray_ckpt.format.digest import Digester
+from ray_ckpt.format.shard import ITEMSIZE
+from ray_ckpt.plan.restore import Copy, Read, plan_restore
+from ray_ckpt.types import ManifestRow, Slice
+from ray_ckpt.verify import CheckpointFile, CheckpointFiles, readable
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK_BYTES = 16 << 20  # copied on at a time: a request to a bucket
+GAP_BYTES = 64 << 10  # between wanted bytes: reading over it costs less than another request
+SLICES_AT_A_TIME = 4  # read by a thread each, with a block and the store's read-ahead: answers come late
+MAX_NEAREST = 5  # names in a hint
+MAX_COMPARED = 10_000  # names among which the nearest are looked for, which takes a tenth of a second
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Index: TypeAlias = Any
+"""What basic indexing takes: an int, a slice, `...`, or a tuple of them."""
+
+
+class SavedTensors(Mapping[str, "LazyTensor"]):
+    """The tensors of one checkpoint by their full names, such as `model.layers.0.weight`; nothing is read.
+
+    `rows` are its manifest's, proven by the log. Of what several ranks have saved the first file is taken.
+    """
+
+    def __init__(self, files: CheckpointFiles, rows: Iterable[ManifestRow]) -> None:
+        self._files = files
+        self._opened: dict[str, CheckpointFile] = {}
+        self._rows: dict[str, list[ManifestRow]] = {}
+        for row in sorted((r for r in rows if r.slice is not None), key=lambda r: (r.file, r.byte_offset)):
+            assert row.slice is not None
+            self._rows.setdefault(row.slice.key, []).append(row)
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        if not isinstance(name, str) or name not in self._rows:
+            raise ConfigError(f"No tensor is called {name!r}.", hint=nearest(str(name), sorted(self._rows)))
+        return LazyTensor(self, name, self._rows[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._rows))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"SavedTensors({len(self)} tensors of {self._files.location})"
+
+    def open(self, name: str) -> CheckpointFile:
+        """A file of the checkpoint. StoragePathError; CorruptionError if it is not there."""
+        if name not in self._opened:
+            with readable(self._files.location):
+                file = self._files.open(name)
+            if file is None:
+                raise CorruptionError(f"{self._files.place(name)} is missing.", hint=_DAMAGED, file=name)
+            self._opened[name] = file
+        return self._opened[name]
+
+    def read(self, read: Read, steps: Sequence[int], out: Bytes) -> None:
+        """What `read` says, of each dimension every `steps`th index, to its places in `out`.
+
+        StoragePathError; CorruptionError if the slice is read as a whole and differs from its digest, or
+        its file ends too early.
+        """
+        row = read.row
+        file = self.open(row.file)
+        try:
+            with readable(self._files.location):
+                for copy in read.copies:
+                    _copy(file, row, copy, steps, out)
+        except EOFError as error:
+            raise _damaged(self._files, row, f"cannot be read: {error}") from error
+        except _Differs as error:
+            raise _damaged(self._files, row, f"differs from its digest {row.digest}") from error
+
+
+class LazyTensor:
+    """A tensor on the storage path. `lazy[0:10]` reads ten rows, `lazy.load()` all of it, both to the CPU.
+
+    `torch.as_tensor(lazy)` and `numpy.asarray(lazy)` load it too.
+    """
+
+    def __init__(self, tensors: SavedTensors, name: str, rows: Sequence[ManifestRow]) -> None:
+        first = rows[0].slice
+        assert first is not None
+        self.name = name
+        self.shape: tuple[int, ...] = first.global_shape
+        self.item, self.short_name = first.item, first.name  # its name in the item; empty if it is the item
+        self.dtype_name: str = first.dtype  # as safetensors calls it
+        self._slice = first
+        self._rows = rows
+        self._tensors = tensors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        from ray_ckpt.capture.walk import DTYPES
+
+        if self.dtype_name not in DTYPES:
+            raise ConfigError(f"{self.name} has the dtype {self.dtype_name}, which torch has not.")
+        return DTYPES[self.dtype_name]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEMSIZE[self.dtype_name]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a tensor without dimensions")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.name!r}, shape={self.shape}, dtype={self.dtype_name}, nbytes={self.nbytes})"
+
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        """The part at a basic index, as torch gives it: ints, slices with a step of 1 or more, `...`.
+
+        Reads only what holds the part, and over gaps of up to GAP_BYTES. Slices of which all is wanted are
+        verified; the bytes of a part of a slice cannot be, for digests are of whole ones. IndexError for an
+        index outside, TypeError for one of another kind, ValueError for a step below 1; errors as `load`.
+        """
+        wanted = _spans(index, self.shape)
+        found = self._read([span for span, _ in wanted])
+        kept = [len(span) for span, is_kept in wanted if is_kept]
+        return found.reshape(kept)
+
+    def load(self) -> torch.Tensor:
+        """All of it, verified. StoragePathError if it cannot be read, CorruptionError if it is damaged."""
+        return self._read([range(size) for size in self.shape])
+
+    def read_into(self, out: Bytes) -> None:
+        """All of it, verified, into `out`: bytes of shape (*shape, bytes of an element), as a mapped file is.
+
+        Errors as `load`; then `out` holds a part of it.
+        """
+        self._read_into([range(size) for size in self.shape], out)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.load().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        import torch
+
+        return torch.empty(0).__dlpack_device__()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("A tensor that has to be read cannot be had without a copy.")
+        array: npt.NDArray[Any] = self.load().numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def _read(self, spans: Sequence[range]) -> torch.Tensor:
+        """Of each dimension these indices, of which there may be none."""
+        import torch
+
+        shape, dtype = [len(span) for span in spans], self.dtype
+        out = torch.empty(shape, dtype=dtype)
+        if out.numel():
+            flat = out.view(-1).view(torch.uint8).numpy()
+            self._read_into(spans, flat.reshape(*shape, ITEMSIZE[self.dtype_name]))
+        return out
+
+    def _read_into(self, spans: Sequence[range], out: Bytes) -> None:
+        target = Slice(
+            item=self._slice.item,
+            name=self._slice.name,
+            dtype=self.dtype_name,
+            global_shape=self.shape,
+            offset=tuple(span.start for span in spans),
+            shape=tuple(span[-1] - span.start + 1 if span else 0 for span in spans),
+        )
+        plan = plan_restore([target], self._rows)
+        if plan.problems:
+            raise CorruptionError(f"The manifest does not have all of it: {plan.problems[0]}.", hint=_DAMAGED)
+        steps = [span.step for span in spans]
+        with ThreadPoolExecutor(SLICES_AT_A_TIME, thread_name_prefix="ray_ckpt-lazy") as pool:
+            try:
+                for _ in pool.map(lambda read: self._tensors.read(read, steps, out), plan.reads):
+                    pass
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+_DAMAGED = "Run `ray-ckpt verify` on it, and read another step."
+
+
+def nearest(wanted: str, names: Collection[str]) -> str:
+    """A hint: the names that are most like `wanted`, else the items that there are."""
+    item = wanted.partition(".")[0]
+    same = [name for name in names if name.partition(".")[0] == item] or list(names)
+    found = difflib.get_close_matches(wanted, same[:MAX_COMPARED], n=MAX_NEAREST, cutoff=0.5)
+    if found:
+        return f"The nearest are {', '.join(found)}."
+    return f"Its items with tensors are {', '.join(sorted({name.partition('.')[0] for name in names}))}."
+
+
+def _damaged(files: CheckpointFiles, row: ManifestRow, what: str) -> CorruptionError:
+    return CorruptionError(
+        f"{files.place(row.file)}: {row.label} {what}.", hint=_DAMAGED, file=row.file, where=row.label
+    )
+
+
+# Indices
+
+
+def _spans(index: Index, shape: Sequence[int]) -> list[tuple[range, bool]]:
+    """What a basic index takes of each dimension, and whether that dimension stays."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    num_dots = sum(part is Ellipsis for part in given)
+    if num_dots > 1 or len(given) - num_dots > len(shape):
+        raise IndexError(f"too many indices for {len(shape)} dimensions: {index!r}")
+    at = next((k for k, part in enumerate(given) if part is Ellipsis), len(given))
+    rest = [slice(None)] * (len(shape) - len(given) + num_dots)
+    given[at : at + num_dots] = rest
+    return [_span(part, size) for part, size in zip(given, shape, strict=True)]
+
+
+def _span(part: Index, size: int) -> tuple[range, bool]:
+    if isinstance(part, slice):
+        if part.step is not None and operator.index(part.step) < 1:
+            raise ValueError("the step of a slice must be greater than zero")
+        return range(*part.indices(size)), True
+    if part is None or isinstance(part, bool):
+        raise TypeError(f"an index is an int, a slice or ..., not {part!r}; load() first")
+    at = operator.index(part)
+    if not -size <= at < size:
+        raise IndexError(f"index {at} is out of bounds for a dimension of {size}")
+    at %= size
+    return range(at, at + 1), False
+
+
+# Reading
+
+
+class _Differs(Exception):
+    """A whole slice is not what was saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Consecutive elements of a saved slice: of the dimension number `axis` the indices `at` and `count` - 1
+    more, at the indices `lead` of those before it and with all of those behind it.
+    """
+
+    lead: tuple[int, ...]
+    axis: int
+    at: int
+    count: int
+    first: int  # element
+    num_elements: int
+
+
+def _copy(file: CheckpointFile, row: ManifestRow, copy: Copy, steps: Sequence[int], out: Bytes) -> None:
+    """One box of a saved slice to its place in `out`, which has one dimension more: the bytes of an element.
+
+    `_Differs` if all of the slice was read and differs. OSError, EOFError.
+    """
+    assert row.slice is not None
+    itemsize = ITEMSIZE[row.slice.dtype]
+    shape, boxes = row.slice.shape or (1,), _boxes(copy, steps)
+    if boxes is None:
+        return
+    source, target = boxes
+    out = out if row.slice.shape else out[None]
+    digester = Digester() if all(map(_is_all, source, shape)) else None
+    pieces = list(_pieces(shape, source, itemsize))
+    ranges = _joined((row.byte_offset + p.first * itemsize, p.num_elements * itemsize) for p in pieces)
+    with closing(file.read(ranges)) as blocks:
+        sizes = [piece.num_elements * itemsize for piece in pieces]
+        for piece, data in zip(pieces, _buffers(blocks, sizes), strict=True):
+            if digester is not None:
+                digester.update(data.data)
+            _place(piece, data.reshape(piece.count, *shape[piece.axis + 1 :], itemsize), source, target, out)
+    if digester is not None and digester.hexdigest() != row.digest:
+        raise _Differs
+
+
+def _boxes(copy: Copy, steps: Sequence[int]) -> tuple[list[range], list[int]] | None:
+    """The indices of a saved slice that are wanted, and where the first one goes, for each dimension."""
+    source, target = [], []
+    for start, at, size, step in zip(copy.source_start, copy.target_start, copy.shape, steps, strict=True):
+        first = -(-at // step) * step  # the first index of the target that is a multiple of the step
+        wanted = range(start + first - at, start + size, step)
+        if not wanted:
+            return None
+        source.append(wanted)
+        target.append(first // step)
+    return source or [range(1)], target or [0]
+
+
+def _is_all(span: range, size: int) -> bool:
+    return span == range(size)
+
+
+def _pieces(shape: Sequence[int], box: Sequence[range], itemsize: int) -> Iterator[_Piece]:
+    """What to read of a slice for a box of it, in rising order, each at most BLOCK_BYTES.
+
+    A row of a dimension is read as a whole if that is at most GAP_BYTES more than what lies between its
+    first and its last wanted byte, else one dimension further in.
+    """
+    yield from _pieces_from(shape, box, itemsize, (), 0)
+
+
+def _pieces_from(
+    shape: Sequence[int], box: Sequence[range], itemsize: int, lead: tuple[int, ...], base: int
+) -> Iterator[_Piece]:
+    axis = len(lead)
+    inner = prod(shape[axis + 1 :])
+    row_bytes = inner * itemsize
+    between = row_bytes - _extent(shape[axis + 1 :], box[axis + 1 :]) * itemsize
+    if axis < len(shape) - 1 and (row_bytes > BLOCK_BYTES or between > GAP_BYTES):
+        for at in box[axis]:
+            yield from _pieces_from(shape, box, itemsize, (*lead, at), base + at * inner)
+        return
+    sparse = (box[axis].step - 1) * row_bytes > GAP_BYTES  # then each row by itself
+    most = 1 if sparse else max(1, BLOCK_BYTES // row_bytes)
+    at, end = box[axis].start, box[axis][-1] + 1
+    while at < end:
+        count = min(most, end - at)
+        yield _Piece(lead, axis, at, count, base + at * inner, count * inner)
+        at += box[axis].step if sparse else count
+
+
+def _extent(shape: Sequence[int], box: Sequence[range]) -> int:
+    """Elements from the first to the last wanted one."""
+    extent = 0
+    for size, span in zip(shape, box, strict=True):
+        extent = extent * size + span[-1] - span.start
+    return extent + 1
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours as one."""
+    found: list[tuple[int, int]] = []
+    for offset, nbytes in ranges:
+        if found and sum(found[-1]) == offset:
+            found[-1] = (found[-1][0], found[-1][1] + nbytes)
+        else:
+            found.append((offset, nbytes))
+    return found
+
+
+def _buffers(blocks: Iterator[memoryview], sizes: Sequence[int]) -> Iterator[Bytes]:
+    """The bytes of `blocks` in buffers of these sizes; each is valid until the next one. EOFError."""
+    buffer, rest = np.empty(max(sizes), np.uint8), memoryview(b"")
+    for size in sizes:
+        filled = 0
+        while filled < size:
+            if not rest and not (rest := next(blocks, memoryview(b""))):
+                raise EOFError("it ends too early")
+            part, rest = rest[: size - filled], rest[size - filled :]
+            buffer[filled : filled + part.nbytes] = np.frombuffer(part, np.uint8)
+            filled += part.nbytes
+        yield buffer[:size]
+
+
+def _place(piece: _Piece, data: Bytes, source: Sequence[range], target: Sequence[int], out: Bytes) -> None:
+    """What is wanted of a piece to its place. `data` has the piece's dimension and those behind it."""
+    here: list[slice] = []
+    there: list[int | slice] = []
+    for axis, (span, to) in enumerate(zip(source, target, strict=True)):
+        if axis < piece.axis:
+            there.append(to + span.index(piece.lead[axis]))
+            continue
+        begin, end = (piece.at, piece.at + piece.count) if axis == piece.axis else (0, span[-1] + 1)
+        first = max(0, -(-(begin - span.start) // span.step))  # number of the first wanted index from `begin`
+        last = min(len(span), -(-(end - span.start) // span.step))
+        here.append(slice(span.start + first * span.step - begin, end - begin, span.step))
+        there.append(slice(to + first, to + last))
+    if all(s.start < s.stop for s in there if isinstance(s, slice)):
+        out[tuple(there)] = data[tuple(here)]

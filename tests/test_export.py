@@ -1,0 +1,156 @@
+"""`ray-ckpt export`: what it writes is read back by stock readers, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ray_ckpt
+from ray_ckpt.cli import main
+from ray_ckpt.export import INDEX_FILE, export_safetensors
+from ray_ckpt.lazy import BLOCK_BYTES
+from tests.sample_run import SampleRun, write_run
+from tests.test_lazy import write_tensor
+
+READ_AHEAD_BYTES = 96 << 20  # of a disk, and some slack
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SampleRun:
+    return write_run(tmp_path, durable=(10, 30))
+
+
+def export(*args: object) -> int:
+    """The exit code."""
+    try:
+        main(["export", *map(str, args)])
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return end.code
+    return 0
+
+
+def assert_saved(run: SampleRun, step: int, found: dict[str, Any], prefix: str = "") -> None:
+    for name, tensor in found.items():
+        bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+        np.testing.assert_array_equal(bits.numpy(), run.checkpoints[step].tensors[prefix + name], name)
+
+
+def test_safetensors_of_all_items_have_full_names(run: SampleRun, tmp_path: Path) -> None:
+    assert export(run.folder, tmp_path / "out") == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(found) == set(run.checkpoints[30].tensors)
+    assert_saved(run, 30, found)
+
+
+def test_files_are_split_and_indexed(run: SampleRun, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert export(run.folder, out, "--step", 10, "--item", "model", "--max-file", "100B") == 0
+    index = json.loads((out / INDEX_FILE).read_text())
+    found: dict[str, Any] = {}
+    for file in sorted(set(index["weight_map"].values())):
+        part = load_file(out / file)
+        assert all(index["weight_map"][name] == file for name in part)
+        found |= part
+    assert {f"model.{name}" for name in found} == {
+        name for name in run.checkpoints[10].tensors if name.startswith("model.")
+    }
+    assert_saved(run, 10, found, "model.")
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+
+
+def test_patterns_choose(run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(run.folder, tmp_path / "out", "--only", "model.blocks.*", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["step"] == 30
+    found = load_file(document["files"][0]["file"])
+    assert set(found) == {"model.blocks.0.weight", "model.blocks.0.bias"}
+
+
+def test_torch_gives_plain_values_too(run: SampleRun, tmp_path: Path) -> None:
+    assert export(run.folder, tmp_path / "all.pt", "--to", "torch") == 0
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert found["scheduler"] == {"last_epoch": 30}
+    assert_saved(run, 30, found["model"], "model.")
+    assert set(found) == set(ray_ckpt.open(run.folder).load(step=30))
+    assert export(run.folder, tmp_path / "model.pt", "--to", "torch", "--item", "model") == 0
+    assert_saved(run, 30, torch.load(tmp_path / "model.pt", weights_only=True), "model.")
+
+
+def test_nothing_is_overwritten_without_force(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, file = tmp_path / "out", tmp_path / "out.pt"
+    assert export(run.folder, out, "--max-file", "100B") == export(run.folder, file, "--to", "torch") == 0
+    (out / "mine.txt").touch()
+    for args in ((out,), (file, "--to", "torch"), (file,), (out, "--to", "torch", "--force")):
+        assert export(run.folder, *args) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert export(run.folder, out, "--force") == 0
+    assert sorted(path.name for path in out.iterdir()) == ["mine.txt", "model.safetensors"]
+    assert export(run.folder, file, "--to", "torch", "--force") == 0
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_damage_exits_with_1_and_leaves_nothing(
+    run: SampleRun, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in run.directory(30).glob("shard-00001*"):
+        data = bytearray(path.read_bytes())
+        data[4100] ^= 1
+        path.write_bytes(data)
+    before = sorted(tmp_path.iterdir())
+    assert export(run.folder, tmp_path / "out", "--to", form) == 1
+    assert sorted(tmp_path.iterdir()) == before
+    assert "shard-00001" in capsys.readouterr().err
+
+
+def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
+    """Of 256 MiB, what the process allocates meanwhile; mapped pages of the file are the kernel's."""
+    catalog = write_tensor(tmp_path, torch.ones(1 << 16, 1 << 10), [np.s_[:, :]])
+    before = rss_anon_bytes()
+    seen: list[int] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            seen.append(rss_anon_bytes() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        (file,) = export_safetensors(catalog[1], tmp_path / "out")
+    finally:
+        done.set()
+        thread.join()
+    assert file.stat().st_size > 1 << 28 and max(seen) < BLOCK_BYTES + READ_AHEAD_BYTES
+    assert bool((load_file(file)["model.w"] == 1).all())
+
+
+def rss_anon_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) << 10
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--item", "modle"), "no item 'modle'"),
+        (("--only", "model.blocks.0.weigth"), "nearest are model.blocks.0.weight"),
+        (("--max-file", "0GB"), "--max-file is '0GB'"),
+        (("--step", "20"), "in the cluster only"),
+    ],
+)
+def test_wrong_usage_exits_with_2(
+    run: SampleRun, tmp_path: Path, args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(run.folder, tmp_path / "out", *args) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,0 +1,205 @@
+"""`catalog[step][name]`: one tensor, whole or in part, reading no more than that takes."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ray_ckpt.catalog import Catalog
+from ray_ckpt.errors import ConfigError, CorruptionError
+from ray_ckpt.lazy import BLOCK_BYTES, GAP_BYTES, LazyTensor
+from ray_ckpt.storage.file_store import Blocks, PosixFiles
+from ray_ckpt.types import Slice
+from tests.sample_run import RankState, RunLog, SampleRun, assemble, compress_shards, write_run
+
+WEIGHT = "model.blocks.0.weight"  # (8, 6): rank 0 has saved the first half, rank 1 the second
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SampleRun:
+    return write_run(tmp_path)
+
+
+def saved_as(tensor: torch.Tensor) -> Any:
+    """As the sample run keeps it: bfloat16 as its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def write_tensor(folder: Path, tensor: torch.Tensor, cuts: Sequence[tuple[slice, ...]]) -> Catalog:
+    """A run with `model.w`, of which each rank has saved one box."""
+    log = RunLog(folder=folder / "cut")
+    log.create()
+    log.session(1, after=None, world_size=len(cuts), num_nodes=1)
+    ranks = []
+    for cut in cuts:
+        bounds = [part.indices(size) for part, size in zip(cut, tensor.shape, strict=True)]
+        part = Slice(
+            item="model",
+            name="w",
+            dtype={torch.float32: "F32", torch.uint8: "U8"}[tensor.dtype],
+            global_shape=tuple(tensor.shape),
+            offset=tuple(start for start, _, _ in bounds),
+            shape=tuple(stop - start for start, stop, _ in bounds),
+        )
+        ranks.append(RankState(slices=[(part, tensor[cut].contiguous().numpy().tobytes())], items={}))
+    saved = assemble(log.attempt(1, 1), ranks)
+    log.commit(saved)
+    log.drain(saved)
+    return Catalog(log.folder)
+
+
+class Reads:
+    """How many bytes are read of shards."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[int] = []  # from several threads
+        read = PosixFiles.read
+
+        def counted(store: PosixFiles, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
+            if "shard-" in name:
+                self.found.extend(nbytes for _, nbytes in ranges)
+            return read(store, name, ranges)
+
+        monkeypatch.setattr(PosixFiles, "read", counted)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_every_tensor_is_what_was_saved(run: SampleRun, compressed: bool) -> None:
+    if compressed:
+        compress_shards(run.directory(30))
+    view = Catalog(run.folder)[30]
+    assert set(view) == set(run.checkpoints[30].tensors)
+    for name, array in run.checkpoints[30].tensors.items():
+        lazy = view[name]
+        assert (lazy.shape, lazy.ndim, lazy.nbytes) == (array.shape, array.ndim, array.nbytes)
+        tensor = lazy.load()
+        assert tensor.dtype == lazy.dtype
+        np.testing.assert_array_equal(saved_as(tensor), array, err_msg=name)
+
+
+def test_basic_indices_are_those_of_torch(tmp_path: Path) -> None:
+    """Any box, step and layout, against the tensor itself; a seed replays a failure."""
+    chance = random.Random(7)
+    whole = torch.arange(9 * 7 * 5, dtype=torch.float32).reshape(9, 7, 5)
+    cuts = [np.s_[0:4, 0:7, 0:5], np.s_[4:9, 0:3, 0:5], np.s_[4:9, 3:7, 0:2], np.s_[4:9, 3:7, 2:5]]
+    lazy = write_tensor(tmp_path, whole, cuts)[1]["model.w"]
+
+    def part(size: int) -> Any:
+        if chance.random() < 0.3:
+            return chance.randrange(-size, size)
+        first, end = (chance.choice([None, chance.randrange(-size - 2, size + 3)]) for _ in range(2))
+        return slice(first, end, chance.choice([None, 1, 2, 3]))
+
+    for _ in range(300):
+        index: Any = tuple(part(size) for size in whole.shape[: chance.randrange(4)])
+        if chance.random() < 0.3:
+            index = (..., *(part(size) for size in whole.shape[chance.randrange(4) :]))
+        torch.testing.assert_close(lazy[index], whole[index], rtol=0, atol=0, msg=str(index))
+
+
+def test_wrong_indices_are_refused(run: SampleRun) -> None:
+    lazy = Catalog(run.folder)[30][WEIGHT]
+    for index in (8, -9, (0, 0, 0), (..., ...)):
+        with pytest.raises(IndexError):
+            lazy[index]
+    with pytest.raises(ValueError, match="greater than zero"):
+        lazy[::-1]
+    for other in (None, True, "a", [0, 1]):
+        with pytest.raises(TypeError):
+            lazy[other]
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads(monkeypatch)
+    whole = torch.zeros(64, 128 << 10)  # rows of 512 KiB
+    lazy = write_tensor(tmp_path, whole, [np.s_[0:32, :], np.s_[32:64, :]])[1]["model.w"]
+    for index, nbytes in (
+        (np.s_[3:5], 2 << 19),
+        (np.s_[31:33], 2 << 19),
+        (np.s_[::32], 2 << 19),
+        (np.s_[:, 0], 64 * 4),
+        (np.s_[7, 10:20], 40),
+        (np.s_[0:0], 0),
+    ):
+        reads.found.clear()
+        lazy[index]
+        assert sum(reads.found) == nbytes, index
+    assert whole.shape[1] * 4 > GAP_BYTES  # else whole rows are cheaper
+
+
+def test_whole_slices_are_verified_and_parts_cannot_be(run: SampleRun) -> None:
+    view = Catalog(run.folder)[30]
+    row = next(r for f in view.fragments() for r in f.rows if r.slice and r.slice.key == WEIGHT)
+    path = run.directory(30) / row.file
+    data = bytearray(path.read_bytes())
+    data[row.byte_offset] ^= 1
+    path.write_bytes(data)
+    for read in (view[WEIGHT].load, lambda: view[WEIGHT][0:4]):
+        with pytest.raises(CorruptionError, match=r"model\.blocks\.0\.weight\[0:4, 0:6\] differs"):
+            read()
+    view[WEIGHT][4:8]  # another slice
+    assert view[WEIGHT][0:2].shape == (2, 6)
+
+
+def test_missing_and_cut_files_are_named(run: SampleRun) -> None:
+    view = Catalog(run.folder)[30]
+    row = next(r for f in view.fragments() for r in f.rows if r.slice and r.slice.key == WEIGHT)
+    path = run.directory(30) / row.file
+    lazy = view[WEIGHT]
+    lazy[0]
+    path.write_bytes(path.read_bytes()[: row.byte_offset + 8])
+    with pytest.raises(CorruptionError, match=row.file):
+        lazy.load()
+    path.unlink()
+    with pytest.raises(CorruptionError, match=f"{row.file} is missing"):
+        Catalog(run.folder)[30][WEIGHT].load()
+
+
+def test_wrong_names_list_the_nearest(run: SampleRun) -> None:
+    view = Catalog(run.folder)[30]
+    with pytest.raises(ConfigError, match=r"nearest are model\.blocks\.0\.weight"):
+        view["model.blocks.0.weigth"]
+    assert WEIGHT in view and "nope" not in view
+    with pytest.raises(ConfigError, match="in the cluster only"):
+        Catalog(run.folder)[20][WEIGHT]
+
+
+def test_torch_and_numpy_take_it(run: SampleRun) -> None:
+    lazy: LazyTensor = Catalog(run.folder)[30][WEIGHT]
+    assert torch.equal(torch.as_tensor(lazy), lazy.load())
+    np.testing.assert_array_equal(np.asarray(lazy), lazy.load().numpy())
+    assert len(lazy) == 8 and WEIGHT in repr(lazy) and "F32" in repr(lazy)
+    half = Catalog(run.folder)[30]["model.head"]
+    assert torch.as_tensor(half).dtype == half.dtype == torch.bfloat16
+
+
+def test_the_manifest_is_read_once(run: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = Catalog(run.folder)
+    catalog[30][WEIGHT]
+    monkeypatch.setattr("ray_ckpt.catalog.decode_fragment", None)
+    catalog[30]["model.head"]
+
+
+def test_memory_does_not_grow_with_what_is_not_wanted(tmp_path: Path) -> None:
+    """Of 256 MiB some columns, and all of it into a file, with blocks of BLOCK_BYTES in hand."""
+    write_tensor(tmp_path, torch.ones(1 << 16, 1 << 10), [np.s_[:, :]])
+    code = """
+import resource, sys, numpy as np, torch
+from ray_ckpt.catalog import Catalog
+lazy = Catalog(sys.argv[1])[1]["model.w"]
+lazy[0, 0]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert lazy[:, 5].sum() == 1 << 16
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "cut")]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert grown < 8 * BLOCK_BYTES
