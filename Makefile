@@ -29,6 +29,7 @@ test: $(VENV)/.ready $(SERVERS)/.ready  ## under 8 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(VENV)/.ready $(SERVERS)/.ready  ## faults on real Ray that take minutes, a minute of random schedules
+	sh tests/servers/debian.sh $(SERVERS)/debian
 	$(BIN)/python -m pytest -m slow
 
 SECONDS ?= 600

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,22 +24,31 @@ from typing import Any, Literal
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+import ray_ckpt
 from ray_ckpt.actors import names, ray_state
+from ray_ckpt.actors.meters import GAUGES_EVERY_S, Meters
 from ray_ckpt.actors.node_agent import NodeAgent
+from ray_ckpt.actors.overview import Seen, disk_samples, goodput_samples, objections, run_view
 from ray_ckpt.actors.wire import (
     AgentCard,
+    DrillSources,
     Joined,
+    LeavingView,
     OpenedRun,
     OpenRun,
     RunSpec,
     RunStatus,
+    RunView,
     ServiceCard,
+    ServiceView,
     SessionStart,
 )
 from ray_ckpt.config import RunOptions, is_encrypted
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.claim import RunMark, check_claim, check_marks
 from ray_ckpt.core.coordinator import RunMachine
+from ray_ckpt.core.drill import live_checkpoints
+from ray_ckpt.core.requests import checkpoint_to_pin
 from ray_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -46,6 +56,7 @@ from ray_ckpt.errors import (
     Fenced,
     RunConflict,
     RunSuperseded,
+    ServiceError,
     StorageNotShared,
     StoragePathError,
     Unavailable,
@@ -70,8 +81,9 @@ from ray_ckpt.storage.log_store import (
     write_snapshot,
 )
 from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.telemetry import Sample
 from ray_ckpt.transport.credentials import ServiceKeys
-from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, Part, RankRestore
+from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, Part, RankRestore, SaveTimes
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
@@ -91,7 +103,12 @@ LOG_THREADS = 4  # per run: calls of a hung store under way, before further ones
 INVENTORY_AGAIN_S = 1.0
 REMOTE_THREADS = 4  # deletes and descriptions on storage paths, over all runs
 CONTROL_THREADS = 2  # questions to Ray
+GOODPUT_EVERY_S = 60.0  # between two looks at the whole log for it
 OPEN_LOG_TRIES = 3  # races with the last words of a coordinator that died
+LAST_RECORDS_S = 10.0  # for records on their way when the service is to end; the next one finds them anyway
+CARD_S = 5.0  # for what agents tell people
+MAX_ASKED = 64  # agents, each time that somebody looks
+ENDING_S = 120.0  # until whoever asked for the end kills me; else I go on, as Ray starts me again
 
 
 @dataclass(slots=True)
@@ -119,6 +136,10 @@ class Run:
         self.is_ready = False  # nodes have been asked to open it
         self.is_over = False  # its launcher has ended it; nobody needs agents for it until the next group
         self.disks: dict[str, m.DiskSpace] = {}
+        self.seen_disks: dict[str, m.DiskSpace] = {}  # the last look at each node, for people
+        self.warning: tuple[str, float] = ("", 0.0)  # the last one of the machine's, and its Unix time
+        self.goodput: tuple[Sample, ...] = ()  # by the log
+        self.goodput_s = 0.0  # when that is to be looked at again (monotonic)
         self.changed = asyncio.Condition()
         self.coming: ComingParts | None = None
 
@@ -157,12 +178,17 @@ class Coordinator:
         # Apart from each other and from the logs, so that a hanging store stops none of the others.
         self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
         self._control_io = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="ray_ckpt-control")
+        self._meters = Meters()
+        self._gauges_s = 0.0  # when they are to be set again (monotonic)
         self._ticker: asyncio.Task[None] | None = None
         self._found: asyncio.Task[None] | None = None
+        self._began_s = time.time()
+        self._is_ending = False
 
     async def hello(self) -> int:
         if self._problem is not None:
             raise self._problem
+        self._check_goes_on()
         await self._ready()
         return names.PROTOCOL_VERSION
 
@@ -243,6 +269,7 @@ class Coordinator:
 
         RunInUse or RunSuperseded if `owner` may not have it.
         """
+        self._check_goes_on()
         await self._ready()
         uid = await self._open(spec, owner=owner)
         run = self._run(spec.key)
@@ -292,6 +319,7 @@ class Coordinator:
 
     async def open_group(self, key: str, nodes: tuple[m.GroupNode, ...], resume: Any, owner: str) -> Joined:
         """A training group begins: choose its checkpoint, log its session, tell its nodes."""
+        self._check_goes_on()
         run = self._run(key)
         run.is_over = False
         self._forget_signals({n.node_id for n in nodes})
@@ -395,23 +423,151 @@ class Coordinator:
     async def exposure(self, key: str) -> tuple[Exposure, ...]:
         return self._run(key).machine.exposure()
 
-    async def pin(self, key: str, step: int, owner: str, expires_in_s: float | None) -> None:
-        """Keep the newest checkpoint of a step for `owner`; ConfigError if there is no live one."""
+    async def overview(self) -> ServiceView:
+        """All that people see of this service."""
+        await self._ready()
+        await asyncio.gather(*(self._read_card(node) for node in list(self._agents)))
+        live = await self._live_nodes()
+        now_s = time.time()
+        return ServiceView(
+            version=ray_ckpt.__version__,
+            protocol=names.PROTOCOL_VERSION,
+            ray_version=ray.__version__,
+            coordinator_node=ray.get_runtime_context().get_node_id(),
+            coordinator_host=ray.util.get_node_ip_address(),
+            up_s=now_s - self._began_s,
+            is_encrypted=self._keys.encrypt,
+            nodes=live,
+            agents=tuple(self._cards[node] for node in sorted(self._cards)),
+            leaving=tuple(
+                LeavingView(node_id=node, source=source, in_s=None if at_s is None else at_s - now_s)
+                for (node, source), (at_s, _) in sorted(self._leaving.items())
+            ),
+            runs=tuple([await self._view(run) for run in list(self._runs.values())]),
+        )
+
+    async def _read_card(self, node: str) -> None:
+        """Again, if it was read before a run was opened there: then it names no staging folders."""
+        if (card := self._cards.get(node)) is not None and not card.staging:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
+                self._cards[node] = await asyncio.wait_for(self._agents[node].card.remote(), CARD_S)
+
+    async def _view(self, run: Run) -> RunView:
+        owner = run.machine.owner
+        lives = not owner or await self._in_thread(self._control_io, ray_state.is_alive, owner)
+        text, at_s = run.warning
+        seen = Seen(
+            disks=run.seen_disks,
+            warning=text,
+            warned_at_s=at_s,
+            is_over=run.is_over,
+            owner_lives=lives,
+            sent_bytes=await self._sent_bytes(run),
+        )
+        return run_view(run.spec, run.machine, seen, wall_s=time.time())
+
+    async def _sent_bytes(self, run: Run) -> dict[str, int]:
+        """Of fragments on their way to the storage path, as far as few nodes tell: of many, one is little."""
+        nodes = {node for drain in run.machine.drains_underway for node in drain.nodes} & self._agents.keys()
+        if len(nodes) > MAX_ASKED:
+            return {}
+        calls = (asyncio.wait_for(self._agents[n].uploads.remote(run.run_uid), CARD_S) for n in nodes)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        sent = Counter[str]()
+        for answer in answers:
+            sent.update(answer if isinstance(answer, dict) else {})
+        return dict(sent)
+
+    async def shut_down(self, force: bool) -> ServiceView:
+        """End all agents; whoever asked kills this actor then. Returns what there was.
+
+        ServiceError, and nothing has changed, if a group is at work or a checkpoint that is needed is nowhere
+        but on the nodes' disks, unless `force`. Nothing is deleted: the next service finds what is there.
+        """
+        view = await self.overview()
+        if (reasons := objections(view)) and not force:
+            raise ServiceError(
+                f"The service is in use: {'; '.join(reasons)}.",
+                hint="End the training and wait for its drains (`ray-ckpt status`), or give --force: files "
+                "stay on the nodes' disks, and the next service finds them there.",
+            )
+        self._is_ending = True
+        asyncio.get_running_loop().call_later(ENDING_S, os._exit, 1)
+        if self._ticker is not None:
+            self._ticker.cancel()
+        until_s = time.monotonic() + LAST_RECORDS_S
+        while any(run.machine.records_waiting for run in self._runs.values()) and time.monotonic() < until_s:
+            await asyncio.sleep(TICK_S)
+        for node, agent in list(self._agents.items()):
+            agent.retire.remote()
+            self._forget(node)
+        return view
+
+    def _check_goes_on(self) -> None:
+        if self._is_ending:
+            raise Unavailable("The service is being stopped.", hint="Start it again with `ray-ckpt up`.")
+
+    async def pin(self, key: str, step: int, owner: str, expires_in_s: float | None) -> CheckpointInfo:
+        """Keep the newest checkpoint of a step for `owner`; ConfigError if there is no live one.
+
+        Returns what the log says of it then; so does `unpin`.
+        """
         run = self._run(key)
         end_s = None if expires_in_s is None else time.time() + expires_in_s
-        attempt = _attempt_of(run, step)
+        attempt = checkpoint_to_pin(run.machine.history, step).id.attempt
         await self._ask(
             run, lambda token: m.PinAsked(token=token, attempt=attempt, owner=owner, expires_at_s=end_s)
         )
+        return run.machine.history.checkpoints[attempt]
 
-    async def unpin(self, key: str, step: int, owner: str) -> None:
+    async def unpin(self, key: str, step: int, owner: str) -> CheckpointInfo:
         run = self._run(key)
-        attempt = _attempt_of(run, step)
+        attempt = checkpoint_to_pin(run.machine.history, step).id.attempt
         await self._ask(run, lambda token: m.UnpinAsked(token=token, attempt=attempt, owner=owner))
+        return run.machine.history.checkpoints[attempt]
 
     async def drain(self, key: str, attempt: str) -> None:
         """Bring a checkpoint to the storage path, due or not; does not wait for that."""
         await self._ask(self._run(key), lambda token: m.DrainAsked(token=token, attempt=attempt))
+
+    async def drill_sources(self, key: str) -> DrillSources:
+        """What a recovery drill of the run reads, and how. Unavailable if it is not open."""
+        await self._ready()
+        run = self._run(key)
+        now = await self._in_thread(self._control_io, ray_state.nodes_now, run.spec.options.failure_domain)
+        machine = run.machine
+        return DrillSources(
+            live=live_checkpoints(machine.history, machine.holders, machine.plan),
+            endpoints={node: card.endpoint for node, card in self._cards.items()},
+            domains=now.domains,
+            credentials=self._keys.credentials(run.run_uid),
+            storage=run.spec.storage,
+            last_step=machine.last_step,
+        )
+
+    async def drilled(
+        self,
+        key: str,
+        attempt: str,
+        scenario: str,
+        passed: bool,
+        seconds: float,
+        read_bytes: Mapping[str, float],
+        text: str,
+    ) -> None:
+        """A drill has read a checkpoint; replied when that is in the log."""
+        await self._ask(
+            self._run(key),
+            lambda token: m.DrillEnded(
+                token=token,
+                attempt=attempt,
+                scenario=scenario,
+                passed=passed,
+                seconds=seconds,
+                read_bytes=read_bytes,
+                text=text,
+            ),
+        )
 
     async def annotate(self, key: str, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the newest live checkpoint of a step; see `m.AnnotateAsked`."""
@@ -431,6 +587,7 @@ class Coordinator:
         replicated: tuple[str, ...],
         metrics: Mapping[str, float] | None,
         epoch: int,
+        times: SaveTimes,
     ) -> None:
         event = m.NodeStored(
             attempt=attempt,
@@ -440,6 +597,7 @@ class Coordinator:
             replicated=replicated,
             metrics=metrics,
             epoch=epoch,
+            times=times,
         )
         self._handle(self._by_uid(attempt.run_uid), event)
 
@@ -518,6 +676,8 @@ class Coordinator:
         self._advance(run)
         for effect in run.machine.handle(event):
             self._carry_out(run, effect)
+        for sample in run.machine.take_samples():
+            self._meters.record(run.spec.name, sample)
 
     def _advance(self, run: Run) -> None:
         """Time passes before each event, so that the machine needs no clock."""
@@ -572,6 +732,7 @@ class Coordinator:
                     self._send(run, node, "end_session", run.run_uid, age, problem, epoch)
             case m.Warn(text=text):
                 log.warning("%s: %s", run.spec.name, text)
+                run.warning = (text, time.time())
             case m.StepDown(error=error, is_foreign=is_foreign):
                 log.error("%s: %s This coordinator steps down.", run.spec.name, error)
                 if self._runs.get(run.spec.key) is run:
@@ -796,6 +957,8 @@ class Coordinator:
     async def _ask_agent(self, node: str, method: str, *args: Any) -> Any:
         """The answer of a node's agent, started if need be; None if it is dying. It may raise its own."""
         for _ in range(2):  # once more with a new agent, if the old one died with its process
+            if self._is_ending:
+                return None
             try:
                 agent = self._agent(node)
                 if node not in self._cards:
@@ -830,6 +993,8 @@ class Coordinator:
     def _forget(self, node: str) -> None:
         self._agents.pop(node, None)
         self._cards.pop(node, None)
+        for run in self._runs.values():
+            run.seen_disks.pop(node, None)
 
     async def _tick(self) -> None:
         while True:
@@ -845,11 +1010,32 @@ class Coordinator:
                 now_s = time.time()
                 self._leaving = {k: v for k, v in self._leaving.items() if k[0] in live and now_s < v[1]}
                 self._retire_idle_agents()
+                await self._set_gauges()
                 if time.monotonic() - self._looked_s > DISKS_EVERY_S:
                     self._looked_s = time.monotonic()
                     self._spawn(self._look_at_disks())
             except Exception:
                 log.exception("the coordinator's tick failed")
+
+    async def _set_gauges(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._gauges_s:
+            return
+        self._gauges_s = now_s + GAUGES_EVERY_S
+        for run in list(self._runs.values()):
+            if not run.machine.is_open or run.is_over:
+                continue
+            if now_s >= run.goodput_s:
+                run.goodput_s = now_s + GOODPUT_EVERY_S
+                run.goodput = await self._in_thread(
+                    self._control_io, goodput_samples, run.machine.history.copy()
+                )
+            for sample in (
+                *run.machine.gauges(),
+                *disk_samples(run.seen_disks, run.spec.options),
+                *run.goodput,
+            ):
+                self._meters.record(run.spec.name, sample)
 
     def _tick_run(self, run: Run, nodes: ray_state.NodesNow) -> None:
         if not run.is_ready:  # its log is still being opened: time passes, nodes come later
@@ -899,7 +1085,7 @@ class Coordinator:
     async def _look_at_disk(self, run: Run, node: str) -> None:
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
             disk = self._agents[node].disk.remote(run.run_uid)
-            run.disks[node] = await asyncio.wait_for(disk, AGENT_CALL_S)
+            run.disks[node] = run.seen_disks[node] = await asyncio.wait_for(disk, AGENT_CALL_S)
 
     def _retire_idle_agents(self) -> None:
         """End agents whose nodes hold nothing needed, or they would keep the autoscaler from its work."""
@@ -1075,16 +1261,6 @@ def group_nodes(nodes: Sequence[str]) -> tuple[m.GroupNode, ...]:
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
     return tuple(m.GroupNode(node_id=node, ranks=tuple(ranks)) for node, ranks in by_node.items())
-
-
-def _attempt_of(run: Run, step: int) -> str:
-    """The newest live checkpoint of a step."""
-    found = [c for c in run.machine.history.live() if c.step == step]
-    if not found:
-        raise ConfigError(
-            f"Run {run.spec.name} has no live checkpoint of step {step}.", hint="`ray-ckpt ls` shows them."
-        )
-    return found[-1].id.attempt
 
 
 def _reason(error: Exception) -> str:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import ray
 from typing_extensions import Buffer
 
+from ray_ckpt import telemetry
 from ray_ckpt.actors import names
 from ray_ckpt.actors.arena_memory import (
     AgreedPage,
@@ -29,6 +31,7 @@ from ray_ckpt.actors.arena_memory import (
     choose_mode,
     make_arena,
 )
+from ray_ckpt.actors.meters import Meters
 from ray_ckpt.actors.priority import DrainPace, Underway, limit_heaps, yield_to_training
 from ray_ckpt.actors.shared_reads import SharedReads
 from ray_ckpt.actors.sources import SourceFinder
@@ -49,11 +52,12 @@ from ray_ckpt.storage.direct import read_blocks_direct
 from ray_ckpt.storage.disks import Disks
 from ray_ckpt.storage.scrub import verify_fragment, verify_stored
 from ray_ckpt.storage.staging import Holding
+from ray_ckpt.telemetry import Sample
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.transport.sending import Limiter, Outgoing, send_files
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.transport.wire import FileName, PutRequest
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, RankRestore
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, RankRestore, SaveTimes
 
 log = logging.getLogger("ray_ckpt.agent")
 
@@ -65,11 +69,31 @@ PEER_THREADS = 4  # copies on their way at a time
 REMOTE_THREADS = 4  # questions and scrubs on storage paths at a time
 DRAIN_SPREAD_S = 0.5  # by chance, before each: nodes that failed together do not come back together
 DRAIN_THREADS = 2  # fragments on their way to storage paths: each holds some 200 MiB of parts and read-ahead
+MAX_TIMED = 16  # saves whose times are kept until they are stored; those that were dropped give way
 MAX_ANNOTATING = 64  # annotations of a run that wait; each holds a call and its metrics
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
 RETIRE_AFTER_S = 0.5  # time for the answer to leave
 COPY_BLOCK_BYTES = 8 << 20  # of an arena, between two looks at whether it still holds what is being sent
 PROGRESS_GATHER_S = 0.9  # ranks speak once a second, each in its own phase; this gathers those of a node
+
+
+@dataclass(slots=True)
+class Timing:
+    """How long the parts of a save took its ranks here."""
+
+    stall_s: float = 0.0
+    capture_s: float = 0.0
+    sealed_s: float = 0.0  # when the last rank's capture came (monotonic)
+
+    def add(self, shard: SealedShard) -> None:
+        self.stall_s = max(self.stall_s, shard.stall_s)
+        self.capture_s = max(self.capture_s, shard.capture_s)
+        self.sealed_s = time.monotonic()
+
+    def times(self) -> SaveTimes:
+        """When all is stored."""
+        local_s = time.monotonic() - self.sealed_s
+        return SaveTimes(stall_s=self.stall_s, capture_s=self.capture_s, local_s=local_s)
 
 
 class NodeRun:
@@ -81,6 +105,7 @@ class NodeRun:
         self.use(spec)
         # Of its own: the storage path of another run may hang.
         self.drain_io = ThreadPoolExecutor(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
+        self.uploads: dict[tuple[str, int], DrainPace] = {}  # attempt and fragment that are on their way
         self.machine = n.NodeMachine(epoch=staging.epoch(run_uid))
         self.end: tuple[int, CheckpointError] | None = None  # the last session that ended here, and why
         self.endpoints: dict[str, str] = {}
@@ -88,6 +113,7 @@ class NodeRun:
         self.page: AgreedPage | None = None  # made when the first rank asks for it
         self.word = 0  # what it shows
         self.sealed: dict[tuple[str, int], SealedShard] = {}
+        self.times: dict[str, Timing] = {}  # by attempt, until it is stored
         self.released: dict[tuple[str, int], asyncio.Event] = {}
         self.reading: set[tuple[str, int]] = set()  # captures that are being written; their memory is in use
         self.settled = asyncio.Condition()
@@ -150,6 +176,7 @@ class NodeAgent:
         self._cloud_io = ThreadPoolExecutor(1, "ray_ckpt-cloud")
         self._watches_cloud = False
         self._copies = Underway()
+        self._meters = Meters()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: PeerServer | None = None
         self._problem: ConfigError | None = None  # of this node's environment; told to whoever asks first
@@ -299,7 +326,15 @@ class NodeAgent:
         """
         run = self._runs[run_uid]
         await self._obey(run, n.EpochSeen(epoch=epoch))
-        await self._in_thread(run.drain_io, self._drain, run, attempt, node_index)
+        sent = await self._in_thread(run.drain_io, self._drain, run, attempt, node_index)
+        self._count_bytes(run, "remote", sent)
+
+    async def uploads(self, run_uid: str) -> dict[str, int]:
+        """Bytes that have left for the storage path, of the fragments that are on their way; by attempt."""
+        sent: dict[str, int] = {}
+        for (attempt, _), pace in list(self._runs[run_uid].uploads.items()):
+            sent[attempt] = sent.get(attempt, 0) + pace.sent_bytes
+        return sent
 
     async def delete(self, run_uid: str, directories: tuple[str, ...], epoch: int) -> None:
         await self._obey(self._runs[run_uid], n.DeleteOrdered(directories=directories, epoch=epoch))
@@ -443,6 +478,9 @@ class NodeAgent:
             raise Unavailable(f"Step {shard.attempt.step}: {reason}.")
         released = run.released.setdefault(key, asyncio.Event())
         run.sealed[key] = shard
+        run.times.setdefault(shard.attempt.attempt, Timing()).add(shard)
+        while len(run.times) > MAX_TIMED:
+            del run.times[next(iter(run.times))]
         event = n.ShardSealed(
             attempt=shard.attempt, rank=shard.rank, replicated=shard.replicated, metrics=shard.metrics
         )
@@ -576,6 +614,7 @@ class NodeAgent:
                     run.decision.set_exception(error)
                 await self._end(run, session, error)
             case n.TellStored():
+                timing = run.times.pop(effect.attempt.attempt, None)
                 await self._tell(
                     "node_stored",
                     effect.attempt,
@@ -585,6 +624,7 @@ class NodeAgent:
                     effect.replicated,
                     effect.metrics,
                     effect.epoch,
+                    timing.times() if timing is not None else SaveTimes(),
                 )
             case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
                 await self._tell("save_refused", attempt, ranks, reason)
@@ -605,6 +645,7 @@ class NodeAgent:
             event: n.NodeEvent = n.SaveFailed(attempt=shard.attempt, rank=shard.rank, reason=_reason(error))
         else:
             event = n.ShardWritten(attempt=shard.attempt, rank=shard.rank, files=files, rows=rows)
+            self._count_bytes(run, "local", sum(file.size_bytes for file in files))
         finally:
             run.reading.discard(key)
         await self._handle(run, event)
@@ -681,14 +722,20 @@ class NodeAgent:
     async def _send_copy(self, run: NodeRun, effect: n.SendCopy) -> None:
         error = None
         try:
-            await self._in_thread(self._peer_io, self._copy_to_peer, run, effect)
+            sent = await self._in_thread(self._peer_io, self._copy_to_peer, run, effect)
+            self._count_bytes(run, "peer", sent)
         except Exception as failure:  # the coordinator must hear of it in any case
             error = _reason(failure)
         await self._tell(
             "replica_ended", effect.attempt, effect.node_index, effect.holder, error, effect.epoch
         )
 
-    def _copy_to_peer(self, run: NodeRun, effect: n.SendCopy) -> None:
+    def _count_bytes(self, run: NodeRun, tier: str, size: int) -> None:
+        labels = {"tier": tier, "node": self._node_id}
+        self._meters.record(run.spec.name, Sample(metric=telemetry.SAVE_BYTES, value=size, labels=labels))
+
+    def _copy_to_peer(self, run: NodeRun, effect: n.SendCopy) -> int:
+        """Returns how many bytes were sent."""
         holding = self._holding(run, effect.attempt, effect.node_index)
         directory = effect.attempt.directory
         endpoint, credentials = run.endpoints[effect.holder], self._keys.credentials(run.run_uid)
@@ -705,16 +752,23 @@ class NodeAgent:
                     send_files(endpoint, credentials, files, limiter=run.limiter)
                 except _Recaptured:  # from the disk then
                     send_files(endpoint, credentials, files, limiter=run.limiter)
+        return sum(file.size_bytes for file in (*holding.fragment.files, holding.entry))
 
-    def _drain(self, run: NodeRun, attempt: AttemptId, node_index: int) -> None:
+    def _drain(self, run: NodeRun, attempt: AttemptId, node_index: int) -> int:
+        """Returns how many bytes of files were uploaded."""
         time.sleep(random.uniform(0.0, DRAIN_SPREAD_S))
         holding = self._holding(run, attempt, node_index)
-        pace = DrainPace(run.drain_limiter, self._copies)
-        for file in (*holding.fragment.files, holding.entry):
-            if run.machine.is_deleted(attempt.attempt):  # or it would come back on the storage path
-                raise Unavailable(f"step {attempt.step} is being deleted here")
-            path = run.staging.path(run.run_uid, attempt.directory, file.name)
-            run.remote.put_file(attempt.directory, file, path, pace=pace, level=run.spec.options.compress)
+        key = (attempt.attempt, node_index)
+        pace = run.uploads[key] = DrainPace(run.drain_limiter, self._copies)
+        try:
+            for file in (*holding.fragment.files, holding.entry):
+                if run.machine.is_deleted(attempt.attempt):  # or it would come back on the storage path
+                    raise Unavailable(f"step {attempt.step} is being deleted here")
+                path = run.staging.path(run.run_uid, attempt.directory, file.name)
+                run.remote.put_file(attempt.directory, file, path, pace=pace, level=run.spec.options.compress)
+        finally:
+            run.uploads.pop(key, None)
+        return sum(file.size_bytes for file in (*holding.fragment.files, holding.entry))
 
     def _persist_epoch(self, run: NodeRun, epoch: int) -> None:
         name, path = run.spec.name, run.spec.storage_path

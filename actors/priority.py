@@ -72,7 +72,9 @@ class DrainPace:
         self._limiter = limiter
         self._copies = copies
         self._yields_s = yields_s
+        self.sent_bytes = 0  # that it has let through
 
     def wait(self, nbytes: int) -> None:
         self._copies.wait_until_none(self._yields_s)
         self._limiter.wait(nbytes)
+        self.sent_bytes += nbytes

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ray
+import ray._private.services as ray_services
 import ray._private.state as ray_state
 
 from ray_ckpt.config import FAILURE_DOMAIN_LABELS
@@ -57,3 +58,9 @@ def is_alive(owner: str) -> bool:
         found = ray_state.actors(name)
         return bool(found) and found["State"] != "DEAD"
     return any(job["JobID"] == name and not job["IsDead"] for job in ray_state.jobs())
+
+
+def find_cluster() -> str | None:
+    """The `host:port` of the cluster that `RAY_ADDRESS` names, or of one that runs on this machine."""
+    found = ray_services.get_ray_address_from_environment("auto", None)
+    return None if found in (None, "auto", "local") else str(found)

@@ -7,48 +7,50 @@ error, never a shorter history.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from html import escape
-from itertools import islice
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
 from ray_ckpt.core.history import RunHistory, SessionInfo
-from ray_ckpt.errors import ConfigError, CorruptionError, FormatError
-from ray_ckpt.format import names, records
-from ray_ckpt.format.digest import digest
-from ray_ckpt.format.manifest import (
-    MAX_DESCRIPTION_BYTES,
-    MAX_FRAGMENT_BYTES,
-    CheckpointDescription,
-    decode_checkpoint,
-    decode_fragment,
-    rows_table,
-)
-from ray_ckpt.lazy import LazyTensor, SavedTensors
+from ray_ckpt.errors import ConfigError, FormatError
+from ray_ckpt.format import names
+from ray_ckpt.lazy import MAX_NEAREST
 from ray_ckpt.location import Location
 from ray_ckpt.storage.file_store import FileStore
 from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, read_run
 from ray_ckpt.storage.remote import RemoteTier, open_store
+from ray_ckpt.tables import (
+    MAX_HTML_ROWS,
+    SHARDS,
+    SLICES,
+    TABLES,
+    Cuts,
+    ParquetFile,
+    TableName,
+    checkpoints_table,
+    events_table,
+    html_table,
+    metrics_text,
+    sessions_table,
+    shards_table,
+    slices_table,
+    to_datetime,
+)
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level
 from ray_ckpt.verify import (
-    CheckpointFiles,
     Damage,
     Progress,
     StoragePath,
     VerifyReport,
-    is_fragment,
     locate,
     readable,
     verify_directory,
-    verify_files,
 )
+from ray_ckpt.view import REQUESTS_AT_A_TIME, CheckpointView
 
 __all__ = [
     "Catalog",
@@ -61,12 +63,8 @@ __all__ = [
     "verify_directory",
 ]
 
-REQUESTS_AT_A_TIME = 16  # for small files of a store that answers late
 MAX_FOLDERS = 1000  # of a storage path that are looked into for runs
-_MAX_TIME_S = 253_402_300_800.0  # the year 10000: what datetime can hold
 _MAX_NAMED_RUNS = 10  # in a hint
-MAX_HTML_ROWS = 20  # of a table in a notebook
-MAX_HTML_METRICS = 5  # of a checkpoint there
 
 
 # The catalog
@@ -175,14 +173,17 @@ class Catalog:
     def views(self, *, all: bool = False) -> tuple[CheckpointView, ...]:
         """As `list`. The folders of what was retired or lost are listed at once, if there are any."""
         known = self.list(all=all)
+        return tuple(map(self._view, known, self._on_storage(known)))
+
+    def _on_storage(self, known: Sequence[CheckpointInfo]) -> tuple[bool, ...]:
+        """Whether the storage path has files of each; asked only if some were retired or lost."""
         folders: tuple[str, ...] = ()
         if any(_may_have_files(info) and info.state != "live" for info in known):
             with readable(self._tier.root):
                 folders = self._tier.files.children(names.CHECKPOINTS_DIR).folders
         there = {folder.rpartition("/")[2] for folder in folders}
         return tuple(
-            self._view(info, _may_have_files(info) and (info.state == "live" or info.directory in there))
-            for info in known
+            _may_have_files(info) and (info.state == "live" or info.directory in there) for info in known
         )
 
     def _view(self, info: CheckpointInfo, there: bool) -> CheckpointView:
@@ -222,241 +223,144 @@ class Catalog:
                 info.world_size,
                 info.size_bytes,
                 to_datetime(info.committed_at_s) or "",
-                _metrics_text(info.metrics),
+                metrics_text(info.metrics),
             )
             for info in reversed(shown)
         ]
         title = f"run {self.run_name}: {len(self)} live checkpoints in {self.where}"
         headers = ("step", "level", "session", "ranks", "bytes", "saved at", "metrics")
-        return _html_table(title, headers, rows, len(self) - len(shown))
+        hidden = len(self) - len(shown)
+        left_out = f"and {hidden} older ones" if hidden else ""
+        return html_table(title, headers, rows, left_out)
 
-    def to_arrow(self) -> pa.Table:
-        """One row per checkpoint that the log knows, in log order, whatever its `state`.
+    # -- tables ------------------------------------------------------------------------------------------
 
-        `resumed` says whether it is on the current lineage: whether the newest state comes from it. Metrics
-        are columns `metric.<name>`, null where a checkpoint has none of that name.
+    def to_arrow(self, table: TableName = "checkpoints", *, steps: Collection[int] | None = None) -> pa.Table:
+        """One of the tables of the run, in log order; `write_parquet` writes all of them.
+
+        checkpoints:
+            One row per checkpoint that the log knows, whatever its `state`. `on_lineage` says whether the
+            newest state comes from it, `on_storage` whether the storage path has it, `tiers` where the log
+            has put it. Durations are null where nobody has said them; `drain_s` is from the commit until all
+            of it was on the storage path. `cuts`, how its tensors are cut (`tables.Cuts`), is null without
+            `steps`.
+        sessions:
+            One row per training group: what it resumed from, its branch, its restore and its end.
+        events:
+            One row per record of the log that is still there: of a long log those between the first and the
+            last day or two are in its snapshots alone.
+        shards, slices:
+            One row per file, and per saved slice, of the live durable checkpoints, from their manifests.
+            Slices of many checkpoints take much memory, and `write_parquet` does not.
+
+        `steps` chooses live durable checkpoints, not for sessions and events. ConfigError; errors of
+        `CheckpointView.fragments` where manifests are read.
         """
-        views = self.views(all=True)
-        known = [view.info for view in views]
-        columns: dict[str, pa.Array] = {
-            "step": pa.array([c.step for c in known], pa.int64()),
-            "session": pa.array([c.id.session for c in known], pa.int64()),
-            "attempt": pa.array([c.id.attempt for c in known], pa.string()),
-            "state": pa.array([c.state for c in known], pa.string()),
-            "level": pa.array([c.level.label for c in known], pa.string()),
-            "replicas": pa.array([c.replicas for c in known], pa.int64()),
-            "world_size": pa.array([c.world_size for c in known], pa.int64()),
-            "num_nodes": pa.array([c.num_nodes for c in known], pa.int64()),
-            "size_bytes": pa.array([c.size_bytes for c in known], pa.int64()),
-            "committed_at": _times(c.committed_at_s for c in known),
-            "root_digest": pa.array([c.root_digest for c in known], pa.string()),
-            "directory": pa.array([c.directory for c in known], pa.string()),
-            "on_storage": pa.array([view.where is not None for view in views], pa.bool_()),
-            "resumed": pa.array([c.id.attempt in self._branch for c in known], pa.bool_()),
-        }
-        for name in sorted({name for c in known for name in c.metrics}):
-            columns[f"metric.{name}"] = pa.array([c.metrics.get(name) for c in known], pa.float64())
-        return pa.table(columns)
+        match table:
+            case "checkpoints" if steps is None:
+                return self._checkpoints(self.list(all=True), {})
+            case "checkpoints":
+                chosen = self.durable(steps)
+                return self._checkpoints([view.info for view in chosen], _cuts_of(chosen))
+            case "shards" | "slices":
+                schema, found = _MANIFEST_TABLES[table]
+                parts = (found(*part) for view in self.durable(steps) for part in view.each_fragment())
+                return pa.concat_tables([schema.empty_table(), *parts])
+            case "sessions" if steps is None:
+                return sessions_table(self._history)
+            case "events" if steps is None:
+                return self.events()
+        raise ConfigError(
+            f"There is no table {table!r}{' of single steps' if table in TABLES else ''}.",
+            hint=f"There are {', '.join(TABLES)}; steps choose rows of the first three.",
+        )
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self, table: TableName = "checkpoints", *, steps: Collection[int] | None = None) -> Any:
         """`to_arrow` as a pandas DataFrame."""
-        return self.to_arrow().to_pandas()
+        return self.to_arrow(table, steps=steps).to_pandas()
 
     def events(self) -> pa.Table:
-        """The log, one row per record; what an op lacks is null, `text` is for people.
-
-        Only records that are still there: of a long log those between the first and the last day or two are
-        in its snapshots alone.
-        """
+        """The log, one row per record; what an op lacks is null, `text` is for people. See `to_arrow`."""
         with readable(self._tier.root):
             seqs = (seq for seq in _seqs(self._tier.log.list()) if seq < self._base.next_seq)
             covered = read_covered(self._ahead(map(names.record_file, seqs)), self._base)
-        log = (*(record for record, _ in covered), *self._newest)
-        rows = [self._event(record) for record in log]
-        columns = {
-            "seq": pa.array([r.seq for r in log], pa.int64()),
-            "time": _times(r.time_s for r in log),
-            "epoch": pa.array([r.epoch for r in log], pa.int64()),
-            "writer": pa.array([r.writer for r in log], pa.string()),
+        return events_table([*(record for record, _ in covered), *self._newest], self._history)
+
+    def write_parquet(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        steps: Collection[int] | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, int]:
+        """All tables as `<table>.parquet` in `folder`, which is made; gives the rows of each.
+
+        Files of these names are replaced, each when it is complete. `shards` and `slices` are those of the
+        live durable checkpoints, or of `steps` among them, and `checkpoints` has the `cuts` of these. Each
+        manifest is read once, and memory does not grow with their number. `progress` is told of each
+        checkpoint that was read. ConfigError if a step is not durable, OSError, and errors of
+        `CheckpointView.fragments`.
+        """
+        chosen, cuts, out = self.durable(steps), {}, Path(folder)
+        out.mkdir(parents=True, exist_ok=True)
+        with (
+            ParquetFile(out / "shards.parquet", SHARDS) as shards,
+            ParquetFile(out / "slices.parquet", SLICES) as slices,
+        ):
+            for view in chosen:
+                cut = Cuts()
+                for fragment, entry in view.each_fragment():
+                    shards.add(shards_table(fragment, entry))
+                    slices.add(slices_table(fragment))
+                    cut.add(fragment.rows)
+                cuts[view.info.id.attempt] = cut.texts()
+                if progress is not None:
+                    progress(1)
+        rows = {"shards": shards.num_rows, "slices": slices.num_rows}
+        whole = {
+            "checkpoints": self._checkpoints(self.list(all=True), cuts),
+            "sessions": sessions_table(self._history),
+            "events": self.events(),
         }
-        for name, kind in _EVENT_COLUMNS.items():
-            columns[name] = pa.array([row.get(name) for row in rows], kind)
-        return pa.table(columns)
+        for name, table in whole.items():
+            with ParquetFile(out / f"{name}.parquet", table.schema) as file:
+                file.add(table)
+            rows[name] = table.num_rows
+        return {name: rows[name] for name in TABLES}
 
-    def _event(self, record: records.LogRecord) -> dict[str, Any]:
-        """The columns of a record that depend on its op."""
-        op = record.op
-        attempt = getattr(op, "attempt", None)
-        info = self._history.checkpoints.get(attempt) if attempt else None
-        level = getattr(op, "level", None)
-        return {
-            "op": type(op).__name__.lower(),
-            "step": info.step if info else None,
-            "attempt": attempt,
-            "session": info.id.session if info else getattr(op, "session", None),
-            "level": level.label if level else None,
-            "text": self._event_text(op),
-        }
+    def _checkpoints(self, known: Sequence[CheckpointInfo], cuts: Mapping[str, Sequence[str]]) -> pa.Table:
+        return checkpoints_table(
+            known, self._history, on_storage=self._on_storage(known), lineage=self._branch, cuts=cuts
+        )
 
-    def _event_text(self, op: records.Op) -> str:
-        match op:
-            case records.Create(run_name=name):
-                return f"run {name}"
-            case records.Session(resumed_from=None, world_size=world, num_nodes=nodes):
-                return f"from scratch, {world} ranks on {nodes} nodes"
-            case records.Session(resumed_from=attempt, world_size=world, num_nodes=nodes):
-                step = self._history.checkpoints[str(attempt)].step
-                return f"from step {step}, {world} ranks on {nodes} nodes"
-            case records.Commit(size_bytes=size, replicas=copies):
-                return f"{size} bytes, {copies} replicas"
-            case records.Promote(replicas=copies):
-                return f"{copies} replicas"
-            case records.Epoch(service=service):
-                return service
-            case records.Pin(owner=owner) | records.Unpin(owner=owner):
-                return owner
-            case records.Annotated(metrics=metrics):
-                return ", ".join(f"{name}={value:g}" for name, value in metrics.items())
-            case records.Lost(reason=reason) | records.Retired(reason=reason):
-                return reason
-            case records.Note(text=text):
-                return text
-            case _:
-                return ""
+    def durable(self, steps: Collection[int] | None = None) -> tuple[CheckpointView, ...]:
+        """The live durable checkpoints in log order, or those of `steps`: ConfigError if a step has none."""
+        found = [c for c in self.checkpoints if c.level is Level.DURABLE]
+        if missing := sorted(set(steps or ()) - {c.step for c in found}):
+            known = ", ".join(map(str, sorted({c.step for c in found})[-MAX_NEAREST:]))
+            raise ConfigError(
+                f"Run {self.run_name} has no live durable checkpoint of step {missing[0]}.",
+                hint=f"The newest durable ones are {known}." if known else "None is durable.",
+                step=missing[0],
+            )
+        return tuple(self._view(c, True) for c in found if steps is None or c.step in steps)
 
 
-_EVENT_COLUMNS: Mapping[str, pa.DataType] = {
-    "op": pa.string(),
-    "step": pa.int64(),
-    "attempt": pa.string(),
-    "session": pa.int64(),
-    "level": pa.string(),
-    "text": pa.string(),
+_MANIFEST_TABLES: Mapping[str, tuple[pa.Schema, Callable[[Fragment, FileEntry], pa.Table]]] = {
+    "shards": (SHARDS, shards_table),
+    "slices": (SLICES, lambda fragment, entry: slices_table(fragment)),
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointView:
-    """One checkpoint: what the log says of it and, once it is durable, its files.
-
-    `tier` is None while it is in the cluster only. Reading files of such a one is a ConfigError; damage is a
-    CorruptionError that names the file.
-    """
-
-    info: CheckpointInfo
-    tier: RemoteTier | None
-
-    @property
-    def where(self) -> str | None:
-        """Its folder on the storage path: a path or a URL."""
-        return None if self.tier is None else str(self._location(self.tier))
-
-    @property
-    def path(self) -> Path | None:
-        """`where`, if it is a folder of this machine."""
-        return None if self.tier is None or not self.tier.root.is_posix else self._location(self.tier).folder
-
-    def files(self) -> CheckpointFiles:
-        """Nothing is asked of the store yet."""
-        if self.tier is None:
-            there = "in the cluster only" if self.info.state == "live" else self.info.state
-            raise ConfigError(
-                f"Step {self.info.step} is {there}; the storage path has no files of it.",
-                hint="Only live checkpoints that are durable can be read here.",
-                step=self.info.step,
-            )
-        folder = f"{names.CHECKPOINTS_DIR}/{self.info.directory}"
-        return CheckpointFiles(self._location(self.tier), self.tier.files, folder)
-
-    def description(self) -> CheckpointDescription:
-        """What its `checkpoint.json` says, checked against the log."""
-        return self._description(self.files())
-
-    def fragments(self) -> tuple[Fragment, ...]:
-        """Its manifest, by node, each fragment checked against its digest in `checkpoint.json`."""
-        files = self.files()
-        listed = [f for f in self._description(files).files if is_fragment(f.name)]
-        with ThreadPoolExecutor(REQUESTS_AT_A_TIME, thread_name_prefix="ray_ckpt-manifest") as pool:
-            return tuple(pool.map(lambda entry: _fragment(files, entry), listed))
-
-    def slices(self) -> pa.Table:
-        """Its manifest as one table, a row per byte range; see format.manifest.COLUMNS."""
-        return rows_table(self.fragments())
-
-    def tensors(self) -> SavedTensors:
-        """Its tensors by their full names; of them nothing is read yet. The manifest read last is kept."""
-        if self.tier is None:
-            self.files()  # which says why there are none
-        assert self.tier is not None
-        attempt, found = _LAST_TENSORS.get(self.tier, ("", None))
-        if found is None or attempt != self.info.id.attempt:
-            found = SavedTensors(self.files(), (row for f in self.fragments() for row in f.rows))
-            _LAST_TENSORS[self.tier] = (self.info.id.attempt, found)
-        return found
-
-    def __getitem__(self, name: str) -> LazyTensor:
-        """A tensor by its full name, such as `model.layers.0.weight`, to be read whole or in part.
-
-        ConfigError, with the nearest names, if there is none of that name.
-        """
-        return self.tensors()[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors())
-
-    def verify(self, progress: Progress | None = None) -> tuple[Damage, ...]:
-        """Everything that is wrong with its files; empty if each byte is as it was saved."""
-        return verify_files(self.files(), root_digest=self.info.root_digest, progress=progress).damages
-
-    def _repr_html_(self) -> str:
-        """For a notebook: what the log says of it, escaped. No file of it is read."""
-        info = self.info
-        facts = (
-            ("step", info.step),
-            ("attempt", info.id.attempt),
-            ("session", info.id.session),
-            ("state", info.state),
-            ("level", info.level.label),
-            ("ranks", f"{info.world_size} on {info.num_nodes} nodes"),
-            ("bytes", info.size_bytes),
-            ("saved at", to_datetime(info.committed_at_s) or ""),
-            ("metrics", _metrics_text(info.metrics)),
-            ("pins", ", ".join(islice(sorted(info.pins), MAX_HTML_ROWS))),
-            ("root digest", info.root_digest),
-            ("where", self.where or "no files on the storage path"),
-        )
-        return _html_table(f"checkpoint of step {info.step}", (), facts, 0)
-
-    def _location(self, tier: RemoteTier) -> Location:
-        return tier.root / names.CHECKPOINTS_DIR / self.info.directory
-
-    def _description(self, files: CheckpointFiles) -> CheckpointDescription:
-        description = decode_checkpoint(files.read_whole(names.CHECKPOINT_JSON, MAX_DESCRIPTION_BYTES))
-        if (description.attempt, description.root_digest) != (self.info.id, self.info.root_digest):
-            raise CorruptionError(
-                f"{files.place(names.CHECKPOINT_JSON)} does not describe what the log committed.",
-                hint=_DAMAGED,
-                file=names.CHECKPOINT_JSON,
-            )
-        return description
-
-
-_DAMAGED = "Run `ray-ckpt verify` on it, and restore another step."
-
-_LAST_TENSORS: WeakKeyDictionary[RemoteTier, tuple[str, SavedTensors]] = WeakKeyDictionary()
-# of each run that is open, with its attempt: views are made anew each time, and a manifest may be large
-
-
-def _fragment(files: CheckpointFiles, entry: FileEntry) -> Fragment:
-    data = files.read_whole(entry.name, MAX_FRAGMENT_BYTES)
-    if digest(data) != entry.digest:
-        raise CorruptionError(
-            f"{files.place(entry.name)} differs from its digest.", hint=_DAMAGED, file=entry.name
-        )
-    return decode_fragment(data)
+def _cuts_of(views: Iterable[CheckpointView]) -> dict[str, tuple[str, ...]]:
+    """By attempt; reads the manifests."""
+    found = {}
+    for view in views:
+        cuts = Cuts()
+        for fragment, _ in view.each_fragment():
+            cuts.add(fragment.rows)
+        found[view.info.id.attempt] = cuts.texts()
+    return found
 
 
 def _may_have_files(info: CheckpointInfo) -> bool:
@@ -560,30 +464,3 @@ def _whole_lineage(history: RunHistory) -> frozenset[str]:
     """Attempts on the current lineage, those that are gone by now included."""
     ends = history.branch_points()
     return frozenset(name for name, c in history.checkpoints.items() if c.seq <= ends.get(c.id.session, -1))
-
-
-def to_datetime(time_s: float) -> datetime | None:
-    """Unix seconds as a time in UTC; None for what no calendar holds."""
-    return datetime.fromtimestamp(time_s, UTC) if 0 <= time_s < _MAX_TIME_S else None
-
-
-def _times(times_s: Iterable[float]) -> pa.Array:
-    return pa.array([to_datetime(time_s) for time_s in times_s], pa.timestamp("us", tz="UTC"))
-
-
-# HTML
-
-
-def _html_table(title: str, headers: Iterable[str], rows: Iterable[Iterable[object]], left_out: int) -> str:
-    """A small table without styles of its own; everything is escaped."""
-    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    more = f"<p>and {left_out} older ones</p>" if left_out else ""
-    top = f"<thead><tr>{head}</tr></thead>" if head else ""
-    return f"<table><caption>{escape(title)}</caption>{top}<tbody>{body}</tbody></table>{more}"
-
-
-def _metrics_text(metrics: Mapping[str, float]) -> str:
-    """The first few."""
-    text = ", ".join(f"{name} {metrics[name]:.5g}" for name in islice(sorted(metrics), MAX_HTML_METRICS))
-    return text + (", ..." if len(metrics) > MAX_HTML_METRICS else "")

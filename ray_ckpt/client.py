@@ -555,7 +555,7 @@ class Checkpointer:
             self._stay_out(attempt, "the save before it is still being written")
         else:
             try:
-                self._capture(attempt, metrics)
+                self._capture(attempt, metrics, start_s)
                 saved = True
             except (ConfigError, CollectiveError, RunConflict):
                 raise
@@ -621,7 +621,7 @@ class Checkpointer:
             attempt=count,
         )
 
-    def _capture(self, attempt: AttemptId, metrics: Mapping[str, Any] | None) -> None:
+    def _capture(self, attempt: AttemptId, metrics: Mapping[str, Any] | None, began_s: float) -> None:
         identity, saver = self._link.identity, _require(self._saver)
         walked = self._walk()
         state = encode_tree(
@@ -652,6 +652,7 @@ class Checkpointer:
                 state=state,
                 metrics=all_values,
                 compare_content=self._save_calls == 1,  # of a session: ranks that differ are found early
+                began_s=began_s,
             ),
         )
         outcome = self._link.outcome(attempt, Level.LOCAL)

@@ -1,13 +1,28 @@
-"""Goodput of a run, estimated from its log alone.
+"""Goodput of a run, measured where its log has the facts, and estimated from commits alone.
 
     goodput = time of steps whose effect survived / wall time
 
 A step counts if the newest state comes from it, and once: what was lost and done again is badput. That is
 the "runtime goodput" of Google's ml-goodput-measurement: productive step time / elapsed time, without the
 progress that a disruption wasted. It can rise while the job as a whole gets slower, by slower steps say, so
-wall time stands beside it.
+wall time stands beside it. Wall time runs from the first session's opening to the last thing that a session
+did by the log; what has happened since is not known.
 
-A log has the opening of each session and the time and step of each commit, and no steps. So:
+**Measured** (`measure_goodput`), of a session that was told to its end (`SessionEnd`):
+
+- It restored until all ranks had their state, started until its first step began, trained until its last step
+  ended, and was down until the next session opened. Saves held up training for a known time.
+- Its steps survived until the one that the lineage goes on from. A save's step was done when its commit came,
+  less what capture, writing and copying took. Where that is not known, or the commit came after the last step
+  (a coordinator may find a save later), steps are taken to have been equally long.
+- Evaluation, slow data and all else between its first and its last step are time of steps.
+- Clocks of ranks and coordinators are taken to agree; what contradicts the order of things is cut.
+
+Of a session without these facts (an older log, a coordinator that died with it) the estimate stands in, from
+the moment on at which it had its state, and up to its last step, if these are known. `measured_s` says how
+much of the wall is measured.
+
+**Estimated** (`estimate_goodput`), from the opening of each session and the time and step of each commit:
 
 - Between two commits of a session all time counts as time of steps: stalls, evaluation and slow data in there
   are not seen. A commit comes a little later than its step, by what writing and copying take.
@@ -17,13 +32,11 @@ A log has the opening of each session and the time and step of each commit, and 
   estimate of the steps in there is half an interval between saves, what a failure costs on average when it
   comes at any time (Young 1974), and never more than there was time.
 - A session from scratch is taken to begin at step 0, also one that began with a checkpoint of another run.
-- Wall time runs from the first session's opening to the last thing that a session did by the log; what has
-  happened since is not known.
 - A run that somebody ended and prolonged looks as one that failed; a rollback is a session of its own.
 - Times are those of coordinators' clocks. One that went back is taken as standing still.
 
-So each time is an estimate between two bounds that hold whatever pace and interval the estimate assumes. The
-estimates of goodput and of all causes of badput add up to the wall time.
+So each time is an estimate between two bounds that hold whatever pace and interval the estimate assumes; what
+is measured has equal ones. The estimates of goodput and of all causes of badput add up to the wall time.
 """
 
 from __future__ import annotations
@@ -33,10 +46,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
-from ray_ckpt.types import CheckpointInfo, SessionInfo
+from ray_ckpt.types import END_CAUSES, CheckpointInfo, EndCause, SessionEnd, SessionInfo
 
-__all__ = ["Goodput", "Interruption", "Progress", "Seconds", "estimate_goodput"]
+__all__ = [
+    "Goodput",
+    "Interruption",
+    "Progress",
+    "Seconds",
+    "Tenure",
+    "estimate_goodput",
+    "measure_goodput",
+]
 
 CAUSES: Mapping[str, str] = {
     "startup": "from the opening of a session to its first step",
@@ -44,6 +66,26 @@ CAUSES: Mapping[str, str] = {
     "down": "from the last step before an interruption to the next session",
     "no_commit": "sessions that committed nothing",
 }
+"""Of badput, as the estimate tells them apart."""
+
+_ENDS: Mapping[EndCause, str] = {
+    "finished": "its launcher had finished",
+    "process": "a process failed",
+    "node": "a node was lost",
+    "preemption": "a node left after a notice",
+    "replaced": "another launcher took the run",
+}
+
+MEASURED_CAUSES: Mapping[str, str] = {
+    "restore": "from the opening of a session until all ranks had their state",
+    "startup": "from then on to the first step",
+    "stalls": "saves held up training",
+    "lost_steps": "steps whose effect was lost",
+    **{f"down_{cause}": f"from the last step to the next session: {_ENDS[cause]}" for cause in END_CAUSES},
+    "down_unknown": "from the last step to the next session: nobody has said why",
+    "no_commit": "sessions that committed nothing and of which nobody has told",
+}
+"""Of badput, as `measure_goodput` tells them apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +105,12 @@ ZERO = Seconds(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interruption:
-    """What stands between two sessions: a failure, an end, a rollback; the log does not tell which.
+    """What stands between two sessions: a failure, an end, a rollback; `cause` is None if nobody has told.
 
     `last_known_s` and `opened_at_s` are Unix times: the last that the log knows of the session before, and
     the opening of the one after. `known_steps_lost` were committed and are not in what was restored; going on
     from a higher step loses none. `steps_lost` adds those that no commit tells of. `recovery` is the time
-    without steps until the next session's first one, None where that session committed nothing.
+    without steps until the next session's first one, None where none of its steps is known.
     """
 
     after_session: int
@@ -78,6 +120,7 @@ class Interruption:
     known_steps_lost: int
     steps_lost: Seconds | None  # in steps, not seconds; None where the pace is not known
     recovery: Seconds | None
+    cause: EndCause | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,22 +134,47 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tenure:
+    """The time of a session as moments, Unix times in their order; `measured` as opposed to estimated.
+
+    It opened, had its state, began its first step, had done the last step that survived, and the last one
+    of all (`last_step`); then the next one opened, or nothing more is known. Without steps the three before
+    the last are one.
+    """
+
+    session: int
+    opened_s: float
+    ready_s: float
+    first_s: float
+    survived_s: float
+    last_s: float
+    closed_s: float
+    first_step: int
+    last_step: int
+    cause: EndCause | None
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
     """What became of the wall time of a run.
 
     `step` is the newest on the lineage; `steps_lost` were committed and are not on it. `step_s` is the mean
-    time of a step between commits. `clock_back_s` is by how much clocks went back, at most at a time.
+    time of a step, between commits or as measured. `clock_back_s` is by how much clocks went back, at most at
+    a time. `measured_s` is the part of the wall time that is not estimated.
     """
 
     wall_s: float
     productive: Seconds
-    badput: Mapping[str, Seconds]  # by the names of CAUSES
+    badput: Mapping[str, Seconds]  # by the names of CAUSES or MEASURED_CAUSES
     step: int
     steps_lost: int
     step_s: float | None
     clock_back_s: float
     interruptions: Sequence[Interruption]
     progress: Sequence[Progress]
+    tenures: Sequence[Tenure]
+    measured_s: float = 0.0
 
     @property
     def lost(self) -> Seconds:
@@ -123,53 +191,107 @@ class Goodput:
         return Seconds(*(time_s / self.wall_s for time_s in (p.low, p.estimate, p.high)))
 
 
+class _Commit(NamedTuple):
+    """`lag_s`: by what the commit came after its step; `stall_s`: how long the save held up training."""
+
+    time_s: float
+    step: int
+    lag_s: float | None
+    stall_s: float | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tenure:
-    """A session with its commits, times in order. `kept`: how many of the commits are on the lineage."""
+    """A session with its commits, times and steps in order. `kept`: how many commits are on the lineage."""
 
     session: int
     opened_s: float
+    restored_s: float | None
     ended_s: float
     first_step: int
-    commits: tuple[tuple[float, int], ...]  # (time, step), both rising
+    commits: tuple[_Commit, ...]
     kept: int
+    end: SessionEnd | None
 
     @property
     def last_step(self) -> int:
-        return self.commits[-1][1] if self.commits else self.first_step
+        return self.commits[-1].step if self.commits else self.first_step
 
     @property
     def last_s(self) -> float:
-        return self.commits[-1][0] if self.commits else self.opened_s
+        return self.commits[-1].time_s if self.commits else self.opened_s
 
     @property
     def span(self) -> tuple[float, int]:
         """Seconds and steps between its commits."""
         if not self.commits:
             return 0.0, 0
-        return self.last_s - self.commits[0][0], self.last_step - self.commits[0][1]
+        return self.last_s - self.commits[0].time_s, self.last_step - self.commits[0].step
+
+    @property
+    def cause(self) -> EndCause | None:
+        return self.end.cause if self.end else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pace:
+    """Of the run, between commits: seconds per step and per save; None where nothing was measured."""
+
+    step_s: float | None
+    interval_s: float | None
+
+
+_Parts: TypeAlias = Mapping[str, Seconds]  # of the time of one session: productive, and causes of badput
 
 
 def estimate_goodput(sessions: Sequence[SessionInfo], checkpoints: Iterable[CheckpointInfo]) -> Goodput:
     """The goodput of a run by its sessions and all its checkpoints, whatever has become of them, both in log
     order. Takes time and memory by the number of them.
     """
-    known = {c.id.attempt: c for c in checkpoints}
-    tenures, clock_back_s = _tenures(sessions, known)
-    spans = [t.span for t in tenures]
-    step_s = _ratio(sum(s for s, _ in spans), sum(n for _, n in spans))
-    interval_s = _ratio(sum(s for s, _ in spans), sum(len(t.commits) - 1 for t in tenures if t.commits))
-    parts = [_parts(t, step_s, interval_s) for t in tenures]
+    tenures, clock_back_s = _tenures(sessions, {c.id.attempt: c for c in checkpoints})
+    pace = _pace(tenures)
+    parts = [_estimated(t, t.opened_s, pace) for t in tenures]
+    times = [_estimated_times(t, t.opened_s, part) for t, part in zip(tenures, parts, strict=True)]
+    return _goodput(tenures, parts, times, CAUSES, pace, clock_back_s)
+
+
+def measure_goodput(sessions: Sequence[SessionInfo], checkpoints: Iterable[CheckpointInfo]) -> Goodput:
+    """As `estimate_goodput`, with what sessions have told of their restores, steps and ends."""
+    tenures, clock_back_s = _tenures(sessions, {c.id.attempt: c for c in checkpoints})
+    pace = _pace(tenures)
+    found_of = [_told(tenure) or _partly_told(tenure, pace) for tenure in tenures]
+    parts, times = [part for part, _, _ in found_of], [time for _, time, _ in found_of]
+    found = _goodput(tenures, parts, times, MEASURED_CAUSES, pace, clock_back_s)
+    steps = sum(t.last_step - t.first_step for t in times if t.measured)
+    trained_s = sum(t.last_s - t.first_s for t in times if t.measured)
+    stalled_s = sum((p["stalls"].estimate for p in parts if "stalls" in p), 0.0)
+    return replace(
+        found,
+        step_s=_ratio(trained_s - stalled_s, steps) or found.step_s,
+        measured_s=sum(known_s for _, _, known_s in found_of),
+    )
+
+
+def _goodput(
+    tenures: Sequence[_Tenure],
+    parts: Sequence[_Parts],
+    times: Sequence[Tenure],
+    causes: Iterable[str],
+    pace: _Pace,
+    clock_back_s: float,
+) -> Goodput:
+    whole = list(zip(tenures, parts, times, strict=True))
     return Goodput(
         wall_s=tenures[-1].ended_s - tenures[0].opened_s if tenures else 0.0,
-        productive=sum((part.productive for part in parts), ZERO),
-        badput={cause: sum((getattr(part, cause) for part in parts), ZERO) for cause in CAUSES},
+        productive=sum((part["productive"] for part in parts), ZERO),
+        badput={cause: sum((part.get(cause, ZERO) for part in parts), ZERO) for cause in causes},
         step=tenures[-1].last_step if tenures else 0,  # the last session is always on the lineage
         steps_lost=sum(t.last_step - _kept_step(t) for t in tenures),
-        step_s=step_s,
+        step_s=pace.step_s,
         clock_back_s=clock_back_s,
-        interruptions=[_interruption(*pair, step_s) for pair in pairwise(zip(tenures, parts, strict=True))],
-        progress=[point for t in tenures for point in _progress(t)],
+        interruptions=[_interruption(*pair, pace) for pair in pairwise(whole)],
+        progress=[point for tenure, _, time in whole for point in _progress(tenure, time)],
+        tenures=times,
     )
 
 
@@ -195,24 +317,36 @@ def _tenures(
         opened_s = moment(info.opened_at_s)
         if tenures:
             tenures[-1] = replace(tenures[-1], ended_s=opened_s)
+        restored_s = None if info.restored_at_s is None else moment(info.restored_at_s)
         first = known[info.resumed_from].step if info.resumed_from else 0
         done = first
-        points: list[tuple[float, int]] = []
+        points: list[_Commit] = []
         for checkpoint in commits[info.session]:
             done = max(done, checkpoint.step)
-            points.append((moment(checkpoint.committed_at_s), done))
+            time_s = moment(checkpoint.committed_at_s)
+            points.append(_Commit(time_s, done, save_s(checkpoint), checkpoint.stall_s))
+        last_at_s = info.ended.last_at_s if info.ended else None
         end = ends.get(info.session, -1)
         tenures.append(
             _Tenure(
                 session=info.session,
                 opened_s=opened_s,
-                ended_s=now_s,
+                restored_s=restored_s,
+                ended_s=max(now_s, last_at_s or now_s),
                 first_step=first,
                 commits=tuple(points),
                 kept=sum(c.seq <= end for c in commits[info.session]),
+                end=info.ended,
             )
         )
     return tenures, back_s
+
+
+def save_s(info: CheckpointInfo) -> float | None:
+    """Seconds from a save's beginning, which is its step's end, to its commit; None if they are not known."""
+    if info.capture_s is None or info.local_s is None:
+        return None
+    return info.capture_s + info.local_s + (info.replicate_s or 0.0)
 
 
 def _branch_points(sessions: Sequence[SessionInfo], known: Mapping[str, CheckpointInfo]) -> dict[int, float]:
@@ -229,75 +363,246 @@ def _branch_points(sessions: Sequence[SessionInfo], known: Mapping[str, Checkpoi
     return ends
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """What became of the time of one session, up to the opening of the next one."""
-
-    productive: Seconds = ZERO
-    startup: Seconds = ZERO
-    lost_steps: Seconds = ZERO
-    down: Seconds = ZERO
-    no_commit: Seconds = ZERO
+def _pace(tenures: Sequence[_Tenure]) -> _Pace:
+    spans = [t.span for t in tenures]
+    spanned_s = sum(s for s, _ in spans)
+    return _Pace(
+        step_s=_ratio(spanned_s, sum(n for _, n in spans)),
+        interval_s=_ratio(spanned_s, sum(len(t.commits) - 1 for t in tenures if t.commits)),
+    )
 
 
-def _parts(tenure: _Tenure, run_step_s: float | None, run_interval_s: float | None) -> _Parts:
+# Measured
+
+
+def _told(tenure: _Tenure) -> tuple[_Parts, Tenure, float] | None:
+    """What became of the time of a session, and how much of it is measured: all. None if it was not told."""
+    times = _told_times(tenure)
+    return None if times is None else (_measured(tenure, times), times, times.closed_s - times.opened_s)
+
+
+def _partly_told(tenure: _Tenure, pace: _Pace) -> tuple[_Parts, Tenure, float]:
+    """The same of a session of which something is missing: measured are its restore, and its end if known."""
+    ready_s = tenure.opened_s if tenure.restored_s is None else tenure.restored_s
+    last_at_s = tenure.end.last_at_s if tenure.end else None
+    guess = _estimated(tenure, ready_s, pace, last_at_s)
+    known_s = ready_s - tenure.opened_s
+    if last_at_s is not None:
+        known_s += guess.get("down", ZERO).estimate
+    down = f"down_{tenure.cause or 'unknown'}"
+    part = {down if cause == "down" else cause: time for cause, time in guess.items()}
+    part["restore"] = _exactly(ready_s - tenure.opened_s)
+    return part, _estimated_times(tenure, ready_s, guess), known_s
+
+
+def _told_times(tenure: _Tenure) -> Tenure | None:
+    """The moments of a session that was told to its end; None if it was not.
+
+    One that has an end and neither a step nor a commit was down as soon as it had its state.
+    """
+    end = tenure.end
+    if end is None:
+        return None
+    ready_s = tenure.opened_s if tenure.restored_s is None else tenure.restored_s
+    if end.first_at_s is None or end.last_at_s is None:
+        if tenure.commits or end.step > tenure.first_step:
+            return None  # there were steps; a coordinator died in between
+        first_s = last_s = survived_s = ready_s
+    else:
+        first_s = _within(end.first_at_s, ready_s, tenure.ended_s)
+        last_s = _within(end.last_at_s, first_s, tenure.ended_s)
+        survived_s = first_s
+        if tenure.kept:
+            newest = tenure.commits[tenure.kept - 1]
+            survived_s = last_s
+            if newest.step < end.step:
+                survived_s = _step_done_s(tenure, newest, end.step, first_s, last_s)
+    return Tenure(
+        session=tenure.session,
+        opened_s=tenure.opened_s,
+        ready_s=ready_s,
+        first_s=first_s,
+        survived_s=survived_s,
+        last_s=last_s,
+        closed_s=tenure.ended_s,
+        first_step=tenure.first_step,
+        last_step=max(end.step, tenure.last_step),
+        cause=end.cause,
+        measured=True,
+    )
+
+
+def _step_done_s(tenure: _Tenure, commit: _Commit, last_step: int, first_s: float, last_s: float) -> float:
+    """When the step of a commit was done, between the first step's beginning and the last one's end."""
+    if commit.lag_s is not None and commit.time_s <= last_s:
+        return _within(commit.time_s - commit.lag_s, first_s, last_s)
+    part = _ratio(commit.step - tenure.first_step, last_step - tenure.first_step) or 0.0
+    return min(first_s + min(part, 1.0) * (last_s - first_s), max(commit.time_s, first_s))
+
+
+def _measured(tenure: _Tenure, told: Tenure) -> dict[str, Seconds]:
+    kept_s, gone_s = told.survived_s - told.first_s, told.last_s - told.survived_s
+    kept_stall_s, gone_stall_s = _stalls(tenure, kept_s, gone_s)
+    return {
+        "productive": _exactly(kept_s - kept_stall_s),
+        "lost_steps": _exactly(gone_s - gone_stall_s),
+        "stalls": _exactly(kept_stall_s + gone_stall_s),
+        "restore": _exactly(told.ready_s - told.opened_s),
+        "startup": _exactly(told.first_s - told.ready_s),
+        f"down_{told.cause}": _exactly(told.closed_s - told.last_s),
+    }
+
+
+def _stalls(tenure: _Tenure, kept_s: float, gone_s: float) -> tuple[float, float]:
+    """For how long saves held up the steps that survived, and those that did not.
+
+    A save holds up training after its step: the last one that survived holds up steps that did not, if any.
+    """
+    known = [commit.stall_s for commit in tenure.commits]
+    told_s = tenure.end.stalled_s if tenure.end else None
+    whole_s = sum(s or 0.0 for s in known) if told_s is None else told_s
+    whole_s = min(whole_s, kept_s + gone_s)
+    if not gone_s:
+        return whole_s, 0.0
+    if None in known:
+        before_s = whole_s * kept_s / (kept_s + gone_s)
+    else:
+        before_s = min(sum(s or 0.0 for s in known[: max(0, tenure.kept - 1)]), kept_s)
+    before_s = _within(before_s, whole_s - gone_s, whole_s)
+    return before_s, whole_s - before_s
+
+
+# Estimated
+
+
+def _estimated(
+    tenure: _Tenure, ready_s: float, pace: _Pace, last_at_s: float | None = None
+) -> dict[str, Seconds]:
+    """What became of the time of one session from `ready_s` up to the opening of the next one.
+
+    `last_at_s` is when its last step ended, if that is known.
+    """
     if not tenure.commits:
-        whole_s = tenure.ended_s - tenure.opened_s
-        return _Parts(no_commit=Seconds(whole_s, whole_s, whole_s))
-    first_s, first_step = tenure.commits[0]
-    before_s = first_s - tenure.opened_s
-    step_s = _ratio(*tenure.span) or run_step_s
+        whole = _exactly(tenure.ended_s - ready_s)
+        return {"productive": ZERO, "no_commit": whole}
+    first_s, first_step = tenure.commits[0][:2]
+    before_s = first_s - ready_s
+    step_s = _ratio(*tenure.span) or pace.step_s
     steps_s = before_s if step_s is None else min(before_s, step_s * (first_step - tenure.first_step))
     early = Seconds(0.0, steps_s, before_s)
-    kept_s = tenure.commits[tenure.kept - 1][0] - first_s if tenure.kept else 0.0
+    kept_s = tenure.commits[tenure.kept - 1].time_s - first_s if tenure.kept else 0.0
     gone_s = tenure.last_s - first_s - kept_s
     tail_s = tenure.ended_s - tenure.last_s
-    interval_s = _ratio(tenure.span[0], len(tenure.commits) - 1) or run_interval_s or before_s
-    tail_steps_s = min(tail_s, interval_s / 2)
-    kept, gone = Seconds(kept_s, kept_s, kept_s), Seconds(gone_s, gone_s, gone_s)
-    gone += Seconds(0.0, tail_steps_s, tail_s)
-    return _Parts(
-        productive=kept + early if tenure.kept else ZERO,
-        lost_steps=gone if tenure.kept else gone + early,
-        startup=Seconds(0.0, before_s - steps_s, before_s),
-        down=Seconds(0.0, tail_s - tail_steps_s, tail_s),
+    interval_s = _ratio(tenure.span[0], len(tenure.commits) - 1) or pace.interval_s or before_s
+    tail = Seconds(0.0, min(tail_s, interval_s / 2), tail_s)
+    if last_at_s is not None:
+        tail = _exactly(_within(last_at_s - tenure.last_s, 0.0, tail_s))
+    gone = _exactly(gone_s) + tail
+    return {
+        "productive": _exactly(kept_s) + early if tenure.kept else ZERO,
+        "lost_steps": gone if tenure.kept else gone + early,
+        "startup": Seconds(0.0, before_s - steps_s, before_s),
+        "down": Seconds(tail_s - tail.high, tail_s - tail.estimate, tail_s - tail.low),
+    }
+
+
+def _estimated_times(tenure: _Tenure, ready_s: float, part: _Parts) -> Tenure:
+    first_s = ready_s + part.get("startup", ZERO).estimate
+    last_s = tenure.ended_s - part["down"].estimate if tenure.commits else first_s
+    return Tenure(
+        session=tenure.session,
+        opened_s=tenure.opened_s,
+        ready_s=ready_s,
+        first_s=first_s,
+        survived_s=max(first_s, tenure.commits[tenure.kept - 1].time_s) if tenure.kept else first_s,
+        last_s=last_s,
+        closed_s=tenure.ended_s,
+        first_step=tenure.first_step,
+        last_step=max(tenure.last_step, _told_step(tenure)),
+        cause=tenure.cause,
+        measured=False,
     )
+
+
+# Interruptions and progress
 
 
 def _interruption(
-    before: tuple[_Tenure, _Parts], after: tuple[_Tenure, _Parts], run_step_s: float | None
+    before: tuple[_Tenure, _Parts, Tenure], after: tuple[_Tenure, _Parts, Tenure], pace: _Pace
 ) -> Interruption:
-    (old, old_parts), (new, new_parts) = before, after
+    (old, old_parts, old_times), (new, new_parts, new_times) = before, after
     known = max(0, old.last_step - new.first_step)
-    step_s = _ratio(*old.span) or run_step_s
-    tail_s = old.ended_s - old.last_s
-    tail_steps_s = tail_s - old_parts.down.estimate - old_parts.no_commit.estimate
+    if _told_step(old):
+        steps_lost: Seconds | None = _exactly(max(0, old_times.last_step - new.first_step))
+    else:
+        steps_lost = _guessed_steps(old, old_times, known, pace)
+    trained = bool(new.commits) or new_times.last_step > new_times.first_step
     return Interruption(
         after_session=old.session,
         session=new.session,
-        last_known_s=old.last_s,
+        last_known_s=_last_known_s(old),
         opened_at_s=new.opened_s,
         known_steps_lost=known,
-        steps_lost=None
-        if step_s is None
-        else Seconds(known, known + tail_steps_s / step_s, known + tail_s / step_s),
-        recovery=old_parts.down + old_parts.no_commit + new_parts.startup if new.commits else None,
+        steps_lost=steps_lost,
+        recovery=_idle(old_parts, ("down", "no_commit")) + _idle(new_parts, ("restore", "startup"))
+        if trained
+        else None,
+        cause=old.cause,
     )
 
 
-def _progress(tenure: _Tenure) -> Iterable[Progress]:
-    yield Progress(
-        session=tenure.session,
-        time_s=tenure.opened_s,
-        step=tenure.first_step,
-        survived=tenure.kept > 0,
-    )
-    for number, (time_s, step) in enumerate(tenure.commits):
-        yield Progress(session=tenure.session, time_s=time_s, step=step, survived=number < tenure.kept)
+def _guessed_steps(old: _Tenure, times: Tenure, known: int, pace: _Pace) -> Seconds | None:
+    step_s = _ratio(*old.span) or pace.step_s
+    if step_s is None:
+        return None
+    tail_s = old.ended_s - old.last_s
+    tail_steps_s = times.last_s - old.last_s if old.commits else 0.0
+    return Seconds(known, known + tail_steps_s / step_s, known + tail_s / step_s)
+
+
+def _last_known_s(tenure: _Tenure) -> float:
+    if tenure.end is None or tenure.end.last_at_s is None:
+        return tenure.last_s
+    return _within(tenure.end.last_at_s, tenure.opened_s, tenure.ended_s)
+
+
+def _told_step(tenure: _Tenure) -> int:
+    """The last step that the session has told of; 0 if it told of none."""
+    return tenure.end.step if tenure.end else 0
+
+
+def _idle(parts: _Parts, causes: tuple[str, ...]) -> Seconds:
+    return sum((time for cause, time in parts.items() if cause.startswith(causes)), ZERO)
+
+
+def _progress(tenure: _Tenure, times: Tenure) -> Iterable[Progress]:
+    def point(time_s: float, step: int, survived: bool) -> Progress:
+        return Progress(session=tenure.session, time_s=time_s, step=step, survived=survived)
+
+    yield point(tenure.opened_s, tenure.first_step, tenure.kept > 0)
+    if times.measured or times.ready_s > times.opened_s:
+        yield point(times.first_s, tenure.first_step, tenure.kept > 0)
+    last_s = times.first_s
+    for number, commit in enumerate(tenure.commits):
+        done_s = commit.time_s
+        if times.measured:
+            done_s = _step_done_s(tenure, commit, times.last_step, times.first_s, times.last_s)
+        last_s = max(last_s, done_s) if times.measured else done_s
+        yield point(last_s, commit.step, number < tenure.kept)
+    if times.measured and times.last_s > last_s:
+        yield point(times.last_s, times.last_step, times.survived_s == times.last_s)
 
 
 def _kept_step(tenure: _Tenure) -> int:
-    return tenure.commits[tenure.kept - 1][1] if tenure.kept else tenure.first_step
+    return tenure.commits[tenure.kept - 1].step if tenure.kept else tenure.first_step
+
+
+def _exactly(time_s: float) -> Seconds:
+    return Seconds(time_s, time_s, time_s)
+
+
+def _within(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
 
 
 def _ratio(whole: float, count: float) -> float | None:

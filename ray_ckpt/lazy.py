@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,6 +24,7 @@ from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.plan.restore import Copy, Read, plan_restore
+from ray_ckpt.tables import MAX_HTML_ROWS, html_table
 from ray_ckpt.types import ManifestRow, Slice
 from ray_ckpt.verify import CheckpointFile, CheckpointFiles, readable
 
@@ -70,6 +72,15 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
 
     def __repr__(self) -> str:
         return f"SavedTensors({len(self)} tensors of {self._files.location})"
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the largest tensors. Nothing is read, and names are escaped."""
+        largest = sorted(self.values(), key=lambda lazy: (-lazy.nbytes, lazy.name))[:MAX_HTML_ROWS]
+        rows = [(lazy.name, lazy.dtype_name, lazy.shape, lazy.nbytes, lazy.num_slices) for lazy in largest]
+        hidden = len(self) - len(rows)
+        headers = ("tensor", "dtype", "shape", "bytes", "slices")
+        title = f"{len(self)} tensors of {self._files.location}"
+        return html_table(title, headers, rows, f"and {hidden} smaller ones" if hidden else "")
 
     def open(self, name: str) -> CheckpointFile:
         """A file of the checkpoint. StoragePathError; CorruptionError if it is not there."""
@@ -132,6 +143,11 @@ class LazyTensor:
     def nbytes(self) -> int:
         return prod(self.shape) * ITEMSIZE[self.dtype_name]
 
+    @property
+    def num_slices(self) -> int:
+        """As it was saved, those included that several ranks have saved alike."""
+        return len(self._rows)
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a tensor without dimensions")
@@ -139,6 +155,17 @@ class LazyTensor:
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, shape={self.shape}, dtype={self.dtype_name}, nbytes={self.nbytes})"
+
+    def _repr_html_(self) -> str:
+        """For a notebook. Nothing is read, and names are escaped."""
+        facts = (
+            ("dtype", self.dtype_name),
+            ("shape", self.shape),
+            ("bytes", self.nbytes),
+            ("saved slices", self.num_slices),
+            ("files", ", ".join(islice(sorted({row.file for row in self._rows}), MAX_HTML_ROWS))),
+        )
+        return html_table(self.name, (), facts)
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         """The part at a basic index, as torch gives it: ints, slices with a step of 1 or more, `...`.

@@ -121,7 +121,7 @@ def plan_rollback(history: RunHistory, *, before: int | None = None, to: int | N
         )
     chosen, session = found[-1], history.session
     after = history.copy()
-    for _ in _records(after, chosen, service=ROLLBACK_PREFIX, reason=reason, now_s=0.0):
+    for _ in _records(after, _ops(after, chosen, ROLLBACK_PREFIX, reason), writer=ROLLBACK_PREFIX, now_s=0.0):
         pass
     stays = {c.id.attempt for c in after.lineage()}
     return Rollback(
@@ -149,27 +149,43 @@ def roll_back(
     done already. Fenced if somebody else was faster, Unavailable if the store does not answer CREATE_TRIES
     times (then a second call finds out), StoragePathError if it cannot hold a log.
     """
-    after = rollback.history.copy()
+    after = rollback.history
     if not rollback.is_done:
         service = f"{ROLLBACK_PREFIX}{uuid.uuid4().hex}"
-        records = _records(after, rollback.checkpoint, service=service, reason=rollback.reason, now_s=now_s)
-        for is_session, (seq, data) in enumerate(records):
-            outcome = _create(log, seq, data, pause)
-            if outcome is not Outcome.OK:
-                raise _error(outcome, seq, after.run_name, is_fenced=bool(is_session))
+        ops = _ops(after, rollback.checkpoint, service, rollback.reason)
+        after = write_ops(log, after, ops, writer=service, now_s=now_s, pause=pause)
     session = after.session
     assert session is not None
     return session
 
 
-def _records(
-    history: RunHistory, checkpoint: CheckpointInfo, *, service: str, reason: str, now_s: float
-) -> Iterator[tuple[int, bytes]]:
-    """The records of a rollback behind `history`, which is taken along: number and bytes."""
-    last, epoch = history.session, history.epoch + 1
+def write_ops(
+    log: LogStore,
+    history: RunHistory,
+    ops: Iterable[r.Op],
+    *,
+    writer: str,
+    now_s: float,
+    pause: Callable[[float], None] = time.sleep,
+) -> RunHistory:
+    """Write an `epoch` and what follows it to the log right behind `history`; what it says then.
+
+    Whoever has the run is fenced by the first. Errors as those of `roll_back`.
+    """
+    after = history.copy()
+    for number, (seq, data) in enumerate(_records(after, ops, writer=writer, now_s=now_s)):
+        outcome = _create(log, seq, data, pause)
+        if outcome is not Outcome.OK:
+            raise _error(outcome, seq, after.run_name, is_fenced=number > 0)
+    return after
+
+
+def _ops(history: RunHistory, checkpoint: CheckpointInfo, service: str, reason: str) -> tuple[r.Op, r.Op]:
+    """What a rollback writes behind `history`."""
+    last = history.session
     session = r.Session(
         session=last.session + 1 if last else 1,
-        opened_by=epoch,
+        opened_by=history.epoch + 1,
         service=service,
         owner=reason,
         retention=last.retention if last else "",
@@ -178,9 +194,17 @@ def _records(
         world_size=checkpoint.world_size,  # nobody trains in it; a size must be there
         num_nodes=checkpoint.num_nodes,
     )
-    for op in (r.Epoch(service=service), session):
+    return r.Epoch(service=service), session
+
+
+def _records(
+    history: RunHistory, ops: Iterable[r.Op], *, writer: str, now_s: float
+) -> Iterator[tuple[int, bytes]]:
+    """`ops` as the records of the next epoch behind `history`, which is taken along: number and bytes."""
+    epoch = history.epoch + 1
+    for op in ops:
         record = r.LogRecord(
-            seq=history.next_seq, epoch=epoch, writer=service, prev=history.last_digest, time_s=now_s, op=op
+            seq=history.next_seq, epoch=epoch, writer=writer, prev=history.last_digest, time_s=now_s, op=op
         )
         data = r.encode_record(record)
         history.apply(record, digest(data))

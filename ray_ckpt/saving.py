@@ -47,6 +47,7 @@ class SaveParts:
     state: bytes
     metrics: Callable[[], Mapping[str, float] | None]
     compare_content: bool  # whether the ranks compare the bytes of what they share
+    began_s: float  # monotonic: when the training thread came to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,7 @@ class Saver:
         self._session = session
         self._optimizers = tuple(optimizers)
         options = link.options
+        self._held_s: float | None = None  # for which the last save held training up; None: it still does
         self._snapshotter = Snapshotter(
             overlap=options.overlap, verify=options.verify_captures, waited=waited
         )
@@ -216,6 +218,7 @@ class Saver:
                 hint="Save from the process that restored.",
             )
         self.settle()
+        self._held_s = None
         rank = self._link.identity.rank
         plan = self._plan_of(walked)
         layout, attempt = plan.layout, parts.attempt.attempt
@@ -240,6 +243,8 @@ class Saver:
                 buffer=buffer.index,
                 layout=layout if is_new else None,
                 layout_signature=layout.signature,
+                stall_s=self._stalled_s(parts.began_s),
+                capture_s=time.monotonic() - parts.began_s,
             )
             try:
                 sealed = self._link.seal(shard)
@@ -274,6 +279,14 @@ class Saver:
             if not is_told and not released.done():  # nothing runs that would ever give the buffer back
                 released.set_result(None)
             raise
+        self._held_s = time.monotonic() - parts.began_s
+
+    def _stalled_s(self, began_s: float) -> float:
+        """Of the last save, by now; by the thread that copies."""
+        if self._held_s is None:
+            return time.monotonic() - began_s
+        waits_since_s = self._snapshot.waits_since_s if self._snapshot is not None else None
+        return self._held_s + (time.monotonic() - waits_since_s if waits_since_s is not None else 0.0)
 
     def _start_copy(
         self,

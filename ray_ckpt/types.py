@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 MetricValue: TypeAlias = float
 
@@ -118,6 +118,19 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTimes:
+    """How long the parts of a save took, in seconds, on the slowest rank or node; None if nobody has said.
+
+    `stall_s`: it held up training. `capture_s`: from its beginning until all was copied; of a stream, until
+    the agent began to read. `local_s`: from a node's last capture until all of its files were fsynced.
+    """
+
+    stall_s: float | None = None
+    capture_s: float | None = None
+    local_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
     """What the log says of one checkpoint."""
 
@@ -134,6 +147,13 @@ class CheckpointInfo:
     replicas: int = 0  # copies on other nodes that the commit or a promotion has proven
     pins: Mapping[str, float | None] = field(default_factory=dict)  # owner -> Unix time when it ends
     verified_at_s: float | None = None  # Unix time of the last scrub that found every copy good
+    durable_at_s: float | None = None  # Unix time at which it was on the storage path entirely
+    stall_s: float | None = None  # this and the next two: `SaveTimes` of the save
+    capture_s: float | None = None
+    local_s: float | None = None
+    replicate_s: float | None = None  # for which its commit waited for copies, when all nodes had stored it
+    drilled_at_s: float | None = None  # Unix time of the last recovery drill that read it
+    drill: str = ""  # what came of that drill
 
     @property
     def step(self) -> int:
@@ -142,6 +162,27 @@ class CheckpointInfo:
     @property
     def directory(self) -> str:
         return self.id.directory
+
+
+EndCause: TypeAlias = Literal["finished", "process", "node", "preemption", "replaced"]
+END_CAUSES: tuple[EndCause, ...] = get_args(EndCause)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnd:
+    """How a session ended, and what its ranks had told until then.
+
+    `cause`: its launcher finished; a process failed; a node was lost; a node left after a notice; another
+    launcher took the run. `step` is the last optimizer step that a rank completed, at Unix time `last_at_s`;
+    at `first_at_s` the first one had begun. `stalled_s` is the time for which saves held up training.
+    Times are None where nobody has said: no step was completed, or a coordinator died in between.
+    """
+
+    cause: EndCause
+    step: int
+    first_at_s: float | None = None
+    last_at_s: float | None = None
+    stalled_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +199,9 @@ class SessionInfo:
     service: str = ""
     owner: str = ""
     retention: str = ""
+    restored_at_s: float | None = None  # when all ranks had their state; None: nothing was restored
+    read_bytes: Mapping[str, float] = field(default_factory=dict)  # by that restore, from each tier
+    ended: SessionEnd | None = None  # None: it is at work, or its coordinator died with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,10 +216,11 @@ def verify_files(
     elsewhere allows. If `checkpoint.json` is damaged, the fragments that can be read say what should be
     there.
     """
-    check = _Verification(files, progress or (lambda nbytes: None))
+    check = Verification(files, progress or (lambda nbytes: None))
     description = check.read_description()
     fragments = check.read_fragments(description)
     check.check_group(description, fragments)
+    check.check_coverage(fragments)
     check.read_files(description, fragments)
     check.check_root(description, root_digest)
     if description is not None or fragments:
@@ -234,8 +235,8 @@ def verify_files(
 
 
 @dataclass(slots=True)
-class _Checked:
-    """What one thread has found of one file."""
+class Checked:
+    """What one thread of a `Verification` has found of one file."""
 
     name: str
     found: FileEntry | None = None  # as it is; None if it cannot be read
@@ -257,7 +258,7 @@ class _Checked:
         return self.found == entry
 
 
-class _Verification:
+class Verification:
     """One pass over a directory. `found` has each file that was read as it is, `expected` each name."""
 
     def __init__(self, files: CheckpointFiles, progress: Progress) -> None:
@@ -275,7 +276,7 @@ class _Verification:
         self.damages.append(Damage(file=file, where=where, detail=detail))
 
     def read_description(self) -> CheckpointDescription | None:
-        checked = _Checked(names.CHECKPOINT_JSON)
+        checked = Checked(names.CHECKPOINT_JSON)
         description = self._check_description(checked)
         self._take(checked)
         return description
@@ -293,7 +294,7 @@ class _Verification:
     def check_group(
         self, description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
     ) -> None:
-        """That the fragments belong together, and if all are there, that they describe whole tensors."""
+        """That the fragments belong together, and if all are there, that they have all ranks."""
         if not fragments:
             return
         first = description or next(iter(fragments.values()))
@@ -309,11 +310,16 @@ class _Verification:
             return
         ranks = sorted(rank for f in fragments.values() for rank in f.ranks)
         if ranks != list(range(first.world_size)):
-            self.report(_ALL_FRAGMENTS, "ranks", f"They have {len(ranks)} ranks of {first.world_size}.")
+            self.report(ALL_FRAGMENTS, "ranks", f"They have {len(ranks)} ranks of {first.world_size}.")
+
+    def check_coverage(self, fragments: Mapping[str, Fragment]) -> None:
+        """If all fragments are there, that they describe whole tensors."""
+        if not fragments or len(fragments) != next(iter(fragments.values())).num_nodes:
+            return
         try:
             check_coverage(row for f in fragments.values() for row in f.rows)
         except FormatError as error:
-            self.report(_ALL_FRAGMENTS, "coverage", str(error))
+            self.report(ALL_FRAGMENTS, "coverage", str(error))
 
     def read_files(
         self, description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
@@ -370,7 +376,7 @@ class _Verification:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _take(self, checked: _Checked) -> None:
+    def _take(self, checked: Checked) -> None:
         self.expected.add(checked.name)
         self.damages += checked.damages
         self.num_slices += checked.num_slices
@@ -390,7 +396,7 @@ class _Verification:
         except OSError:
             return ()
 
-    def _check_description(self, checked: _Checked) -> CheckpointDescription | None:
+    def _check_description(self, checked: Checked) -> CheckpointDescription | None:
         if (data := self._read_small(checked, MAX_DESCRIPTION_BYTES)) is None:
             return None
         try:
@@ -411,9 +417,9 @@ class _Verification:
                 read[checked.name] = checked.fragment
         return read
 
-    def _check_fragment(self, wanted: tuple[str, FileEntry | None]) -> _Checked:
+    def _check_fragment(self, wanted: tuple[str, FileEntry | None]) -> Checked:
         name, entry = wanted
-        checked = _Checked(name)
+        checked = Checked(name)
         data = self._read_small(checked, MAX_FRAGMENT_BYTES)
         if data is not None and (entry is None or checked.compare(entry)):
             try:
@@ -422,7 +428,7 @@ class _Verification:
                 checked.report("content", str(error))
         return checked
 
-    def _read_small(self, checked: _Checked, max_bytes: int) -> bytes | None:
+    def _read_small(self, checked: Checked, max_bytes: int) -> bytes | None:
         try:
             data = self._files.read_whole(checked.name, max_bytes)
         except CorruptionError as error:
@@ -432,9 +438,9 @@ class _Verification:
         checked.found = FileEntry(name=checked.name, size_bytes=len(data), digest=digest(data))
         return data
 
-    def _check_data(self, wanted: tuple[FileEntry, Sequence[ManifestRow]]) -> _Checked:
+    def _check_data(self, wanted: tuple[FileEntry, Sequence[ManifestRow]]) -> Checked:
         entry, rows = wanted
-        checked, whole = _Checked(entry.name), Digester()
+        checked, whole = Checked(entry.name), Digester()
         try:
             file = self._files.open(entry.name)
             if file is None:
@@ -457,7 +463,7 @@ class _Verification:
         return checked
 
     def _check_rows(
-        self, checked: _Checked, blocks: Iterator[memoryview], rows: Sequence[ManifestRow]
+        self, checked: Checked, blocks: Iterator[memoryview], rows: Sequence[ManifestRow]
     ) -> None:
         """Read all of `blocks`, count the rows that are there entirely, and report each damaged one."""
         for row, found in zip(rows, _row_digests(blocks, rows), strict=False):
@@ -478,7 +484,7 @@ class _Verification:
                 return
 
 
-_ALL_FRAGMENTS = "manifest-*.parquet"
+ALL_FRAGMENTS = "manifest-*.parquet"
 
 
 def _cut_off(rows: Sequence[ManifestRow], num_rows: int) -> str:

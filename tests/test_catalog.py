@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from ray_ckpt.catalog import MAX_HTML_ROWS, Catalog, Damage, find_runs, verify_directory
+from ray_ckpt.catalog import Catalog, Damage, find_runs, verify_directory
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, StoragePathError
 from ray_ckpt.format import names, records, zstd
 from ray_ckpt.format.digest import digest, root_digest
@@ -24,6 +24,7 @@ from ray_ckpt.location import Location
 from ray_ckpt.storage.file_store import Blocks, PosixFiles
 from ray_ckpt.storage.log_store import trim_log
 from ray_ckpt.storage.remote import open_store
+from ray_ckpt.tables import MAX_HTML_ROWS
 from ray_ckpt.testing.strict_store import DropAfter, Fault, Match, Status, StrictStore, Truncate
 from ray_ckpt.types import AttemptId, FileEntry, Level
 from ray_ckpt.verify import CheckpointFiles, locate, verify_files
@@ -128,7 +129,7 @@ def test_the_table_of_checkpoints(branched: SampleRun) -> None:
     table = Catalog(branched.folder).to_arrow()
     rows = {(row["step"], row["session"]): row for row in table.to_pylist()}
     assert [key for key, row in rows.items() if row["on_storage"]] == [(30, 1), (50, 2)]
-    assert [key for key, row in rows.items() if not row["resumed"]] == [(40, 1)]
+    assert [key for key, row in rows.items() if not row["on_lineage"]] == [(40, 1)]
     row = rows[50, 2]
     saved = branched.checkpoints[50]
     assert (row["level"], row["replicas"], row["world_size"], row["num_nodes"]) == ("durable", 1, 2, 2)
@@ -632,6 +633,7 @@ def test_a_store_tells_what_a_folder_does(
         assert catalog.where == str(run / "ray_ckpt") and catalog.path is None
     assert catalog.list(all=True) == local.list(all=True) and catalog.sessions == local.sessions
     assert catalog.to_arrow() == local.to_arrow() and catalog.events() == local.events()
+    assert all(catalog.to_arrow(name) == local.to_arrow(name) for name in ("sessions", "shards", "slices"))
     view, same = catalog[50], local[50]
     assert view.where == str(run / "ray_ckpt" / "checkpoints" / view.info.directory) and view.path is None
     assert view.fragments() == same.fragments() and view.slices() == same.slices()

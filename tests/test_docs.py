@@ -21,6 +21,8 @@ DOCUMENTS = [
     PROTOCOL,
     ROOT / "CHANGELOG.md",
     ROOT / "actors/README.md",
+    ROOT / "actors/TROUBLESHOOTING.md",
+    ROOT / "docs/tour.md",
     ROOT / "ray_ckpt/format/FORMAT.md",
     *sorted((ROOT / "ray_ckpt/design").glob("*.md")),
 ]

@@ -16,8 +16,9 @@ import ray_ckpt
 from ray_ckpt.cli import main
 from ray_ckpt.export import INDEX_FILE, export_safetensors
 from ray_ckpt.lazy import BLOCK_BYTES
+from ray_ckpt.testing.strict_store import Fault, Flip, Match, StrictStore
 from tests.sample_run import SampleRun, write_run
-from tests.test_lazy import write_tensor
+from tests.test_lazy import upload, write_tensor
 
 READ_AHEAD_BYTES = 96 << 20  # of a disk, and some slack
 
@@ -97,6 +98,31 @@ def test_nothing_is_overwritten_without_force(
     assert export(run.folder, out, "--force") == 0
     assert sorted(path.name for path in out.iterdir()) == ["mine.txt", "model.safetensors"]
     assert export(run.folder, file, "--to", "torch", "--force") == 0
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_a_bucket_gives_what_a_folder_does(
+    run: SampleRun, tmp_path: Path, strict: StrictStore, credentials: None, form: str
+) -> None:
+    url, to = upload(run.folder, strict), ("--to", form)
+    assert export(run.folder, tmp_path / "a", *to) == export(url, tmp_path / "b", *to) == 0
+    if form == "safetensors":
+        (file,) = (tmp_path / "b").iterdir()
+        assert file.read_bytes() == (tmp_path / "a" / file.name).read_bytes()
+        assert_saved(run, 30, load_file(file))
+    else:
+        found = torch.load(tmp_path / "b", weights_only=True)
+        assert repr(found) == repr(torch.load(tmp_path / "a", weights_only=True))
+        assert_saved(run, 30, found["model"], "model.")
+
+
+def test_damage_in_a_bucket_leaves_nothing(
+    run: SampleRun, tmp_path: Path, strict: StrictStore, credentials: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, before = upload(run.folder, strict), sorted(tmp_path.iterdir())
+    strict.add_fault(Fault(action=Flip(5), match=Match(operation="GetObject", key="shard-00001")))
+    assert export(url, tmp_path / "out") == 1
+    assert sorted(tmp_path.iterdir()) == before and "shard-00001" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])

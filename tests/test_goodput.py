@@ -1,20 +1,22 @@
-"""Goodput of logs whose goodput is known, what holds of every log, and the command."""
+"""Goodput of logs whose goodput is known, what holds of every log, of a simulated run, and the command."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from ray_ckpt.cli import app
-from ray_ckpt.format import names
-from ray_ckpt.goodput import CAUSES, Goodput, Seconds, estimate_goodput
-from ray_ckpt.types import CheckpointInfo, Level, SessionInfo
-from tests.sample_run import write_run
+from ray_ckpt.format import names, records
+from ray_ckpt.goodput import CAUSES, MEASURED_CAUSES, Goodput, Seconds, estimate_goodput, measure_goodput
+from ray_ckpt.types import END_CAUSES, CheckpointInfo, EndCause, Level, SessionEnd, SessionInfo
+from tests.sample_run import START_S, RunLog, make_checkpoint, write_run
 
 UID = "0" * 32
 
@@ -41,7 +43,25 @@ class Log:
         )
         return self
 
-    def commit(self, at_s: float, step: int) -> CheckpointInfo:
+    def restored(self, at_s: float) -> Log:
+        self.sessions[-1] = replace(self.sessions[-1], restored_at_s=at_s)
+        return self
+
+    def ended(
+        self,
+        cause: EndCause,
+        step: int,
+        first_s: float | None,
+        last_s: float | None,
+        stalled_s: float | None = None,
+    ) -> Log:
+        end = SessionEnd(cause=cause, step=step, first_at_s=first_s, last_at_s=last_s, stalled_s=stalled_s)
+        self.sessions[-1] = replace(self.sessions[-1], ended=end)
+        return self
+
+    def commit(
+        self, at_s: float, step: int, lag_s: float | None = None, stall_s: float | None = None
+    ) -> CheckpointInfo:
         self.seq += 1
         session = len(self.sessions)
         attempt = names.make_attempt(run_uid=UID, session=session, step=step, attempt=self.seq)
@@ -55,12 +75,19 @@ class Log:
             root_digest=UID,
             committed_at_s=at_s,
             metrics={},
+            capture_s=None if lag_s is None else lag_s / 4,
+            local_s=None if lag_s is None else lag_s / 4,
+            replicate_s=None if lag_s is None else lag_s / 2,
+            stall_s=stall_s,
         )
         self.commits.append(info)
         return info
 
     def goodput(self) -> Goodput:
         return estimate_goodput(self.sessions, self.commits)
+
+    def measured(self) -> Goodput:
+        return measure_goodput(self.sessions, self.commits)
 
 
 def exactly(time_s: float) -> Seconds:
@@ -244,6 +271,236 @@ def test_the_bounds_hold_for_a_training_whose_steps_are_known(seed: int) -> None
         assert found.productive.estimate == pytest.approx(useful_s, rel=0.2)
 
 
+# Measured
+
+
+def test_a_session_that_was_told_to_its_end_is_measured() -> None:
+    """Ready after 12 s, first step at 20 s, a step each second, saves held it up for 1.5 s each."""
+    log = Log().session(0.0).restored(12.0)
+    log.commit(34.0, 10, lag_s=4.0, stall_s=1.5)
+    last = log.commit(45.5, 20, lag_s=4.0, stall_s=1.5)
+    log.ended("node", 25, first_s=20.0, last_s=48.0, stalled_s=3.0)
+    log.session(100.0, last).restored(110.0)
+    log.commit(131.5, 30, lag_s=1.5, stall_s=0.0)
+    log.ended("finished", 30, first_s=120.0, last_s=130.0, stalled_s=0.0)
+    found = log.measured()
+    assert (found.wall_s, found.measured_s, found.step, found.step_s) == (131.5, 131.5, 30, 1.0)
+    assert found.productive == exactly(20.0 + 10.0)
+    spent = {cause: time.estimate for cause, time in found.badput.items() if time.high}
+    assert spent == {
+        "restore": 12.0 + 10.0,
+        "startup": 8.0 + 10.0,
+        "stalls": 3.0,
+        "lost_steps": 5.0,
+        "down_node": 52.0,
+        "down_finished": 1.5,
+    }
+    (failure,) = found.interruptions
+    assert failure.cause == "node" and failure.recovery == exactly(52.0 + 20.0)
+    assert (failure.steps_lost, failure.known_steps_lost, failure.last_known_s) == (exactly(5), 0, 48.0)
+    assert [(p.time_s, p.step, p.survived) for p in found.progress if p.session == 1] == [
+        (0.0, 0, True),
+        (20.0, 0, True),
+        (30.0, 10, True),
+        (41.5, 20, True),
+        (48.0, 25, False),
+    ]
+
+
+def test_a_commit_that_came_after_its_session_is_placed_by_its_step() -> None:
+    """A coordinator found the save of step 50 a quarter of an hour later."""
+    log = Log().session(0.0)
+    log.ended("process", 100, first_s=0.0, last_s=100.0)
+    held = log.commit(900.0, 50, lag_s=2.0)
+    log.session(900.0, held)
+    assert log.measured().badput["lost_steps"] == exactly(50.0)
+
+
+def test_a_session_that_nobody_told_of_is_estimated_from_its_restore_on() -> None:
+    log = Log().session(0.0).restored(30.0)
+    log.commit(50.0, 10)
+    log.commit(60.0, 20)
+    found = log.measured()
+    assert found.measured_s == 30.0 and found.badput["restore"] == exactly(30.0)
+    assert found.productive == Seconds(10.0, 20.0, 30.0)
+    assert found.badput["startup"] == Seconds(0.0, 10.0, 20.0)
+
+
+def test_a_session_whose_coordinator_was_restarted_is_measured_from_its_last_commit_on() -> None:
+    """Nobody knows when its first step began; its last one ended at 75 s, after 25 steps."""
+    log = Log().session(0.0)
+    log.commit(50.0, 10)
+    last = log.commit(60.0, 20)
+    log.ended("node", 25, None, 75.0).session(100.0, last)
+    found = log.measured()
+    assert (found.badput["lost_steps"], found.badput["down_node"]) == (exactly(15.0), exactly(25.0))
+    assert found.measured_s == 25.0 and found.interruptions[0].steps_lost == exactly(5)
+    assert found.badput["startup"] == Seconds(0.0, 40.0, 50.0), "at the pace between commits"
+
+
+def test_a_session_that_ended_before_its_first_step_was_down_for_its_cause() -> None:
+    log = Log().session(0.0).restored(10.0).ended("process", 0, None, None).session(60.0)
+    log.commit(80.0, 10)
+    found = log.measured()
+    assert (found.badput["restore"].estimate, found.badput["down_process"]) == (10.0, exactly(50.0))
+    assert found.badput["no_commit"] == exactly(0.0)
+
+
+def test_times_that_contradict_the_order_of_things_are_cut() -> None:
+    """Ranks' clocks are an hour ahead: all that is left for steps is the time that the log saw."""
+    log = Log().session(0.0).restored(10.0).ended("node", 50, 3600.0, 3650.0, 99.0).session(60.0)
+    found = log.measured()
+    assert found.badput["startup"] == exactly(50.0) and found.badput["stalls"] == exactly(0.0)
+    assert found.wall_s == 60.0
+
+
+@dataclass
+class Truth:
+    """A simulated training's log, and what truly became of its time."""
+
+    log: Log
+    useful_s: float = 0.0
+    useful_stalls_s: float = 0.0
+    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MEASURED_CAUSES, 0.0))
+    steps_lost: list[int] = field(default_factory=list)
+    recovery_s: list[float] = field(default_factory=list)
+    sessions: int = 0
+
+
+SKEW_S = 0.2  # of a rank's clock against the coordinator's
+JITTER = 0.3  # of a step's time
+
+
+def simulate(seed: int, *, told: float = 1.0) -> Truth:
+    """Sessions that restore, start, step and save, and die at a moment of chance; a part `told` of them leave
+    word of it. Commits come late, and those that would come after a death never do. Resumes go back to the
+    newest checkpoint, mostly.
+    """
+    chance = random.Random(seed)
+    step_s, every = chance.uniform(0.5, 5.0), chance.randint(5, 40)
+    truth, now_s = Truth(Log()), 1e9
+    done: dict[str, list[tuple[int, float, float]]] = {}  # attempt -> (session, step time, stall) of its past
+    saved: CheckpointInfo | None = None
+    down_s, last_cause = 0.0, ""
+    past: list[tuple[int, float, float]] = []
+    for number in range(1, chance.randint(3, 9)):
+        log = truth.log.session(now_s, saved)
+        past = list(done[saved.id.attempt]) if saved else []
+        step = saved.step if saved else 0
+        restore_s, startup_s = chance.uniform(1, 60), chance.uniform(0, 30)
+        log.restored(now_s + restore_s)
+        now_s += restore_s + startup_s
+        truth.spent["restore"] += restore_s
+        truth.spent["startup"] += startup_s
+        if down_s:
+            truth.recovery_s.append(down_s + restore_s + startup_s)
+        skew_s = chance.uniform(-SKEW_S, SKEW_S)
+        first_s, own, stalled_s = now_s, [], 0.0
+        pending: list[tuple[float, int, float, float, int]] = []
+        for _ in range(chance.randint(1, 6 * every)):
+            took_s = step_s * chance.uniform(1 - JITTER, 1 + JITTER)
+            now_s, step = now_s + took_s, step + 1
+            own.append([took_s, 0.0])
+            if step % every == 0:
+                lag_s, stall_s = chance.uniform(0.1, 0.8) * every * step_s, chance.uniform(0, step_s)
+                pending.append((now_s + lag_s, step, lag_s, stall_s, len(own)))
+                now_s, own[-1][1] = now_s + stall_s, stall_s
+                stalled_s += stall_s
+        last_s = now_s
+        cause = chance.choice(END_CAUSES)
+        down_s = chance.uniform(40, 400) + (every * step_s if cause == "finished" else 0.0)
+        commits = []
+        for at_s, at_step, lag_s, stall_s, count in pending:
+            if at_s <= last_s or cause == "finished":
+                commits.append(log.commit(at_s, at_step, lag_s, stall_s))
+                done[commits[-1].id.attempt] = [*past, *((number, t, s) for t, s in own[:count])]
+        if chance.random() < told:
+            log.ended(cause, step, first_s + skew_s, last_s + skew_s, stalled_s)
+        elif chance.random() < 0.5:
+            log.ended(cause, step, None, last_s + skew_s)  # its coordinator was restarted
+        truth.spent["stalls"] += stalled_s
+        now_s += down_s
+        truth.spent[f"down_{cause}"] += down_s
+        truth.spent["lost_steps"] += sum(t for t, _ in own)
+        old = chance.choice(log.commits) if log.commits else None  # on another branch, it may be
+        saved = chance.choice([old, saved, *commits[-2:], *commits[-1:] * 4]) if commits else saved
+        truth.steps_lost.append(max(0, step - (saved.step if saved else 0)))
+        truth.sessions = number
+        last_cause, final_down_s = cause, down_s
+    # the newest state is the last checkpoint of the last session, or what that one resumed from
+    final = truth.log.commits[-1] if commits else None
+    kept = done[final.id.attempt] if final else (past if saved is None else done[saved.id.attempt])
+    truth.useful_s = sum(t for _, t, _ in kept)
+    truth.useful_stalls_s = sum(s for _, _, s in kept)
+    truth.spent["lost_steps"] -= truth.useful_s
+    end_s = max(last_s, truth.log.commits[-1].committed_at_s) if commits else last_s
+    truth.spent[f"down_{last_cause}"] += end_s - last_s - final_down_s
+    truth.steps_lost.pop()
+    return truth
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_measured_goodput_is_that_of_a_simulated_run(seed: int) -> None:
+    truth = simulate(seed)
+    found = truth.log.measured()
+    near = pytest.approx
+    slack_s = truth.sessions * (2 * SKEW_S + 2 * 5.0 * JITTER)
+    assert found.productive.estimate == near(truth.useful_s, abs=slack_s)
+    for cause, spent_s in truth.spent.items():
+        assert found.badput[cause].estimate == near(spent_s, abs=slack_s), cause
+    assert found.measured_s == near(found.wall_s)
+    assert [i.steps_lost.estimate for i in found.interruptions if i.steps_lost] == truth.steps_lost
+    recovered = [i.recovery.estimate for i in found.interruptions if i.recovery]
+    assert recovered == near(truth.recovery_s, abs=2 * SKEW_S + 1e-3)
+    estimated = truth.log.goodput()
+    assert estimated.wall_s == found.wall_s and estimated.measured_s == 0.0
+    assert estimated.productive.low <= truth.useful_s + truth.useful_stalls_s + slack_s
+    assert truth.useful_s <= estimated.productive.high + slack_s
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_what_nobody_told_of_stays_between_its_bounds(seed: int) -> None:
+    truth = simulate(seed, told=0.5)
+    found = truth.log.measured()
+    slack_s = truth.sessions * (2 * SKEW_S + 2 * 5.0 * JITTER)
+    assert found.productive.low <= truth.useful_s + truth.useful_stalls_s + slack_s
+    assert truth.useful_s <= found.productive.high + slack_s
+    assert found.productive.estimate + found.lost.estimate == pytest.approx(found.wall_s)
+    width_s = found.productive.high - found.productive.low
+    estimated = truth.log.goodput().productive
+    assert width_s <= estimated.high - estimated.low + 1e-6, "facts make no bounds wider"
+
+
+def impossible_facts(chance: random.Random, info: SessionInfo) -> dict[str, Any]:
+    """When a session had its state, and how it ended, by chance."""
+    near_s = info.opened_at_s + chance.choice((-100.0, 0.0, 5.0, 60.0))
+    end = SessionEnd(
+        cause=chance.choice(END_CAUSES),
+        step=chance.randint(0, 80),
+        first_at_s=chance.choice((near_s, None)),
+        last_at_s=chance.choice((near_s + 50.0, near_s, None)),
+        stalled_s=chance.choice((0.0, 7.0, 1e6, None)),
+    )
+    restored_s = chance.choice((None, near_s, info.opened_at_s + 3.0))
+    return {"restored_at_s": restored_s, "ended": chance.choice((end, None))}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_measured_times_add_up_whatever_the_log_says(seed: int) -> None:
+    """Logs of chance with facts of chance, most of them impossible."""
+    chance, log = random.Random(seed), random_log(seed)
+    log.sessions = [replace(info, **impossible_facts(chance, info)) for info in log.sessions]
+    found = log.measured()
+    for time in (found.productive, *found.badput.values()):
+        assert -1e-6 <= time.low <= time.estimate + 1e-6 and time.estimate <= time.high + 1e-6
+    total = found.productive.estimate + sum(c.estimate for c in found.badput.values())
+    assert total == pytest.approx(found.wall_s, abs=1e-5)
+    assert 0 <= found.measured_s <= found.wall_s + 1e-6
+    for t in found.tenures:
+        assert t.opened_s <= t.ready_s <= t.first_s <= t.survived_s <= t.last_s + 1e-6
+        assert t.last_s <= t.closed_s + 1e-6
+
+
 # The command
 
 
@@ -257,15 +514,39 @@ def test_the_command_says_where_the_time_went(tmp_path: Path) -> None:
     """Records are 30 s apart: session 1 at 60, commits from 90 on, session 2 of step 30 at 300."""
     run = write_run(tmp_path, resume_at=30, resumed_steps=(40, 50))
     text = run_cli("goodput", run.folder)
-    assert "run gpt  goodput " in text and "10 committed steps lost" in text and "1 to 2" in text
-    for cause in CAUSES:
+    assert "run gpt  goodput " in text and "measured 0 % of it" in text
+    assert "10 committed steps lost" in text and "1 to 2" in text
+    for cause in ("goodput", *CAUSES, "restore", "stalls"):
         assert cause in text
     document = json.loads(run_cli("goodput", run.folder, "--json"))
-    assert (document["step"], document["steps_lost"]) == (50, 10)
-    total = document["productive_s"]["estimate"] + sum(t["estimate"] for t in document["badput_s"].values())
-    assert total == pytest.approx(document["wall_s"]) and document["wall_s"] > 0
+    assert (document["step"], document["steps_lost"], document["measured_s"]) == (50, 10, 0.0)
+    for part in (document, document["by_commits"]):
+        total = part["productive_s"]["estimate"] + sum(t["estimate"] for t in part["badput_s"].values())
+        assert total == pytest.approx(part["wall_s"]) and part["wall_s"] > 0
+    assert set(document["badput_s"]) == set(MEASURED_CAUSES) and set(
+        document["by_commits"]["badput_s"]
+    ) == set(CAUSES)
     assert len(document["interruptions"]) == 1
     assert "\x1b" not in text and "Example: ray-ckpt goodput" in run_cli("goodput", "--help")
+
+
+def test_the_command_shows_what_was_measured_beside_what_commits_say(tmp_path: Path) -> None:
+    """Session 1 opens at 60 s, is ready at 90, steps from 100 to 170 and loses its node."""
+    log = RunLog(folder=tmp_path / "gpt")
+    log.create()
+    log.session(1, after=None, world_size=2, num_nodes=2)
+    log.append(records.Restored(session=1, seconds=21.0, read_bytes={"peer": 5e9}))
+    saved = make_checkpoint(log.attempt(1, 80))
+    log.commit(saved)
+    at = {"first_at_s": START_S + 100, "last_at_s": START_S + 170, "stalled_s": 0.0}
+    log.append(records.Ended(session=1, cause="node", step=130, **at))
+    log.session(2, after=saved, world_size=2, num_nodes=2)
+    document = json.loads(run_cli("goodput", tmp_path / "gpt", "--json"))
+    assert document["productive_s"]["estimate"] == pytest.approx(20.0), "by its commit at 120"
+    text = run_cli("goodput", tmp_path / "gpt")
+    assert "measured 100 % of it" in text and "down_node" in text and "down_process" not in text
+    (failure,) = document["interruptions"]
+    assert failure["cause"] == "node" and failure["steps_lost"]["estimate"] == 50
 
 
 def test_a_run_that_has_not_trained_is_no_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,15 @@ import torch
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.lazy import BLOCK_BYTES, GAP_BYTES, LazyTensor
+from ray_ckpt.location import Location
 from ray_ckpt.storage.file_store import Blocks, PosixFiles
+from ray_ckpt.storage.remote import open_store
+from ray_ckpt.tables import MAX_HTML_ROWS
+from ray_ckpt.testing.strict_store import Fault, Flip, Match, StrictStore
 from ray_ckpt.types import Slice
-from tests.sample_run import RankState, RunLog, SampleRun, assemble, compress_shards, write_run
+from tests.sample_run import RankState, RunLog, SampleRun, assemble, compress_shards, copy_to, write_run
+from tests.servers.stores import bucket_url
+from tests.test_open import requests, settled
 
 WEIGHT = "model.blocks.0.weight"  # (8, 6): rank 0 has saved the first half, rank 1 the second
 
@@ -181,10 +188,37 @@ def test_torch_and_numpy_take_it(run: SampleRun) -> None:
     assert torch.as_tensor(half).dtype == half.dtype == torch.bfloat16
 
 
+def test_a_notebook_shows_it_without_reading(run: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads(monkeypatch)
+    view = Catalog(run.folder)[30]
+    shown = view[WEIGHT]._repr_html_()
+    assert "(8, 6)" in shown and "F32" in shown and "shard-00000-of-00002.safetensors, shard-00001" in shown
+    shown = view.tensors()._repr_html_()
+    assert shown.count("<tr>") == 1 + len(view.tensors()) and "8 tensors of" in shown
+    assert shown.index(WEIGHT) < shown.index("model.unused"), "the largest first"
+    assert reads.found == []
+
+
+def test_of_many_tensors_the_largest_are_shown(tmp_path: Path) -> None:
+    log = RunLog(folder=tmp_path / "many")
+    log.create()
+    log.session(1, after=None, world_size=1, num_nodes=1)
+    slices = []
+    for k in range(MAX_HTML_ROWS + 5):
+        part = Slice(item="m", name=f"<b>{k}", dtype="U8", global_shape=(k,), offset=(0,), shape=(k,))
+        slices.append((part, bytes(k)))
+    saved = assemble(log.attempt(1, 1), [RankState(slices=slices, items={})])
+    log.commit(saved)
+    log.drain(saved)
+    shown = Catalog(log.folder)[1].tensors()._repr_html_()
+    assert shown.count("<tr>") == 1 + MAX_HTML_ROWS and "and 5 smaller ones" in shown
+    assert "<b>" not in shown and "&lt;b&gt;24" in shown and "&lt;b&gt;4<" not in shown
+
+
 def test_the_manifest_is_read_once(run: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = Catalog(run.folder)
     catalog[30][WEIGHT]
-    monkeypatch.setattr("ray_ckpt.catalog.decode_fragment", None)
+    monkeypatch.setattr("ray_ckpt.view.decode_fragment", None)
     catalog[30]["model.head"]
 
 
@@ -203,3 +237,50 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
     command = [sys.executable, "-c", code, str(tmp_path / "cut")]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert grown < 8 * BLOCK_BYTES
+
+
+# From a bucket
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_bucket_gives_what_a_folder_does(
+    run: SampleRun, strict: StrictStore, credentials: None, compressed: bool
+) -> None:
+    if compressed:
+        compress_shards(run.directory(30))
+    url = upload(run.folder, strict)
+    for name, array in run.checkpoints[30].tensors.items():
+        lazy = Catalog(url)[30][name]
+        np.testing.assert_array_equal(saved_as(lazy.load()), array, err_msg=name)
+        if array.ndim == 2 and len(array):
+            np.testing.assert_array_equal(saved_as(lazy[1::2, -2:]), array[1::2, -2:], err_msg=name)
+
+
+def test_a_part_in_a_bucket_costs_its_bytes_and_one_request(
+    tmp_path: Path, strict: StrictStore, credentials: None
+) -> None:
+    whole = torch.arange(64 * (32 << 10), dtype=torch.float32).reshape(64, -1)  # rows of 128 KiB
+    write_tensor(tmp_path, whole, [np.s_[0:32, :], np.s_[32:64, :]])
+    lazy = Catalog(upload(tmp_path / "cut", strict))[1]["model.w"]
+    lazy[0, :1]  # now the folder has been listed
+    before = settled(strict)
+    assert torch.equal(lazy[7:9], whole[7:9])
+    after = settled(strict)
+    assert requests(before, after) == 1
+    assert 2 << 17 <= after["bytes_out"] - before["bytes_out"] < 3 << 17
+
+
+def test_damage_in_a_bucket_is_found_in_a_whole_slice(
+    run: SampleRun, strict: StrictStore, credentials: None
+) -> None:
+    lazy = Catalog(upload(run.folder, strict))[30][WEIGHT]
+    strict.add_fault(Fault(action=Flip(5), match=Match(operation="GetObject", key="shard-00001")))
+    with pytest.raises(CorruptionError, match=r"s3://.*shard-00001.*differs from its digest"):
+        lazy.load()
+
+
+def upload(folder: Path, strict: StrictStore) -> str:
+    """A run's folder in a bucket, under a name of its own."""
+    url = bucket_url("s3", strict.endpoint, f"lazy/{uuid.uuid4().hex}/{folder.name}")
+    copy_to(open_store(Location.parse(url), None)[0], folder)
+    return url

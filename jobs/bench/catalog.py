@@ -23,7 +23,7 @@ LIMIT_S = 1.0  # DESIGN section 7
 
 
 def rows(context: Context, num_checkpoints: int = 0, num_records: int = NUM_RECORDS) -> Iterator[Row]:
-    """`Catalog(path).list()` by a reader that has nothing yet."""
+    """`Catalog(path).list()` by a reader that has nothing yet, and then `to_arrow()`."""
     num_checkpoints = num_checkpoints or (QUICK_CHECKPOINTS if context.quick else NUM_CHECKPOINTS)
     with context.temporary() as folder:
         run = folder / "bench"
@@ -38,6 +38,17 @@ def rows(context: Context, num_checkpoints: int = 0, num_records: int = NUM_RECO
 
         what = f"CPU to list {num_checkpoints:,} checkpoints, snapshot and {num_records:,} records"
         yield measure("list", what, "s", list_s, repeat=context.repeat, limit=LIMIT_S)
+        catalog = Catalog(run)
+
+        def table_s() -> float:
+            started_s = time.process_time()
+            found = catalog.to_arrow()
+            used_s = time.process_time() - started_s
+            assert found.num_rows == num_checkpoints
+            return used_s
+
+        what = f"CPU to make an Arrow table of {num_checkpoints:,} checkpoints"
+        yield measure("list-table", what, "s", table_s, repeat=context.repeat, limit=LIMIT_S)
 
 
 def _write_run(run: Path, num_checkpoints: int, num_records: int) -> None:

@@ -60,6 +60,7 @@ class Snapshot:
         self._changed: list[LiveSlice] | None = None  # None: not judged yet
         self._judged = threading.Event()
         self._is_abandoned = False
+        self.waits_since_s: float | None = None  # since when training has waited before a change (monotonic)
         self.host_copied = threading.Event()
         # (torch.cuda or the like, device, event) of each device's copies
         self.device_copied: list[tuple[Any, torch.device, Any]] = []
@@ -69,7 +70,7 @@ class Snapshot:
 
         Called by the thread that trains. A copy that takes longer than COPY_WAIT_S is given up.
         """
-        start_s = time.monotonic()
+        start_s = self.waits_since_s = time.monotonic()
         self._note_changes()
         for module, device, event in self.device_copied:
             module.current_stream(device).wait_event(event)

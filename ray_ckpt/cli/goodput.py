@@ -14,13 +14,39 @@ from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import add_row, make_table, moment_text, plain, print_json, stdout
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.goodput import CAUSES, Goodput, Interruption, Seconds, estimate_goodput
+from ray_ckpt.goodput import (
+    MEASURED_CAUSES,
+    Goodput,
+    Interruption,
+    Seconds,
+    estimate_goodput,
+    measure_goodput,
+)
 
 MAX_SHOWN = 50  # interruptions in a table, the last ones; JSON has all
 FIGURE_INCHES = (8, 5)
 DPI = 120
 HOUR_S = 3600.0
-COLOURS = ("#2a7f4f", "#e0a030", "#c0392b", "#5b6c7d", "#a98bc0")  # goodput, then CAUSES in order
+UNITS = (
+    ("days", 172800.0, 86400.0),
+    ("hours", 7200.0, HOUR_S),
+    ("minutes", 120.0, 60.0),
+)  # from, seconds in it
+GOOD, LOST = "#2a7f4f", "#c0392b"
+COLOURS = {
+    "restore": "#3d7ea6",
+    "startup": "#e0a030",
+    "stalls": "#8c5aa0",
+    "lost_steps": LOST,
+    "down_finished": "#b8c0c8",
+    "down_process": "#5b6c7d",
+    "down_node": "#39444f",
+    "down_preemption": "#7f93a6",
+    "down_replaced": "#99a3ad",
+    "down_unknown": "#cfd5da",
+    "no_commit": "#d9b3a6",
+}  # of MEASURED_CAUSES
+SAME_S = 0.05  # a time that is printed alike is not printed as bounds
 
 
 def goodput(
@@ -32,32 +58,30 @@ def goodput(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate a run's goodput: time of steps whose effect survived / wall time, and where the rest went.
+    """Say what became of a run's time: goodput = time of steps whose effect survived / wall time.
 
-    From the log alone, which has commits and openings of sessions and no steps: each time is an estimate
-    between two bounds. Time between two commits counts as steps, stalls included. Every session after the
-    first one counts as an interruption, for the log does not tell a failure from an end.
+    Measured, where sessions have told of their restores, first and last steps, stalls and ends. Where none
+    has (an older log, a coordinator that died with its session), an estimate between two bounds stands in.
+    Beside it stands what openings of sessions and commits alone would say; there, stalls count as steps.
 
     Example: `ray-ckpt goodput /shared/runs/gpt --plot goodput.png`
     """
     catalog = Catalog(path, store_options(storage_option))
-    found = estimate_goodput(catalog.sessions, catalog.list(all=True))
+    known = catalog.list(all=True)
+    found, by_commits = measure_goodput(catalog.sessions, known), estimate_goodput(catalog.sessions, known)
     if plot is not None:
         write_plot(plot, catalog.run_name, found)
     if as_json:
-        print_json({"run_name": catalog.run_name, "run_uid": catalog.run_uid, **_json(found)})
+        run = {"run_name": catalog.run_name, "run_uid": catalog.run_uid}
+        print_json({**run, **_json(found), "by_commits": _times_json(by_commits)})
     else:
-        _print(stdout(), catalog.run_name, found)
+        _print(stdout(), catalog.run_name, found, by_commits)
 
 
 def _json(found: Goodput) -> dict[str, Any]:
-    ratios = found.ratios
     return {
-        "goodput": None if ratios is None else dataclasses.asdict(ratios),
-        "wall_s": found.wall_s,
-        "productive_s": dataclasses.asdict(found.productive),
-        "lost_s": dataclasses.asdict(found.lost),
-        "badput_s": {cause: dataclasses.asdict(time) for cause, time in found.badput.items()},
+        **_times_json(found),
+        "measured_s": found.measured_s,
         "step": found.step,
         "steps_lost": found.steps_lost,
         "step_s": found.step_s,
@@ -66,20 +90,37 @@ def _json(found: Goodput) -> dict[str, Any]:
     }
 
 
-def _print(console: Console, run_name: str, found: Goodput) -> None:
+def _times_json(found: Goodput) -> dict[str, Any]:
+    ratios = found.ratios
+    return {
+        "goodput": None if ratios is None else dataclasses.asdict(ratios),
+        "wall_s": found.wall_s,
+        "productive_s": dataclasses.asdict(found.productive),
+        "lost_s": dataclasses.asdict(found.lost),
+        "badput_s": {cause: dataclasses.asdict(time) for cause, time in found.badput.items()},
+    }
+
+
+def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput) -> None:
     ratios = found.ratios
     share = "unknown: the log has one moment" if ratios is None else _percent(ratios)
-    console.print(plain(f"run {run_name}  goodput {share}  wall {_span(found.wall_s)}"), soft_wrap=True)
+    told = f"  measured {100 * found.measured_s / found.wall_s:.0f} % of it" if found.wall_s else ""
+    wall = f"wall {_span(found.wall_s)}"
+    console.print(plain(f"run {run_name}  goodput {share}  {wall}{told}"), soft_wrap=True)
     pace = "unknown" if found.step_s is None else f"{found.step_s:.3g} s"
     more = f", {found.steps_lost} committed steps lost" if found.steps_lost else ""
-    console.print(f"step {found.step}{more}; a step with its share of stalls takes {pace}", soft_wrap=True)
-    table = make_table("time", "estimate", "share", "at least", "at most", "what", right=(1, 2, 3, 4))
+    console.print(f"step {found.step}{more}; a step takes {pace}", soft_wrap=True)
+    table = make_table("time", "measured", "share", "by commits alone", "what", right=(1, 2, 3))
     rows = [("goodput", found.productive, "steps whose effect survived")]
-    rows += [(cause, time, CAUSES[cause]) for cause, time in found.badput.items()]
+    rows += [(cause, time, MEASURED_CAUSES[cause]) for cause, time in found.badput.items()]
     for name, time, what in rows:
         part = f"{100 * time.estimate / found.wall_s:.1f} %" if found.wall_s else ""
-        add_row(table, name, _span(time.estimate), part, _span(time.low), _span(time.high), what)
+        if time.high or not name.startswith("down_"):
+            add_row(table, name, _estimate(time), part, _by_commits(name, by_commits), what)
     console.print(table)
+    if found.measured_s < found.wall_s:
+        note = "What nobody has told of is estimated, between two bounds; see `ray_ckpt/goodput.py`."
+        console.print(note, soft_wrap=True)
     if found.interruptions:
         _print_interruptions(console, found)
     if found.clock_back_s:
@@ -87,16 +128,29 @@ def _print(console: Console, run_name: str, found: Goodput) -> None:
         console.print(note, soft_wrap=True)
 
 
+def _by_commits(name: str, found: Goodput) -> str:
+    """What commits alone say of it."""
+    if name == "goodput":
+        return _estimate(found.productive)
+    if name in found.badput:
+        return _estimate(found.badput[name])
+    if name.startswith("down_"):
+        return f"of {_estimate(found.badput['down'])}"
+    return {"restore": "in startup", "stalls": "in goodput"}[name]
+
+
 def _print_interruptions(console: Console, found: Goodput) -> None:
     shown = found.interruptions[-MAX_SHOWN:]
     if len(shown) < len(found.interruptions):
         hidden = len(found.interruptions) - len(shown)
         console.print(f"{hidden} earlier interruptions are in --json only.", soft_wrap=True)
-    table = make_table("sessions", "next one opened", "steps lost", "time to recover", right=(2, 3))
+    headers = ("sessions", "cause", "last known", "next one opened", "steps lost", "time to recover")
+    table = make_table(*headers, right=(4, 5))
     for each in shown:
-        recovery = "none: no commit" if each.recovery is None else _estimate(each.recovery)
+        recovery = "none: no steps" if each.recovery is None else _estimate(each.recovery)
         sessions = f"{each.after_session} to {each.session}"
-        add_row(table, sessions, moment_text(each.opened_at_s), _steps(each), recovery)
+        moments = (moment_text(each.last_known_s), moment_text(each.opened_at_s))
+        add_row(table, sessions, each.cause or "unknown", *moments, _steps(each), recovery)
     console.print(table)
 
 
@@ -104,14 +158,19 @@ def _steps(each: Interruption) -> str:
     if each.steps_lost is None:
         return f"{each.known_steps_lost} or more"
     lost = each.steps_lost
+    if lost.low == lost.high:
+        return f"{lost.estimate:.0f}"
     return f"{lost.estimate:.0f} ({lost.low:.0f} to {lost.high:.0f})"
 
 
 def _percent(ratios: Seconds) -> str:
-    return f"{100 * ratios.estimate:.1f} % ({100 * ratios.low:.1f} to {100 * ratios.high:.1f} %)"
+    low, share, high = (f"{100 * ratio:.1f}" for ratio in (ratios.low, ratios.estimate, ratios.high))
+    return f"{share} %" if low == high else f"{share} % ({low} to {high} %)"
 
 
 def _estimate(time: Seconds) -> str:
+    if time.high - time.low < SAME_S:
+        return _span(time.estimate)
     return f"{_span(time.estimate)} ({_span(time.low)} to {_span(time.high)})"
 
 
@@ -138,30 +197,32 @@ def write_plot(path: Path, run_name: str, found: Goodput) -> None:
         2, 1, figsize=FIGURE_INCHES, gridspec_kw={"height_ratios": (4, 1)}
     )
     start_s = found.progress[0].time_s if found.progress else 0.0
+    unit, _, unit_s = next((u for u in UNITS if found.wall_s >= u[1]), ("seconds", 0.0, 1.0))
     lines, colours = [], []
     for before, after in pairwise(found.progress):
-        if before.session == after.session:
-            lines.append([((point.time_s - start_s) / HOUR_S, point.step) for point in (before, after)])
-            colours.append(COLOURS[0] if after.survived else COLOURS[2])
+        if before.session == after.session and after.step > before.step:
+            lines.append([((point.time_s - start_s) / unit_s, point.step) for point in (before, after)])
+            colours.append(GOOD if after.survived else LOST)
     steps.add_collection(LineCollection(lines, colors=colours, linewidths=1.2))
     steps.autoscale_view()
-    openings = [(each.opened_at_s - start_s) / HOUR_S for each in found.interruptions]
+    openings = [(each.opened_at_s - start_s) / unit_s for each in found.interruptions]
     whole = steps.get_xaxis_transform()
     steps.vlines(openings, 0, 1, transform=whole, color="0.7", linewidth=0.8, linestyle=":")
-    steps.set_xlabel("hours", fontsize=8)
+    steps.set_xlabel(unit, fontsize=8)
     steps.set_ylabel("step", fontsize=8)
     steps.set_title(plain(run_name).replace("$", r"\$"), fontsize=9)
     left = 0.0
-    times = (found.productive, *found.badput.values())
-    for name, time, colour in zip(("goodput", *found.badput), times, COLOURS, strict=True):
+    spent = {"goodput": found.productive, **found.badput}
+    for name, time in spent.items():
         share = 100 * time.estimate / found.wall_s if found.wall_s else 0.0
-        label = f"{name.replace('_', ' ')} {share:.1f} %"
-        parts.barh([0], [share], left=[left], color=colour, label=label)
+        if share:
+            label = f"{name.replace('_', ' ')} {share:.1f} %"
+            parts.barh([0], [share], left=[left], color=COLOURS.get(name, GOOD), label=label)
         left += share
     parts.set_xlim(0, 100)
     parts.set_yticks([])
-    parts.set_xlabel("% of wall time, estimated", fontsize=8)
-    parts.legend(fontsize=7, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    parts.set_xlabel("% of wall time", fontsize=8)
+    parts.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     for axis in (steps, parts):
         axis.tick_params(labelsize=7)
     figure.tight_layout()

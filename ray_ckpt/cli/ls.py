@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ray_ckpt.catalog import REQUESTS_AT_A_TIME, Catalog, find_runs
-from ray_ckpt.cli.options import JsonOption, StorageOption, store_options
+from ray_ckpt.catalog import Catalog, find_runs
+from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
 from ray_ckpt.cli.output import (
     add_row,
     info_json,
     level_text,
     make_table,
     metrics_text,
+    plain,
     print_json,
     stdout,
     when_text,
 )
-from ray_ckpt.errors import CheckpointError, ConfigError
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError
 from ray_ckpt.location import Location
+from ray_ckpt.view import REQUESTS_AT_A_TIME
 
 
 def ls(
@@ -35,6 +41,21 @@ def ls(
         ),
     ],
     all: Annotated[bool, typer.Option("--all", help="Also what is lost, retired or deleted.")] = False,
+    parquet: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write tables of the run there as Parquet files, for DuckDB or pandas, and list these.",
+            show_default=False,
+        ),
+    ] = None,
+    step: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="With --parquet: files and slices of this durable step only. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -42,9 +63,17 @@ def ls(
 
     `*` marks the newest checkpoint, which a restart resumes from; `+` the others on its lineage.
 
+    With `--parquet` all tables of one run: checkpoints, sessions, events, and shards and slices of what is
+    durable. Exits with 1 if a manifest is damaged.
+
     Example: `ray-ckpt ls /shared/runs/gpt --all`
     """
     options = store_options(storage_option)
+    if step and parquet is None:
+        raise ConfigError("--step goes with --parquet.", hint="`ray-ckpt show` tells of one step.")
+    if parquet is not None:
+        _write_tables(Catalog(path, options), parquet, step or None, as_json)
+        return
     try:
         catalog = Catalog(path, options)
     except ConfigError:
@@ -54,6 +83,27 @@ def ls(
             _list_runs(list(pool.map(lambda run: _run_summary(run, options), runs)), as_json)
     else:
         _list_checkpoints(catalog, all, as_json)
+
+
+def _write_tables(catalog: Catalog, folder: Path, steps: Collection[int] | None, as_json: bool) -> None:
+    console = Console(stderr=True)
+    columns = (TextColumn("reading manifests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(catalog.durable(steps)))
+        try:
+            num_rows = catalog.write_parquet(folder, steps=steps, progress=lambda n: bar.advance(task, n))
+        except CorruptionError as error:
+            print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
+            raise typer.Exit(EXIT_DAMAGED) from error
+    files = {name: str(folder / f"{name}.parquet") for name in num_rows}
+    if as_json:
+        rows = [{"table": name, "file": files[name], "rows": count} for name, count in num_rows.items()]
+        print_json({"run_name": catalog.run_name, "run_uid": catalog.run_uid, "tables": rows})
+        return
+    table = make_table("table", "rows", "file", right=(1,))
+    for name, count in num_rows.items():
+        add_row(table, name, count, files[name])
+    stdout().print(table)
 
 
 def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:

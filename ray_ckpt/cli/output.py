@@ -41,6 +41,8 @@ def info_json(view: CheckpointView) -> dict[str, Any]:
         "metrics": jsontext.metrics_json(info.metrics),
         "pins": dict(info.pins),
         "verified_at_s": info.verified_at_s,
+        "drilled_at_s": info.drilled_at_s,
+        "drill": info.drill or None,
         "path": view.where,
     }
 
@@ -67,7 +69,8 @@ def print_json(document: object) -> None:
 def stdout() -> Console:
     """Stdout as it is now. Text is printed as it stands: no markup, and wide when nothing bounds it."""
     bounded = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(markup=False, highlight=False, emoji=False, width=None if bounded else PIPE_WIDTH)
+    width = None if bounded else PIPE_WIDTH
+    return Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width)
 
 
 def make_table(*headers: str, right: Sequence[int] = (), header: bool = True) -> Table:
@@ -114,9 +117,13 @@ def when_text(time_s: float) -> str:
     """`3 min ago, 2026-09-21 14:13:20` in the local time zone; `?` for what no calendar holds."""
     if to_datetime(time_s) is None:
         return "?"
-    past_s = time.time() - time_s
-    count, unit = next(((int(past_s // n), unit) for unit, n in _AGO if past_s >= n), (0, "s"))
-    return f"{count} {unit} ago, {moment_text(time_s)}"
+    return f"{span_text(time.time() - time_s)} ago, {moment_text(time_s)}"
+
+
+def span_text(span_s: float) -> str:
+    """`3 min`: rounded down, in the largest unit that it fills."""
+    count, unit = next(((int(span_s // n), unit) for unit, n in _AGO if span_s >= n), (0, "s"))
+    return f"{count} {unit}"
 
 
 def moment_text(time_s: float) -> str:

@@ -58,6 +58,9 @@ def show(
     add_row(facts, "pins", pins_text(view.info) or "none")
     verified_at_s = view.info.verified_at_s
     add_row(facts, "last verified", "never" if verified_at_s is None else when_text(verified_at_s))
+    drilled_at_s = view.info.drilled_at_s
+    drill = "none" if drilled_at_s is None else f"{view.info.drill}, {when_text(drilled_at_s)}"
+    add_row(facts, "last drill", drill)
     add_row(facts, "path", view.where or "none: it has no files on the storage path")
     console.print(facts)
     if view.where is not None:

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ray_ckpt.core.messages import NodeStored, SessionNode
 from ray_ckpt.format.digest import root_digest
-from ray_ckpt.types import AttemptId, FileEntry
+from ray_ckpt.types import AttemptId, FileEntry, SaveTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveUnderway:
+    """A save that is on its way, as others may see it.
+
+    `phase`: "writing" until all nodes have their own files, "copying" until the holders have theirs,
+    "committing" while the record is on its way to the log. `copies` have arrived, `copies_awaited` have not.
+    """
+
+    step: int
+    phase: Literal["writing", "copying", "committing"]
+    ranks_captured: int
+    ranks_stored: int
+    world_size: int
+    copies: int = 0
+    copies_awaited: int = 0
+    size_bytes: int = 0  # of what is stored so far
+    age_s: float | None = None  # since the first node had stored its part; None: none has
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,10 +42,13 @@ class Attempt:
     copies: dict[int, set[str]] = field(default_factory=dict)  # node_index -> other nodes that hold it
     failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes that could not
     committing: bool = False
+    stored_s: float = 0.0  # when the last node had everything of its own
+    commit_s: float = 0.0  # when its record was decided
 
-    def store(self, event: NodeStored) -> None:
+    def store(self, event: NodeStored, now_s: float) -> None:
         """A node has everything of its own, and sends its copies now."""
         if event.node_index not in self.stored:
+            self.stored_s = now_s
             index = event.node_index  # copies may have ended before this message came
             ended = self.copies.get(index, set()) | self.failed.get(index, set())
             if waiting := set(self.nodes[index].holders) - ended:
@@ -79,6 +102,21 @@ class Attempt:
         """Local everywhere, and each fragment has all the copies that it can still get."""
         return self.is_local and not self.awaited
 
+    def underway(self, now_s: float) -> SaveUnderway:
+        """What has become of it until monotonic time `now_s`."""
+        stored = sum(len(n.ranks) for n in self.nodes if n.node_index in self.stored)
+        return SaveUnderway(
+            step=self.id.step,
+            phase="committing" if self.committing else "copying" if self.is_local else "writing",
+            ranks_captured=stored,
+            ranks_stored=stored,
+            world_size=sum(len(n.ranks) for n in self.nodes),
+            copies=sum(map(len, self.copies.values())),
+            copies_awaited=sum(map(len, self.awaited.values())),
+            size_bytes=self.size_bytes(),
+            age_s=now_s - self.started_s,
+        )
+
     def files(self) -> tuple[FileEntry, ...]:
         return tuple(f for stored in self.stored.values() for f in stored.files)
 
@@ -88,5 +126,22 @@ class Attempt:
     def size_bytes(self) -> int:
         return sum(f.size_bytes for f in self.files())
 
+    def times(self) -> SaveTimes:
+        """Of the slowest nodes; None where one has not said."""
+        return SaveTimes(
+            stall_s=_slowest(stored.times.stall_s for stored in self.stored.values()),
+            capture_s=_slowest(stored.times.capture_s for stored in self.stored.values()),
+            local_s=_slowest(stored.times.local_s for stored in self.stored.values()),
+        )
+
     def metrics(self) -> Mapping[str, float]:
         return next((s.metrics for s in self.stored.values() if s.metrics is not None), {})
+
+
+def _slowest(times_s: Iterable[float | None]) -> float | None:
+    slowest_s = 0.0
+    for time_s in times_s:
+        if time_s is None:
+            return None
+        slowest_s = max(slowest_s, time_s)
+    return slowest_s

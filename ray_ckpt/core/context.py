@@ -10,10 +10,12 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.messages import Age, DiskSpace, Inventory, SessionPlan, Warn
+from ray_ckpt.telemetry import Metric, Sample
 from ray_ckpt.types import CheckpointInfo, Level
 
 MAX_AGREED = 64  # steps that were named last, by which a late rank is told from one that saves alone
 MAX_WARNINGS = 256  # said once each; after that they may repeat
+MAX_SAMPLES = 1000  # of metrics that nobody has taken yet; taken after each event
 
 
 class Holders:
@@ -109,6 +111,7 @@ class Context:
     disks: Mapping[str, DiskSpace] = field(default_factory=dict)
     now_s: float = 0.0  # monotonic
     warned: dict[str, None] = field(default_factory=dict)
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
 
     @property
     def history(self) -> RunHistory:
@@ -116,6 +119,10 @@ class Context:
 
     def session_nodes(self) -> tuple[str, ...]:
         return tuple(n.node_id for n in self.plan.nodes) if self.plan else ()
+
+    def measure(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
+        """For people and alerts; nothing is decided by it."""
+        self.samples.append(Sample(metric=metric, value=value, labels=labels))
 
     def warn_once(self, text: str) -> Iterator[Warn]:
         if text not in self.warned:

@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import singledispatchmethod
 from typing import Any
 
+from ray_ckpt import telemetry
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.agreement import Agreement
+from ray_ckpt.core.attempts import SaveUnderway
 from ray_ckpt.core.cadence import Cadence
 from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.deletions import Deletions
-from ray_ckpt.core.drain import Drains
+from ray_ckpt.core.drain import Drains, DrainUnderway
 from ray_ckpt.core.exposure import exposure
+from ray_ckpt.core.gauges import gauges
 from ray_ckpt.core.groups import Groups
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
@@ -29,9 +32,11 @@ from ray_ckpt.core.retention import RetentionView, decide, policies_of
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.sweep import Sweeps
 from ray_ckpt.core.tempo import Tempo
+from ray_ckpt.core.tenure import Tenure
 from ray_ckpt.core.upkeep import Upkeep
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
+from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, RankRestore
 
 SNAPSHOT_EVERY = 1000  # records between two snapshots of the log: what a reader opens one by one
@@ -53,6 +58,7 @@ class RunMachine:
         self._saves = Saves(self._context)
         self._agreement = Agreement(self._context)
         self._tempo = Tempo(self._context)
+        self._tenure = Tenure(self._context)
         self._cadence = Cadence()
         self._drains = Drains(self._context)
         self._deletions = Deletions()
@@ -115,10 +121,81 @@ class RunMachine:
         """No group has the run, and this coordinator is not about to write anything."""
         return not self._groups.owner_has_run and not self._ledger.pending
 
+    def take_samples(self) -> tuple[Sample, ...]:
+        """What has been measured since this was asked last."""
+        samples = tuple(self._context.samples)
+        self._context.samples.clear()
+        return samples
+
+    def gauges(self) -> Iterator[Sample]:
+        """How the run is doing now; costs time by nodes and live checkpoints."""
+        yield from gauges(
+            history=self.history,
+            is_active=self._groups.is_training,
+            last_step=self._saves.last_step,
+            wall_s=self._wall_s,
+            exposure=self.exposure(),
+        )
+        yield Sample(metric=telemetry.INTERVAL, value=self.save_interval_s)
+        yield Sample(metric=telemetry.LATENCY, value=self._saves.last_save_s)
+        yield Sample(metric=telemetry.COPIES_MISSING, value=self.copies_missing)
+        yield Sample(metric=telemetry.DRAINS, value=len(self._drains.attempts))
+
     @property
     def copies_missing(self) -> int:
         """Copies of fragments that repair has yet to make."""
         return self._upkeep.copies_missing
+
+    @property
+    def is_training(self) -> bool:
+        """The group at work has its state."""
+        return self._groups.is_training
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that a rank of the group has told of, 0 if none has."""
+        return self._saves.last_step
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a step of the group takes, of late; 0: not known."""
+        return self._saves.step_s
+
+    @property
+    def records_waiting(self) -> int:
+        """Records that the log has not confirmed; many mean that its store is silent."""
+        return len(self._ledger.pending)
+
+    @property
+    def saves_underway(self) -> tuple[SaveUnderway, ...]:
+        return self._saves.underway()
+
+    @property
+    def drains_underway(self) -> tuple[DrainUnderway, ...]:
+        return self._drains.underway()
+
+    @property
+    def leaving(self) -> dict[str, float | None]:
+        """Live nodes that are about to go, with the seconds until then if that is known."""
+        context = self._context
+        return {
+            node: context.leaves_at_s[node] - context.now_s if node in context.leaves_at_s else None
+            for node in sorted(context.draining & context.holders.live)
+        }
+
+    @property
+    def live_nodes(self) -> frozenset[str]:
+        return self._context.holders.live
+
+    @property
+    def domains(self) -> dict[str, str]:
+        """The failure domain of each node, "" if it is not known."""
+        return dict(self._context.domains)
+
+    @property
+    def in_cluster_only(self) -> tuple[CheckpointInfo, ...]:
+        """Live checkpoints that are not on the storage path, in log order."""
+        return tuple(c for c in self.history.live() if c.level < Level.DURABLE)
 
     def exposure(self) -> tuple[Exposure, ...]:
         """For each node of the group at work: what its death would cost right now."""
@@ -176,6 +253,7 @@ class RunMachine:
     def _(self, event: m.Appended) -> Iterator[m.Effect]:
         op = self._ledger.settle(event, self._context.now_s)
         if op == "unknown":
+            self._context.measure(telemetry.FAILURES, cause="store")
             yield from self._saves.shed()
             yield from self._context.warn_once(
                 f"The log did not answer for record {event.seq}; trying again."
@@ -223,7 +301,7 @@ class RunMachine:
                     now_s=self._context.now_s,
                     grace_s=self.options.retire_grace_s,
                 )
-            case r.Pin() | r.Unpin() | r.Annotated():
+            case r.Pin() | r.Unpin() | r.Annotated() | r.Drilled():
                 self._retire_due = True
                 yield from self._requests.logged()
             case r.Collected(attempt=attempt):
@@ -236,6 +314,7 @@ class RunMachine:
 
     def _committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         yield from self._saves.committed(checkpoint)
+        yield from self._warn_of_slow_saves()
         if not self._agreement.is_urgent(checkpoint.id):  # what one costs in an emergency is no measure
             self._tempo.committed(self._saves.latency_s)
         if self._is_due(checkpoint):
@@ -244,6 +323,23 @@ class RunMachine:
         self._retire_due = True
         if self.plan is not None and checkpoint.id.session == self.plan.session:
             yield from self._groups.release_strays()
+
+    @property
+    def save_interval_s(self) -> float:
+        """Seconds between saves, as they are due now; 0: not known."""
+        by_time_s, every = self._tempo.interval_s or 0.0, self.options.steps_between_saves
+        by_steps_s = (every or 0) * self._saves.step_s
+        return min((s for s in (by_time_s, by_steps_s) if s > 0), default=0.0)
+
+    def _warn_of_slow_saves(self) -> Iterator[m.Effect]:
+        """One save is in flight per rank: those that are due meanwhile are skipped, or hold training up."""
+        save_s, interval_s = self._saves.last_save_s, self.save_interval_s
+        if 0 < interval_s < save_s:
+            self._context.measure(telemetry.SLOW_SAVES)
+            yield from self._context.warn_once(
+                "Saves take longer than the time between them, so some are skipped: "
+                "save less often, or see where the time goes with `ray-ckpt show`."
+            )
 
     def _is_due(self, checkpoint: CheckpointInfo) -> bool:
         every_s = self._tempo.remote_interval_s
@@ -371,12 +467,15 @@ class RunMachine:
     def _finish(self) -> Iterator[m.Effect]:
         lineage = self.history.lineage()
         newest = lineage[-1] if lineage else None
+        ends_group = any(event.ends_group for event in self._finishing)
         if newest is None or newest.level >= Level.DURABLE:
+            if ends_group and self._tenure.end(is_finish=True):
+                return  # again when that is in the log: the cluster may go as soon as the launcher knows
             yield from self._sweeps.ask(self._wall_s, is_end=True)
             asked, self._finishing = self._finishing, []
             for event in asked:
                 yield m.Reply(token=event.token, value=newest)
-            if any(event.ends_group for event in asked):
+            if ends_group:
                 yield from self._groups.end(RunSuperseded("The launcher has ended the run."))
         else:
             self._drains.start(newest, is_urgent=True)
@@ -387,6 +486,7 @@ class RunMachine:
         for event in asked:
             yield m.Fail(token=event.token, error=error)
         if any(event.ends_group for event in asked):
+            self._tenure.end(is_finish=True)
             yield from self._groups.end(RunSuperseded("The launcher has ended the run."))
 
     # -- groups and saves ------------------------------------------------------------------------------
@@ -401,6 +501,7 @@ class RunMachine:
         self._context.holders.learn(event.inventories, self.history.run_uid)
         yield from self._saves.resume(event.inventories)  # words that were lost with the old group
         yield from self._saves.end_session(error)
+        self._tenure.end(live=event.inventories, owner=event.owner)
         yield from self._groups.opened(event)
         yield from self._saves.adopt(event.inventories)
 
@@ -417,6 +518,7 @@ class RunMachine:
         current = self.history.session
         if current is not None and event.plan.age > (current.opened_by, current.session):
             yield from self._saves.adopt(event.inventories)
+        self._context.measure(telemetry.FAILURES, cause="coordinator")
         yield from self._groups.found(event)
         yield from self._saves.resume(event.inventories)
 
@@ -467,6 +569,7 @@ class RunMachine:
     def _(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
         self._agreement.progressed(event)
         self._tempo.progressed(event)
+        self._tenure.progressed(event, self._wall_s)
         yield from self._saves.progressed(event)
 
     @_on.register
@@ -481,7 +584,7 @@ class RunMachine:
         yield from self._assign_drains()
 
     @_on.register
-    def _(self, event: m.PinAsked | m.UnpinAsked | m.AnnotateAsked) -> Iterator[m.Effect]:
+    def _(self, event: m.PinAsked | m.UnpinAsked | m.AnnotateAsked | m.DrillEnded) -> Iterator[m.Effect]:
         yield from self._requests.add(event, self._saves)
 
     # -- deletion and draining -------------------------------------------------------------------------
@@ -529,6 +632,7 @@ class RunMachine:
     def _(self, event: m.DrainEnded) -> Iterator[m.Effect]:
         self._drains.ended(event)
         if event.error is not None:
+            self._context.measure(telemetry.FAILURES, cause="drain")
             yield from self._context.warn_once(
                 f"Step {event.attempt.step}: draining fragment {event.node_index}: {event.error}"
             )
@@ -550,7 +654,9 @@ class RunMachine:
         elif event.error is not None:
             yield from self._context.warn_once(f"Step {event.attempt.step}: describing it: {event.error}")
         else:
-            self._context.holders.bad_remote.discard(event.attempt.attempt)
+            if event.attempt.attempt in self._context.holders.bad_remote:
+                self._context.holders.bad_remote.discard(event.attempt.attempt)
+                self._context.measure(telemetry.REPAIRED, place="remote")
             if checkpoint.state == "live" and checkpoint.level < Level.DURABLE:
                 self._ledger.append(
                     r.Promote(
@@ -597,7 +703,10 @@ class RunMachine:
         context.holders.live, context.draining = event.live, event.draining
         context.leaves_at_s = {node: context.now_s + left_s for node, left_s in event.left_s.items()}
         context.domains, context.disks = event.domains, event.disks or context.disks
+        if lost or event.draining:
+            self._tenure.nodes_seen(lost)
         if lost:
+            self._context.measure(telemetry.FAILURES, len(lost), cause="node")
             self._context.holders.lose(lost)
             yield from self._saves.nodes_lost(lost)
             self._collected(self._deletions.lost(lost))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.core.messages import DescriptionWritten, Drain, DrainEnded, WriteDescription
@@ -23,13 +24,36 @@ PATIENT_TRIES = 5  # that failed, in a minute; after that a full disk need not w
 DAMAGED_AGAIN_S = 3600.0  # after a drain that found no intact copy: time for scrub and repair
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainUnderway:
+    """A checkpoint on its way to the storage path, as others may see it.
+
+    `state`: "waiting" for its turn or for a source, "uploading", "failing" while the store has not taken it
+    for a while, "describing" when all of its bytes are there.
+    """
+
+    step: int
+    attempt: str
+    state: Literal["waiting", "uploading", "failing", "describing"]
+    fragments: int
+    fragments_done: int
+    nodes: tuple[str, ...]  # that upload at the moment
+    size_bytes: int  # of the whole checkpoint
+    tries: int  # of the fragment that was tried most
+    age_s: float  # since it was asked for
+    started_s: float | None  # for so long it has been on its way; None: it waits for its turn
+
+
 @dataclass(slots=True, kw_only=True)
 class _Task:
     checkpoint: CheckpointInfo
+    asked_s: float  # monotonic, as `begun_s`
+    begun_s: float | None = None
     todo: set[int]
     waiting: set[int]  # those of `todo` that nobody uploads
     running: dict[int, str] = field(default_factory=dict)  # node_index -> node that uploads it
     tries: dict[int, int] = field(default_factory=dict)
+    most_tries: int = 0  # of them; looked at with each event
     not_before_s: dict[int, float] = field(default_factory=dict)
     damaged: dict[int, dict[str, str]] = field(default_factory=dict)  # node_index -> node -> what it says
     descriptions: int = 0  # tries
@@ -41,7 +65,28 @@ class _Task:
 
     @property
     def is_stuck(self) -> bool:
-        return max(self.descriptions, *self.tries.values(), 0) > PATIENT_TRIES
+        return max(self.descriptions, self.most_tries) > PATIENT_TRIES
+
+    def underway(self, now_s: float) -> DrainUnderway:
+        state: Literal["waiting", "uploading", "failing", "describing"] = "waiting"
+        if self.is_stuck:
+            state = "failing"
+        elif not self.todo:
+            state = "describing"
+        elif self.running:
+            state = "uploading"
+        return DrainUnderway(
+            step=self.checkpoint.step,
+            attempt=self.checkpoint.id.attempt,
+            state=state,
+            fragments=self.checkpoint.num_nodes,
+            fragments_done=self.checkpoint.num_nodes - len(self.todo),
+            nodes=tuple(sorted(set(self.running.values()))),
+            size_bytes=self.checkpoint.size_bytes,
+            tries=self.most_tries,
+            age_s=now_s - self.asked_s,
+            started_s=None if self.begun_s is None else now_s - self.begun_s,
+        )
 
 
 class Drains:
@@ -66,6 +111,11 @@ class Drains:
         """Those that the storage path has not taken for a while."""
         return {name for name, task in self._tasks.items() if task.is_stuck}
 
+    def underway(self) -> tuple[DrainUnderway, ...]:
+        """All of them, those on their way first."""
+        found = [task.underway(self._context.now_s) for task in self._tasks.values()]
+        return tuple(sorted(found, key=lambda drain: (drain.started_s is None, drain.step)))
+
     @property
     def has_room(self) -> bool:
         """One more would not make another give way."""
@@ -81,7 +131,7 @@ class Drains:
         if name in self._tasks:
             return
         parts = range(checkpoint.num_nodes)
-        self._tasks[name] = _Task(checkpoint=checkpoint, todo=set(parts), waiting=set(parts))
+        self._tasks[name] = _Task(checkpoint=checkpoint, asked_s=now_s, todo=set(parts), waiting=set(parts))
         if len(self._tasks) > MAX_ACTIVE + MAX_QUEUED:
             del self._tasks[min(self._tasks, key=self._worth)]
 
@@ -99,6 +149,8 @@ class Drains:
                 tries = task.tries.get(index, 0)
                 if nodes and now_s >= task.not_before_s.get(index, 0.0):
                     task.tries[index] = tries + 1
+                    task.most_tries = max(task.most_tries, tries + 1)
+                    task.begun_s = now_s if task.begun_s is None else task.begun_s
                     task.running[index] = nodes[(index + tries) % len(nodes)]
                     task.waiting.discard(index)
                     yield Drain(attempt=task.checkpoint.id, node_index=index, node_id=task.running[index])
@@ -178,6 +230,7 @@ class Drains:
                     del task.running[index]
                     task.waiting.add(index)
                     task.tries[index] -= 1
+                    task.most_tries = max(task.tries.values())
 
 
 def _pause_s(tries: int) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
+from ray_ckpt import telemetry
 from ray_ckpt.config import resume_step
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.claim import check_claim
@@ -306,7 +307,11 @@ class Groups:
             is_new, self._told_go = self._told_go != plan.age, plan.age
             self.is_training, self.restores = True, tuple(ranks)
             if plan.resume is not None and is_new:
-                self._context.ledger.append(_restore_note(plan.resume.checkpoint, ranks))
+                restored = _restored(plan.session, ranks)
+                self._context.ledger.append(restored)
+                self._context.measure(telemetry.RESTORES, restored.seconds)
+                for tier, size in restored.read_bytes.items():
+                    self._context.measure(telemetry.RESTORE_BYTES, size, tier=tier)
             for report in reports:
                 yield m.Reply(token=report.token, value=None)
             return
@@ -346,11 +351,8 @@ class Groups:
                 yield m.DeleteStrays(node_id=node, directories=gone)
 
 
-def _restore_note(checkpoint: CheckpointInfo, ranks: Iterable[RankRestore]) -> r.Note:
-    """For people: how many bytes of the restore came from which tier, and the slowest rank's time."""
-    tiers: dict[str, int] = {}
+def _restored(session: int, ranks: Collection[RankRestore]) -> r.Restored:
+    tiers: dict[str, float] = {}
     for part in (part for rank in ranks for part in rank.parts):
         tiers[part.tier] = tiers.get(part.tier, 0) + part.size_bytes
-    sources = ", ".join(f"{size:,} bytes from {tier}" for tier, size in sorted(tiers.items()))
-    seconds = max(rank.seconds for rank in ranks)
-    return r.Note(text=f"restored step {checkpoint.step} in {seconds:.2f} s: {sources}")
+    return r.Restored(session=session, seconds=max(rank.seconds for rank in ranks), read_bytes=tiers)

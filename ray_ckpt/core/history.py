@@ -13,19 +13,22 @@ from ray_ckpt.format.records import (
     Collected,
     Commit,
     Create,
+    Drilled,
+    Ended,
     Epoch,
     LogRecord,
     Lost,
     Note,
     Pin,
     Promote,
+    Restored,
     Retired,
     Session,
     Unpin,
     Verified,
 )
 from ray_ckpt.format.snapshot import LogSnapshot
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionInfo
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
 
 __all__ = ["RunHistory", "SessionInfo"]
 
@@ -90,8 +93,8 @@ class RunHistory:
     def apply(self, record: LogRecord, record_digest: str) -> None:
         """Add the next record. FormatError, and no change, if it does not continue this history (P3).
 
-        A `promote`, `verified`, `annotated` or `lost` may have waited behind the record that retired its
-        checkpoint; then it is part of the log and changes nothing.
+        A `promote`, `verified`, `annotated`, `drilled` or `lost` may have waited behind the record that
+        retired its checkpoint; then it is part of the log and changes nothing.
         """
         self._check(record)
         match record.op:
@@ -103,6 +106,8 @@ class RunHistory:
                 self.sessions[op.session] = _opened(op, record.time_s)
             case Commit() as op:
                 self._put(_committed(op, record, self.run_uid, self.sessions[op.session]))
+            case Restored() | Ended() as op:
+                self.sessions[op.session] = _told(self.sessions[op.session], op, record.time_s)
             case Note():
                 pass
             case op:
@@ -157,6 +162,9 @@ class RunHistory:
                 taken = op.session in self.sessions
                 if taken or (op.resumed_from and op.resumed_from not in self.checkpoints):
                     raise FormatError(f"{where} opens an impossible session.", seq=record.seq)
+            case Restored() | Ended() as op:
+                if op.session not in self.sessions:
+                    raise FormatError(f"{where} names the unknown session {op.session}.", seq=record.seq)
             case op:
                 self._check_change(op, where, record.seq)
 
@@ -179,7 +187,7 @@ def has_room(checkpoint: CheckpointInfo, metrics: Mapping[str, float]) -> bool:
     return len(old.keys() | metrics.keys()) <= max(MAX_METRICS, len(old))
 
 
-_Change = Promote | Lost | Retired | Collected | Pin | Unpin | Verified | Annotated
+_Change = Promote | Lost | Retired | Collected | Pin | Unpin | Verified | Annotated | Drilled
 _STATES_BEFORE: dict[type[_Change], tuple[str, ...]] = {
     Retired: ("live", "lost"),
     Collected: ("retired",),
@@ -200,7 +208,15 @@ def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
         case _ if old.state != "live":
             return old
         case Promote(level=level, replicas=copies):
-            return replace(old, level=max(old.level, level), replicas=max(old.replicas, copies))
+            durable_s = old.durable_at_s
+            if level is Level.DURABLE and durable_s is None:
+                durable_s = time_s
+            return replace(
+                old,
+                level=max(old.level, level),
+                replicas=max(old.replicas, copies),
+                durable_at_s=durable_s,
+            )
         case Lost():
             return replace(old, state="lost")
         case Pin(owner=owner, expires_at_s=expires_at_s):
@@ -209,6 +225,8 @@ def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
             return replace(old, verified_at_s=time_s)
         case Annotated(metrics=metrics):
             return replace(old, metrics={**old.metrics, **metrics})
+        case Drilled(scenario=scenario, passed=passed):
+            return replace(old, drilled_at_s=time_s, drill=f"{'passed' if passed else 'failed'}: {scenario}")
 
 
 def _opened(op: Session, time_s: float) -> SessionInfo:
@@ -226,6 +244,19 @@ def _opened(op: Session, time_s: float) -> SessionInfo:
     )
 
 
+def _told(old: SessionInfo, op: Restored | Ended, time_s: float) -> SessionInfo:
+    if isinstance(op, Restored):
+        return replace(old, restored_at_s=time_s, read_bytes=op.read_bytes)
+    end = SessionEnd(
+        cause=op.cause,
+        step=op.step,
+        first_at_s=op.first_at_s,
+        last_at_s=op.last_at_s,
+        stalled_s=op.stalled_s,
+    )
+    return replace(old, ended=end)
+
+
 def _committed(op: Commit, record: LogRecord, run_uid: str, session: SessionInfo) -> CheckpointInfo:
     return CheckpointInfo(
         id=AttemptId(
@@ -240,4 +271,8 @@ def _committed(op: Commit, record: LogRecord, run_uid: str, session: SessionInfo
         committed_at_s=record.time_s,
         metrics=op.metrics,
         replicas=op.replicas,
+        stall_s=op.stall_s,
+        capture_s=op.capture_s,
+        local_s=op.local_s,
+        replicate_s=op.replicate_s,
     )

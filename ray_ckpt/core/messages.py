@@ -11,7 +11,7 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.records import LogRecord
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRestore
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRestore, SaveTimes
 
 Token: TypeAlias = str  # names a caller that waits for a reply
 Age: TypeAlias = tuple[int, int]  # which session: the epoch in which it was begun, and its number
@@ -201,6 +201,7 @@ class NodeStored:
     replicated: tuple[str, ...]  # digests of what its ranks hold in common with all others; must be one
     metrics: Mapping[str, float] | None  # from the node of rank 0
     epoch: int | None = None  # that the node obeyed when it said so; None: found by this coordinator itself
+    times: SaveTimes = field(default_factory=SaveTimes)  # of its ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,6 +332,19 @@ class AnnotateAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrillEnded:
+    """A recovery drill has read a checkpoint; see `Drilled` of the log. Replied when it is there."""
+
+    token: Token
+    attempt: str
+    scenario: str
+    passed: bool
+    seconds: float
+    read_bytes: Mapping[str, float]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotWritten:
     seq: int
     error: str | None
@@ -368,6 +382,7 @@ Event: TypeAlias = (
     | UnpinAsked
     | AnnotateAsked
     | DrainAsked
+    | DrillEnded
     | SnapshotWritten
     | FinishAsked
 )

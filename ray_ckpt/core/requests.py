@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
-from ray_ckpt.core.history import has_room
+from ray_ckpt.core.history import RunHistory, has_room
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.errors import CheckpointError, ConfigError, FormatError, Unavailable
 from ray_ckpt.format import jsontext
@@ -23,7 +24,27 @@ MAX_WAITING = 64  # annotations that wait for saves: 8 of each that may be open;
 MAX_NAMED = 10  # steps in an error
 _NOT_THERE = {"live": "off the lineage", "collected": "retired"}  # states, as people call them
 
-Asked: TypeAlias = m.PinAsked | m.UnpinAsked | m.AnnotateAsked
+Asked: TypeAlias = m.PinAsked | m.UnpinAsked | m.AnnotateAsked | m.DrillEnded
+
+
+def checkpoint_to_pin(history: RunHistory, step: int) -> CheckpointInfo:
+    """The newest live checkpoint of a step: what a pin or an unpin of that step means.
+
+    ConfigError if there is none; it says what has become of it, and which there are.
+    """
+    known = [c for c in history.checkpoints.values() if c.step == step]
+    live = [c for c in known if c.state == "live"]
+    if live:
+        return live[-1]
+    steps = sorted({c.step for c in history.live()}, key=lambda other: abs(other - step))[:MAX_NAMED]
+    there = f"It has steps {', '.join(map(str, sorted(steps)))}." if steps else "It has none at all."
+    if not known:
+        raise ConfigError(f"Run {history.run_name} has no live checkpoint of step {step}.", hint=there)
+    state = known[-1].state
+    final = "" if state == "lost" else "Retirement is final. "
+    raise ConfigError(
+        f"Run {history.run_name} has no live checkpoint of step {step}: it is {state}.", hint=final + there
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +104,8 @@ class Requests:
         if isinstance(asked, m.AnnotateAsked):
             return self._annotate(asked, request.attempt)
         checkpoint = self._context.history.checkpoints.get(asked.attempt)
+        if isinstance(asked, m.DrillEnded) and checkpoint is not None:
+            return self._drilled(asked)
         if isinstance(asked, m.UnpinAsked) and checkpoint is not None:
             return r.Unpin(attempt=asked.attempt, owner=asked.owner)
         if isinstance(asked, m.PinAsked) and checkpoint is not None and checkpoint.state == "live":
@@ -91,6 +114,19 @@ class Requests:
         return ConfigError(
             f"Checkpoint {asked.attempt} cannot be pinned: it {state}.",
             hint="Retirement is final; pin one that `ray-ckpt ls` shows as live.",
+        )
+
+    def _drilled(self, asked: m.DrillEnded) -> r.Op:
+        measure = self._context.measure
+        measure(telemetry.DRILLS, outcome="passed" if asked.passed else "failed")
+        measure(telemetry.DRILL_SECONDS, asked.seconds)
+        return r.Drilled(
+            attempt=asked.attempt,
+            scenario=asked.scenario,
+            passed=asked.passed,
+            seconds=asked.seconds,
+            read_bytes=asked.read_bytes,
+            text=asked.text,
         )
 
     def _annotate(self, asked: m.AnnotateAsked, attempt: str | None) -> r.Op | CheckpointError:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.attempts import Attempt
+from ray_ckpt.core.attempts import Attempt, SaveUnderway
 from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.errors import CheckpointError, CollectiveError, RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format import records as r
@@ -32,6 +33,7 @@ class Saves:
         self._progress: dict[int, tuple[m.RankProgress, float]] = {}  # with the time of the message
         self._age: m.Age = (0, 0)  # of the session that these two are of
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
+        self.last_save_s = 0.0  # from the beginning of the last save to its commit; 0: there was none
         self._ended_step = 0  # the highest step of the session whose attempt was committed or dropped
 
     @property
@@ -46,8 +48,47 @@ class Saves:
         self._enter_session()
         return max((progress.step for progress, _ in self._progress.values()), default=0)
 
+    def underway(self) -> tuple[SaveUnderway, ...]:
+        """Saves that are on their way, by step; also what ranks have captured and no node has stored."""
+        now_s = self._context.now_s
+        found = [attempt.underway(now_s) for attempt in self._attempts.values()]
+        captured = self._captured()
+        found = [replace(s, ranks_captured=max(captured.get(s.step, 0), s.ranks_captured)) for s in found]
+        settled = max((self._ended_step, self._last_logged(), *(save.step for save in found)))
+        for step in sorted(step for step in captured if step > settled):
+            found.append(
+                SaveUnderway(
+                    step=step,
+                    phase="writing",
+                    ranks_captured=captured[step],
+                    ranks_stored=0,
+                    world_size=self._context.plan.world_size if self._context.plan else 0,
+                )
+            )
+        return tuple(sorted(found, key=lambda save: save.step))
+
+    def _captured(self) -> dict[int, int]:
+        """How many ranks have saved a step last, by that step."""
+        self._enter_session()
+        return dict(Counter(progress.saved_step for progress, _ in self._progress.values()))
+
+    def _last_logged(self) -> int:
+        """The step of the session that the log has last, or from which it went on; 0: none."""
+        plan, lineage = self._context.plan, self._context.history.lineage()
+        if plan is None or not lineage:
+            return 0
+        own = [c.step for c in lineage if (c.id.epoch, c.id.session) == plan.age]
+        return max(own, default=plan.resume.checkpoint.step if plan.resume else 0)
+
     def __bool__(self) -> bool:
         return bool(self._attempts)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a step takes, of late; 0 if no rank has told."""
+        self._enter_session()
+        told = [progress.step_s for progress, _ in self._progress.values() if progress.step_s > 0]
+        return statistics.median(told) if told else 0.0
 
     @property
     def latency_s(self) -> float:
@@ -120,7 +161,7 @@ class Saves:
             )
             adopted = Attempt(id=attempt, nodes=nodes, started_s=context.now_s)
             for node, held in found:
-                adopted.store(_stored(held, node))
+                adopted.store(_stored(held, node), context.now_s)
             self._attempts[attempt.attempt] = adopted
             yield from self._commit(adopted)
             if adopted.committing:
@@ -157,7 +198,7 @@ class Saves:
             if self._context.ledger.is_open:  # before that nothing is known of what was committed
                 yield from self._answer_late(event)
             return
-        attempt.store(event)
+        attempt.store(event, self._context.now_s)
         self._enter_session()
         self._saved_before |= set(attempt.nodes[event.node_index].ranks)
         self._context.holders.add(event.attempt.attempt, event.node_index, event.node_id)
@@ -237,6 +278,8 @@ class Saves:
 
     def _replace_holder(self, attempt: Attempt, event: m.ReplicaEnded) -> Iterator[m.Effect]:
         index, why = event.node_index, event.error or "the node died"
+        if event.error is not None:
+            self._context.measure(telemetry.FAILURES, cause="copy")
         yield m.Warn(
             text=f"Step {attempt.id.step}: no copy of fragment {index} on {event.holder[:12]}: {why}"
         )
@@ -333,6 +376,7 @@ class Saves:
 
     def agents_lost(self, nodes: frozenset[str]) -> Iterator[m.Effect]:
         """Nodes have new agents: what the old ones were writing will never be complete."""
+        self._context.measure(telemetry.FAILURES, len(nodes), cause="agent")
         for attempt in list(self._attempts.values()):
             gone = {n.node_id for n in attempt.nodes if n.node_index not in attempt.stored} & nodes
             if gone and not attempt.committing:
@@ -378,7 +422,8 @@ class Saves:
         elif copies < 0:
             yield from self.drop(attempt, Unavailable(f"Step {step}: a part of it is on no live node."))
         else:
-            attempt.committing = True
+            attempt.committing, attempt.commit_s = True, self._context.now_s
+            times = attempt.times()
             self._context.ledger.append(
                 r.Commit(
                     session=attempt.id.session,
@@ -391,6 +436,10 @@ class Saves:
                     size_bytes=attempt.size_bytes(),
                     root_digest=attempt.root(),
                     metrics=attempt.metrics(),
+                    stall_s=times.stall_s,
+                    capture_s=times.capture_s,
+                    local_s=times.local_s,
+                    replicate_s=self._context.now_s - attempt.stored_s,
                 )
             )
 
@@ -408,6 +457,7 @@ class Saves:
         attempt = self._attempts.pop(checkpoint.id.attempt)
         self._note_end(attempt.id)
         self._latencies_s.append(self._context.now_s - attempt.started_s)
+        self._measure(checkpoint, commit_s=self._context.now_s - attempt.commit_s)
         nodes = tuple(n.node_id for n in attempt.nodes)
         yield self._publish(checkpoint.id, checkpoint.level, None, nodes)
         self.promote_copies(checkpoint)
@@ -416,6 +466,22 @@ class Saves:
             if is_same and older.id.step < checkpoint.step and not older.committing:
                 error = Unavailable(f"Step {older.id.step} was overtaken by a newer save.")
                 yield from self.drop(older, error)
+
+    def _measure(self, checkpoint: CheckpointInfo, *, commit_s: float) -> None:
+        measure, phase = self._context.measure, telemetry.PHASE
+        measure(telemetry.SAVES, outcome="committed")
+        if checkpoint.stall_s is not None:
+            measure(telemetry.STALL, checkpoint.stall_s)
+        if checkpoint.capture_s is not None:
+            measure(phase, checkpoint.capture_s, phase="capture")
+        if checkpoint.local_s is not None:
+            measure(phase, checkpoint.local_s, phase="local")
+        measure(phase, checkpoint.replicate_s or 0.0, phase="replicate")
+        measure(phase, commit_s, phase="commit")
+        self.last_save_s = sum(
+            time_s or 0.0
+            for time_s in (checkpoint.capture_s, checkpoint.local_s, checkpoint.replicate_s, commit_s)
+        )
 
     def promote_copies(self, checkpoint: CheckpointInfo) -> None:
         """Record copies that arrived after the commit."""
@@ -445,6 +511,8 @@ class Saves:
         self._note_end(attempt.id)
         context.holders.forget(name)
         self._dropped.append(name)
+        context.measure(telemetry.SAVES, outcome="dropped")
+        context.measure(telemetry.FAILURES, cause="save")
         yield m.Warn(text=f"Step {attempt.id.step} was not saved: {error}")
         yield self._publish(attempt.id, None, error, tuple(sorted(nodes)))
 

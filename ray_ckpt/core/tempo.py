@@ -6,6 +6,7 @@ the machine got them, so a decision can be replayed.
 
 from __future__ import annotations
 
+from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.history import RunHistory
@@ -68,6 +69,7 @@ class Tempo:
         if attempt not in self._drains:
             return
         self._drain_s = self._context.now_s - self._drains[attempt]
+        self._context.measure(telemetry.PHASE, self._drain_s, phase="drain")
         if self._pace is not None:
             self._pace.drained(self._drain_s)
 

@@ -6,8 +6,10 @@ is urgent, and it looks no more often than once in UPKEEP_S.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator
 
+from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.budget import Budget
 from ray_ckpt.core.context import Context
@@ -17,6 +19,7 @@ from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.format import records as r
 
 UPKEEP_S = 1.0  # between two looks; they cost time in proportion to the fragments of what is live
+MAX_DAMAGED = 1000  # damaged copies whose repair is counted
 BURST_S = 1.0  # a budget's burst is what it gives in this time
 
 
@@ -30,6 +33,7 @@ class Upkeep:
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = 0.0
+        self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
         self.is_crowded = False  # a disk is above its high watermark and nothing there may be evicted
 
     @property
@@ -56,6 +60,7 @@ class Upkeep:
             live=live, lineage=lineage, holders=context.holders, now_s=context.now_s
         ):
             context.ledger.append(r.Lost(attempt=lost.id.attempt, reason="no live node holds all of it"))
+            context.measure(telemetry.LOST)
 
     def _repair(self) -> Iterator[m.Effect]:
         context = self._context
@@ -126,6 +131,10 @@ class Upkeep:
 
     def copied(self, event: m.ReplicaEnded) -> None:
         self._repairs.ended(event, self._context.now_s)
+        fragment = event.attempt.attempt, event.node_index
+        if event.error is None and fragment in self._damaged:
+            self._damaged.remove(fragment)
+            self._context.measure(telemetry.REPAIRED, place="node")
 
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         """A damaged copy counts no more, wherever it is."""
@@ -134,9 +143,12 @@ class Upkeep:
         if event.damage:
             files = ", ".join(event.damage[:5])
             yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} is damaged: {files}.")
+            place = m.REMOTE if event.place == m.REMOTE else "node"
+            self._context.measure(telemetry.CORRUPT, place=place)
             if event.place == m.REMOTE:
                 self._context.holders.bad_remote.add(event.attempt.attempt)
             else:
+                self._damaged.append((event.attempt.attempt, event.node_index))
                 self._context.holders.remove(event.attempt.attempt, event.node_index, event.place)
                 self._next_s = 0.0  # a new copy is not to wait
 

@@ -103,6 +103,12 @@ def integer(value: object, name: str, *, low: int = 0, high: int = MAX_INT) -> i
     return value
 
 
+def boolean(value: object, name: str) -> bool:
+    if type(value) is not bool:
+        raise FormatError(f"{name} must be true or false, not {_shown(value)}.")
+    return value
+
+
 def text(value: object, name: str, *, pattern: re.Pattern[str] | None = None) -> str:
     """`value` if it is a string that UTF-8 can hold and that matches `pattern`."""
     if type(value) is not str or (pattern is not None and not pattern.match(value)) or _surrogates(value):

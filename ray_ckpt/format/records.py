@@ -8,14 +8,14 @@ fact would change what the log says.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, TypeAlias
 
 from ray_ckpt.errors import ConfigError, FormatError
 from ray_ckpt.format import jsontext
 from ray_ckpt.format.names import check_run_name, check_run_uid
-from ray_ckpt.types import Level
+from ray_ckpt.types import END_CAUSES, EndCause, Level
 
 MAX_RECORD_BYTES = 2**20  # a commit takes about 500 bytes; bounds what a reader holds per record
 MAX_SEQ = 10**20 - 1  # what a file name of 20 digits counts to
@@ -76,6 +76,10 @@ class Commit:
     size_bytes: int
     root_digest: str
     metrics: Mapping[str, float]
+    stall_s: float | None = None  # this and the next two: `SaveTimes`
+    capture_s: float | None = None
+    local_s: float | None = None
+    replicate_s: float | None = None  # from then on until the goal was reached, or given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +147,45 @@ class Annotated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """All ranks of a session have the state of the checkpoint that it resumes from.
+
+    `seconds` is the slowest rank's time, `read_bytes` what all of them read, by tier.
+    """
+
+    session: int
+    seconds: float
+    read_bytes: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A session is over; see `SessionEnd`. Of several of one session the last one counts."""
+
+    session: int
+    cause: EndCause
+    step: int
+    first_at_s: float | None
+    last_at_s: float | None
+    stalled_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drilled:
+    """A recovery drill has read a checkpoint from what `scenario` leaves of it.
+
+    `read_bytes` are those read, by tier; `text` says what was missing or damaged.
+    """
+
+    attempt: str
+    scenario: str
+    passed: bool
+    seconds: float
+    read_bytes: Mapping[str, float]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Something a person should find in the log; changes nothing."""
 
@@ -162,6 +205,9 @@ Op: TypeAlias = (
     | Unpin
     | Verified
     | Annotated
+    | Restored
+    | Ended
+    | Drilled
     | Note
 )
 
@@ -178,6 +224,9 @@ OPS: Mapping[str, type[Op]] = {
     "unpin": Unpin,
     "verified": Verified,
     "annotated": Annotated,
+    "restored": Restored,
+    "ended": Ended,
+    "drilled": Drilled,
     "note": Note,
 }
 _OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}
@@ -211,11 +260,19 @@ def encode_record(record: LogRecord) -> bytes:
         "prev": record.prev,
         "time_s": record.time_s,
         "op": name,
-        **{field.name: _to_json(getattr(record.op, field.name)) for field in fields(record.op)},
+        **{name: _to_json(value) for name, value in _said(record.op)},
     }
     data = jsontext.dumps(document, what="The log record", max_bytes=MAX_RECORD_BYTES)
     decode_record(data)
     return data
+
+
+def _said(op: Op) -> Iterator[tuple[str, Any]]:
+    """The fields of an op, but for those that nobody has given."""
+    for field in fields(op):
+        value = getattr(op, field.name)
+        if value is not None or field.default is MISSING:
+            yield field.name, value
 
 
 def decode_record(data: bytes) -> LogRecord:
@@ -304,6 +361,13 @@ def _level(value: object, name: str) -> Level:
     raise FormatError(f"{name} must be one of {', '.join(level.label for level in Level)}.")
 
 
+def end_cause(value: object, name: str) -> EndCause:
+    for cause in END_CAUSES:
+        if value == cause:
+            return cause
+    raise FormatError(f"{name} must be one of {', '.join(END_CAUSES)}.")
+
+
 def _optional(read: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
     return lambda value, name: None if value is None else read(value, name)
 
@@ -329,6 +393,18 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "size_bytes": jsontext.integer,
     "root_digest": jsontext.hex_digest,
     "metrics": jsontext.metrics,
+    "read_bytes": jsontext.metrics,
+    "seconds": jsontext.number,
+    "stall_s": _optional(jsontext.number),
+    "capture_s": _optional(jsontext.number),
+    "local_s": _optional(jsontext.number),
+    "replicate_s": _optional(jsontext.number),
+    "stalled_s": _optional(jsontext.number),
+    "first_at_s": _optional(jsontext.number),
+    "last_at_s": _optional(jsontext.number),
+    "scenario": jsontext.text,
+    "passed": jsontext.boolean,
+    "cause": end_cause,
     "reason": jsontext.text,
     "text": jsontext.text,
 }

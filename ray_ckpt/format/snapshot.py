@@ -22,8 +22,8 @@ from ray_ckpt.errors import ConfigError, FormatError
 from ray_ckpt.format import jsontext
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.names import check_run_name, check_run_uid
-from ray_ckpt.format.records import MAX_STEP
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionInfo
+from ray_ckpt.format.records import MAX_STEP, end_cause
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
 
 MAX_CHECKPOINTS = 1_000_000  # in one log: one a minute for two years
 MAX_SNAPSHOT_BYTES = 256 * 2**20  # a million checkpoints take about 60 MB; bounds what a reader holds
@@ -46,11 +46,22 @@ COLUMNS = pa.schema(
         pa.field("root_digest", pa.string()),
         pa.field("committed_at_s", pa.float64()),
         pa.field("verified_at_s", pa.float64()),
+        pa.field("durable_at_s", pa.float64()),
+        pa.field("stall_s", pa.float64()),
+        pa.field("capture_s", pa.float64()),
+        pa.field("local_s", pa.float64()),
+        pa.field("replicate_s", pa.float64()),
+        pa.field("drilled_at_s", pa.float64()),
+        pa.field("drill", pa.string()),
         pa.field("metrics", _NUMBERS),
         pa.field("pins", _NUMBERS),
     ]
 )
-"""The columns of a snapshot; null are only `verified_at_s` and ends of pins."""
+"""The columns of a snapshot; null are only those of `_NULLABLE`, and ends of pins."""
+
+_SECONDS = ("durable_at_s", "stall_s", "capture_s", "local_s", "replicate_s", "drilled_at_s")
+_LATER: Mapping[str, float | str | None] = {**dict.fromkeys(_SECONDS), "drill": ""}
+"""Columns that a snapshot of before them does not have, with the value that stands for it."""
 
 _PLAIN = tuple(field.name for field in COLUMNS if field.type != _NUMBERS)
 _LETTERS = {pa.string(): "text", pa.int64(): "q", pa.float64(): "d"}
@@ -61,7 +72,7 @@ _KINDS = {name: _LETTERS[COLUMNS.field(name).type] for name in _PLAIN} | {
 }
 """The lists that hold the columns, in their order: "text", or the letter of `struct`."""
 
-_NULLABLE = {"verified_at_s"}
+_NULLABLE = {"verified_at_s", *_SECONDS}
 _STATES = {"live", "lost", "retired", "collected"}
 _LEVELS = {level.label: level for level in Level}
 _ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
@@ -110,7 +121,7 @@ def _encode(snapshot: LogSnapshot) -> bytes:
     del head["checkpoints"]
     head |= {
         "format": jsontext.FORMAT_VERSION,
-        "sessions": [asdict(session) for session in snapshot.sessions],
+        "sessions": [_session_json(session) for session in snapshot.sessions],
         "num_rows": len(snapshot.checkpoints),
         "rows": _rows_digest(columns),
     }
@@ -129,6 +140,7 @@ def decode_snapshot(data: bytes) -> LogSnapshot:
     if (head.get("num_rows"), head.get("rows")) != (table.num_rows, _rows_digest(columns)):
         raise FormatError("The rows of the snapshot are damaged.")
     _check_names(head, {*_HEAD, "format", "sessions", "num_rows", "rows"}, "The snapshot")
+    columns |= {name: [value] * table.num_rows for name, value in _LATER.items() if name not in columns}
     sessions = tuple(_session(entry) for entry in jsontext.array(head["sessions"], "sessions"))
     snapshot = LogSnapshot(
         seq=jsontext.integer(head["seq"], "seq"),
@@ -167,6 +179,13 @@ def _columns(checkpoints: Sequence[CheckpointInfo]) -> Columns:
         "root_digest": [c.root_digest for c in checkpoints],
         "committed_at_s": [c.committed_at_s for c in checkpoints],
         "verified_at_s": [c.verified_at_s for c in checkpoints],
+        "durable_at_s": [c.durable_at_s for c in checkpoints],
+        "stall_s": [c.stall_s for c in checkpoints],
+        "capture_s": [c.capture_s for c in checkpoints],
+        "local_s": [c.local_s for c in checkpoints],
+        "replicate_s": [c.replicate_s for c in checkpoints],
+        "drilled_at_s": [c.drilled_at_s for c in checkpoints],
+        "drill": [c.drill for c in checkpoints],
     }
     for name, maps in (
         ("metrics", [c.metrics for c in checkpoints]),
@@ -190,8 +209,9 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
     _check_all(map(_STATES.__contains__, set(columns["state"])), "state")
     _check_all(map(_LEVELS.__contains__, set(columns["level"])), "level")
     _check_all((value is not None for value in columns["metrics.value"]), "metric")
-    for name in ("committed_at_s", "verified_at_s", "pins.value"):
-        _check_all((t is None or isfinite(t) for t in columns[name]), name)
+    for name in ("committed_at_s", "verified_at_s", *_SECONDS, "pins.value"):
+        given = filter(None, columns[name])  # without null and 0.0, which are sound
+        _check_all(map(isfinite, given), name)
     maps = (_maps(columns, "metrics"), _maps(columns, "pins"))
     rows = zip(*(columns[name] for name in _PLAIN), *maps, strict=True)
     return tuple(
@@ -215,6 +235,13 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
             replicas=replicas,
             pins=pins,
             verified_at_s=verified_s,
+            durable_at_s=durable_s,
+            stall_s=stall_s,
+            capture_s=capture_s,
+            local_s=local_s,
+            replicate_s=replicate_s,
+            drilled_at_s=drilled_s,
+            drill=drill,
         )
         for (
             seq,
@@ -230,6 +257,13 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
             root,
             committed_s,
             verified_s,
+            durable_s,
+            stall_s,
+            capture_s,
+            local_s,
+            replicate_s,
+            drilled_s,
+            drill,
             metrics,
             pins,
         ) in rows
@@ -247,11 +281,17 @@ def _rows_digest(columns: Columns) -> str:
     """The digest of all values: numbers as 8 bytes (null as NaN), texts with a line feed after each."""
     digester = Digester()
     for name, kind in _KINDS.items():
+        if name not in columns:
+            continue
         values = columns[name]
         if kind == "text":
             digester.update("\n".join((*values, "")).encode())
         else:
-            plain = [nan if value is None else value for value in values]
+            nulls = values.count(None)
+            if nulls == len(values):
+                digester.update(struct.pack("<d", nan) * nulls)
+                continue
+            plain = [nan if value is None else value for value in values] if nulls else values
             digester.update(struct.pack(f"<{len(plain)}{kind}", *plain))
     return digester.hexdigest()
 
@@ -293,10 +333,11 @@ def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
             raise FormatError(f"it declares {file.metadata.num_rows} rows of {unpacked} bytes")
         metadata = file.metadata.metadata[METADATA_KEY]
         table = file.read(use_threads=False).combine_chunks()
-        _check_names(table.column_names, set(COLUMNS.names), "it")
-        table = table.select(COLUMNS.names).cast(COLUMNS)
+        present = [name for name in COLUMNS.names if name not in _LATER or name in table.column_names]
+        _check_names(table.column_names, set(present), "it")
+        table = table.select(present).cast(pa.schema([COLUMNS.field(name) for name in present]))
         table.validate(full=True)
-        for name in COLUMNS.names:
+        for name in present:
             if table.column(name).null_count and name not in _NULLABLE:
                 raise FormatError(f"{name} is null somewhere")
     except Exception as error:  # the errors of a foreign decoder on foreign bytes have no common class
@@ -304,8 +345,9 @@ def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
     return metadata, table
 
 
-def _lists(table: pa.Table) -> Columns:
-    columns: dict[str, list[Any]] = {name: table.column(name).to_pylist() for name in _PLAIN}
+def _lists(table: pa.Table) -> dict[str, list[Any]]:
+    plain = [name for name in _PLAIN if name in table.column_names]
+    columns: dict[str, list[Any]] = {name: table.column(name).to_pylist() for name in plain}
     for name in ("metrics", "pins"):
         array = table.column(name).combine_chunks()
         ends = array.offsets.to_pylist()
@@ -319,8 +361,14 @@ def _lists(table: pa.Table) -> Columns:
 # Checks
 
 
-_SESSION_DEFAULTS = {f.name: f.default for f in fields(SessionInfo) if f.default is not MISSING}
+_SESSION_DEFAULTS = {f.name: f.default for f in fields(SessionInfo) if f.default is not MISSING} | {
+    "read_bytes": {}
+}
 """What a session has that was written before such a field was there."""
+
+
+def _session_json(session: SessionInfo) -> dict[str, Any]:
+    return asdict(session) | {"read_bytes": jsontext.metrics_json(session.read_bytes)}
 
 
 def _session(value: object) -> SessionInfo:
@@ -340,7 +388,26 @@ def _session(value: object) -> SessionInfo:
         service=jsontext.text(entry["service"], "service"),
         owner=jsontext.text(entry["owner"], "owner"),
         retention=jsontext.text(entry["retention"], "retention"),
+        restored_at_s=_seconds(entry["restored_at_s"], "restored_at_s"),
+        read_bytes=jsontext.metrics(entry["read_bytes"], "read_bytes"),
+        ended=None if entry["ended"] is None else _session_end(entry["ended"]),
     )
+
+
+def _session_end(value: object) -> SessionEnd:
+    entry = jsontext.mapping(value, "The end of a session")
+    _check_names(entry, {field.name for field in fields(SessionEnd)}, "The end of a session")
+    return SessionEnd(
+        cause=end_cause(entry["cause"], "cause"),
+        step=jsontext.integer(entry["step"], "step", high=MAX_STEP),
+        first_at_s=_seconds(entry["first_at_s"], "first_at_s"),
+        last_at_s=_seconds(entry["last_at_s"], "last_at_s"),
+        stalled_s=_seconds(entry["stalled_s"], "stalled_s"),
+    )
+
+
+def _seconds(value: object, name: str) -> float | None:
+    return None if value is None else jsontext.number(value, name)
 
 
 def _check_whole(snapshot: LogSnapshot) -> None:

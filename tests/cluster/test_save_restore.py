@@ -207,8 +207,13 @@ def test_a_checkpoint_with_a_bad_slice_in_every_copy_is_skipped_by_all_ranks(
     forget_memory(cluster)
     results = group.run(full_state, "rotten", storage, {})
     assert [r["step"] for r in results] == [4, 4]
-    texts = [str(getattr(r.op, "text", "")) for r in status_of(storage, "rotten").records]
-    assert any("restored step 4" in text for text in texts)
+    catalog = Catalog(f"{storage}/rotten")
+    assert any("restored step 4" in text for text in catalog.events()["text"].to_pylist())
+    first, *_, last = catalog.sessions
+    assert first.ended is not None and first.ended.cause == "process" and first.ended.step == 6
+    assert last.restored_at_s is not None and sum(last.read_bytes.values()) > 0
+    times = [(c.stall_s, c.capture_s, c.local_s, c.replicate_s) for c in catalog.list(all=True)]
+    assert all(t is not None and 0 <= t < 60 for save in times for t in save), times
 
 
 def test_a_bad_copy_is_replaced_by_the_next_source(

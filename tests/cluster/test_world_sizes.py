@@ -133,7 +133,7 @@ def test_a_bad_slice_that_one_rank_needs_takes_all_ranks_to_the_older_step(
         assert_same_bits(rank.restored, whole[0].saved[4])
     assert together([rank.shares for rank in told]) == [batch_of(step) for step in range(5, 13)]
     assert_same_training(told[0].saved[12], reference(12))
-    texts = [str(getattr(record.op, "text", "")) for record in status_of(storage, "damaged").records]
+    texts = Catalog(f"{storage}/damaged").events()["text"].to_pylist()
     assert any("restored step 4" in text for text in texts), texts
 
 

@@ -186,6 +186,7 @@ def test_a_commit_waits_for_every_node_and_every_replica() -> None:
         size_bytes=sum(f.size_bytes for f in files),
         root_digest=root_digest(files),
         metrics={"loss": 0.1},
+        replicate_s=0.0,
     )
     assert one(effects, m.Publish) == m.Publish(
         attempt=attempt, level=Level.REPLICATED, error=None, nodes=("a", "b"), epoch=1
@@ -506,7 +507,7 @@ def test_a_commit_in_flight_outlives_its_group() -> None:
     run.save(10)
     run.tell(run.group("ab"))
     effects = run.confirm()
-    assert [type(op) for op in run.records[-2:]] == [r.Commit, r.Session]
+    assert [type(op) for op in run.records[-3:]] == [r.Commit, r.Ended, r.Session]
     assert [(p.attempt, p.level) for p in of(effects, m.Publish)] == [(attempt, Level.REPLICATED)]
 
 
@@ -535,8 +536,8 @@ def test_the_newest_checkpoint_with_full_sources_is_restored() -> None:
     assert (resume.checkpoint.step, resume.holders) == (20, (("a", "b"), ("a", "b")))
     for node in "ab":
         effects = run.tell(run.restored(node))
-    (note,) = of(ops(effects), r.Note)
-    assert note.text.startswith("restored step 20")
+    (restored,) = of(ops(effects), r.Restored)
+    assert restored.session == 2
 
 
 def test_a_group_on_other_nodes_restores_from_peers() -> None:

@@ -200,7 +200,7 @@ def test_doubled_reports_of_a_restore_are_noted_once() -> None:
     run.save(10)
     run.open("ab")
     run.tell(run.restored("a"), run.restored("b"))
-    assert len([op for op in run.records if isinstance(op, r.Note)]) == 1
+    assert len([op for op in run.records if isinstance(op, r.Restored)]) == 1
 
 
 def test_after_a_step_down_in_what_came_early_the_rest_is_refused() -> None:

@@ -243,10 +243,10 @@ class TestOwnRows:
         assert len(coordinator.stored_events(3)[0].files) == 17
 
     def test_a_long_log_is_listed_and_retained(self, context: Context) -> None:
-        (listed,) = catalog.rows(context, num_checkpoints=50, num_records=10)
+        listed, table = catalog.rows(context, num_checkpoints=50, num_records=10)
         (retained,) = retention.rows(context, num_checkpoints=50)
-        assert (listed.name, retained.name) == ("list", "retention")
-        for one in (listed, retained):
+        assert (listed.name, table.name, retained.name) == ("list", "list-table", "retention")
+        for one in (listed, table, retained):
             assert one.reference == Reference(name="limit", samples=(1.0,)) and one.reach == "<= 1"
             assert "50 checkpoints" in one.what
 

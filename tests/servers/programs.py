@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -55,6 +56,24 @@ def rclone(folder: Path) -> Iterator[str]:
     command: list[str | Path] = [program("rclone"), "serve", "s3", data, "--addr", f"127.0.0.1:{port}"]
     command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "writes"]
     with _running(command, port, folder) as url:
+        yield url
+
+
+def debian_program(name: str) -> Path | None:
+    """One of Debian's: on PATH, or where `debian.sh` has put it; None if it is neither."""
+    found = shutil.which(
+        name, path=os.pathsep.join((os.environ.get("PATH", ""), str(HOME / "debian/usr/bin")))
+    )
+    return Path(found) if found else None
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, config: Path) -> Iterator[str]:
+    """Prometheus with the file `config`, its data below `folder`; `debian_program` must have it."""
+    port, command = _free_port(), debian_program("prometheus")
+    assert command is not None
+    options = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", "--log.level=warn"]
+    with _running([command, *options, f"--web.listen-address=127.0.0.1:{port}"], port, folder) as url:
         yield url
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import ray
+import ray._private.services
 import ray._private.state
 import ray.train
 import ray.train.collective
@@ -23,6 +24,7 @@ from ray import cloudpickle
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.callback import RayTrainCallback, UserCallback
 
+from ray_ckpt.actors import ray_state
 from ray_ckpt.train import CheckpointCallback
 from ray_ckpt.train import ray_compat as compat
 
@@ -151,6 +153,14 @@ def test_ray_tells_of_nodes_that_leave_actors_and_jobs() -> None:
     assert '"State"' in inspect.getsource(type(state.state))
     jobs = inspect.getsource(state.GlobalState.job_table)
     assert '"JobID"' in jobs and '"IsDead"' in jobs
+
+
+def test_ray_tells_which_cluster_it_would_connect_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parameters_of(ray._private.services.get_ray_address_from_environment) == ["addr", "temp_dir"]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert ray_state.find_cluster() == "10.0.0.1:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert ray_state.find_cluster() is None, "one of its own"
 
 
 def test_the_callback_survives_the_pickling_of_ray() -> None:

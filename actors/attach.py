@@ -1,0 +1,140 @@
+"""A process outside of the cluster, such as the command line, and the service of a cluster.
+
+Each wait has a limit. Ray itself waits for minutes for a cluster that is not there and ends the process then,
+so its address is tried first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import ray
+
+from ray_ckpt.actors import names, ray_state
+from ray_ckpt.actors.service import ask
+from ray_ckpt.actors.wire import ServiceView
+from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
+
+CONNECT_S = 5.0  # until the cluster's port answers
+ANSWER_S = 60.0  # of the coordinator, which may be looking for agents that do not answer
+END_S = 30.0  # for agents to end by themselves, and for Ray to take note of the end of an actor
+LOOK_S = 0.2  # between looks at that
+
+_SERVICE = re.compile(r"coordinator-v(\d+)")
+
+
+@contextlib.contextmanager
+def attached(address: str | None = None) -> Iterator[None]:
+    """This process is a driver of the cluster at `address`, or of the one that is found; as it was, if it is
+    one already. ConfigError if there is no cluster, Unavailable if it does not answer.
+
+    Meanwhile stdout goes to stderr: Ray prints there whenever a process of the cluster dies.
+    """
+    with contextlib.redirect_stdout(sys.stderr), _driver(address):
+        yield
+
+
+@contextlib.contextmanager
+def _driver(address: str | None) -> Iterator[None]:
+    if ray.is_initialized():
+        yield
+        return
+    where = address if address not in (None, "", "auto") else ray_state.find_cluster()
+    if where is None:
+        raise ConfigError(
+            "There is no Ray cluster on this machine.",
+            hint="Give --address HOST:PORT or RAY_ADDRESS, or run it on a node of the cluster.",
+        )
+    _check_answers(where)
+    try:
+        ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
+    except (Exception, SystemExit) as error:  # it ends the process if it cannot get what it needs
+        raise Unavailable(
+            f"Ray does not connect to the cluster at {where}: {error}",
+            hint="Run it on a node of the cluster, with the cluster's versions of Ray and Python.",
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_answers(where: str) -> None:
+    """Somebody listens there. ConfigError, Unavailable."""
+    host, _, port = where.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{where!r} is no address of a Ray cluster.", hint="Give HOST:PORT.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise Unavailable(
+            f"No Ray cluster answers at {where}: {error}.", hint="Is it running? `ray status` tells."
+        ) from None
+
+
+def find_service() -> Any | None:
+    """The coordinator of this cluster's service, None if there is none.
+
+    ServiceError if there is one of another protocol version.
+    """
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
+    check_versions(_actor_names())
+    return None
+
+
+def check_versions(actors: Iterable[str]) -> None:
+    """ServiceError if among the names of `actors` are services, and none of this protocol version."""
+    found = {int(service[1]) for name in actors if (service := _SERVICE.fullmatch(name))}
+    if found and names.PROTOCOL_VERSION not in found:
+        spoken = ", ".join(map(str, sorted(found)))
+        raise ServiceError(
+            f"The service of this cluster speaks protocol {spoken}, this ray_ckpt {names.PROTOCOL_VERSION}.",
+            hint="Use the ray-ckpt of the environment that the training runs in.",
+        )
+
+
+def overview(service: Any) -> ServiceView:
+    """What the service tells of itself. Unavailable."""
+    view: ServiceView = ask(service.overview.remote(), ANSWER_S)
+    return view
+
+
+def stop(service: Any, *, force: bool) -> ServiceView:
+    """End the agents, then the coordinator. Returns what there was.
+
+    ServiceError, and nothing has changed, if it is in use, unless `force`. Agents that do not end in END_S
+    are ended by Ray; what they were writing is left unfinished, as after a crash.
+    """
+    view: ServiceView = ask(service.shut_down.remote(force), ANSWER_S)
+    agents = _wait_gone(names.AGENT_PREFIX)
+    for name in agents:
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(name, namespace=names.NAMESPACE))
+    ray.kill(service, no_restart=True)
+    if left := (*_wait_gone(names.AGENT_PREFIX), *_wait_gone(names.COORDINATOR)):
+        raise Unavailable(f"Ray still has the actors {', '.join(left)} after {END_S:.0f} s.")
+    return view
+
+
+def _wait_gone(prefix: str) -> tuple[str, ...]:
+    """Actors of such names that are still there after END_S."""
+    until_s = time.monotonic() + END_S
+    while True:
+        found = tuple(sorted(name for name in _actor_names() if name.startswith(prefix)))
+        if not found or time.monotonic() > until_s:
+            return found
+        time.sleep(LOOK_S)
+
+
+def _actor_names() -> tuple[str, ...]:
+    """Of the service's actors, of all versions."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return tuple(actor["name"] for actor in actors if actor["namespace"] == names.NAMESPACE)

@@ -1,0 +1,1 @@
+"""A Grafana dashboard and Prometheus alerts for the metrics of `ray_ckpt.telemetry`."""

@@ -1,0 +1,249 @@
+"""`ray-ckpt drill`: what a loss would leave of a run, read and compared with its digests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from ray_ckpt.catalog import Catalog
+from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.output import add_row, level_text, make_table, plain, print_json, stdout
+from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node, lose_rack
+from ray_ckpt.drill import CheckpointDrill, DrillReport, Reach, TierRead, choose
+from ray_ckpt.drill import drill as read_what_is_left
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format import names
+from ray_ckpt.location import Location
+from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.types import Tier
+from ray_ckpt.verify import locate, readable
+
+_TIERS: tuple[Tier, ...] = ("local", "peer", "remote")
+_STYLES = {"passed": "green", "failed": "red", "not covered": "yellow"}
+
+
+def drill(
+    path: PathArgument,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            "--lose-node", metavar="NODE", help="The id of a node, or how it begins.", show_default=False
+        ),
+    ] = None,
+    rack: Annotated[
+        str | None,
+        typer.Option(
+            "--lose-rack",
+            metavar="DOMAIN",
+            help="A failure domain: all nodes with that value of the label.",
+            show_default=False,
+        ),
+    ] = None,
+    remote_only: Annotated[
+        bool,
+        typer.Option("--remote-only", help="All nodes: only the storage path is left."),
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(help="This step alone instead of all live ones.", show_default=False)
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The Ray cluster; without it the one that is found here. With --remote-only one is asked "
+            "only if it is named, or `auto`.",
+            show_default=False,
+        ),
+    ] = None,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Rehearse a loss: read all live checkpoints from what it would leave, and keep nothing.
+
+    Every byte is read as a restore reads it and compared with its digest. What the loss must not cost
+    (replicated: as many copies as were promised; durable: all nodes) has to pass, or the exit code is 1;
+    what no promise covers is shown. No node, arena or file is touched. Results go to the run's log, but not
+    without a cluster, where only `--remote-only` has something to read.
+
+    Example: `ray-ckpt drill /shared/runs/gpt --lose-node 3f2a`
+    """
+    _check_one(node, rack, remote_only)
+    options = store_options(storage_option)
+    location = _run_location(path)
+    if remote_only and address is None:
+        report = _without_cluster(path, options, step)
+        unrecorded: tuple[str, ...] = ("it was read without the cluster; --address auto asks it",)
+    else:
+        report, unrecorded = _in_cluster(str(location), node, rack, step, address)
+    if as_json:
+        print_json({"run": str(location), "recorded": not unrecorded, **report_json(report)})
+    else:
+        print_report(location.name, report)
+    for reason in unrecorded:
+        print(f"ray-ckpt: not in the run's log: {plain(reason)}", file=sys.stderr)
+    if not report.passed:
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+def _check_one(node: str | None, rack: str | None, remote_only: bool) -> None:
+    if (node is not None) + (rack is not None) + remote_only != 1:
+        raise ConfigError(
+            "A drill needs one loss to rehearse.",
+            hint="Give --lose-node NODE, --lose-rack DOMAIN or --remote-only.",
+        )
+
+
+def _run_location(path: str) -> Location:
+    """The run as its coordinator knows it."""
+    found = locate(path)
+    return found.parent if found.name == names.SERVICE_DIR else found
+
+
+def _without_cluster(path: str, options: Mapping[str, str], step: int | None) -> DrillReport:
+    catalog = Catalog(path, options)
+    remote = RemoteTier(locate(catalog.where), options)
+    chosen = choose(_live(catalog), step)
+    reach = Reach(remote=remote)
+
+    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Reach] | None:
+        catalog.refresh()
+        found = (c for c in _live(catalog) if c.checkpoint.id == known.checkpoint.id)
+        return next(((c, reach) for c in found), None)
+
+    with readable(remote.root), progress_bar(chosen) as advance:
+        return read_what_is_left(chosen, REMOTE_ONLY, reach, last_step=0, again=again, progress=advance)
+
+
+def _live(catalog: Catalog) -> tuple[LiveCheckpoint, ...]:
+    """What the log says, which does not tell who holds what."""
+    lineage = {c.id.attempt for c in catalog.lineage}
+    return tuple(
+        LiveCheckpoint(checkpoint=c, holders=((),) * c.num_nodes, on_lineage=c.id.attempt in lineage)
+        for c in catalog.checkpoints
+    )
+
+
+def _in_cluster(
+    key: str, node: str | None, rack: str | None, step: int | None, address: str | None
+) -> tuple[DrillReport, tuple[str, ...]]:
+    """The report, and why parts of it are not in the log."""
+    from ray_ckpt.actors.attach import attached  # Ray takes seconds to import
+    from ray_ckpt.actors.drill import RunDrills
+
+    with attached(address):
+        run = RunDrills(key)
+        scenario = _scenario(node, rack, run.sources.domains)
+        with progress_bar(choose(run.sources.live, step)) as advance:
+            report = run.drill(scenario, step=step, progress=advance)
+    return report, tuple(run.unrecorded)
+
+
+def _scenario(node: str | None, rack: str | None, domains: Mapping[str, str]) -> Scenario:
+    if node is not None:
+        return lose_node(node, domains.keys())
+    return REMOTE_ONLY if rack is None else lose_rack(rack, domains)
+
+
+# -- what is shown -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress_bar(chosen: tuple[LiveCheckpoint, ...]) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, if that is a terminal; gives the function that moves it by bytes."""
+    columns = (
+        TextColumn("drilling"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=sum(c.checkpoint.size_bytes for c in chosen))
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def report_json(report: DrillReport) -> dict[str, Any]:
+    return {
+        "scenario": report.scenario.name,
+        "nodes_lost": sorted(report.scenario.lost),
+        "passed": report.passed,
+        "is_covered": report.is_covered,
+        "resume_step": report.resume.step if report.resume is not None else None,
+        "steps_lost": report.steps_lost,
+        "tiers": _tiers_json(report.reads),
+        "checkpoints": [_result_json(result) for result in report.results],
+    }
+
+
+def _result_json(result: CheckpointDrill) -> dict[str, Any]:
+    return {
+        "step": result.checkpoint.step,
+        "attempt": result.checkpoint.id.attempt,
+        "level": result.checkpoint.level.label,
+        "verdict": result.verdict,
+        "is_covered": result.is_covered,
+        "on_lineage": result.on_lineage,
+        "seconds": result.seconds,
+        "tiers": _tiers_json(result.reads),
+        "problems": list(result.problems),
+        "notes": list(result.notes),
+    }
+
+
+def _tiers_json(reads: Mapping[Tier, TierRead]) -> dict[str, dict[str, float]]:
+    return {
+        tier: {"size_bytes": r.size_bytes, "seconds": r.seconds, "bytes_per_s": r.bytes_per_s}
+        for tier, r in reads.items()
+    }
+
+
+def print_report(run_name: str, report: DrillReport) -> None:
+    console = stdout()
+    verdict = "passed" if report.passed else "FAILED"
+    if not report.is_covered:
+        verdict = "no checkpoint must survive this loss"
+    console.print(plain(f"run {run_name}  {report.scenario.name}: {verdict}"), soft_wrap=True)
+    table = make_table("step", "level", "verdict", "seconds", *_TIERS, right=(0, 3, 4, 5, 6))
+    for result in report.results:
+        cells = (_read_text(result.reads.get(tier)) for tier in _TIERS)
+        seconds = f"{result.seconds:.2f}" if result.seconds else "-"
+        style = _STYLES.get(result.verdict)
+        info = result.checkpoint
+        add_row(table, info.step, level_text(info), result.verdict, seconds, *cells, style=style)
+    console.print(table)
+    for result in report.results:
+        for line in (*result.problems, *(f"{note} (made good by another copy)" for note in result.notes)):
+            style = "red" if result.verdict == "failed" else "yellow"
+            console.print(plain(f"step {result.checkpoint.step}: {line}"), style=style, soft_wrap=True)
+    console.print(_conclusion(report), soft_wrap=True)
+
+
+def _read_text(read: TierRead | None) -> str:
+    """`1.2 GB at 2.1 GB/s`."""
+    if read is None:
+        return "-"
+    return f"{decimal(read.size_bytes)} at {decimal(int(read.bytes_per_s))}/s"
+
+
+def _conclusion(report: DrillReport) -> str:
+    if report.resume is None:
+        return (
+            f"After this loss nothing of it is left to go on from: {report.steps_lost} steps would be lost."
+        )
+    lost = f"{report.steps_lost} steps would be lost" if report.steps_lost else "no step would be lost"
+    return f"After this loss a run would go on from step {report.resume.step}: {lost}."

@@ -1,0 +1,344 @@
+"""What commands share that ask the service of a Ray cluster: how it is reached, and what they print of it.
+
+Ray is loaded when a service is asked for, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from ray_ckpt.cli.output import add_row, make_table, plain, span_text
+from ray_ckpt.errors import CheckpointError, ConfigError
+from ray_ckpt.format.names import SERVICE_DIR
+from ray_ckpt.verify import locate
+
+if TYPE_CHECKING:
+    from ray_ckpt.actors.wire import AgentCard, LeavingView, NodeView, RunView, ServiceView
+
+SHORT_ID = 12  # characters of a node id; as in the logs
+NO_SERVICE = "This Ray cluster has no checkpoint service."
+START_HINT = "A training starts it, and so does `ray-ckpt up`."
+MAX_NODES = 32  # rows of a run's table of nodes; those at risk come first
+LEVELS = ("local", "replicated", "durable")
+STATE_STYLES = {"training": "green", "gone": "yellow"}
+
+
+# Reaching it
+
+
+@contextmanager
+def service_if_any(address: str | None) -> Iterator[tuple[Any | None, str]]:
+    """The service of the cluster; or None and why there is none.
+
+    A cluster that was named and does not answer is an error, as are those of `attach`.
+    """
+    from ray_ckpt.actors import attach
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(attach.attached(address))
+            service = attach.find_service()
+            why = "" if service is not None else NO_SERVICE
+        except ConfigError as error:
+            if address is not None:
+                raise
+            service, why = None, error.message
+        yield service, why
+
+
+@contextmanager
+def running_service(address: str | None) -> Iterator[Any]:
+    """The service of the cluster. ConfigError if there is no cluster or it has none."""
+    from ray_ckpt.actors import attach
+
+    with attach.attached(address):
+        service = attach.find_service()
+        if service is None:
+            raise ConfigError(NO_SERVICE, hint=START_HINT)
+        yield service
+
+
+def ask_overview(service: Any) -> ServiceView:
+    """What the service tells of itself. Unavailable."""
+    from ray_ckpt.actors import attach
+
+    return attach.overview(service)
+
+
+def runs_named(view: ServiceView, wanted: str) -> tuple[RunView, ...]:
+    """The runs of a name, or else the one at `<storage_path>/<name>`."""
+    return tuple(run for run in view.runs if run.name == wanted) or runs_at(view, wanted)
+
+
+def runs_at(view: ServiceView, path: str) -> tuple[RunView, ...]:
+    """The run at `<storage_path>/<name>`, if the service has it open."""
+    try:
+        where = str(locate(path))
+    except CheckpointError:  # no path
+        return ()
+    return tuple(run for run in view.runs if where in (run.where, f"{run.where}/{SERVICE_DIR}"))
+
+
+# What is printed
+
+
+def service_line(view: ServiceView) -> str:
+    return plain(
+        f"service  ray_ckpt {view.version}, protocol {view.protocol}, Ray {view.ray_version}; coordinator on "
+        f"node {short(view.coordinator_node)} ({view.coordinator_host}), up {span_text(view.up_s)}; "
+        f"{len(view.agents)} agent(s) on {len(view.nodes)} node(s)"
+        + ("" if view.is_encrypted else "; not encrypted")
+    )
+
+
+def runs_table(runs: Iterable[RunView]) -> Table:
+    table = make_table(
+        "run",
+        "state",
+        "session",
+        "ranks",
+        "step",
+        *LEVELS,
+        "at risk",
+        "missing",
+        "drains",
+        right=(2, 3, 4, 9, 10),
+    )
+    for run in runs:
+        add_row(
+            table,
+            run.name,
+            run.state,
+            _or_dash(run.session),
+            run.world_size or "-",
+            run.step or "-",
+            *(_newest_text(run, level) for level in LEVELS),
+            _risk_text(run.nodes),
+            run.copies_missing,
+            len(run.drains),
+            style=STATE_STYLES.get(run.state),
+        )
+    return table
+
+
+def run_details(run: RunView) -> Group:
+    """All that is known of a run, as `status` and `top` print it."""
+    parts: list[RenderableType] = [
+        _line(f"run {run.name}  {run.where}  uid {run.run_uid}"),
+        _line(_at_work(run)),
+    ]
+    parts.append(_levels_table(run))
+    if run.nodes:
+        parts.append(_nodes_table(run.nodes))
+    if run.saves:
+        parts.append(_saves_table(run))
+    if run.drains:
+        parts.append(_drains_table(run))
+    parts += [_line(note) for note in _notes(run)]
+    return Group(*parts)
+
+
+def agents_table(agents: Iterable[AgentCard]) -> Table:
+    table = make_table("agent on node", "endpoint", "staging")
+    for agent in agents:
+        add_row(table, short(agent.node_id), agent.endpoint, agent.staging)
+    return table
+
+
+def leaving_line(node: LeavingView) -> Text:
+    when = "soon" if node.in_s is None else f"in {span_text(max(node.in_s, 0.0))}"
+    return _line(f"node {short(node.node_id)} is about to go, {when} ({node.source})", "yellow")
+
+
+def print_service(console: Console, view: ServiceView, runs: Sequence[RunView], *, details: bool) -> None:
+    """`runs` of it: as rows, or with `details` each with its own tables."""
+    console.print(service_line(view), soft_wrap=True)
+    for node in view.leaving:
+        console.print(leaving_line(node))
+    if not runs:
+        console.print("No run is open.")
+    elif details:
+        for run in runs:
+            console.print(run_details(run))
+    else:
+        console.print(runs_table(runs))
+        for run in runs:
+            for note in _notes(run):
+                console.print(_line(f"{run.name}: {note}"), soft_wrap=True)
+    if view.agents:
+        console.print(agents_table(view.agents))
+
+
+def short(node_id: str) -> str:
+    return plain(node_id[:SHORT_ID])
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`0-3, 8`."""
+    spans = []
+    for _, group in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
+        found = [rank for _, rank in group]
+        spans.append(str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}")
+    return ", ".join(spans)
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(plain(text), style=style)
+
+
+def _or_dash(value: object) -> object:
+    return "-" if value is None else value
+
+
+def _short_span(span_s: float) -> str:
+    return f"{span_s:.3g} s" if span_s < 60 else span_text(span_s)
+
+
+def _at_work(run: RunView) -> str:
+    parts = ["its launcher is gone" if run.state == "gone" else str(run.state)]
+    if run.session is not None:
+        nodes = sum(bool(node.ranks) for node in run.nodes)
+        parts.append(f"session {run.session}, {run.world_size} rank(s) on {nodes} node(s)")
+    if run.step:
+        parts.append(f"step {run.step}")
+    if run.step_s:
+        parts.append(f"{run.step_s:.3g} s a step")
+    if run.interval_s:
+        parts.append(f"a save each {_short_span(run.interval_s)}")
+    parts.append(f"{run.live} live checkpoint(s)")
+    return "  ".join(parts)
+
+
+def _newest_text(run: RunView, level: str) -> str:
+    found = next((newest for newest in run.newest if newest.level == level), None)
+    return "-" if found is None else f"{found.step}, {span_text(found.age_s)} ago"
+
+
+def _risk_text(nodes: Sequence[NodeView]) -> str:
+    """The worst node: how many steps its death would cost, and from where the state would come."""
+    exposed = [node.exposure for node in nodes if node.exposure is not None]
+    if not exposed:
+        return "-"
+    worst = max(exposed, key=lambda found: found.steps_at_risk)
+    return f"{worst.steps_at_risk} step(s), from {worst.tier or 'the beginning'}"
+
+
+def _levels_table(run: RunView) -> Table:
+    table = make_table("level", "newest step", "age", "steps behind", right=(1, 3))
+    for level in LEVELS:
+        found = next((newest for newest in run.newest if newest.level == level), None)
+        if found is None:
+            add_row(table, level, "-", "-", "-")
+        else:
+            add_row(table, level, found.step, span_text(found.age_s), found.steps_behind)
+    return table
+
+
+def _nodes_table(nodes: Sequence[NodeView]) -> Table:
+    table = make_table(
+        "node",
+        "ranks",
+        "copies on",
+        "if it dies",
+        "steps lost",
+        "free",
+        "of",
+        "reserve",
+        "",
+        right=(4, 5, 6, 7),
+    )
+    risky = sorted(nodes, key=lambda node: -(node.exposure.steps_at_risk if node.exposure else -1))
+    shown = list(nodes) if len(nodes) <= MAX_NODES else risky[:MAX_NODES]
+    for node in shown:
+        lost, disk = node.exposure, node.disk
+        add_row(
+            table,
+            short(node.node_id),
+            ranks_text(node.ranks) or "-",
+            ", ".join(map(short, node.holders)) or "-",
+            "-" if lost is None else _resume_text(lost.step, lost.tier),
+            "-" if lost is None else lost.steps_at_risk,
+            *(("-",) * 3 if disk is None else (decimal(disk.free_bytes), decimal(disk.total_bytes))),
+            *(() if disk is None else (decimal(disk.reserve_bytes),)),
+            _node_note(node),
+            style="yellow" if _node_note(node) else None,
+        )
+    if len(shown) < len(nodes):
+        add_row(table, f"{len(nodes) - len(shown)} more")
+    return table
+
+
+def _resume_text(step: int | None, tier: str | None) -> str:
+    return "from the beginning" if step is None else f"step {step}, from {tier}"
+
+
+def _node_note(node: NodeView) -> str:
+    notes = [] if node.is_live else ["gone"]
+    if node.is_leaving:
+        notes.append(
+            "leaves" + ("" if node.leaves_in_s is None else f" in {span_text(max(node.leaves_in_s, 0))}")
+        )
+    if node.disk is not None and node.disk.is_full:
+        notes.append("disk is full")
+    elif node.disk is not None and node.disk.free_bytes < node.disk.reserve_bytes:
+        notes.append("reserve is used")
+    return ", ".join(notes)
+
+
+def _saves_table(run: RunView) -> Table:
+    table = make_table("save", "phase", "captured", "stored", "copies", "bytes", "for", right=(2, 3, 4, 5, 6))
+    for save in run.saves:
+        copies = save.copies + save.copies_awaited
+        add_row(
+            table,
+            f"step {save.step}",
+            save.phase,
+            f"{save.ranks_captured}/{save.world_size}",
+            f"{save.ranks_stored}/{save.world_size}",
+            f"{save.copies}/{copies}" if copies else "-",
+            decimal(save.size_bytes),
+            "-" if save.age_s is None else span_text(save.age_s),
+        )
+    return table
+
+
+def _drains_table(run: RunView) -> Table:
+    headers = ("drain", "state", "fragments", "bytes", "rate", "left", "tries", "on nodes")
+    table = make_table(*headers, right=(2, 3, 4, 5, 6))
+    for drain in run.drains:
+        # Fragments are of about one size; of those on their way agents tell, as compressed if they are.
+        done = drain.size_bytes * drain.fragments_done // drain.fragments
+        done = min(done + run.sent_bytes.get(drain.attempt, 0), drain.size_bytes)
+        rate = done / drain.started_s if drain.started_s else 0.0
+        add_row(
+            table,
+            f"step {drain.step}",
+            drain.state,
+            f"{drain.fragments_done}/{drain.fragments}",
+            f"{decimal(done)} of {decimal(drain.size_bytes)}",
+            f"{decimal(int(rate))}/s" if rate else "-",
+            span_text((drain.size_bytes - done) / rate) if rate else "-",
+            drain.tries,
+            ", ".join(map(short, drain.nodes)) or "-",
+            style="red" if drain.state == "failing" else None,
+        )
+    return table
+
+
+def _notes(run: RunView) -> Iterator[str]:
+    if run.copies_missing:
+        yield f"{run.copies_missing} copies of fragments are yet to be made again"
+    if run.needed_in_cluster and run.state != "training":  # there it is always so
+        yield f"in the cluster only: step(s) {', '.join(map(str, run.needed_in_cluster[-10:]))}"
+    if run.records_waiting > 1:
+        yield f"{run.records_waiting} records wait for the log's store"
+    if run.warning:
+        yield f"last warning, {span_text(run.warning_age_s or 0.0)} ago: {run.warning}"

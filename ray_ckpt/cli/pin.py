@@ -1,0 +1,144 @@
+"""`ray-ckpt pin` and `unpin`: checkpoints that stay whatever retention says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from ray_ckpt import pins
+from ray_ckpt.cli.live import ask_overview, runs_at, service_if_any
+from ray_ckpt.cli.options import (
+    AddressOption,
+    JsonOption,
+    PathArgument,
+    StorageOption,
+    seconds,
+    store_options,
+)
+from ray_ckpt.cli.output import pins_text, plain, print_json, stdout
+from ray_ckpt.errors import ConfigError, RunInUse
+from ray_ckpt.rollback import open_log
+from ray_ckpt.types import CheckpointInfo
+
+MAX_OWNER = 200  # characters; it stands in the log and in tables
+
+StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The newest live checkpoint of this step.")]
+OwnerOption = Annotated[
+    str,
+    typer.Option(
+        "--owner", metavar="NAME", help="Who needs it; each has a pin of its own.", show_default=False
+    ),
+]
+AtWorkOption = Annotated[
+    bool,
+    typer.Option(
+        "--even-if-at-work", help="Write to the log also if a service out of reach may have the run."
+    ),
+]
+
+
+def pin(
+    path: PathArgument,
+    step: StepArgument,
+    owner: OwnerOption,
+    keep_for: Annotated[
+        str | None,
+        typer.Option(
+            "--for", metavar="TIME", help="Such as 7d, 12h, 30min; else for good.", show_default=False
+        ),
+    ] = None,
+    address: AddressOption = None,
+    even_if_at_work: AtWorkOption = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep a checkpoint whatever retention says, until a time or until `unpin`.
+
+    By the service, if that of this cluster has the run open; else by two records on the log alone. Another
+    service that has the run, out of reach from here, would be disturbed by these: so the log must be quiet.
+    What retention has given up is not brought back.
+
+    Example: `ray-ckpt pin /shared/runs/gpt 3000 --owner paper --for 30d`
+    """
+    _check_owner(owner)
+    for_s = None if keep_for is None else seconds(keep_for)
+    options = store_options(storage_option)
+    found = _by_service("pin", path, address, step, owner, for_s)
+    if found is None:
+        tier, history = _quiet_log(path, options, even_if_at_work)
+        now_s = time.time()
+        until_s = None if for_s is None else now_s + for_s
+        info = pins.pin(tier.log, history, step=step, owner=owner, expires_at_s=until_s, now_s=now_s)
+        _tell(info, "log", as_json)
+    else:
+        _tell(found, "service", as_json)
+
+
+def unpin(
+    path: PathArgument,
+    step: StepArgument,
+    owner: OwnerOption,
+    address: AddressOption = None,
+    even_if_at_work: AtWorkOption = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End the pin of an owner; retention decides on the checkpoint again. Nothing to do is no error.
+
+    Example: `ray-ckpt unpin /shared/runs/gpt 3000 --owner paper`
+    """
+    _check_owner(owner)
+    options = store_options(storage_option)
+    found = _by_service("unpin", path, address, step, owner)
+    if found is None:
+        tier, history = _quiet_log(path, options, even_if_at_work)
+        _tell(pins.unpin(tier.log, history, step=step, owner=owner, now_s=time.time()), "log", as_json)
+    else:
+        _tell(found, "service", as_json)
+
+
+def _check_owner(owner: str) -> None:
+    if not owner or len(owner) > MAX_OWNER or not owner.isprintable():
+        raise ConfigError(
+            "An owner is a name.", hint=f"Give --owner NAME, printable and of at most {MAX_OWNER} characters."
+        )
+
+
+def _by_service(method: str, path: str, address: str | None, step: int, *args: Any) -> CheckpointInfo | None:
+    """The checkpoint as it is afterwards; None if no service here has the run open."""
+    with service_if_any(address) as (service, _):
+        if service is None:
+            return None
+        runs = runs_at(ask_overview(service), path)
+        if not runs:
+            return None
+        from ray_ckpt.actors.service import CALL_S, ask
+
+        info: CheckpointInfo = ask(getattr(service, method).remote(runs[0].where, step, *args), CALL_S)
+        return info
+
+
+def _quiet_log(path: str, options: Mapping[str, str], even_if_at_work: bool) -> tuple[Any, Any]:
+    """The run's storage path, and its history. RunInUse if somebody may be at work on it."""
+    tier, tail = open_log(path, options)
+    if tail.is_at_work(time.time()) and not even_if_at_work:
+        past_s = max(0.0, time.time() - (tail.last_s or 0.0))
+        raise RunInUse(
+            f"Run {tail.history.run_name} may be at work: its log has a record of {past_s:.0f} s ago.",
+            hint="Run it on a node of its cluster, or with --address, so that its service does it; or give "
+            "--even-if-at-work.",
+        )
+    tier.probe_log()
+    return tier, tail.history
+
+
+def _tell(info: CheckpointInfo, by: str, as_json: bool) -> None:
+    if as_json:
+        document = {"step": info.step, "attempt": info.id.attempt, "pins": dict(info.pins), "by": by}
+        print_json(document)
+        return
+    held = f"pinned by {pins_text(info)}" if info.pins else "not pinned"
+    stdout().print(plain(f"Step {info.step} is {held}."), soft_wrap=True)

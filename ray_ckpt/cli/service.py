@@ -1,0 +1,86 @@
+"""`ray-ckpt up` and `down`: the checkpoint service of a Ray cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ray_ckpt.cli.live import NO_SERVICE, ask_overview, service_line
+from ray_ckpt.cli.options import EXIT_DAMAGED, AddressOption, JsonOption
+from ray_ckpt.cli.output import plain, print_json, stdout
+from ray_ckpt.errors import ServiceError, Unavailable
+
+if TYPE_CHECKING:
+    from ray_ckpt.actors.wire import ServiceView
+
+
+def up(address: AddressOption = None, as_json: JsonOption = False) -> None:
+    """Start the checkpoint service of a Ray cluster, or say that it is up, and in which versions.
+
+    Not needed: a training starts it. Agents come with the first run that is opened.
+
+    Example: `ray-ckpt up --address 10.0.0.1:6379`
+    """
+    from ray_ckpt.actors import attach
+    from ray_ckpt.actors.service import coordinator
+
+    with attach.attached(address):
+        was_up = attach.find_service() is not None
+        view = ask_overview(coordinator())
+    if as_json:
+        print_json({"started": not was_up, **_service_json(view)})
+        return
+    console = stdout()
+    console.print("The service was up already." if was_up else "The service is up.")
+    console.print(service_line(view), soft_wrap=True)
+
+
+def down(
+    address: AddressOption = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also if a group is at work, or the nodes have what nothing else has."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """End the checkpoint service of a Ray cluster: its agents, then the coordinator. Deletes nothing.
+
+    Refuses, with exit code 1, while a group is at work, and while the nodes' disks alone have a checkpoint
+    that is newer than what is on the storage path, is pinned, or is on its way there. With --force it goes
+    on: files stay on the disks, and the next service finds them there. A training that is at work goes on
+    without saves then.
+
+    Example: `ray-ckpt down`
+    """
+    from ray_ckpt.actors import attach
+
+    with attach.attached(address):
+        service = attach.find_service()
+        try:
+            view = None if service is None else attach.stop(service, force=force)
+        except Unavailable:
+            raise
+        except ServiceError as error:  # it is in use
+            print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
+            raise typer.Exit(EXIT_DAMAGED) from None
+    if view is None:
+        print_json({"ended": False}) if as_json else stdout().print(NO_SERVICE)
+        return
+    on_disks = {run.where: run.in_cluster_only for run in view.runs if run.in_cluster_only}
+    if as_json:
+        print_json({"ended": True, **_service_json(view), "on_node_disks_only": on_disks})
+        return
+    console = stdout()
+    console.print(f"Ended the coordinator and {len(view.agents)} agent(s); nothing was deleted.")
+    for where, steps in on_disks.items():
+        named = ", ".join(map(str, steps))
+        console.print(plain(f"{where}: only the nodes' disks have step(s) {named}."), soft_wrap=True)
+
+
+def _service_json(view: ServiceView) -> dict[str, Any]:
+    document = dataclasses.asdict(view)
+    del document["runs"]
+    return document

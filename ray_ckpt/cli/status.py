@@ -1,0 +1,113 @@
+"""`ray-ckpt status`: what the service of a Ray cluster does right now, or what a run's log says."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from ray_ckpt.catalog import Catalog
+from ray_ckpt.cli.live import (
+    LEVELS,
+    START_HINT,
+    ask_overview,
+    print_service,
+    runs_named,
+    service_if_any,
+)
+from ray_ckpt.cli.options import AddressOption, JsonOption, StorageOption, store_options
+from ray_ckpt.cli.output import add_row, make_table, plain, print_json, span_text, stdout
+from ray_ckpt.errors import ConfigError, ServiceError
+from ray_ckpt.types import Level
+
+
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PATH|RUN]", help="A run, by its path or by its name in the service.", show_default=False
+        ),
+    ] = None,
+    address: AddressOption = None,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what the checkpoint service does: its runs, or one of them in detail.
+
+    Last step, newest checkpoint of each level and its age, what the death of a node would cost, copies that
+    are missing, saves and drains on the way, disks, nodes that leave, the last warning. Of a PATH that no
+    service here has open it shows what the log says, and says so.
+
+    Example: `ray-ckpt status /shared/runs/gpt`
+    """
+    options = store_options(storage_option)
+    view = None
+    try:
+        with service_if_any(address) as (service, why):
+            view = None if service is None else ask_overview(service)
+    except ServiceError as error:
+        if run is None or address is not None:
+            raise
+        why = error.message
+    if view is not None and (run is None or runs_named(view, run)):
+        runs = view.runs if run is None else runs_named(view, run)
+        if as_json:
+            print_json({**dataclasses.asdict(view), "runs": [dataclasses.asdict(found) for found in runs]})
+        else:
+            print_service(stdout(), view, runs, details=run is not None)
+        return
+    if run is None:
+        raise ConfigError(why, hint=START_HINT)
+    _print_log(run, options, why or "The service has not opened this run.", as_json)
+
+
+def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -> None:
+    """What the run's log says, without a service."""
+    catalog = Catalog(path, options)
+    now_s, sessions = time.time(), catalog.sessions
+    newest = {level.label: catalog.newest(level) for level in Level}
+    document: dict[str, Any] = {
+        "source": "log",
+        "why": why,
+        "run_name": catalog.run_name,
+        "run_uid": catalog.run_uid,
+        "where": catalog.where,
+        "session": sessions[-1].session if sessions else None,
+        "checkpoints": dict(Counter(info.state for info in catalog.list(all=True))),
+        "bytes_on_storage": sum(c.size_bytes for c in catalog.checkpoints if c.level >= Level.DURABLE),
+        "newest": [
+            {"level": level, "step": view.info.step, "age_s": now_s - view.info.committed_at_s}
+            for level, view in newest.items()
+            if view is not None
+        ],
+        "in_cluster_only": [info.step for info in catalog.checkpoints if info.level < Level.DURABLE],
+    }
+    if as_json:
+        print_json(document)
+        return
+    console = stdout()
+    console.print(f"By the log alone: {plain(why)}", soft_wrap=True)
+    number = "no session yet" if not sessions else f"session {sessions[-1].session}"
+    console.print(
+        plain(f"run {catalog.run_name}  uid {catalog.run_uid}  {catalog.where}"),
+        soft_wrap=True,
+    )
+    counts = ", ".join(f"{count} {state}" for state, count in document["checkpoints"].items()) or "none"
+    console.print(
+        f"{number}  checkpoints: {counts}  on the storage path: {decimal(document['bytes_on_storage'])} live",
+        soft_wrap=True,
+    )
+    table = make_table("level", "newest step", "age", right=(1,))
+    ages = {found["level"]: found for found in document["newest"]}
+    for level in LEVELS:
+        known = ages.get(level)
+        add_row(table, level, known["step"] if known else "-", span_text(known["age_s"]) if known else "-")
+    console.print(table)
+    if document["in_cluster_only"]:
+        steps = ", ".join(map(str, document["in_cluster_only"]))
+        console.print(f"not on the storage path: step(s) {steps}", soft_wrap=True)

@@ -1,0 +1,113 @@
+"""`ray-ckpt top`: the service of a Ray cluster as it works."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from ray_ckpt.cli.live import (
+    agents_table,
+    ask_overview,
+    leaving_line,
+    run_details,
+    running_service,
+    runs_named,
+    runs_table,
+    service_line,
+)
+from ray_ckpt.cli.options import AddressOption, JsonOption
+from ray_ckpt.cli.output import moment_text, plain, print_json, stdout
+from ray_ckpt.errors import ConfigError, Unavailable
+
+if TYPE_CHECKING:
+    from ray_ckpt.actors.wire import ServiceView
+
+MAX_SILENT = 5  # questions in a row without an answer; a coordinator that died is back within seconds
+
+
+def top(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PATH|RUN]", help="A run, by its path or by its name in the service.", show_default=False
+        ),
+    ] = None,
+    address: AddressOption = None,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.2, max=3600.0, help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print it once; so without a terminal.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Watch the checkpoint service: saves and drains on their way, exposure of each node, lag of each level.
+
+    Ctrl-C ends it. With --json it prints one look, as `status` does.
+
+    Example: `ray-ckpt top gpt`
+    """
+    console = stdout()
+    with running_service(address) as service:
+        view = _look(service, run)
+        if console.is_terminal and not once and not as_json:
+            _watch(console, service, run, interval_s)
+            return
+    if as_json:
+        print_json(dataclasses.asdict(view))
+    else:
+        console.print(frame(view, run))
+
+
+def frame(view: ServiceView, run: str | None) -> RenderableType:
+    """One picture of the service; `run` if only that is wanted. Of one run all is shown, of several a row."""
+    parts: list[RenderableType] = [Text(service_line(view)), *map(leaving_line, view.leaving)]
+    busy = [found for found in view.runs if found.saves or found.drains or found.state == "training"]
+    if not view.runs:
+        parts.append(Text("No run is open."))
+    elif run is None and len(view.runs) > 1:
+        parts.append(runs_table(view.runs))
+        parts += map(run_details, busy)
+    else:
+        parts += map(run_details, view.runs)
+    if run is None and view.agents:
+        parts.append(agents_table(view.agents))
+    return Group(*parts)
+
+
+def _look(service: Any, run: str | None) -> ServiceView:
+    """The service, with `run` alone if it is given. ConfigError if that is not open."""
+    view = ask_overview(service)
+    if run is None:
+        return view
+    if not (found := runs_named(view, run)):
+        known = ", ".join(sorted({known.name for known in view.runs})) or "none"
+        raise ConfigError(
+            f"The service has no run {run} open.",
+            hint=f"It has: {known}. `ray-ckpt status PATH` reads a log.",
+        )
+    return dataclasses.replace(view, runs=found)
+
+
+def _watch(console: Console, service: Any, run: str | None, interval_s: float) -> None:
+    """Until Ctrl-C; Unavailable after MAX_SILENT questions without an answer."""
+    picture, silent = frame(_look(service, run), run), 0
+    with Live(picture, console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
+        try:
+            while True:
+                note = f"{moment_text(time.time())}  every {interval_s:g} s, Ctrl-C ends it"
+                live.update(Group(Text(note, style="dim"), picture), refresh=True)
+                time.sleep(interval_s)
+                try:
+                    picture, silent = frame(_look(service, run), run), 0
+                except Unavailable as error:
+                    silent += 1
+                    if silent >= MAX_SILENT:
+                        raise
+                    live.update(Group(Text(plain(str(error)), style="red"), picture), refresh=True)
+        except KeyboardInterrupt:
+            return

@@ -1,0 +1,43 @@
+"""How a run is doing, as metrics: what would be lost, and how far each level lags behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ray_ckpt import telemetry as t
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.types import Exposure, Level
+
+
+def gauges(
+    *,
+    history: RunHistory,
+    is_active: bool,
+    last_step: int,
+    wall_s: float,
+    exposure: Sequence[Exposure],
+) -> Iterator[t.Sample]:
+    """`last_step` is the last one that a rank has completed (0: none), `wall_s` Unix time.
+
+    A level that no checkpoint has reached lags by all steps, and by the time since the session began.
+    """
+    session = history.session
+    yield t.Sample(metric=t.ACTIVE, value=float(is_active))
+    yield t.Sample(metric=t.SESSION, value=session.session if session else 0)
+    lineage = history.lineage()
+    last_step = max((last_step, *(c.step for c in lineage[-1:])))
+    yield t.Sample(metric=t.STEP, value=last_step)
+    for level in Level:
+        newest = next((c for c in reversed(lineage) if c.level >= level), None)
+        step = newest.step if newest else 0
+        since_s = newest.committed_at_s if newest else session.opened_at_s if session else wall_s
+        labels = {"level": level.label}
+        yield t.Sample(metric=t.SAVED_STEP, value=step, labels=labels)
+        yield t.Sample(metric=t.LAG_STEPS, value=max(0, last_step - step), labels=labels)
+        yield t.Sample(metric=t.LAG_SECONDS, value=max(0.0, wall_s - since_s), labels=labels)
+    passed_s = [c.drilled_at_s for c in lineage if c.drilled_at_s and c.drill.startswith("passed")]
+    if passed_s:
+        yield t.Sample(metric=t.DRILLED_AT, value=max(passed_s))
+    for node in exposure:
+        risk = node.steps_at_risk if node.step is not None else -1
+        yield t.Sample(metric=t.AT_RISK, value=risk, labels={"node": node.node_id})

@@ -1,0 +1,319 @@
+"""Recovery drills: live checkpoints are read from what a loss would leave of them, and nothing is kept.
+
+Each byte comes the way that a restore takes it, with its tries and its next sources, and is compared with its
+digest; then it is dropped. What nodes hold is read from their agents, as a peer reads it. Nothing is written,
+and no node learns of a drill. Memory is bounded by the manifest of one node and by what the few threads of a
+`SourceReader` have in hand, whatever the size of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from ray_ckpt.core.drill import LiveCheckpoint, Remains, Scenario, remains
+from ray_ckpt.errors import CheckpointError, ConfigError
+from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_fragment
+from ray_ckpt.format.names import fragment_file
+from ray_ckpt.restore import Source, SourceReader
+from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.transport.client import PeerClient
+from ray_ckpt.transport.credentials import Credentials
+from ray_ckpt.transport.wire import FileName
+from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, ManifestRow, RestoredPart, Tier
+
+MAX_PROBLEMS = 20  # named of one checkpoint; the rest would say the same
+
+Verdict: TypeAlias = Literal["passed", "failed", "not covered", "retired"]
+"""`failed`: it must survive the loss and does not. `not covered`: it does not survive, and need not.
+`retired`: it was given up while it was read."""
+
+Progress: TypeAlias = Callable[[int], None]
+"""Called with the number of bytes read since the last call; from several threads, one at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierRead:
+    """What came from a tier, and how long it took. `local` is what a node holds for its own ranks."""
+
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: TierRead) -> TierRead:
+        return TierRead(size_bytes=self.size_bytes + other.size_bytes, seconds=self.seconds + other.seconds)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.size_bytes / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDrill:
+    """What came of one checkpoint. `problems` are what no source had intact, `notes` bad sources of what
+    another one had; both name file, tensor and node."""
+
+    checkpoint: CheckpointInfo
+    verdict: Verdict
+    is_covered: bool  # it must survive the loss
+    on_lineage: bool
+    seconds: float = 0.0
+    reads: Mapping[Tier, TierRead] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def read_bytes(self) -> dict[str, float]:
+        """By tier."""
+        return {tier: float(read.size_bytes) for tier, read in self.reads.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillReport:
+    """What came of a drill. `last_step` is the last step that the run has completed, as far as is known."""
+
+    scenario: Scenario
+    results: tuple[CheckpointDrill, ...]
+    last_step: int
+
+    @property
+    def passed(self) -> bool:
+        """Every checkpoint that must survive the loss does."""
+        return all(result.verdict != "failed" for result in self.results)
+
+    @property
+    def is_covered(self) -> bool:
+        """There is a checkpoint that must survive the loss; else it passes and proves nothing."""
+        return any(result.is_covered for result in self.results)
+
+    @property
+    def resume(self) -> CheckpointInfo | None:
+        """What a run would go on from after that loss; None if nothing of what was drilled is left."""
+        left = [r.checkpoint for r in self.results if r.verdict == "passed" and r.on_lineage]
+        return max(left, key=lambda c: c.seq, default=None)
+
+    @property
+    def steps_lost(self) -> int:
+        """Completed steps that would have to be done again."""
+        newest = max((r.checkpoint.step for r in self.results if r.on_lineage), default=0)
+        return max(self.last_step, newest) - (self.resume.step if self.resume else 0)
+
+    @property
+    def reads(self) -> dict[Tier, TierRead]:
+        """Of all checkpoints."""
+        total: dict[Tier, TierRead] = {}
+        for result in self.results:
+            for tier, read in result.reads.items():
+                total[tier] = total.get(tier, TierRead()) + read
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How to read what is left: the agents of nodes, with a peer's credentials, and the storage path."""
+
+    endpoints: Mapping[str, str] = field(default_factory=dict)  # by node
+    credentials: Credentials | None = field(default=None, repr=False)
+    remote: RemoteTier | None = None
+
+
+Again: TypeAlias = Callable[[LiveCheckpoint], tuple[LiveCheckpoint, Reach] | None]
+"""What there is of a live checkpoint by now, and how to read it; None once it is retired."""
+
+
+def choose(live: Iterable[LiveCheckpoint], step: int | None) -> tuple[LiveCheckpoint, ...]:
+    """All of them, or those of one step. ConfigError if there are none."""
+    live = tuple(live)
+    found = tuple(c for c in live if step is None or c.checkpoint.step == step)
+    if not found:
+        what = (
+            "The run has no live checkpoint"
+            if step is None
+            else f"There is no live checkpoint of step {step}"
+        )
+        raise ConfigError(f"{what} to drill.", hint="`ray-ckpt ls` shows them.")
+    return found
+
+
+def drill(
+    live: Iterable[LiveCheckpoint],
+    scenario: Scenario,
+    reach: Reach,
+    *,
+    last_step: int,
+    again: Again,
+    record: Callable[[CheckpointDrill], None] | None = None,
+    progress: Progress | None = None,
+) -> DrillReport:
+    """Rehearse the loss for each of `live`, one after the other; newest first, so that what matters most is
+    known first.
+
+    What fails and is held elsewhere by now, as `again` says, is read once more. `record` gets each result
+    that says something of a promise.
+    """
+    results = []
+    for known in sorted(live, key=lambda c: -c.checkpoint.seq):
+        result = rehearse(known, scenario, reach, progress)
+        if result.problems and (found := again(known)) != (known, reach):
+            result = replace(result, verdict="retired")
+            if found is not None:
+                result = rehearse(found[0], scenario, found[1], progress)
+        if record is not None and result.verdict in ("passed", "failed"):
+            record(result)
+        results.append(result)
+    return DrillReport(scenario=scenario, results=tuple(results), last_step=last_step)
+
+
+def rehearse(
+    live: LiveCheckpoint, scenario: Scenario, reach: Reach, progress: Progress | None = None
+) -> CheckpointDrill:
+    """Read a checkpoint from what `scenario` leaves of it. Damage and silent peers are told, not raised."""
+    left = remains(live, scenario)
+    result = CheckpointDrill(
+        checkpoint=left.checkpoint,
+        verdict="passed",
+        is_covered=left.is_covered,
+        on_lineage=live.on_lineage,
+        problems=left.problems,
+    )
+    if not result.problems:
+        result = _Sandbox(left, reach, progress or (lambda nbytes: None)).read(result)
+    if result.problems:
+        return replace(result, verdict="failed" if left.is_covered else "not covered")
+    return result
+
+
+class _Sandbox:
+    """The reading of one checkpoint, fragment after fragment."""
+
+    def __init__(self, left: Remains, reach: Reach, progress: Progress) -> None:
+        self._left = left
+        self._attempt = left.checkpoint.id
+        self._reach = reach
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._sources: dict[str, tuple[Source, ...]] = {}  # of the files of the fragments until now
+        self._reader = SourceReader(
+            self._attempt, self._sources, credentials=reach.credentials, remote=reach.remote
+        )
+        self._reads: dict[Tier, TierRead] = {}
+        self._bad_fragments: list[str] = []  # notes about them
+        self._lost: list[str] = []  # fragments that no source has
+
+    def read(self, result: CheckpointDrill) -> CheckpointDrill:
+        """`result` with what reading it has shown."""
+        start_s = time.monotonic()
+        entries: list[FileEntry] = []
+        for index in range(len(self._left.holders)):
+            entries += self._read_fragment(index)
+        damage = [*self._lost, *self._reader.damage]
+        if not damage and root_digest(entries) != self._left.checkpoint.root_digest:
+            damage.append("the manifest is not the one that was committed")
+        notes = [*self._bad_fragments, *self._reader.rejected]
+        said = [line for line in damage if not any(note.startswith(line) for note in notes)]
+        return replace(
+            result,
+            seconds=time.monotonic() - start_s,
+            reads=self._reads,
+            problems=_bounded([*notes, *said]) if damage else (),
+            notes=() if damage else _bounded(notes),
+        )
+
+    def _read_fragment(self, index: int) -> list[FileEntry]:
+        """Its files' entries, once their bytes have been compared; [] if no source has it."""
+        name, sources = fragment_file(index, self._left.checkpoint.num_nodes), self._sources_of(index)
+        found = self._manifest(name, sources, self._left.live.home(index))
+        if found is None:
+            self._lost.append(name if sources else f"{name}: no holder has an agent")
+            return []
+        fragment, size_bytes, fragment_digest = found
+        self._sources.update({file.name: sources for file in fragment.files})
+        before, start_s = len(self._reader.parts), time.monotonic()
+        self._reader.read(fragment.rows, self._sink)
+        seconds = time.monotonic() - start_s
+        self._tally(self._reader.parts[before:], seconds, self._left.live.home(index))
+        return [*fragment.files, FileEntry(name=name, size_bytes=size_bytes, digest=fragment_digest)]
+
+    def _sources_of(self, index: int) -> tuple[Source, ...]:
+        """Where a fragment and its files are read, in a restore's order."""
+        endpoints = self._reach.endpoints
+        found = [
+            Source(tier="peer", where=_short(node), endpoint=endpoints[node])
+            for node in self._left.holders[index]
+            if node in endpoints
+        ]
+        if self._left.is_remote and self._reach.remote is not None:
+            found.append(Source(tier="remote", where=self._reach.remote.where))
+        return tuple(found)
+
+    def _manifest(self, name: str, sources: Sequence[Source], home: str) -> tuple[Fragment, int, str] | None:
+        """The fragment from the first source that has it intact, with its size and digest."""
+        for source in sources:
+            start_s = time.monotonic()
+            try:
+                data = self._read_whole(name, source)
+                fragment = decode_fragment(data)
+            except (OSError, EOFError, CheckpointError) as error:
+                self._bad_fragments.append(f"{name} on {source.tier} {source.where}: {error}")
+                continue
+            self._add(source.tier, source.where, home, len(data), time.monotonic() - start_s)
+            self._count(len(data))
+            return fragment, len(data), digest(data)
+        return None
+
+    def _read_whole(self, name: str, source: Source) -> bytes:
+        directory, reach = self._attempt.directory, self._reach
+        if source.tier == "remote":
+            assert reach.remote is not None
+            return reach.remote.read_whole(directory, name, max_bytes=MAX_FRAGMENT_BYTES)
+        if reach.credentials is None:
+            raise ConfigError("There are no credentials for peers.")
+        file = FileName(run_uid=self._attempt.run_uid, directory=directory, file=name)
+        with PeerClient(source.endpoint, credentials=reach.credentials) as peer:
+            return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)
+
+    def _tally(self, parts: Sequence[RestoredPart], seconds: float, home: str) -> None:
+        """`seconds` are shared among tiers by the time that their parts took, side by side."""
+        total_s = sum(part.seconds for part in parts)
+        for part in parts:
+            share_s = seconds * part.seconds / total_s if total_s else 0.0
+            self._add(part.tier, part.where, home, part.size_bytes, share_s)
+
+    def _add(self, tier: Tier, where: str, home: str, size_bytes: int, seconds: float) -> None:
+        if home and where == _short(home):
+            tier = "local"
+        read = TierRead(size_bytes=size_bytes, seconds=seconds)
+        self._reads[tier] = self._reads.get(tier, TierRead()) + read
+
+    def _sink(self, row: ManifestRow) -> _Counted:
+        return _Counted(self._count)
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._progress(nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """Where bytes go that nobody wants."""
+
+    count: Progress
+
+    def write(self, view: memoryview) -> None:
+        self.count(view.nbytes)
+
+    def finish(self) -> None:
+        pass
+
+
+def _short(node: str) -> str:
+    """A node id as a person reads it."""
+    return node[:12]
+
+
+def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
+    more = len(lines) - MAX_PROBLEMS
+    return (*lines[:MAX_PROBLEMS], *((f"and {more} more",) if more > 0 else ()))

@@ -1,0 +1,67 @@
+"""Pins on the log alone, without a cluster: what a coordinator would write, by the rules of a rollback.
+
+An `epoch` record comes first, so that whoever has the run notices. It is in the name of the service that had
+the last one: a pin changes nothing about whose the run is. A coordinator of that service that is at work
+after all finds its record taken, starts again and goes on; its training does not end.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.requests import checkpoint_to_pin
+from ray_ckpt.format import records as r
+from ray_ckpt.rollback import write_ops
+from ray_ckpt.storage.log_store import LogStore
+from ray_ckpt.types import CheckpointInfo
+
+
+def pin(
+    log: LogStore,
+    history: RunHistory,
+    *,
+    step: int,
+    owner: str,
+    expires_at_s: float | None,
+    now_s: float,
+    pause: Callable[[float], None] = time.sleep,
+) -> CheckpointInfo:
+    """Keep the newest live checkpoint of `step` for `owner`, until Unix time `expires_at_s` or for good.
+
+    `history` is the log as it was read. Returns what the log says of it then. ConfigError if there
+    is none, or it was retired or lost; else the errors of `rollback.write_ops`.
+    """
+    attempt = checkpoint_to_pin(history, step).id.attempt
+    op = r.Pin(attempt=attempt, owner=owner, expires_at_s=expires_at_s)
+    return _write(log, history, op, now_s, pause)
+
+
+def unpin(
+    log: LogStore,
+    history: RunHistory,
+    *,
+    step: int,
+    owner: str,
+    now_s: float,
+    pause: Callable[[float], None] = time.sleep,
+) -> CheckpointInfo:
+    """End what `pin` began. Nothing is written if `owner` does not hold it."""
+    checkpoint = checkpoint_to_pin(history, step)
+    if owner not in checkpoint.pins:
+        return checkpoint
+    return _write(log, history, r.Unpin(attempt=checkpoint.id.attempt, owner=owner), now_s, pause)
+
+
+def _write(
+    log: LogStore,
+    history: RunHistory,
+    op: r.Pin | r.Unpin,
+    now_s: float,
+    pause: Callable[[float], None],
+) -> CheckpointInfo:
+    writer = f"pin-{uuid.uuid4().hex}"
+    ops = (r.Epoch(service=history.service), op)
+    return write_ops(log, history, ops, writer=writer, now_s=now_s, pause=pause).checkpoints[op.attempt]

@@ -1,0 +1,472 @@
+"""What a report is made of: the facts of a catalog, and what follows from them.
+
+Only the log is asked: no file of a checkpoint is read, so nothing here says that bytes are good, but for
+scrubs and drills that the log tells of. `now_s` is the reader's clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from statistics import median
+from typing import Any, Literal, TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ray_ckpt.catalog import Catalog
+from ray_ckpt.core.retention import pinned_by
+from ray_ckpt.format import jsontext
+from ray_ckpt.goodput import Goodput, Seconds, estimate_goodput, measure_goodput, save_s
+from ray_ckpt.report.markup import said
+from ray_ckpt.tables import drain_s, to_datetime
+from ray_ckpt.types import CheckpointInfo, EndCause, Level, SessionInfo
+
+MAX_EVENTS = 20_000  # that are taken from the log, the newest; a page draws them in bins anyway
+MAX_CHECKPOINTS = 40  # rows of the table, the newest ones
+MAX_TROUBLES = 30  # interruptions in the table, the last ones
+MAX_SESSIONS = 100  # of the lineage, the last ones
+MAX_IN_CLUSTER = 20  # checkpoints that are named, the newest ones
+MAX_DRILLS = 10  # checkpoints whose drill is named, the newest ones
+MAX_METRICS = 3  # of a checkpoint, by name
+OVERDUE = 3.0  # usual intervals without a checkpoint, until an open session gets a warning
+RECENT_SAVES = 50  # by which the usual interval goes
+
+Tone: TypeAlias = Literal["good", "warn", "bad", "plain"]
+
+CAUSE_TEXT: Mapping[EndCause, str] = {
+    "finished": "finished",
+    "process": "process failed",
+    "node": "node lost",
+    "preemption": "node left after a notice",
+    "replaced": "replaced by another launcher",
+}
+FAILURES: frozenset[EndCause | None] = frozenset(("process", "node", "preemption"))
+_DRAWN_OPS = ("retired", "collected", "lost", "pin", "unpin", "verified", "drilled", "note")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A record of the log: `op` as the log has it, `time_s` in Unix seconds."""
+
+    op: str
+    time_s: float
+    step: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """The end of a session and what came of it; `next_session` is None while none has followed.
+
+    `steps_lost` are steps, `recovery` seconds; see `goodput.Interruption`. `restore_s` is from the next
+    session's opening until it had its state, `read_bytes` what it read for that, by tier.
+    """
+
+    cause: EndCause | None
+    ended_s: float
+    session: int
+    next_session: int | None
+    steps_lost: Seconds | None
+    recovery: Seconds | None
+    restore_s: float | None
+    read_bytes: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """How long a phase of saves took, in seconds, over `count` saves that have told."""
+
+    name: str
+    what: str
+    count: int
+    median_s: float
+    p99_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a person wants to know first: `head` in a few words, `text` in one or two sentences."""
+
+    tone: Tone
+    title: str
+    head: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """The facts. `checkpoints` are all that the log knows, in log order; `lineage` the live ones on it."""
+
+    run_name: str
+    run_uid: str
+    where: str
+    now_s: float
+    sessions: Sequence[SessionInfo]
+    checkpoints: Sequence[CheckpointInfo]
+    lineage: Sequence[CheckpointInfo]
+    events: Sequence[Event]
+
+    @cached_property
+    def goodput(self) -> Goodput:
+        return measure_goodput(self.sessions, self.checkpoints)
+
+    @cached_property
+    def by_commits(self) -> Goodput:
+        return estimate_goodput(self.sessions, self.checkpoints)
+
+    @cached_property
+    def by_attempt(self) -> Mapping[str, CheckpointInfo]:
+        return {info.id.attempt: info for info in self.checkpoints}
+
+    @cached_property
+    def live(self) -> Sequence[CheckpointInfo]:
+        return [info for info in self.checkpoints if info.state == "live"]
+
+    @cached_property
+    def in_cluster(self) -> Sequence[CheckpointInfo]:
+        """Live ones that are not on the storage path: the end of the cluster is their end."""
+        return [info for info in self.live if info.level < Level.DURABLE]
+
+    @cached_property
+    def interval_s(self) -> float | None:
+        """The usual time between two commits of a session, of late; None if there were fewer than three."""
+        recent = self.checkpoints[-RECENT_SAVES:]
+        gaps = [
+            b.committed_at_s - a.committed_at_s
+            for a, b in pairwise(recent)
+            if a.id.session == b.id.session and b.committed_at_s > a.committed_at_s
+        ]
+        return median(gaps) if len(gaps) >= 2 else None
+
+    @cached_property
+    def troubles(self) -> Sequence[Trouble]:
+        """What ended sessions, in their order; the last one's end too, if it failed."""
+        found = self.goodput
+        known = {info.session: info for info in self.sessions}
+        times = {tenure.session: tenure for tenure in found.tenures}
+        troubles = [
+            Trouble(
+                cause=each.cause,
+                ended_s=each.last_known_s,
+                session=each.after_session,
+                next_session=each.session,
+                steps_lost=each.steps_lost,
+                recovery=each.recovery,
+                restore_s=None
+                if known[each.session].restored_at_s is None
+                else times[each.session].ready_s - times[each.session].opened_s,
+                read_bytes=known[each.session].read_bytes,
+            )
+            for each in found.interruptions
+        ]
+        last = self.sessions[-1] if self.sessions else None
+        if last is not None and last.ended is not None and last.ended.cause in FAILURES:
+            left = max(0, last.ended.step - self.newest_step)
+            troubles.append(
+                Trouble(
+                    cause=last.ended.cause,
+                    ended_s=times[last.session].last_s,
+                    session=last.session,
+                    next_session=None,
+                    steps_lost=Seconds(left, left, left),
+                    recovery=None,
+                    restore_s=None,
+                    read_bytes={},
+                )
+            )
+        return troubles
+
+    @property
+    def newest_step(self) -> int:
+        """That a restart would go on from; 0 if it would begin from scratch."""
+        return self.lineage[-1].step if self.lineage else 0
+
+    @cached_property
+    def phases(self) -> Sequence[Phase]:
+        told = (_phase(name, what, (read(info) for info in self.checkpoints)) for name, what, read in PHASES)
+        return [phase for phase in told if phase is not None]
+
+
+PHASES: Sequence[tuple[str, str, Callable[[CheckpointInfo], float | None]]] = (
+    ("stall", "training was held up", lambda info: info.stall_s),
+    ("capture", "until the state was copied into memory", lambda info: info.capture_s),
+    ("local", "until all nodes had it on disk", lambda info: info.local_s),
+    ("replicate", "the commit waited for copies", lambda info: info.replicate_s),
+    ("save", "capture, local and replicate together", save_s),
+    ("drain", "from the commit until it was on the storage path", drain_s),
+)
+
+
+def _phase(name: str, what: str, times_s: Iterable[float | None]) -> Phase | None:
+    told = sorted(time_s for time_s in times_s if time_s is not None)
+    if not told:
+        return None
+    return Phase(
+        name=name,
+        what=what,
+        count=len(told),
+        median_s=median(told),
+        p99_s=told[min(len(told) - 1, int(0.99 * len(told)))],
+        max_s=told[-1],
+    )
+
+
+def read_report(catalog: Catalog, now_s: float) -> RunReport:
+    """The facts of a run at Unix time `now_s`. Errors are the catalog's."""
+    return RunReport(
+        run_name=catalog.run_name,
+        run_uid=catalog.run_uid,
+        where=catalog.where,
+        now_s=now_s,
+        sessions=catalog.sessions,
+        checkpoints=catalog.list(all=True),
+        lineage=catalog.lineage,
+        events=drawn_events(catalog.events()),
+    )
+
+
+def drawn_events(log: pa.Table) -> Sequence[Event]:
+    """Of the table of a log's events those that are drawn, the last MAX_EVENTS of them."""
+    chosen = log.filter(pc.is_in(log["op"], pa.array(_DRAWN_OPS)))
+    chosen = chosen.slice(max(0, chosen.num_rows - MAX_EVENTS)).select(("op", "time", "step", "text"))
+    return [
+        Event(op=row["op"], time_s=row["time"].timestamp(), step=row["step"], text=row["text"])
+        for row in chosen.to_pylist()
+        if row["time"] is not None
+    ]
+
+
+# Verdicts
+
+
+def verdicts(report: RunReport) -> Sequence[Verdict]:
+    """What a person wants to know first, in this order."""
+    found = (_protection(report), _training(report), _last_trouble(report), _share(report), _checks(report))
+    return [verdict for verdict in found if verdict is not None]
+
+
+def _protection(report: RunReport) -> Verdict:
+    title = "A restart goes on from"
+    newest = report.lineage[-1] if report.lineage else None
+    if newest is None:
+        tone: Tone = "bad" if report.checkpoints else "warn"
+        return Verdict(tone=tone, title=title, head="scratch", text="The run has no live checkpoint.")
+    age = f"saved {span(report.now_s - newest.committed_at_s)} before this report"
+    head = f"step {newest.step}"
+    safer = [info for info in report.lineage if info.level > newest.level]
+    behind = ""
+    if newest.level < Level.DURABLE:
+        durable = [info for info in safer if info.level is Level.DURABLE]
+        behind = (
+            f" Without the cluster it would be step {durable[-1].step}."
+            if durable
+            else " Nothing is on the storage path: without the cluster all would be lost."
+        )
+    if newest.level is Level.DURABLE:
+        return Verdict(tone="good", title=title, head=head, text=f"On the storage path, {age}.")
+    if newest.level is Level.REPLICATED:
+        nodes = "any one node" if newest.replicas == 1 else f"any {newest.replicas} nodes"
+        tone = "good" if behind.startswith(" Without") else "warn"
+        text = f"By the log it survives the loss of {nodes}; {age}.{behind}"
+        return Verdict(tone=tone, title=title, head=head, text=text)
+    fallback = f"from step {safer[-1].step}" if safer else "from nothing"
+    text = f"On the nodes of its ranks only, {age}: if one is lost, a restart goes on {fallback}.{behind}"
+    return Verdict(tone="warn" if safer else "bad", title=title, head=head, text=text)
+
+
+def _training(report: RunReport) -> Verdict | None:
+    if not report.sessions:
+        return Verdict(tone="plain", title="Training", head="has not begun", text="The run has no session.")
+    last = report.sessions[-1]
+    title = f"Training, session {last.session}"
+    ranks = f"{last.world_size} ranks on {last.num_nodes} nodes"
+    if last.ended is None:
+        told = [info for info in report.checkpoints if info.id.session == last.session]
+        seen_s = told[-1].committed_at_s if told else last.opened_at_s
+        quiet_s = report.now_s - seen_s
+        usual = report.interval_s
+        is_late = usual is not None and quiet_s > OVERDUE * usual
+        rhythm = "" if usual is None else f", where one came about every {span(usual)}"
+        what = "the last checkpoint" if told else "it opened"
+        text = f"{ranks}. {span(quiet_s)} since {what}{rhythm}."
+        text += " It may be stuck, or gone without a word." if is_late else ""
+        return Verdict(tone="warn" if is_late else "good", title=title, head="open", text=text)
+    end = last.ended
+    at = f" at {moment(end.last_at_s)}" if end.last_at_s is not None else ""
+    if end.cause not in FAILURES:
+        return Verdict(
+            tone="good", title=title, head=CAUSE_TEXT[end.cause], text=f"Step {end.step}{at}; {ranks}."
+        )
+    lost = max(0, end.step - report.newest_step)
+    cost = f"{counted(lost, 'step')} lost" if lost else "no step is lost"
+    text = f"It came to step {end.step}{at}; {cost}. No session has followed."
+    return Verdict(tone="bad", title=title, head=f"down: {CAUSE_TEXT[end.cause]}", text=text)
+
+
+def _last_trouble(report: RunReport) -> Verdict | None:
+    failed = [t for t in report.troubles if t.cause in FAILURES]
+    if not failed:
+        unknown = sum(t.cause is None for t in report.troubles)
+        text = f"{unknown} sessions ended without a word why." if unknown else "No session has failed."
+        return Verdict(tone="plain", title="Last failure", head="none known", text=text)
+    last = failed[-1]
+    cause = CAUSE_TEXT[last.cause].capitalize() if last.cause else ""
+    lost = "an unknown number of" if last.steps_lost is None else steps_text(last.steps_lost)
+    again = "It has not stepped since."
+    tone: Tone = "warn"
+    if last.recovery is not None:
+        again = f"Training again after {span(last.recovery.estimate)}."
+        tone = "plain"
+    if last.next_session is None:
+        again, tone = "Nothing has followed.", "bad"
+    read = f" It read {tiers_text(last.read_bytes)}." if last.read_bytes else ""
+    text = f"{cause} at {moment(last.ended_s)}. {again}{read}"
+    return Verdict(tone=tone, title=f"Last failure, of {len(failed)}", head=f"lost {lost} steps", text=text)
+
+
+def _share(report: RunReport) -> Verdict | None:
+    ratios = report.goodput.ratios
+    if ratios is None:
+        return None
+    worst = max(report.goodput.badput, key=lambda cause: report.goodput.badput[cause].estimate)
+    worst_s = report.goodput.badput[worst].estimate
+    share = 100 * report.goodput.measured_s / report.goodput.wall_s
+    text = f"Of {span(report.goodput.wall_s)}. "
+    text += f"Most of the rest: {worst.replace('_', ' ')}, {span(worst_s)}. " if worst_s else ""
+    text += "Measured." if share >= 99.95 else f"{share:.0f} % measured, the rest estimated."
+    return Verdict(tone="plain", title="Goodput", head=f"{100 * ratios.estimate:.1f} %", text=text)
+
+
+def _checks(report: RunReport) -> Verdict:
+    drilled = max(
+        (info for info in report.checkpoints if info.drilled_at_s is not None),
+        key=lambda info: info.drilled_at_s or 0.0,
+        default=None,
+    )
+    verified = max((info.verified_at_s for info in report.checkpoints if info.verified_at_s), default=None)
+    scrub = "No scrub yet." if verified is None else f"Last scrub {span(report.now_s - verified)} ago."
+    title = "Recovery drill"
+    if drilled is None:
+        return Verdict(tone="plain", title=title, head="none yet", text=scrub)
+    passed = drilled.drill.startswith("passed")
+    at = span(report.now_s - (drilled.drilled_at_s or 0.0))
+    text = f"Step {drilled.step}, {at} ago: {said(drilled.drill)}. {scrub}"
+    head = "passed" if passed else "failed"
+    return Verdict(tone="good" if passed else "bad", title=title, head=head, text=text)
+
+
+# Words
+
+
+def span(time_s: float) -> str:
+    """`850 ms`, `12.3 s`, `4.5 min`, `6.7 h`, `3.2 d`."""
+    if 0 < time_s < 0.9995:
+        return f"{1000 * time_s:.0f} ms"
+    for unit_s, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if time_s >= 2 * unit_s:
+            return f"{time_s / unit_s:.1f} {unit}"
+    return f"{time_s:.1f} s"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 step`, `1,200 steps`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def moment(time_s: float) -> str:
+    """`2026-09-21 14:13:20`, in UTC; `?` for what no calendar holds."""
+    found = to_datetime(time_s)
+    return "?" if found is None else f"{found:%Y-%m-%d %H:%M:%S}"
+
+
+def size(size_bytes: float) -> str:
+    """`1.5 GB`, in powers of 1000."""
+    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= one:
+            return f"{size_bytes / one:.1f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def steps_text(steps: Seconds) -> str:
+    """`12`, or `12 (10 to 20)` where it is estimated."""
+    if steps.low == steps.high:
+        return f"{steps.estimate:.0f}"
+    return f"{steps.estimate:.0f} ({steps.low:.0f} to {steps.high:.0f})"
+
+
+def tiers_text(read_bytes: Mapping[str, float]) -> str:
+    """`4.0 GB from memory, 1.2 GB from peer`."""
+    parts = [f"{size(nbytes)} from {said(tier)}" for tier, nbytes in sorted(read_bytes.items()) if nbytes]
+    return ", ".join(parts) or "nothing"
+
+
+# JSON
+
+
+def to_json(report: RunReport) -> dict[str, Any]:
+    """What the page shows, as plain values; lists are as long as on the page."""
+    found = report.goodput
+    return {
+        "run_name": report.run_name,
+        "run_uid": report.run_uid,
+        "where": report.where,
+        "time_s": report.now_s,
+        "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts(report)],
+        "num_sessions": len(report.sessions),
+        "num_checkpoints": len(report.checkpoints),
+        "num_live": len(report.live),
+        "num_in_cluster": len(report.in_cluster),
+        "goodput": {
+            "ratio": None if found.ratios is None else dataclasses.asdict(found.ratios),
+            "wall_s": found.wall_s,
+            "measured_s": found.measured_s,
+            "productive_s": dataclasses.asdict(found.productive),
+            "badput_s": {cause: dataclasses.asdict(time) for cause, time in found.badput.items()},
+        },
+        "interruptions": [dataclasses.asdict(each) for each in report.troubles[-MAX_TROUBLES:]],
+        "phases": [dataclasses.asdict(phase) for phase in report.phases],
+        "checkpoints": [_checkpoint_json(info, report) for info in report.checkpoints[-MAX_CHECKPOINTS:]],
+        "in_cluster_steps": [info.step for info in report.in_cluster[-MAX_IN_CLUSTER:]],
+        "sessions": [_session_json(info, report) for info in report.sessions[-MAX_SESSIONS:]],
+    }
+
+
+def _checkpoint_json(info: CheckpointInfo, report: RunReport) -> dict[str, Any]:
+    return {
+        "step": info.step,
+        "attempt": info.id.attempt,
+        "session": info.id.session,
+        "state": info.state,
+        "level": info.level.label,
+        "replicas": info.replicas,
+        "size_bytes": info.size_bytes,
+        "committed_at_s": info.committed_at_s,
+        "stall_s": info.stall_s,
+        "save_s": save_s(info),
+        "drain_s": drain_s(info),
+        "verified_at_s": info.verified_at_s,
+        "drilled_at_s": info.drilled_at_s,
+        "drill": info.drill,
+        "pins": list(pinned_by(info, report.now_s)),
+        "metrics": jsontext.metrics_json(info.metrics),
+    }
+
+
+def _session_json(info: SessionInfo, report: RunReport) -> dict[str, Any]:
+    source = report.by_attempt.get(info.resumed_from or "")
+    return {
+        "session": info.session,
+        "resumed_from_session": source.id.session if source else None,
+        "resumed_from_step": source.step if source else None,
+        "world_size": info.world_size,
+        "num_nodes": info.num_nodes,
+        "opened_at_s": info.opened_at_s,
+        "restored_at_s": info.restored_at_s,
+        "read_bytes": dict(info.read_bytes),
+        "ended": None if info.ended is None else dataclasses.asdict(info.ended),
+    }

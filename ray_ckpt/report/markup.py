@@ -1,0 +1,43 @@
+"""Elements of HTML and SVG in which all text is escaped unless it is markup already.
+
+What comes out is well-formed XML too, and holds none of the characters that XML refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+VOID = frozenset({"meta", "link"})  # elements of HTML that have no end tag
+MAX_TEXT = 120  # characters of a text that a log gives: a name, a metric, a reason
+
+
+class Html(str):
+    """Markup, as opposed to text."""
+
+    __slots__ = ()
+
+
+def el(name: str, /, *content: str | Html, **attributes: str | float | None) -> Html:
+    """An element. Of attributes `class_` is `class`, `_` else is `-`, and None leaves one out."""
+    names = (
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_value(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    start = f"<{name}{''.join(names)}"
+    return Html(f"{start}/>" if name in VOID else f"{start}>{join(content)}</{name}>")
+
+
+def join(parts: Iterable[str | Html]) -> Html:
+    return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
+
+
+def said(text: str, limit: int = MAX_TEXT) -> str:
+    """What a log says, cut to `limit` characters and without those that drive or break things."""
+    cut = text if len(text) <= limit else text[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)
+
+
+def _value(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.1f}".removesuffix(".0")

@@ -1,0 +1,523 @@
+"""The page: one file of HTML and SVG, without scripts, that asks no network for anything.
+
+Its content security policy forbids both, whatever a log says. It is well-formed XML too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import ray_ckpt
+from ray_ckpt.core.retention import pinned_by
+from ray_ckpt.goodput import MEASURED_CAUSES, Goodput, Seconds, save_s
+from ray_ckpt.report.facts import (
+    CAUSE_TEXT,
+    FAILURES,
+    MAX_CHECKPOINTS,
+    MAX_DRILLS,
+    MAX_EVENTS,
+    MAX_IN_CLUSTER,
+    MAX_METRICS,
+    MAX_SESSIONS,
+    MAX_TROUBLES,
+    RunReport,
+    Tone,
+    Trouble,
+    counted,
+    moment,
+    size,
+    span,
+    steps_text,
+    tiers_text,
+    verdicts,
+)
+from ray_ckpt.report.markup import Html, el, join, said
+from ray_ckpt.report.style import STYLE
+from ray_ckpt.report.timeline import MAX_DRAWN, around_last_failure, draw, whole
+from ray_ckpt.tables import drain_s
+from ray_ckpt.types import CheckpointInfo, Level, SessionInfo
+
+MAX_SAVES = 12  # drawn phase by phase, the last ones
+MAX_DEPTH = 10  # of the lineage's branches, as they are indented
+BAR_W, BAR_H, BAR_LEFT = 1120.0, 20.0, 104.0
+SAME_S = 0.05  # bounds that are closer are printed as one time
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_SIGNS: Mapping[Tone, str] = {"good": "\u25cf", "warn": "\u25b2", "bad": "\u2715", "plain": "\u25cb"}
+_TONES: Mapping[Tone, str] = {"good": "good", "warn": "warning", "bad": "bad", "plain": "for information"}
+
+
+def page(report: RunReport) -> str:
+    """The whole page. Its size is bounded whatever the run; where something is left out, it says so."""
+    name = said(report.run_name)
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("link", rel="icon", href="data:,"),
+        el("title", f"{name}: ray_ckpt report"),
+        el("style", Html(STYLE)),
+    )
+    body = el(
+        "body",
+        el(
+            "main",
+            *_header(report, name),
+            _cards(report),
+            *_timelines(report),
+            _interruptions(report),
+            _goodput(report),
+            _saves(report),
+            _in_cluster(report),
+            _checks(report),
+            _lineage(report),
+            _checkpoints(report),
+            el("footer", f"Made by ray-ckpt {ray_ckpt.__version__} from the run's log alone."),
+        ),
+    )
+    return f"<!DOCTYPE html>\n{el('html', head, body, lang='en')}\n"
+
+
+def _header(report: RunReport, name: str) -> Iterator[Html]:
+    counts = f"{counted(len(report.sessions), 'session')}, {counted(len(report.checkpoints), 'checkpoint')}"
+    yield el("h1", name)
+    yield el("div", said(report.where, 300), class_="soft")
+    yield el(
+        "div",
+        f"{counts}, {len(report.live):,} live. Report of {moment(report.now_s)}; all times are UTC.",
+        class_="soft",
+    )
+
+
+def _cards(report: RunReport) -> Html:
+    cards = (
+        el(
+            "div",
+            el("div", verdict.title, class_="title"),
+            el(
+                "div",
+                el("span", _SIGNS[verdict.tone], class_="sign", role="img", aria_label=_TONES[verdict.tone]),
+                verdict.head,
+                class_="head",
+            ),
+            el("p", verdict.text),
+            class_=f"card {verdict.tone}",
+        )
+        for verdict in verdicts(report)
+    )
+    return el("section", *cards, class_="cards", id="now")
+
+
+# Timelines
+
+
+def _timelines(report: RunReport) -> Iterator[Html]:
+    everything = whole(report)
+    if everything is None:
+        yield _section("timeline", "Timeline", el("p", "The run has no session yet."))
+        return
+    if (near := around_last_failure(report)) is not None:
+        picture = el("div", draw(report, near, "Timeline around the last failure"), class_="wide")
+        yield _section("last-failure", "Around the last failure", picture)
+    notes = [_MARKS]
+    if len(report.sessions) > MAX_DRAWN:
+        notes.append(f"Only the last {MAX_DRAWN} of {len(report.sessions):,} sessions are drawn.")
+    if len(report.events) >= MAX_EVENTS:
+        notes.append(f"Of deletions, pins and checks only the last {MAX_EVENTS:,} are drawn.")
+    yield _section(
+        "timeline",
+        "The whole run" if near else "Timeline",
+        el("div", draw(report, everything, "Timeline of the run"), class_="wide"),
+        _legend(_TIMELINE_KEYS),
+        el("p", " ".join(notes), class_="soft"),
+    )
+
+
+_MARKS = (
+    "Ticks: tall ones are live, short ones retired or deleted since. A cross is a loss or a failed drill, a "
+    "diamond a restore, a drill that passed, or a pin. Point at anything to read what it is; marks that "
+    "would lie on each other are drawn as one."
+)
+_TIMELINE_KEYS = (
+    ("c-productive", "steps that survived"),
+    ("c-lost_steps", "steps that were lost"),
+    ("c-restore", "restore"),
+    ("c-startup", "startup"),
+    ("c-down", "no steps"),
+    ("c-no_commit", "no commit"),
+    ("c-open", "no word yet"),
+)
+
+
+def _legend(keys: Iterable[tuple[str, str]]) -> Html:
+    items = (el("li", el("span", class_=f"key {kind}"), text) for kind, text in keys)
+    return el("ul", *items, class_="legend")
+
+
+# Goodput
+
+
+def _goodput(report: RunReport) -> Html:
+    found, other = report.goodput, report.by_commits
+    if not found.wall_s:
+        return _section("goodput", "Goodput", el("p", "The log has one moment: nothing to measure yet."))
+    told = 100 * found.measured_s / found.wall_s
+    about = (
+        f"Goodput is the time of steps whose effect survived, as a part of {span(found.wall_s)} of wall time."
+    )
+    if told < 99.95:
+        about += f" {told:.0f} % of the wall time is measured; the rest is estimated, between two bounds."
+    times = {"productive": found.productive, **found.badput}
+    rows = [
+        (
+            _keyed(cause, "goodput" if cause == "productive" else cause.replace("_", " ")),
+            _time(time),
+            f"{100 * time.estimate / found.wall_s:.2f} %",
+            MEASURED_CAUSES.get(cause, "steps whose effect survived"),
+        )
+        for cause, time in times.items()
+        if time.high
+    ]
+    bars = el(
+        "svg",
+        *_bar("measured", found, 0.0),
+        *_bar("by commits", other, BAR_H + 10),
+        viewBox=f"0 0 {BAR_W:.0f} {2 * BAR_H + 14:.0f}",
+        role="img",
+        aria_label="Where the time went, measured and by commits alone",
+    )
+    return _section(
+        "goodput",
+        "Goodput and where the rest went",
+        el("p", about, class_="soft"),
+        el("div", bars, class_="wide"),
+        _table(("cause", "time", "share", "what"), rows, right=(1, 2)),
+        el(
+            "p",
+            "The second bar is what openings and commits alone would say, with stalls as steps.",
+            class_="soft",
+        ),
+    )
+
+
+def _bar(name: str, found: Goodput, top: float) -> Iterator[Html]:
+    yield el("text", name, x=8.0, y=top + BAR_H / 2 + 4, class_="lane-name")
+    x, whole_w = BAR_LEFT, BAR_W - BAR_LEFT - 16
+    for cause, time in {"productive": found.productive, **found.badput}.items():
+        width = whole_w * time.estimate / found.wall_s
+        if width > 0:
+            text = f"{cause.replace('_', ' ')}: {span(time.estimate)}"
+            title = el("title", f"{text}, {100 * time.estimate / found.wall_s:.1f} %")
+            yield el("rect", title, x=x, y=top, width=width, height=BAR_H, class_=_colour(cause))
+        x += width
+
+
+def _colour(cause: str) -> str:
+    return "c-down" if cause.startswith("down") else f"c-{cause}"
+
+
+def _keyed(cause: str, text: str) -> Html:
+    return join((el("span", class_=f"key {_colour(cause)}"), text))
+
+
+def _time(time: Seconds) -> str:
+    if time.high - time.low < SAME_S:
+        return span(time.estimate)
+    return f"{span(time.estimate)} ({span(time.low)} to {span(time.high)})"
+
+
+# Interruptions
+
+
+def _interruptions(report: RunReport) -> Html:
+    if not report.troubles:
+        return _section("interruptions", "Interruptions", el("p", "None that the log knows."))
+    shown = report.troubles[-MAX_TROUBLES:]
+    rows = [_trouble(trouble, report) for trouble in reversed(shown)]
+    kinds = ["failed" if trouble.cause in FAILURES else "past" for trouble in reversed(shown)]
+    headers = ("what", "when", "sessions", "steps lost", "training again after", "restore", "read")
+    return _section(
+        "interruptions",
+        "Interruptions",
+        _table(headers, rows, right=(3, 4, 5), times=(1,), kinds=kinds),
+        *_left_out(len(report.troubles) - len(shown), "earlier ones are not shown, but counted above."),
+    )
+
+
+def _trouble(trouble: Trouble, report: RunReport) -> tuple[str | Html, ...]:
+    went_on = "none yet" if trouble.next_session is None else str(trouble.next_session)
+    lost = "unknown" if trouble.steps_lost is None else steps_text(trouble.steps_lost)
+    pace_s = report.goodput.step_s
+    if trouble.steps_lost is not None and pace_s and trouble.steps_lost.estimate:
+        lost += f", {span(trouble.steps_lost.estimate * pace_s)} of work"
+    return (
+        CAUSE_TEXT[trouble.cause] if trouble.cause else "unknown",
+        moment(trouble.ended_s),
+        f"{trouble.session} to {went_on}",
+        lost,
+        "not yet" if trouble.recovery is None else _time(trouble.recovery),
+        "" if trouble.restore_s is None else span(trouble.restore_s),
+        tiers_text(trouble.read_bytes) if trouble.read_bytes else "",
+    )
+
+
+# Saves
+
+
+def _saves(report: RunReport) -> Html:
+    if not report.phases:
+        return _section("saves", "Saves", el("p", "No save has told how long it took."))
+    rows = [
+        (p.name, f"{p.count:,}", span(p.median_s), span(p.p99_s), span(p.max_s), p.what)
+        for p in report.phases
+    ]
+    told = [info for info in report.checkpoints[-MAX_SAVES:] if save_s(info) is not None]
+    parts: list[Html] = [
+        _table(("phase", "saves", "median", "p99", "longest", "what"), rows, right=(1, 2, 3, 4))
+    ]
+    if told:
+        parts += [
+            el("h3", f"The last {len(told)} saves"),
+            el("div", _save_bars(told), class_="wide"),
+            _legend(_SAVE_KEYS),
+        ]
+    return _section("saves", "How long saves take", *parts)
+
+
+_SAVE_PHASES: Sequence[tuple[str, str, Callable[[CheckpointInfo], float | None]]] = (
+    ("p1", "capture", lambda info: info.capture_s),
+    ("p2", "local", lambda info: info.local_s),
+    ("p3", "replicate", lambda info: info.replicate_s),
+)
+_SAVE_KEYS = (*((kind, name) for kind, name, _ in _SAVE_PHASES), ("c-stalls", "training was held up"))
+
+
+def _save_bars(saves: Sequence[CheckpointInfo]) -> Html:
+    longest_s = max(save_s(info) or 0.0 for info in saves) or 1.0
+    room = BAR_W - BAR_LEFT - 260
+    parts: list[Html] = []
+    for number, info in enumerate(reversed(saves)):
+        top, x = 22.0 * number, BAR_LEFT
+        parts.append(el("text", f"step {info.step:,}", x=8.0, y=top + 13, class_="lane-name"))
+        for kind, name, read in _SAVE_PHASES:
+            took_s = read(info)
+            width = room * (took_s or 0.0) / longest_s
+            title = el("title", f"{name} {span(took_s or 0.0)}")
+            parts.append(el("rect", title, x=x, y=top + 2, width=width, height=11, class_=kind))
+            x += width
+        stall_w = room * min(info.stall_s or 0.0, longest_s) / longest_s
+        title = el("title", f"training was held up for {span(info.stall_s or 0.0)}")
+        parts.append(el("rect", title, x=BAR_LEFT, y=top + 14, width=stall_w, height=3.0, class_="c-stalls"))
+        drain = drain_s(info)
+        after = "" if drain is None else f", durable {span(drain)} later"
+        parts.append(el("text", f"{span(save_s(info) or 0.0)}{after}", x=x + 8, y=top + 13))
+    return el(
+        "svg",
+        *parts,
+        viewBox=f"0 0 {BAR_W:.0f} {22 * len(saves):.0f}",
+        role="img",
+        aria_label="The phases of the last saves",
+    )
+
+
+# Checkpoints
+
+
+def _checkpoints(report: RunReport) -> Html:
+    if not report.checkpoints:
+        return _section("checkpoints", "Checkpoints", el("p", "None yet."))
+    shown = report.checkpoints[-MAX_CHECKPOINTS:]
+    newest = report.lineage[-1:]
+    headers = (
+        "step",
+        "session",
+        "state",
+        "size",
+        "saved",
+        "held up",
+        "save",
+        "durable after",
+        "checked",
+        "pins",
+        "metrics",
+    )
+    rows, kinds = [], []
+    for info in reversed(shown):
+        rows.append(_checkpoint(info, report))
+        kinds.append("newest" if info in newest else "" if info.state == "live" else "past")
+    return _section(
+        "checkpoints",
+        "Checkpoints",
+        _table(headers, rows, right=(0, 1, 3, 5, 6, 7), times=(4,), kinds=kinds),
+        *_left_out(
+            len(report.checkpoints) - len(shown), "older ones are not shown; `ray-ckpt ls --all` has them."
+        ),
+    )
+
+
+def _checkpoint(info: CheckpointInfo, report: RunReport) -> tuple[str | Html, ...]:
+    whole_s, drained_s = save_s(info), drain_s(info)
+    metrics = sorted(info.metrics.items())
+    told = ", ".join(f"{said(name, 40)} {value:.5g}" for name, value in metrics[:MAX_METRICS])
+    checked = []
+    if info.verified_at_s is not None:
+        checked.append(f"scrubbed {moment(info.verified_at_s)}")
+    if info.drill:
+        checked.append(f"drill {said(info.drill)}")
+    pins = [said(owner, 40) for owner in sorted(pinned_by(info, report.now_s))]
+    return (
+        f"{info.step:,}",
+        str(info.id.session),
+        _badge(info),
+        size(info.size_bytes),
+        moment(info.committed_at_s),
+        "" if info.stall_s is None else span(info.stall_s),
+        "" if whole_s is None else span(whole_s),
+        "" if drained_s is None else span(drained_s),
+        "; ".join(checked),
+        ", ".join(pins[:MAX_METRICS]) + (", ..." if len(pins) > MAX_METRICS else ""),
+        told + (", ..." if len(metrics) > MAX_METRICS else ""),
+    )
+
+
+def _badge(info: CheckpointInfo) -> Html:
+    if info.state != "live":
+        return el("span", info.state, class_=f"badge {'lost' if info.state == 'lost' else 'past'}")
+    copies = f" ({info.replicas})" if info.level is Level.REPLICATED else ""
+    return el("span", f"{info.level.label}{copies}", class_=f"badge {info.level.label}")
+
+
+def _in_cluster(report: RunReport) -> Html:
+    held = report.in_cluster
+    title = "Only in the cluster"
+    if not held:
+        return _section(
+            "in-cluster", title, el("p", "Nothing: every live checkpoint is on the storage path.")
+        )
+    shown = held[-MAX_IN_CLUSTER:]
+    steps = ", ".join(f"{info.step:,} ({info.level.label})" for info in reversed(shown))
+    more = f", and {len(held) - len(shown):,} older ones" if len(held) > len(shown) else ""
+    total = size(sum(info.size_bytes for info in held))
+    return _section(
+        "in-cluster",
+        title,
+        el(
+            "p",
+            f"{counted(len(held), 'live checkpoint')}, {total}, on nodes alone: {steps}{more}.",
+        ),
+        el("p", "They end with the cluster.", class_="soft"),
+    )
+
+
+def _checks(report: RunReport) -> Html:
+    drilled = [info for info in report.checkpoints if info.drilled_at_s is not None]
+    drilled.sort(key=lambda info: info.drilled_at_s or 0.0)
+    never = sum(info.verified_at_s is None for info in report.live)
+    parts = [el("p", f"{len(report.live) - never:,} of {len(report.live):,} live checkpoints were scrubbed.")]
+    if drilled:
+        shown = drilled[-MAX_DRILLS:]
+        rows = [
+            (f"{info.step:,}", moment(info.drilled_at_s or 0.0), said(info.drill)) for info in reversed(shown)
+        ]
+        kinds = ["" if info.drill.startswith("passed") else "failed" for info in reversed(shown)]
+        parts.append(_table(("step", "drilled", "result"), rows, right=(0,), times=(1,), kinds=kinds))
+        parts += _left_out(len(drilled) - len(shown), "earlier drills are not shown.")
+    else:
+        parts.append(el("p", "No recovery drill yet: `ray-ckpt drill` makes one.", class_="soft"))
+    return _section("checks", "Scrubs and recovery drills", *parts)
+
+
+# Lineage
+
+
+def _lineage(report: RunReport) -> Html:
+    if not report.sessions:
+        return _section("lineage", "Lineage", el("p", "No sessions yet."))
+    shown = report.sessions[-MAX_SESSIONS:]
+    on_lineage = _ancestors(report)
+    counts: dict[int, int] = {}
+    for info in report.checkpoints:
+        counts[info.id.session] = counts.get(info.id.session, 0) + 1
+    depths: dict[int, int] = {}
+    items = []
+    for session in shown:
+        source = report.by_attempt.get(session.resumed_from or "")
+        origin = source.id.session if source else None
+        is_on = session.session in on_lineage
+        depth = 0 if is_on or origin is None else depths.get(origin, 0) + (origin in on_lineage)
+        depths[session.session] = min(depth, MAX_DEPTH)
+        text = _session(session, source, counts.get(session.session, 0))
+        style = f"margin-left: {26 * depths[session.session]}px" if depths[session.session] else None
+        items.append(el("li", text, class_="on" if is_on else "off", style=style))
+    return _section(
+        "lineage",
+        "Lineage",
+        el(
+            "p",
+            "Each session and what it went on from; green is what the newest state comes from.",
+            class_="soft",
+        ),
+        el("ul", *items, class_="tree"),
+        *_left_out(
+            len(report.sessions) - len(shown),
+            "earlier sessions are not shown; `ray-ckpt tree --all` has them.",
+        ),
+    )
+
+
+def _ancestors(report: RunReport) -> set[int]:
+    """The last session and those that it comes from."""
+    known = {session.session: session for session in report.sessions}
+    found: set[int] = set()
+    session: SessionInfo | None = report.sessions[-1]
+    while session is not None and session.session not in found:
+        found.add(session.session)
+        source = report.by_attempt.get(session.resumed_from or "")
+        session = known.get(source.id.session) if source else None
+    return found
+
+
+def _session(session: SessionInfo, source: CheckpointInfo | None, count: int) -> str:
+    begun = "from scratch"
+    if source is not None:
+        begun = f"from step {source.step:,} of session {source.id.session}"
+    ended = "no word of its end"
+    if session.ended is not None:
+        ended = f"{CAUSE_TEXT[session.ended.cause]} at step {session.ended.step:,}"
+    ranks = f"{session.world_size} ranks on {session.num_nodes} nodes"
+    saved = counted(count, "checkpoint")
+    return f"session {session.session}, {begun}; {moment(session.opened_at_s)}; {ranks}; {saved}; {ended}"
+
+
+# Parts
+
+
+def _section(name: str, title: str, *content: str | Html) -> Html:
+    return el("section", el("h2", title), *content, id=name)
+
+
+def _table(
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str | Html]],
+    *,
+    right: Sequence[int] = (),
+    times: Sequence[int] = (),
+    kinds: Sequence[str] | None = None,
+) -> Html:
+    """A table; `right` and `times` are columns that are not broken, `kinds` the classes of its rows."""
+
+    def cells(name: str, row: Sequence[str | Html]) -> Iterator[Html]:
+        for index, cell in enumerate(row):
+            yield el(name, cell, class_="num" if index in right else "time" if index in times else None)
+
+    body = (
+        el("tr", *cells("td", row), class_=(kinds[number] or None) if kinds else None)
+        for number, row in enumerate(rows)
+    )
+    table = el("table", el("thead", el("tr", *cells("th", headers))), el("tbody", *body))
+    return el("div", table, class_="wide")
+
+
+def _left_out(count: int, what: str) -> list[Html]:
+    return [el("p", f"{count:,} {what}", class_="soft")] if count > 0 else []

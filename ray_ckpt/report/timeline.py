@@ -1,0 +1,421 @@
+"""The timeline of a run, as SVG: what the training did, its steps, and what became of its saves.
+
+However long the run, the picture has a bounded number of elements: time is cut into COLUMNS, and marks of one
+kind in one column are drawn as one, which says how many they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, pairwise
+
+from ray_ckpt.goodput import Progress, Tenure
+from ray_ckpt.report.facts import CAUSE_TEXT, FAILURES, RunReport, moment, span, tiers_text
+from ray_ckpt.report.markup import Html, el, said
+from ray_ckpt.tables import to_datetime
+from ray_ckpt.types import CheckpointInfo, Level, SessionInfo
+
+WIDTH = 1120.0  # of the picture, in its own units, about pixels
+LEFT, RIGHT = 104.0, 16.0  # of the plot, for the names of the lanes
+COLUMNS = 400  # into which time is cut: about one per mark that can be told from the next
+MAX_DRAWN = 200  # sessions, the last ones of the time shown
+BAND_Y, BAND_H = 34.0, 22.0
+CURVE_Y, CURVE_H = 70.0, 190.0
+LANE_H = 24.0
+MARK_W = 3.0
+MIN_W = 0.8  # of what has a length: that much can be seen
+LABEL_GAP = 64.0  # between two labels, so that none lies on another
+CHAR_W = 6.3  # of a letter of a label, about
+ZOOM_BELOW = 1 / 3  # of the whole: a part that is longer is not drawn on its own
+ZOOM_INTERVALS = 4.0  # usual times between two saves, drawn before and after what it is about
+MORE_S, MORE_PART = 300.0, 0.25  # of silence that are drawn after the last thing known
+TICK_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+MAX_TICKS = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """From when to when is drawn, in Unix seconds."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        return max(self.end_s - self.start_s, 1e-3)
+
+    def x(self, time_s: float) -> float:
+        """Where a moment is; beyond the ends it is at them."""
+        part = (time_s - self.start_s) / self.length_s
+        return LEFT + min(max(part, 0.0), 1.0) * (WIDTH - LEFT - RIGHT)
+
+    def column(self, time_s: float) -> int:
+        return min(COLUMNS - 1, max(0, int((time_s - self.start_s) / self.length_s * COLUMNS)))
+
+    def __contains__(self, time_s: float) -> bool:
+        return self.start_s <= time_s <= self.end_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something at a moment, in a lane; `kind` is its look, `text` what there is to say, if it is drawn."""
+
+    time_s: float
+    kind: str
+    text: Callable[[], str]
+
+
+def whole(report: RunReport) -> Window | None:
+    """From the first session's opening to the last that sessions told, and a little further for what came
+    after it; None if nothing has begun."""
+    tenures = report.goodput.tenures
+    if not tenures:
+        return None
+    start_s, end_s = tenures[-MAX_DRAWN:][0].opened_s, tenures[-1].closed_s
+    ended = report.sessions[-1].ended
+    is_over = ended is not None and ended.cause not in FAILURES
+    later_s = max((event.time_s for event in report.events[-1:]), default=end_s) if is_over else report.now_s
+    more_s = max(MORE_S, MORE_PART * (end_s - start_s))
+    end_s = max(end_s, min(later_s, end_s + more_s))
+    return Window(start_s=start_s, end_s=end_s + 0.01 * (end_s - start_s))
+
+
+def around_last_failure(report: RunReport) -> Window | None:
+    """The last failure with some saves before and after; None if that is most of the run anyway."""
+    everything = whole(report)
+    failed = [trouble for trouble in report.troubles if trouble.cause in FAILURES]
+    if everything is None or not failed:
+        return None
+    last = failed[-1]
+    back_s = last.ended_s + (last.recovery.estimate if last.recovery else 0.0)
+    room_s = ZOOM_INTERVALS * (report.interval_s or 60.0)
+    start_s, end_s = last.ended_s - room_s, min(back_s + room_s, everything.end_s)
+    if end_s - start_s > ZOOM_BELOW * everything.length_s:
+        return None
+    return Window(start_s=max(start_s, everything.start_s), end_s=end_s)
+
+
+def draw(report: RunReport, window: Window, name: str) -> Html:
+    """The picture of `window`; `name` is its description for those who cannot see it."""
+    tenures = [t for t in report.goodput.tenures if t.closed_s >= window.start_s]
+    tenures = [t for t in tenures if t.opened_s <= window.end_s][-MAX_DRAWN:]
+    lanes = _lanes(report, window)
+    bottom = CURVE_Y + CURVE_H + 14.0 + LANE_H * len(lanes)
+    parts = [
+        el("title", name),
+        *_time_axis(window, bottom),
+        *_band(report, tenures, window),
+        *_curve(report, tenures, window),
+        *_failures(tenures, window),
+    ]
+    for number, (title, marks) in enumerate(lanes):
+        parts += _lane(title, marks, window, CURVE_Y + CURVE_H + 14.0 + LANE_H * number)
+    return el(
+        "svg",
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {WIDTH:.0f} {bottom + 26:.0f}",
+        role="img",
+        aria_label=name,
+        class_="timeline",
+    )
+
+
+# Time
+
+
+def _time_axis(window: Window, bottom: float) -> Iterator[Html]:
+    every_s = next((s for s in TICK_S if window.length_s / s <= MAX_TICKS), None)
+    if every_s is None:  # whole days
+        every_s = 86400 * math.ceil(window.length_s / 86400 / MAX_TICKS)
+    day = ""
+    first = math.ceil(window.start_s / every_s)
+    for number in range(first, int(window.end_s // every_s) + 1):
+        time_s = number * every_s
+        x = window.x(time_s)
+        yield el("line", x1=x, x2=x, y1=BAND_Y, y2=bottom, class_="grid")
+        found = to_datetime(time_s)
+        if found is None:
+            continue
+        date = f"{found:%b %d}"
+        clock = f"{found:%H:%M:%S}" if every_s < 60 else f"{found:%H:%M}"
+        text = date if every_s >= 86400 else clock if date == day else f"{date} {clock}"
+        day = date
+        yield el("text", text, x=x, y=bottom + 16, class_="tick", text_anchor="middle")
+
+
+# What the training did
+
+
+def _band(report: RunReport, tenures: Sequence[Tenure], window: Window) -> Iterator[Html]:
+    sessions = {info.session: info for info in report.sessions}
+    yield _lane_name("training", BAND_Y + BAND_H / 2)
+    free_x = 0.0
+    for tenure in tenures:
+        info = sessions[tenure.session]
+        for kind, start_s, end_s, text in _stretches(tenure, info):
+            yield from _stretch(kind, start_s, end_s, f"session {tenure.session}: {text}", window)
+        if info is report.sessions[-1] and report.now_s > tenure.closed_s:
+            yield from _since(tenure, info, report.now_s, window)
+        x = window.x(tenure.opened_s)
+        label = f"session {tenure.session}"
+        room = window.x(tenure.closed_s) - x
+        if x >= free_x and room > CHAR_W * len(str(tenure.session)):
+            if room < CHAR_W * len(label):
+                label = str(tenure.session)
+            yield el("text", label, x=x + 1, y=BAND_Y - 6, class_="note")
+            free_x = x + CHAR_W * len(label) + 6
+
+
+def _since(tenure: Tenure, info: SessionInfo, now_s: float, window: Window) -> Iterator[Html]:
+    """After all that the last session has told: nothing has followed it, or it is still open."""
+    since = f"since {moment(tenure.closed_s)}"
+    if tenure.cause in FAILURES:
+        yield from _stretch("down", tenure.closed_s, now_s, f"no session has followed {since}", window)
+    elif info.ended is None:
+        yield from _stretch(
+            "open", tenure.closed_s, now_s, f"session {info.session}: no word {since}", window
+        )
+
+
+def _stretches(tenure: Tenure, info: SessionInfo) -> Iterator[tuple[str, float, float, str]]:
+    """The parts of a session's time: kind, from, to, and what to say of it."""
+    about = "" if tenure.measured else " (estimated)"
+    read = f", read {tiers_text(info.read_bytes)}" if info.read_bytes else ""
+    after = CAUSE_TEXT[tenure.cause] if tenure.cause else "nobody has said why"
+    closing = ("down", f"no steps: {after}{about}")
+    if tenure.last_step == tenure.first_step and not tenure.measured:
+        closing = ("no_commit", "it committed nothing, and nobody has told")
+    moments = (
+        ("restore", tenure.opened_s, tenure.ready_s, f"restore{read}"),
+        ("startup", tenure.ready_s, tenure.first_s, f"startup{about}"),
+        ("productive", tenure.first_s, tenure.survived_s, f"steps that survived{about}"),
+        ("lost_steps", tenure.survived_s, tenure.last_s, f"steps that were lost{about}"),
+        (closing[0], tenure.last_s, tenure.closed_s, closing[1]),
+    )
+    for kind, start_s, end_s, text in moments:
+        if end_s > start_s:
+            yield kind, start_s, end_s, f"{text}, {span(end_s - start_s)} from {moment(start_s)}"
+
+
+def _stretch(kind: str, start_s: float, end_s: float, text: str, window: Window) -> Iterator[Html]:
+    if end_s < window.start_s or start_s > window.end_s:
+        return
+    x = window.x(start_s)
+    width = max(window.x(end_s) - x, MIN_W)
+    yield el("rect", el("title", text), x=x, y=BAND_Y, width=width, height=BAND_H, class_=f"c-{kind}")
+
+
+def _failures(tenures: Sequence[Tenure], window: Window) -> Iterator[Html]:
+    """A mark and a line where a session failed, with its cause if there is room."""
+    free_x = 0.0
+    for tenure in tenures:
+        if tenure.cause not in FAILURES or tenure.last_s not in window:
+            continue
+        x, y = window.x(tenure.last_s), BAND_Y + BAND_H + 9
+        assert tenure.cause is not None
+        text = f"{CAUSE_TEXT[tenure.cause]}, {moment(tenure.last_s)}, at step {tenure.last_step}"
+        yield el("line", x1=x, x2=x, y1=BAND_Y, y2=CURVE_Y + CURVE_H, class_="fail-line")
+        cross = f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"
+        yield el("path", el("title", text), d=cross, class_="cross")
+        if x >= free_x:
+            label = CAUSE_TEXT[tenure.cause]
+            is_right = x + CHAR_W * len(label) + 8 > WIDTH - RIGHT
+            anchor, at = ("end", x - 8) if is_right else ("start", x + 8)
+            yield el("text", label, x=at, y=y + 4, class_="note bad", text_anchor=anchor)
+            free_x = x + max(LABEL_GAP, CHAR_W * len(label) + 16)
+
+
+# Steps
+
+
+def _curve(report: RunReport, tenures: Sequence[Tenure], window: Window) -> Iterator[Html]:
+    shown = {tenure.session for tenure in tenures}
+    points = [p for p in report.goodput.progress if p.session in shown]
+    runs = [list(run) for _, run in groupby(points, key=lambda p: p.session)]
+    thin = [_thin(run, window) for run in runs]
+    seen = [p.step for run in thin for p in run] or [0]
+    low, high = min(seen), max(max(seen), min(seen) + 1)
+
+    def y(step: float) -> float:
+        part = min(max((step - low) / (high - low), 0.0), 1.0)
+        return CURVE_Y + CURVE_H - 8 - part * (CURVE_H - 26)
+
+    yield _lane_name("steps", CURVE_Y + CURVE_H / 2)
+    for tick in _ticks(low, high):
+        yield el("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(tick), y2=y(tick), class_="grid")
+        yield el("text", f"{tick:,}", x=LEFT - 6, y=y(tick) + 4, class_="tick", text_anchor="end")
+    for before, after in pairwise(runs):
+        x = window.x(after[0].time_s)
+        if after[0].time_s in window and before[-1].step != after[0].step:
+            yield el("path", d=f"M{x:.1f} {y(before[-1].step):.1f}V{y(after[0].step):.1f}", class_="back")
+    for run in thin:
+        for survived, line in _lines(run):
+            path = "L".join(f"{window.x(p.time_s):.1f} {y(p.step):.1f}" for p in line)
+            text = f"session {line[0].session}: steps {line[0].step} to {line[-1].step}"
+            kind = "kept" if survived else "gone"
+            title = el("title", f"{text}{'' if survived else ', lost'}")
+            yield el("path", title, d=f"M{path}", class_=f"steps {kind}")
+
+
+def _thin(run: Sequence[Progress], window: Window) -> list[Progress]:
+    """The first and last point of each column and kind, with the ends of the window put in between."""
+    inside = [p for p in run if p.time_s in window]
+    for before, after in pairwise(run):
+        if before.time_s < window.start_s < after.time_s:
+            inside.insert(0, _between(before, after, window.start_s))
+        if before.time_s < window.end_s < after.time_s:
+            inside.append(_between(before, after, window.end_s))
+    found: list[Progress] = []
+    for _, group in groupby(inside, key=lambda p: (window.column(p.time_s), p.survived)):
+        points = list(group)
+        found += points[:1] if len(points) == 1 else [points[0], points[-1]]
+    return found
+
+
+def _between(before: Progress, after: Progress, time_s: float) -> Progress:
+    part = (time_s - before.time_s) / (after.time_s - before.time_s)
+    step = round(before.step + part * (after.step - before.step))
+    return replace(after, time_s=time_s, step=step)
+
+
+def _lines(points: Sequence[Progress]) -> Iterator[tuple[bool, list[Progress]]]:
+    """Stretches of steps that survived, and of those that did not; each begins where the other ends."""
+    for survived, pairs in groupby(pairwise(points), key=lambda pair: pair[1].survived):
+        found = list(pairs)
+        yield survived, [found[0][0], *(after for _, after in found)]
+
+
+def _ticks(low: int, high: int) -> Iterator[int]:
+    rough = max(1.0, (high - low) / 4)
+    base = 10 ** int(math.log10(rough))
+    every = max(1, int(next(m * base for m in (1, 2, 5, 10) if m * base >= rough)))
+    yield from range(math.ceil(low / every) * every, high + 1, every)
+
+
+# Lanes of marks
+
+
+def _lanes(report: RunReport, window: Window) -> list[tuple[str, list[Mark]]]:
+    """The lanes with their names; those of levels and restores always, others if there is something."""
+    lanes = [
+        ("on local disk", list(_reached(report.checkpoints, Level.LOCAL, window))),
+        ("replicated", list(_reached(report.checkpoints, Level.REPLICATED, window))),
+        ("durable", list(_reached(report.checkpoints, Level.DURABLE, window))),
+        ("restored", list(_restored(report, window))),
+    ]
+    more = [("checked", list(_checked(report, window))), ("kept, let go", list(_kept(report, window)))]
+    return lanes + [lane for lane in more if lane[1]]
+
+
+def _reached(checkpoints: Iterable[CheckpointInfo], level: Level, window: Window) -> Iterator[Mark]:
+    looks = {"live": "live", "lost": "lost"}
+    for info in checkpoints:
+        time_s = reached_s(info, level)
+        if time_s is not None and time_s in window:
+            kind = looks.get(info.state, "past")
+            yield Mark(time_s=time_s, kind=kind, text=partial(_reached_text, info, time_s))
+
+
+def _reached_text(info: CheckpointInfo, time_s: float) -> str:
+    state = "" if info.state == "live" else f", {info.state} since"
+    return f"step {info.step}, {moment(time_s)}{state}"
+
+
+def reached_s(info: CheckpointInfo, level: Level) -> float | None:
+    """When a checkpoint had reached a level, as the log tells; None if it had not or is not known."""
+    if level is Level.DURABLE:
+        return info.durable_at_s if info.level is Level.DURABLE else None
+    if level is Level.LOCAL:
+        return info.committed_at_s - (info.replicate_s or 0.0)
+    return info.committed_at_s if info.replicas else None
+
+
+def _restored(report: RunReport, window: Window) -> Iterator[Mark]:
+    for info, tenure in zip(report.sessions, report.goodput.tenures, strict=True):
+        if info.restored_at_s is not None and tenure.ready_s in window:
+            source = report.by_attempt.get(info.resumed_from or "")
+            text = partial(_restored_text, info, source, tenure.ready_s - tenure.opened_s)
+            yield Mark(time_s=tenure.ready_s, kind="restore", text=text)
+
+
+def _restored_text(info: SessionInfo, source: CheckpointInfo | None, took_s: float) -> str:
+    step = f"step {source.step}" if source else "state"
+    return f"session {info.session}: {step} in {span(took_s)}, {tiers_text(info.read_bytes)}"
+
+
+def _checked(report: RunReport, window: Window) -> Iterator[Mark]:
+    """Scrubs and drills: those of the log, and the last ones of each checkpoint that it no longer has."""
+    since_s = min((event.time_s for event in report.events), default=math.inf)
+    for event in report.events:
+        if event.op == "drilled":
+            yield from _mark(
+                event.time_s, _drill_kind(event.text), f"drill of step {event.step}: {event.text}", window
+            )
+        elif event.op == "verified":
+            yield from _mark(event.time_s, "verified", f"step {event.step} scrubbed: good", window)
+    for info in report.checkpoints:
+        if info.drilled_at_s is not None and info.drilled_at_s < since_s:
+            text = f"drill of step {info.step}: {info.drill}"
+            yield from _mark(info.drilled_at_s, _drill_kind(info.drill), text, window)
+        if info.verified_at_s is not None and info.verified_at_s < since_s:
+            yield from _mark(info.verified_at_s, "verified", f"step {info.step} scrubbed: good", window)
+
+
+def _drill_kind(text: str) -> str:
+    return "passed" if text.startswith("passed") else "lost"
+
+
+def _kept(report: RunReport, window: Window) -> Iterator[Mark]:
+    """Pins, deletions, losses and notes."""
+    looks = {
+        "retired": ("past", "retired"),
+        "collected": ("past", "deleted"),
+        "lost": ("lost", "lost"),
+        "pin": ("pin", "pinned by"),
+        "unpin": ("past", "unpinned by"),
+        "note": ("other", ""),
+    }
+    for event in report.events:
+        if event.op in looks:
+            kind, what = looks[event.op]
+            step = "" if event.step is None else f"step {event.step} "
+            yield from _mark(event.time_s, kind, f"{step}{what} {event.text}".strip(), window)
+
+
+def _mark(time_s: float, kind: str, text: str, window: Window) -> Iterator[Mark]:
+    if time_s in window:
+        yield Mark(time_s=time_s, kind=kind, text=lambda: f"{said(text)}, {moment(time_s)}")
+
+
+def _lane(title: str, marks: Sequence[Mark], window: Window, top: float) -> Iterator[Html]:
+    middle = top + LANE_H / 2
+    yield _lane_name(title, middle)
+    yield el("line", x1=LEFT, x2=WIDTH - RIGHT, y1=middle, y2=middle, class_="lane")
+    bins: defaultdict[tuple[int, str], list[Mark]] = defaultdict(list)
+    for mark in marks:
+        bins[window.column(mark.time_s), mark.kind].append(mark)
+    for (_, kind), group in sorted(bins.items(), key=lambda bin: (bin[0][1] == "lost", *bin[0])):
+        first, last = group[0], group[-1]
+        text = first.text()
+        if len(group) > 1:
+            text = f"{len(group)} together: {text} to {last.text()}"
+        yield _glyph(kind, window.x(first.time_s), middle, text)
+
+
+def _glyph(kind: str, x: float, y: float, text: str) -> Html:
+    title = el("title", text)
+    if kind in ("passed", "pin", "restore"):
+        return el("path", title, d=f"M{x:.1f} {y - 7:.1f}l6 7l-6 7l-6 -7z", class_=f"m-{kind}")
+    if kind == "lost":
+        return el("path", title, d=f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8", class_="cross")
+    half = 4.0 if kind in ("past", "other") else 7.0
+    return el("rect", title, x=x - MARK_W / 2, y=y - half, width=MARK_W, height=2 * half, class_=f"m-{kind}")
+
+
+def _lane_name(text: str, y: float) -> Html:
+    return el("text", text, x=8.0, y=y + 4, class_="lane-name")

@@ -1,0 +1,463 @@
+"""What a log and manifests say, as Arrow tables, Parquet files of them, and small HTML tables for notebooks.
+
+`checkpoints`, `sessions` and `events` come from the log, `shards` (files) and `slices` from manifests.
+`step` and `attempt` join them. Times are timestamps in UTC, durations seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from itertools import islice
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.format import records
+from ray_ckpt.format.manifest import rows_table
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, ManifestRow
+
+TableName: TypeAlias = Literal["checkpoints", "shards", "slices", "events", "sessions"]
+TABLES: tuple[TableName, ...] = get_args(TableName)
+
+ROW_GROUP_ROWS = 131_072  # of a Parquet file, held at a time: some 30 MB of slices
+MAX_CUTS = 8  # ways in which tensors are cut, of one checkpoint: a layout has three or four
+MAX_HTML_ROWS = 20  # of a table in a notebook
+MAX_HTML_METRICS = 5  # of a checkpoint there
+MAX_TIME_S = 253_402_300_800.0  # the year 10000: what datetime can hold
+
+_TIME = pa.timestamp("us", tz="UTC")
+_STRINGS = pa.list_(pa.string())
+_RANK = re.compile(r"(?:shard|state)-(\d+)")
+
+
+# Of the log
+
+
+def checkpoints_table(
+    known: Sequence[CheckpointInfo],
+    history: RunHistory,
+    *,
+    on_storage: Sequence[bool],
+    lineage: frozenset[str],
+    cuts: Mapping[str, Sequence[str]],
+) -> pa.Table:
+    """One row per checkpoint of `known`.
+
+    `on_storage` says of each whether the storage path has files of it; `lineage` are the attempts on the
+    current lineage, `cuts` what `Cuts.texts` gave, by attempt. Metrics are columns `metric.<name>`, null
+    where a checkpoint has none of that name.
+    """
+    sessions = sessions_rows(history)
+    opened = [sessions[c.id.session] for c in known]
+    columns: dict[str, pa.Array] = {
+        "step": pa.array([c.id.step for c in known], pa.int64()),
+        "session": pa.array([c.id.session for c in known], pa.int64()),
+        "attempt": pa.array([c.id.attempt for c in known], pa.string()),
+        "seq": pa.array([c.seq for c in known], pa.int64()),
+        "state": pa.array([c.state for c in known], pa.string()),
+        "level": pa.array([c.level.label for c in known], pa.string()),
+        "tiers": pa.array(list(map(_tiers, known, on_storage)), _STRINGS),
+        "replicas": pa.array([c.replicas for c in known], pa.int64()),
+        "world_size": pa.array([c.world_size for c in known], pa.int64()),
+        "num_nodes": pa.array([c.num_nodes for c in known], pa.int64()),
+        "cuts": pa.array([cuts.get(c.id.attempt) for c in known], _STRINGS),
+        "size_bytes": pa.array([c.size_bytes for c in known], pa.int64()),
+        "committed_at": _times([c.committed_at_s for c in known]),
+        "durable_at": _times([c.durable_at_s for c in known]),
+        "verified_at": _times([c.verified_at_s for c in known]),
+        "drilled_at": _times([c.drilled_at_s for c in known]),
+        "drill": pa.array([c.drill or None for c in known], pa.string()),
+        "stall_s": pa.array([c.stall_s for c in known], pa.float64()),
+        "capture_s": pa.array([c.capture_s for c in known], pa.float64()),
+        "local_s": pa.array([c.local_s for c in known], pa.float64()),
+        "replicate_s": pa.array([c.replicate_s for c in known], pa.float64()),
+        "drain_s": pa.array(list(map(drain_s, known)), pa.float64()),
+        "resumed_from_step": pa.array([s["resumed_from_step"] for s in opened], pa.int64()),
+        "branch": pa.array([s["branch"] for s in opened], pa.int64()),
+        "on_lineage": pa.array([c.id.attempt in lineage for c in known], pa.bool_()),
+        "pins": pa.array(list(map(_pins, known)), _PINS),
+        "root_digest": pa.array([c.root_digest for c in known], pa.string()),
+        "directory": pa.array([c.directory for c in known], pa.string()),
+        "on_storage": pa.array(on_storage, pa.bool_()),
+    }
+    for name in sorted({name for c in known for name in c.metrics}):
+        columns[f"metric.{name}"] = pa.array([c.metrics.get(name) for c in known], pa.float64())
+    return pa.table(columns)
+
+
+_PINS = pa.list_(pa.struct({"owner": pa.string(), "until": _TIME}))
+
+
+def _tiers(info: CheckpointInfo, on_storage: bool) -> tuple[str, ...]:
+    """Where a checkpoint is by the log, which does not tell of nodes that have dropped theirs or are gone."""
+    nodes = () if info.state != "live" else ("local", "peer") if info.replicas else ("local",)
+    return (*nodes, "remote") if on_storage else nodes
+
+
+def drain_s(info: CheckpointInfo) -> float | None:
+    """From the commit until all of it was on the storage path, waiting included."""
+    return None if info.durable_at_s is None else max(0.0, info.durable_at_s - info.committed_at_s)
+
+
+def _pins(info: CheckpointInfo) -> list[dict[str, Any]]:
+    """Expired ones too, as the log has them; without a time: for good."""
+    return [{"owner": owner, "until": to_datetime(end_s)} for owner, end_s in sorted(info.pins.items())]
+
+
+def sessions_table(history: RunHistory) -> pa.Table:
+    """One row per session, in log order: its lineage, its group, its restore and its end.
+
+    `branch` is the session with which its branch began: one that resumed from the last commit of a branch
+    goes on in it, any other one begins a new one.
+    """
+    rows = sessions_rows(history)
+    return pa.table({name: pa.array([row[name] for row in rows.values()], kind) for name, kind in _SESSION})
+
+
+def sessions_rows(history: RunHistory) -> dict[int, dict[str, Any]]:
+    """The rows of `sessions_table` by session."""
+    ends = history.branch_points()
+    counts = Counter(c.id.session for c in history.checkpoints.values())
+    branches = _branches(history)
+    found = {}
+    for number, info in history.sessions.items():
+        ended = info.ended
+        source = history.checkpoints.get(info.resumed_from or "")
+        found[number] = {
+            "session": number,
+            "parent": info.parent,
+            "resumed_from": info.resumed_from,
+            "resumed_from_step": source.step if source else None,
+            "branch": branches[number],
+            "on_lineage": number in ends,
+            "world_size": info.world_size,
+            "num_nodes": info.num_nodes,
+            "num_checkpoints": counts[number],
+            "opened_at": to_datetime(info.opened_at_s),
+            "restored_at": to_datetime(info.restored_at_s),
+            "read_bytes": sorted(info.read_bytes.items()),
+            "first_step_at": to_datetime(ended.first_at_s if ended else None),
+            "last_step_at": to_datetime(ended.last_at_s if ended else None),
+            "last_step": ended.step if ended else None,
+            "stalled_s": ended.stalled_s if ended else None,
+            "end_cause": ended.cause if ended else None,
+            "opened_by": info.opened_by,
+            "service": info.service,
+            "owner": info.owner,
+            "retention": info.retention,
+        }
+    return found
+
+
+_SESSION = (
+    ("session", pa.int64()),
+    ("parent", pa.int64()),
+    ("resumed_from", pa.string()),
+    ("resumed_from_step", pa.int64()),
+    ("branch", pa.int64()),
+    ("on_lineage", pa.bool_()),
+    ("world_size", pa.int64()),
+    ("num_nodes", pa.int64()),
+    ("num_checkpoints", pa.int64()),
+    ("opened_at", _TIME),
+    ("restored_at", _TIME),
+    ("read_bytes", pa.map_(pa.string(), pa.float64())),
+    ("first_step_at", _TIME),
+    ("last_step_at", _TIME),
+    ("last_step", pa.int64()),
+    ("stalled_s", pa.float64()),
+    ("end_cause", pa.string()),
+    ("opened_by", pa.int64()),
+    ("service", pa.string()),
+    ("owner", pa.string()),
+    ("retention", pa.string()),
+)
+
+
+def _branches(history: RunHistory) -> dict[int, int]:
+    """The branch of each session. A session's commits all lie before the next session's opening."""
+    last = {c.id.session: name for name, c in history.checkpoints.items()}
+    tips: dict[int, str | None] = {}  # of each branch, its last commit so far
+    found: dict[int, int] = {}
+    for number, info in history.sessions.items():
+        branch, source = number, info.resumed_from
+        if source is not None:
+            before = found[history.checkpoints[source].id.session]
+            branch = before if tips[before] == source else number
+        found[number] = branch
+        tips[branch] = last.get(number, source)
+    return found
+
+
+def events_table(log: Sequence[records.LogRecord], history: RunHistory) -> pa.Table:
+    """One row per record of `log`; what an op lacks is null, `text` is for people."""
+    rows = [_event(record.op, history) for record in log]
+    columns = {
+        "seq": pa.array([r.seq for r in log], pa.int64()),
+        "time": _times([r.time_s for r in log]),
+        "epoch": pa.array([r.epoch for r in log], pa.int64()),
+        "writer": pa.array([r.writer for r in log], pa.string()),
+    }
+    for name, kind in _EVENT:
+        columns[name] = pa.array([row[name] for row in rows], kind)
+    return pa.table(columns)
+
+
+_EVENT = (
+    ("op", pa.string()),
+    ("step", pa.int64()),
+    ("attempt", pa.string()),
+    ("session", pa.int64()),
+    ("level", pa.string()),
+    ("text", pa.string()),
+)
+
+
+def _event(op: records.Op, history: RunHistory) -> dict[str, Any]:
+    """The columns of a record that depend on its op."""
+    attempt = getattr(op, "attempt", None)
+    info = history.checkpoints.get(attempt) if attempt else None
+    level = getattr(op, "level", None)
+    return {
+        "op": type(op).__name__.lower(),
+        "step": info.step if info else getattr(op, "step", None),
+        "attempt": attempt,
+        "session": info.id.session if info else getattr(op, "session", None),
+        "level": level.label if level else None,
+        "text": _event_text(op, history),
+    }
+
+
+def _event_text(op: records.Op, history: RunHistory) -> str:
+    match op:
+        case records.Create(run_name=name):
+            return f"run {name}"
+        case records.Session(resumed_from=source, world_size=world, num_nodes=nodes):
+            start = "scratch" if source is None else f"step {history.checkpoints[source].step}"
+            return f"from {start}, {world} ranks on {nodes} nodes"
+        case records.Commit(size_bytes=size, replicas=copies):
+            return f"{size} bytes, {copies} replicas"
+        case records.Promote(replicas=copies):
+            return f"{copies} replicas"
+        case records.Epoch(service=service):
+            return service
+        case records.Pin(owner=owner) | records.Unpin(owner=owner):
+            return owner
+        case records.Annotated(metrics=metrics):
+            return ", ".join(f"{name}={value:g}" for name, value in metrics.items())
+        case records.Lost(reason=reason) | records.Retired(reason=reason):
+            return reason
+        case records.Restored(session=session, seconds=seconds, read_bytes=read):
+            source = history.sessions[session].resumed_from
+            what = "another run" if source is None else f"step {history.checkpoints[source].step}"
+            parts = ", ".join(f"{size:,.0f} bytes from {tier}" for tier, size in sorted(read.items()))
+            return f"restored {what} in {seconds:.2f} s: {parts}"
+        case records.Ended(cause=cause, step=step):
+            return f"{cause}, at step {step}"
+        case records.Drilled(scenario=scenario, passed=passed, text=text):
+            return f"{'passed' if passed else 'failed'}: {scenario}" + (f": {text}" if text else "")
+        case records.Note(text=text):
+            return text
+        case _:
+            return ""
+
+
+# Of manifests
+
+_CHECKPOINT = (("step", pa.int64()), ("attempt", pa.string()), ("session", pa.int64()))
+_INT64S = pa.list_(pa.int64())
+
+SHARDS = pa.schema(
+    (
+        *_CHECKPOINT,
+        ("node_index", pa.int64()),
+        ("rank", pa.int64()),
+        ("kind", pa.string()),
+        ("file", pa.string()),
+        ("size_bytes", pa.int64()),
+        ("digest", pa.string()),
+    )
+)
+SLICES = pa.schema(
+    (
+        *_CHECKPOINT,
+        ("tensor", pa.string()),
+        ("item", pa.string()),
+        ("name", pa.string()),
+        ("dtype", pa.string()),
+        ("global_shape", _INT64S),
+        ("offset", _INT64S),
+        ("shape", _INT64S),
+        ("rank", pa.int64()),
+        ("file", pa.string()),
+        ("byte_offset", pa.int64()),
+        ("nbytes", pa.int64()),
+        ("digest", pa.string()),
+    )
+)
+
+
+def shards_table(fragment: Fragment, own: FileEntry) -> pa.Table:
+    """One row per file that `fragment` tells of, and of the one that it lies in: `own`, which has no rank."""
+    files = (*fragment.files, own)
+    columns = {
+        "node_index": pa.array([fragment.node_index] * len(files), pa.int64()),
+        "rank": pa.array([_rank(file.name) for file in files], pa.int64()),
+        "kind": pa.array([file.name.partition("-")[0] for file in files], pa.string()),
+        "file": pa.array([file.name for file in files], pa.string()),
+        "size_bytes": pa.array([file.size_bytes for file in files], pa.int64()),
+        "digest": pa.array([file.digest for file in files], pa.string()),
+    }
+    return _table(SHARDS, fragment.attempt, columns)
+
+
+def slices_table(fragment: Fragment) -> pa.Table:
+    """One row per saved slice of `fragment`; `tensor` is the full name, `rank` the one that saved it."""
+    rows = rows_table([fragment])
+    rows = rows.filter(pc.equal(rows["kind"], "slice")).combine_chunks()
+    item, name = rows["item"], rows["name"]
+    ranks = {file.name: _rank(file.name) for file in fragment.files}
+    columns = {column: rows[column] for column in rows.column_names}
+    columns["tensor"] = pc.if_else(pc.equal(name, ""), item, pc.binary_join_element_wise(item, name, "."))
+    columns["rank"] = pa.array([ranks[file] for file in rows["file"].to_pylist()], pa.int64())
+    return _table(SLICES, fragment.attempt, columns)
+
+
+def _table(schema: pa.Schema, attempt: AttemptId, columns: Mapping[str, Any]) -> pa.Table:
+    """`columns` as a table of `schema`, with those that say of which checkpoint it is."""
+    num_rows = len(columns["file"])
+    whose = {"step": attempt.step, "attempt": attempt.attempt, "session": attempt.session}
+    for name, kind in _CHECKPOINT:
+        columns = {**columns, name: pa.repeat(pa.scalar(whose[name], kind), num_rows)}
+    return pa.table([columns[name] for name in schema.names], schema=schema)
+
+
+def _rank(file: str) -> int | None:
+    match = _RANK.match(file)
+    return int(match[1]) if match else None
+
+
+class Cuts:
+    """How the tensors of one checkpoint are cut, from its manifest.
+
+    A manifest has neither device mesh nor placements, only the regions that were saved. They tell into how
+    many pieces each dimension of a tensor is cut. Replicas along a mesh are not seen, for one of them is
+    saved. 4 ranks of FSDP give `4`; 2 x 2 of FSDP over tensor parallelism `4`, `2x2` and `2`.
+    """
+
+    def __init__(self) -> None:
+        self._starts: dict[str, list[set[int]]] = {}  # of the slices of a tensor, along each dimension
+        self._nbytes: Counter[str] = Counter()
+
+    def add(self, rows: Iterable[ManifestRow]) -> None:
+        for row in rows:
+            part = row.slice
+            if part is None or not part.num_elements:
+                continue
+            starts = self._starts.setdefault(part.key, [set() for _ in part.offset])
+            for along, start in zip(starts, part.offset, strict=True):
+                along.add(start)
+            self._nbytes[part.key] += row.nbytes
+
+    def texts(self) -> tuple[str, ...]:
+        """At most MAX_CUTS, those of most bytes first: `4` is four pieces along the first dimension, `1x2`
+        two along the second one, `1` a tensor that is whole.
+        """
+        sizes: Counter[str] = Counter()
+        for name, starts in self._starts.items():
+            counts = [len(along) for along in starts]
+            while counts and counts[-1] == 1:
+                counts.pop()
+            sizes["x".join(map(str, counts)) or "1"] += self._nbytes[name]
+        return tuple(sorted(sizes, key=lambda text: (-sizes[text], text))[:MAX_CUTS])
+
+
+# Parquet
+
+
+class ParquetFile:
+    """A file of tables of one schema, which appears when the `with` ends without an error.
+
+    Holds ROW_GROUP_ROWS rows and one table more. OSError.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.num_rows = 0
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{token_hex(4)}.tmp")
+        self._writer = pq.ParquetWriter(self._temporary, schema, compression="zstd")
+        self._waiting: list[pa.Table] = []
+        self._num_waiting = 0  # rows
+
+    def add(self, table: pa.Table) -> None:
+        self.num_rows += table.num_rows
+        self._num_waiting += table.num_rows
+        self._waiting.append(table)
+        if self._num_waiting >= ROW_GROUP_ROWS:
+            self._write()
+
+    def _write(self) -> None:
+        if self._waiting:
+            self._writer.write_table(pa.concat_tables(self._waiting), row_group_size=ROW_GROUP_ROWS)
+        self._waiting, self._num_waiting = [], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._write()
+            self._writer.close()
+            if kind is None:
+                self._temporary.replace(self._path)
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+
+# Times
+
+
+def to_datetime(time_s: float | None) -> datetime | None:
+    """Unix seconds as a time in UTC; None for None, and for what no calendar holds."""
+    if time_s is None or not 0 <= time_s < MAX_TIME_S:
+        return None
+    return datetime.fromtimestamp(time_s, UTC)
+
+
+def _times(times_s: Sequence[float | None]) -> pa.Array:
+    """Unix seconds as timestamps; null for None and for what no calendar holds."""
+    seconds = np.array(times_s, np.float64)  # None is NaN
+    is_known = (seconds >= 0) & (seconds < MAX_TIME_S)
+    microseconds = np.round(np.where(is_known, seconds, 0) * 1e6).astype(np.int64)
+    return pa.array(microseconds, pa.int64(), mask=~is_known).cast(_TIME)
+
+
+# HTML
+
+
+def html_table(
+    title: str, headers: Iterable[str], rows: Iterable[Iterable[object]], left_out: str = ""
+) -> str:
+    """A small table without styles of its own, and below it what it leaves out; everything is escaped."""
+    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    more = f"<p>{escape(left_out)}</p>" if left_out else ""
+    top = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f"<table><caption>{escape(title)}</caption>{top}<tbody>{body}</tbody></table>{more}"
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """The first few."""
+    text = ", ".join(f"{name} {metrics[name]:.5g}" for name in islice(sorted(metrics), MAX_HTML_METRICS))
+    return text + (", ..." if len(metrics) > MAX_HTML_METRICS else "")

@@ -1,0 +1,119 @@
+"""The metrics of a service: their names, labels and meaning. `ray_ckpt.actors.meters` records them.
+
+Ray exports each as `ray_ckpt_<name>`, a counter with `_total` at its end, from every node (see "Metrics" in
+actors/README.md). Every metric has the label `run`, the name of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`labels` are those besides `run`; `buckets` the upper bounds of a histogram, in its unit."""
+
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exported(self) -> str:
+        """The name under which Prometheus has it; of a histogram without `_bucket`, `_sum` and `_count`."""
+        return f"ray_ckpt_{self.name}" + ("_total" if self.kind == "counter" else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A value to set (gauge), to add (counter) or to observe (histogram)."""
+
+    metric: Metric
+    value: float = 1.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+_SHORT = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_LONG = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+
+# Saves
+SAVES = Metric("saves", "counter", "Saves that ended; outcome: committed or dropped.", ("outcome",))
+STALL = Metric(
+    "save_stall_seconds", "histogram", "For which a save held up training, slowest rank.", (), _SHORT
+)
+PHASE = Metric(
+    "save_phase_seconds",
+    "histogram",
+    "Parts of a save: capture (until copied), local (until fsynced), replicate (waiting for copies), commit "
+    "(the log record), drain (until on the storage path).",
+    ("phase",),
+    _LONG,
+)
+SLOW_SAVES = Metric("slow_saves", "counter", "Saves that took longer than the interval between saves.")
+SAVE_BYTES = Metric(
+    "save_bytes", "counter", "Bytes written by saves; tier: local, peer, remote.", ("tier", "node")
+)
+INTERVAL = Metric("save_interval_seconds", "gauge", "Between two saves, as they are due now; 0: not known.")
+LATENCY = Metric("save_latency_seconds", "gauge", "From the beginning of a save to its commit, of late.")
+
+# How far a run is
+ACTIVE = Metric("run_active", "gauge", "1 while a training group has the run, else 0.")
+SESSION = Metric("session", "gauge", "The number of the session at work, or of the last one.")
+STEP = Metric("last_step", "gauge", "The last optimizer step that a rank has completed.")
+SAVED_STEP = Metric(
+    "saved_step", "gauge", "The newest step that has reached a level: local, replicated, durable.", ("level",)
+)
+LAG_STEPS = Metric("lag_steps", "gauge", "Steps completed since the newest one at a level.", ("level",))
+LAG_SECONDS = Metric("lag_seconds", "gauge", "Seconds since the newest commit at a level.", ("level",))
+AT_RISK = Metric(
+    "steps_at_risk", "gauge", "Steps to be repeated if this node died now; -1: all of them.", ("node",)
+)
+
+# What is missing
+COPIES_MISSING = Metric("copies_missing", "gauge", "Copies of fragments that repair has yet to make.")
+DRAINS = Metric("drains_pending", "gauge", "Checkpoints on their way to the storage path, or waiting for it.")
+DISK_FREE = Metric("disk_free_bytes", "gauge", "Free on the file system of a node's staging.", ("node",))
+DISK_TOTAL = Metric("disk_total_bytes", "gauge", "Size of that file system.", ("node",))
+DISK_RESERVE = Metric(
+    "disk_reserve_bytes", "gauge", "That are never filled on it (`reserve_bytes`).", ("node",)
+)
+
+# What went wrong
+INTERRUPTIONS = Metric(
+    "interruptions", "counter", "Groups that ended; cause: process, node, preemption, replaced.", ("cause",)
+)
+FAILURES = Metric(
+    "failures",
+    "counter",
+    "Of the service; cause: save, copy, drain, store, agent, coordinator, node.",
+    ("cause",),
+)
+CORRUPT = Metric(
+    "corruption_found", "counter", "Copies that did not fit their digests; place: node, remote.", ("place",)
+)
+REPAIRED = Metric("corruption_repaired", "counter", "Of those, made good again.", ("place",))
+LOST = Metric("lost_checkpoints", "counter", "Checkpoints of which no intact copy was left.")
+
+# Coming back
+RESTORES = Metric("restore_seconds", "histogram", "Of the slowest rank.", (), _LONG)
+RESTORE_BYTES = Metric(
+    "restore_bytes", "counter", "Bytes read; tier: memory, local, peer, remote.", ("tier",)
+)
+DRILLS = Metric(
+    "drills", "counter", "Recovery drills by checkpoint; outcome: passed or failed.", ("outcome",)
+)
+DRILL_SECONDS = Metric("drill_seconds", "histogram", "For which a recovery drill read.", (), _LONG)
+DRILLED_AT = Metric("drill_timestamp_seconds", "gauge", "Unix time of the last recovery drill that passed.")
+GOODPUT = Metric(
+    "goodput_ratio", "gauge", "Time of steps whose effect survived, over wall time; by the run's log."
+)
+BADPUT = Metric(
+    "badput_seconds", "gauge", "Time without them; cause as `ray-ckpt goodput` has it.", ("cause",)
+)
+
+METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

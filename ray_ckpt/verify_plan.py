@@ -1,0 +1,228 @@
+"""Proving a checkpoint restorable without moving its bytes: manifest, sizes, headers.
+
+What is proven holds for any number of ranks: a restore plans by global tensors, so it is enough that every
+element of each is in the files exactly once. Flipped bits inside of tensors are not seen; `verify_files`
+reads them all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from math import prod
+
+from ray_ckpt.errors import CorruptionError, FormatError
+from ray_ckpt.format import names
+from ray_ckpt.format.digest import Digester
+from ray_ckpt.format.digest import root_digest as digest_of_files
+from ray_ckpt.format.manifest import CheckpointDescription, check_coverage
+from ray_ckpt.types import FileEntry, Fragment, ManifestRow
+from ray_ckpt.verify import (
+    ALL_FRAGMENTS,
+    Checked,
+    CheckpointFiles,
+    Damage,
+    Progress,
+    Verification,
+    is_fragment,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemCoverage:
+    """What the manifest has of one item. Bytes and elements of a region that several ranks saved count once.
+
+    `num_differing`: regions that were saved more than once, with different bytes; each rank restores its own.
+    """
+
+    item: str
+    num_tensors: int
+    num_slices: int
+    size_bytes: int
+    num_elements: int  # that its tensors have
+    num_covered: int  # of them, in slices
+    num_differing: int
+
+    def __add__(self, other: ItemCoverage) -> ItemCoverage:
+        """Of both, which are of one item."""
+        return ItemCoverage(
+            item=self.item,
+            num_tensors=self.num_tensors + other.num_tensors,
+            num_slices=self.num_slices + other.num_slices,
+            size_bytes=self.size_bytes + other.size_bytes,
+            num_elements=self.num_elements + other.num_elements,
+            num_covered=self.num_covered + other.num_covered,
+            num_differing=self.num_differing + other.num_differing,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePart:
+    """What one node has saved: its files, without the fragment."""
+
+    node_index: int
+    ranks: tuple[int, ...]
+    num_files: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """Whether a checkpoint can be restored, as far as that can be told without its bytes.
+
+    Ranks of any number together read `tensor_bytes` of tensors, and more where several want the same; the
+    rest of `size_bytes` are headers, further copies, and the state file of each rank that saved.
+    """
+
+    where: str
+    world_size: int
+    num_files: int
+    size_bytes: int  # of these files, as the manifest has them
+    read_bytes: int  # for this report
+    items: tuple[ItemCoverage, ...]
+    nodes: tuple[NodePart, ...]
+    damages: tuple[Damage, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.damages
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(item.size_bytes for item in self.items)
+
+
+def verify_plan(
+    files: CheckpointFiles, *, root_digest: str | None = None, progress: Progress | None = None
+) -> PlanReport:
+    """Prove that a checkpoint can be restored, without moving its bytes.
+
+    Reads the manifest, the list of files, and the header of each shard. Shows that the slices cover every
+    element of every tensor exactly once, on all ranks' word for shapes and dtypes, so that it can be restored
+    at any world size; that each file is there with its size; and that these are the files that `root_digest`
+    was made of. Damage inside of a file is not seen: `verify_files` reads it all. Never raises for damage.
+    """
+    check = _PlanVerification(files, progress or (lambda nbytes: None))
+    description = check.read_description()
+    fragments = check.read_fragments(description)
+    check.check_group(description, fragments)
+    items = check.check_items(fragments)
+    check.check_sizes(description, fragments)
+    check.check_listed(description, fragments, root_digest)
+    if description is not None or fragments:
+        check.check_unlisted()
+    entries = [entry for fragment in fragments.values() for entry in fragment.files]
+    return PlanReport(
+        where=str(files.location),
+        world_size=next((f.world_size for f in fragments.values()), 0),
+        num_files=len(entries),
+        size_bytes=sum(entry.size_bytes for entry in entries),
+        read_bytes=check.size_bytes,
+        items=items,
+        nodes=tuple(map(_node_part, fragments.values())),
+        damages=tuple(check.damages),
+    )
+
+
+def _node_part(fragment: Fragment) -> NodePart:
+    return NodePart(
+        node_index=fragment.node_index,
+        ranks=fragment.ranks,
+        num_files=len(fragment.files),
+        size_bytes=sum(file.size_bytes for file in fragment.files),
+    )
+
+
+class _PlanVerification(Verification):
+    """One pass over what describes a checkpoint."""
+
+    def check_items(self, fragments: Mapping[str, Fragment]) -> tuple[ItemCoverage, ...]:
+        """Each item's coverage; if all fragments are there, a tensor that is not covered once is a damage."""
+        tensors: dict[tuple[str, str], list[ManifestRow]] = {}
+        for row in (row for fragment in fragments.values() for row in fragment.rows):
+            if row.slice is not None:
+                tensors.setdefault((row.slice.item, row.slice.key), []).append(row)
+        items: dict[str, ItemCoverage] = {}
+        for (item, _), rows in sorted(tensors.items()):
+            if _is_complete(fragments):
+                self._check_tensor(rows)
+            found = _tensor_coverage(item, rows)
+            items[item] = items[item] + found if item in items else found
+        return tuple(items.values())
+
+    def _check_tensor(self, rows: Sequence[ManifestRow]) -> None:
+        try:
+            check_coverage(rows)
+        except FormatError as error:
+            self.report(ALL_FRAGMENTS, "coverage", str(error))
+
+    def check_sizes(
+        self, description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
+    ) -> None:
+        """Each data file is there with its size, and the header of each shard is as it was saved."""
+        headers = {r.file: r for f in fragments.values() for r in f.rows if r.kind == "header"}
+        listed = {f.name: f for f in description.files if not is_fragment(f.name)} if description else {}
+        listed |= {file.name: file for fragment in fragments.values() for file in fragment.files}
+        wanted = [(entry, headers.get(name)) for name, entry in sorted(listed.items())]
+        for checked in self._each(self._check_outline, wanted):
+            self._take(checked)
+
+    def check_listed(
+        self,
+        description: CheckpointDescription | None,
+        fragments: Mapping[str, Fragment],
+        expected: str | None,
+    ) -> None:
+        """That the fragments list the files that were committed; said only if all of them can be read."""
+        if not _is_complete(fragments):
+            return
+        entries = [entry for fragment in fragments.values() for entry in fragment.files]
+        actual = digest_of_files([*entries, *(self.found[name] for name in fragments)])
+        for root, who in ((expected, "the log"), (description and description.root_digest, "it")):
+            if root is not None and root != actual:
+                detail = f"The fragments list files of the root digest {actual}; {who} has {root}."
+                self.report(names.CHECKPOINT_JSON, "root digest", detail)
+                return
+
+    def _check_outline(self, wanted: tuple[FileEntry, ManifestRow | None]) -> Checked:
+        """A data file's size and header."""
+        entry, header = wanted
+        checked = Checked(entry.name)
+        try:
+            file = self._files.open(entry.name)
+            if file is None:
+                checked.report("missing", f"Its {entry.size_bytes} bytes are not there.")
+            elif file.size_bytes != entry.size_bytes:
+                checked.report("size", f"{file.size_bytes} bytes, not {entry.size_bytes}.")
+            elif header is not None:
+                with closing(file.read([(0, header.nbytes)])) as blocks:
+                    self._check_rows(checked, self._counted(blocks, Digester()), [header])
+        except (OSError, EOFError) as error:
+            checked.report("unreadable", str(error))
+        except CorruptionError as error:  # of a compressed file
+            checked.report("content", str(error))
+        return checked
+
+
+def _is_complete(fragments: Mapping[str, Fragment]) -> bool:
+    """There is one of each node."""
+    return bool(fragments) and len(fragments) == next(iter(fragments.values())).num_nodes
+
+
+def _tensor_coverage(item: str, rows: Sequence[ManifestRow]) -> ItemCoverage:
+    """Of one tensor."""
+    slices = [row.slice for row in rows if row.slice is not None]
+    regions = {(part.offset, part.shape): (part, row) for part, row in zip(slices, rows, strict=True)}
+    versions = {(part.offset, part.shape, row.digest) for part, row in zip(slices, rows, strict=True)}
+    differing = Counter((offset, shape) for offset, shape, _ in versions)
+    return ItemCoverage(
+        item=item,
+        num_tensors=1,
+        num_slices=len(rows),
+        size_bytes=sum(row.nbytes for _, row in regions.values()),
+        num_elements=max(prod(part.global_shape) for part in slices),
+        num_covered=sum(part.num_elements for part, _ in regions.values()),
+        num_differing=sum(count > 1 for count in differing.values()),
+    )

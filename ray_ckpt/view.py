@@ -1,0 +1,182 @@
+"""One checkpoint as the catalog sees it: what the log says of it, its files, manifest and tensors.
+
+Nothing that is read is trusted: each file is compared with a digest that the log's root digest proves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import pyarrow as pa
+
+from ray_ckpt.errors import ConfigError, CorruptionError
+from ray_ckpt.format import names
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.manifest import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_FRAGMENT_BYTES,
+    CheckpointDescription,
+    decode_checkpoint,
+    decode_fragment,
+    rows_table,
+)
+from ray_ckpt.lazy import LazyTensor, SavedTensors
+from ray_ckpt.location import Location
+from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.tables import MAX_HTML_ROWS, drain_s, html_table, metrics_text, to_datetime
+from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment
+from ray_ckpt.verify import CheckpointFiles, Damage, Progress, is_fragment, verify_files
+
+REQUESTS_AT_A_TIME = 16  # for small files of a store that answers late
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointView:
+    """One checkpoint: what the log says of it and, once it is durable, its files.
+
+    `tier` is None while it is in the cluster only. Reading files of such a one is a ConfigError; damage is a
+    CorruptionError that names the file.
+    """
+
+    info: CheckpointInfo
+    tier: RemoteTier | None
+
+    @property
+    def where(self) -> str | None:
+        """Its folder on the storage path: a path or a URL."""
+        return None if self.tier is None else str(self._location(self.tier))
+
+    @property
+    def path(self) -> Path | None:
+        """`where`, if it is a folder of this machine."""
+        return None if self.tier is None or not self.tier.root.is_posix else self._location(self.tier).folder
+
+    def files(self) -> CheckpointFiles:
+        """Nothing is asked of the store yet."""
+        if self.tier is None:
+            there = "in the cluster only" if self.info.state == "live" else self.info.state
+            raise ConfigError(
+                f"Step {self.info.step} is {there}; the storage path has no files of it.",
+                hint="Only live checkpoints that are durable can be read here.",
+                step=self.info.step,
+            )
+        folder = f"{names.CHECKPOINTS_DIR}/{self.info.directory}"
+        return CheckpointFiles(self._location(self.tier), self.tier.files, folder)
+
+    def description(self) -> CheckpointDescription:
+        """What its `checkpoint.json` says, checked against the log."""
+        return self._description(self.files())
+
+    def fragments(self) -> tuple[Fragment, ...]:
+        """Its manifest, by node, each fragment checked against its digest in `checkpoint.json`."""
+        return tuple(fragment for fragment, _ in self.each_fragment())
+
+    def each_fragment(self) -> Iterator[tuple[Fragment, FileEntry]]:
+        """`fragments` one after the other, each with its file. One is held, and the bytes of a few."""
+        files = self.files()
+        listed = [f for f in self._description(files).files if is_fragment(f.name)]
+        with ThreadPoolExecutor(REQUESTS_AT_A_TIME, thread_name_prefix="ray_ckpt-manifest") as pool:
+            for first in range(0, len(listed), REQUESTS_AT_A_TIME):
+                some = listed[first : first + REQUESTS_AT_A_TIME]
+                read = pool.map(lambda entry: _fragment_bytes(files, entry), some)
+                for data, entry in zip(read, some, strict=True):
+                    yield decode_fragment(data), entry
+
+    def slices(self) -> pa.Table:
+        """Its manifest as one table, a row per byte range; see format.manifest.COLUMNS."""
+        return rows_table(self.fragments())
+
+    def tensors(self) -> SavedTensors:
+        """Its tensors by their full names; of them nothing is read yet. The manifest read last is kept."""
+        if self.tier is None:
+            self.files()  # which says why there are none
+        assert self.tier is not None
+        attempt, found = _LAST_TENSORS.get(self.tier, ("", None))
+        if found is None or attempt != self.info.id.attempt:
+            found = SavedTensors(self.files(), (row for f in self.fragments() for row in f.rows))
+            _LAST_TENSORS[self.tier] = (self.info.id.attempt, found)
+        return found
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        """A tensor by its full name, such as `model.layers.0.weight`, to be read whole or in part.
+
+        ConfigError, with the nearest names, if there is none of that name.
+        """
+        return self.tensors()[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors())
+
+    def verify(self, progress: Progress | None = None) -> tuple[Damage, ...]:
+        """Everything that is wrong with its files; empty if each byte is as it was saved."""
+        return verify_files(self.files(), root_digest=self.info.root_digest, progress=progress).damages
+
+    def _repr_html_(self) -> str:
+        """For a notebook: what the log says of it, escaped. No file of it is read."""
+        info = self.info
+        facts = (
+            ("step", info.step),
+            ("attempt", info.id.attempt),
+            ("session", info.id.session),
+            ("state", info.state),
+            ("level", info.level.label),
+            ("ranks", f"{info.world_size} on {info.num_nodes} nodes"),
+            ("bytes", info.size_bytes),
+            ("saved at", to_datetime(info.committed_at_s) or ""),
+            ("took", _phases_text(info)),
+            ("verified at", to_datetime(info.verified_at_s) or ""),
+            ("drill", info.drill),
+            ("metrics", metrics_text(info.metrics)),
+            ("pins", ", ".join(islice(sorted(info.pins), MAX_HTML_ROWS))),
+            ("root digest", info.root_digest),
+            ("where", self.where or "no files on the storage path"),
+        )
+        return html_table(f"checkpoint of step {info.step}", (), facts)
+
+    def _location(self, tier: RemoteTier) -> Location:
+        return tier.root / names.CHECKPOINTS_DIR / self.info.directory
+
+    def _description(self, files: CheckpointFiles) -> CheckpointDescription:
+        description = decode_checkpoint(files.read_whole(names.CHECKPOINT_JSON, MAX_DESCRIPTION_BYTES))
+        if (description.attempt, description.root_digest) != (self.info.id, self.info.root_digest):
+            raise CorruptionError(
+                f"{files.place(names.CHECKPOINT_JSON)} does not describe what the log committed.",
+                hint=_DAMAGED,
+                file=names.CHECKPOINT_JSON,
+            )
+        return description
+
+
+_DAMAGED = "Run `ray-ckpt verify` on it, and restore another step."
+
+_LAST_TENSORS: WeakKeyDictionary[RemoteTier, tuple[str, SavedTensors]] = WeakKeyDictionary()
+# of each run that is open, with its attempt: views are made anew each time, and a manifest may be large
+
+
+def _phases_text(info: CheckpointInfo) -> str:
+    """`0.12 s stall, 1.3 s capture`: what is known."""
+    phases = {
+        "stall": info.stall_s,
+        "capture": info.capture_s,
+        "local": info.local_s,
+        "replication": info.replicate_s,
+        "drain": drain_s(info),
+    }
+    return ", ".join(f"{time_s:.3g} s {name}" for name, time_s in phases.items() if time_s is not None)
+
+
+def _fragment_bytes(files: CheckpointFiles, entry: FileEntry) -> bytes:
+    data = files.read_whole(entry.name, MAX_FRAGMENT_BYTES)
+    if digest(data) != entry.digest:
+        raise CorruptionError(
+            f"{files.place(entry.name)} differs from its digest.", hint=_DAMAGED, file=entry.name
+        )
+    return data

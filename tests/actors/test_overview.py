@@ -1,0 +1,139 @@
+"""What people are told of a service: values of its machines, no secrets, and what keeps it from its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from ray_ckpt.actors.overview import Seen, objections, run_view, steps_text
+from ray_ckpt.actors.wire import AgentCard, RunSpec, RunView, ServiceView
+from ray_ckpt.config import GIB, RunOptions
+from ray_ckpt.core import messages as m
+from tests.core.driver import START_S, Harness, of
+
+
+def view_of(run: Harness, **seen: Any) -> RunView:
+    options = {"secret_access_key": "canary"}
+    spec = RunSpec(
+        name="gpt", storage_path="s3://bucket/runs", options=RunOptions(storage_options=options, keep_last=10)
+    )
+    return run_view(spec, run.machine, Seen(**{"disks": {}, **seen}), wall_s=START_S + run.now_s)
+
+
+def service(*runs: RunView) -> ServiceView:
+    return ServiceView(
+        version="0.1.0",
+        protocol=5,
+        ray_version="2.60.0",
+        coordinator_node="a",
+        coordinator_host="10.0.0.1",
+        up_s=1.0,
+        is_encrypted=True,
+        nodes=("a", "b"),
+        agents=(AgentCard(node_id="a", endpoint="grpc+tls://10.0.0.1:1", staging="/nvme"),),
+        leaving=(),
+        runs=runs,
+    )
+
+
+def trained(**options: Any) -> Harness:
+    run = Harness("ab", keep_last=10, **options)
+    run.open("ab")
+    return run
+
+
+def test_a_run_at_work() -> None:
+    run = trained(remote_every=2)
+    run.drain_all([*run.save(10), *run.save(20)])
+    run.save(30)
+    run.tick(60.0)
+    said = {k: m.RankProgress(step=36, saved_step=30, step_s=0.5) for k in (0, 1)}
+    run.tell(m.RanksProgressed(age=run.plan.age, ranks=said))
+    disk = m.DiskSpace(free_bytes=50, total_bytes=1000)
+    view = view_of(run, disks={"a": disk})
+    assert (view.state, view.session, view.world_size, view.step, view.step_s) == ("training", 1, 2, 36, 0.5)
+    assert [(n.level, n.step, n.steps_behind) for n in view.newest] == [
+        ("local", 30, 6),
+        ("replicated", 30, 6),
+        ("durable", 20, 16),
+    ]
+    assert view.newest[0].age_s == 60.0
+    first, second = view.nodes
+    assert (first.node_id, first.ranks, first.holders, first.is_live) == ("a", (0,), ("b",), True)
+    assert first.exposure is not None and (first.exposure.step, first.exposure.tier) == (30, "peer")
+    assert first.disk is not None and (first.disk.is_full, first.disk.reserve_bytes) == (True, GIB)
+    assert second.disk is None
+    assert (view.live, view.in_cluster_only, view.needed_in_cluster) == (3, (10, 30), (30,))
+
+
+def test_it_has_no_secrets_and_is_json() -> None:
+    run = trained()
+    run.save(10)
+    text = json.dumps(dataclasses.asdict(service(view_of(run))), allow_nan=False)
+    assert "canary" not in text and "s3://bucket/runs/gpt" in text
+    assert "canary" not in repr(view_of(run))
+
+
+def test_the_states_of_a_run() -> None:
+    run = Harness("ab")
+    run.store_mode = "silent"
+    run.start_coordinator()
+    assert view_of(run).state == "opening"
+    run = Harness("ab")
+    assert view_of(run).state == "idle"
+    run.tell(run.group("ab"))
+    assert view_of(run).state == "restoring"
+    run.tell(*(run.restored(node) for node in "ab"))
+    assert view_of(run).state == "training"
+    assert view_of(run, owner_lives=False).state == "gone"
+    run.tell(m.FinishAsked(token="end", ends_group=True))
+    assert view_of(run, is_over=True).state == "finished"
+
+
+def test_the_last_warning_has_an_age() -> None:
+    run = trained()
+    run.tick(50.0)
+    view = view_of(run, warning="the store is silent", warned_at_s=START_S + 20.0)
+    assert (view.warning, view.warning_age_s) == ("the store is silent", 30.0)
+    assert view_of(run).warning_age_s is None
+
+
+def test_nothing_stops_the_end_of_a_service_that_is_not_needed() -> None:
+    run = trained(remote_every=1)
+    run.drain_all([*run.save(10), *run.save(20)])
+    assert objections(service()) == ()
+    assert objections(service(view_of(run, owner_lives=False))) == ()
+
+
+def test_a_group_at_work_and_what_only_nodes_have_stop_it() -> None:
+    run = trained(remote_every=2)
+    first = run.save(10)
+    run.drain_all([*first, *run.save(20)])
+    at_work, gone = view_of(run), view_of(run, owner_lives=False)
+    assert objections(service(at_work)) == ("run gpt is training on 2 rank(s)",)
+    assert objections(service(gone)) == (), "step 10 is older than what is on the storage path"
+    run.save(30)
+    (only,) = objections(service(view_of(run, owner_lives=False)))
+    assert only == "run gpt has step 30 in the cluster only"
+
+
+def test_what_is_pinned_or_on_its_way_is_needed() -> None:
+    run = trained(remote_every=2)
+    run.save(10)
+    drains = of(run.save(20), m.Drain)
+    assert view_of(run).needed_in_cluster == (10, 20), "nothing is there yet"
+    run.drain_all(drains)
+    assert view_of(run).needed_in_cluster == ()
+    attempt = run.machine.history.live()[0].id.attempt
+    run.tell(m.PinAsked(token="pin", attempt=attempt, owner="me", expires_at_s=START_S + 100))
+    assert view_of(run).needed_in_cluster == (10,)
+    run.tick(200.0)
+    assert view_of(run).needed_in_cluster == (), "the pin is over"
+    run.tell(m.DrainAsked(token="drain", attempt=attempt))
+    assert view_of(run).needed_in_cluster == (10,)
+
+
+def test_many_steps_are_named_by_the_last() -> None:
+    assert steps_text((5,)) == "step 5" and steps_text((5, 6)) == "steps 5, 6"
+    assert steps_text(range(30), most=2) == "steps 28 more and 28, 29"

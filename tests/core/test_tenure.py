@@ -1,0 +1,133 @@
+"""What the log says of how a session ended, and what its ranks told of their time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ray_ckpt import telemetry
+from ray_ckpt.core import messages as m
+from ray_ckpt.format import records as r
+from ray_ckpt.telemetry import Metric, Sample
+from ray_ckpt.types import SaveTimes
+from tests.core.driver import START_S, Harness
+
+
+def told(run: Harness, step: int, *, saved: int = -1, since_s: float = 0.0, stall_s: float = 0.0) -> None:
+    plan = run.plan
+    progress = m.RankProgress(step=step, saved_step=saved, since_s=since_s, step_s=2.0, stall_s=stall_s)
+    for node in plan.nodes:
+        run.tell(m.RanksProgressed(age=plan.age, ranks=dict.fromkeys(node.ranks, progress)))
+
+
+def ends(run: Harness) -> list[r.Ended]:
+    return [op for op in run.records if isinstance(op, r.Ended)]
+
+
+def samples(run: Harness, metric: Metric) -> list[Sample]:
+    return [sample for sample in run.machine.take_samples() if sample.metric is metric]
+
+
+def test_the_times_are_those_that_ranks_told() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    opened_s = run.now_s
+    run.tick(11.0)
+    told(run, 5, saved=4, since_s=1.0, stall_s=0.5)  # five steps of 2 s: the first one began at 0 s
+    told(run, 5, saved=4, since_s=1.0, stall_s=0.75)  # its optimizer waited, too
+    run.tick(10.0)
+    told(run, 9, saved=8, since_s=3.0, stall_s=0.25)
+    run.tick(60.0)
+    run.open("ab")
+    (ended,) = ends(run)
+    start_s = START_S + opened_s
+    assert (ended.session, ended.cause, ended.step) == (1, "process", 9)
+    assert ended.first_at_s == pytest.approx(start_s, abs=1.0)
+    assert ended.last_at_s == pytest.approx(start_s + 18.0, abs=1.0)
+    assert ended.stalled_s == pytest.approx(1.0)
+
+
+def test_each_cause_is_told_apart() -> None:
+    run = Harness("abc")
+    run.open("ab")
+    run.open("ab")
+    run.lose("b")
+    run.open("ac")
+    run.tell(m.NodesSeen(live=frozenset("ac"), draining=frozenset("c")))
+    run.lose("c")
+    run.open("a")
+    run.tell(m.FinishAsked(token="end", ends_group=True))
+    assert [ended.cause for ended in ends(run)] == ["process", "node", "preemption", "finished"]
+    assert [s.labels["cause"] for s in samples(run, telemetry.INTERRUPTIONS)] == [
+        "process",
+        "node",
+        "preemption",
+    ]
+
+
+def test_a_session_that_told_nothing_ended_after_what_it_saved() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.open("ab")
+    (ended,) = ends(run)
+    assert (ended.step, ended.first_at_s, ended.last_at_s) == (10, None, None)
+
+
+def test_a_restarted_coordinator_does_not_claim_to_know_the_beginning() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    plan = run.plan
+    run.start_coordinator()
+    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    told(run, 12)
+    run.open("ab")
+    (ended,) = ends(run)
+    assert (ended.step, ended.first_at_s, ended.stalled_s) == (12, None, None)
+    assert ended.last_at_s is not None
+
+
+def test_a_commit_has_the_times_of_the_slowest_node() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    attempt = run.attempt(10)
+    for node, stall_s in (("a", 0.5), ("b", 0.25)):
+        times = SaveTimes(stall_s=stall_s, capture_s=1.0 - stall_s, local_s=2.0)
+        run.tell(replace(run.stored(attempt, node), times=times))
+    run.tick(3.0)
+    run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
+    (checkpoint,) = run.machine.history.live()
+    assert (checkpoint.stall_s, checkpoint.capture_s, checkpoint.local_s) == (0.5, 0.75, 2.0)
+    assert checkpoint.replicate_s == pytest.approx(3.0, abs=0.1)
+    phases = {s.labels["phase"]: s.value for s in samples(run, telemetry.PHASE)}
+    assert phases.keys() == {"capture", "local", "replicate", "commit"}
+
+
+def test_lag_and_exposure_are_told_as_gauges() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    told(run, 14, saved=10)
+    found = {(s.metric.name, *s.labels.values()): s.value for s in run.machine.gauges()}
+    assert found["last_step",] == 14
+    assert (found["lag_steps", "replicated"], found["lag_steps", "durable"]) == (4, 14)
+    assert found["saved_step", "replicated"] == 10
+    assert (found["steps_at_risk", "a"], found["steps_at_risk", "b"]) == (4, 4)
+
+
+def test_saves_that_take_longer_than_the_time_between_them_are_counted_and_said_once() -> None:
+    run = Harness("ab", every_steps=10)
+    run.open("ab")
+    warnings = []
+    for step in (10, 20):
+        told(run, step, saved=step)  # ten steps of 2 s
+        attempt = run.attempt(step)
+        for node in "ab":
+            times = SaveTimes(stall_s=0.0, capture_s=15.0, local_s=15.0)
+            run.tell(replace(run.stored(attempt, node), times=times))
+        effects = run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
+        warnings += [e.text for e in effects if isinstance(e, m.Warn)]
+    assert len(samples(run, telemetry.SLOW_SAVES)) == 2
+    assert len([text for text in warnings if "take longer" in text]) == 1

@@ -1,0 +1,390 @@
+"""Every code block of the documents runs, or its commands are ones that are there. None is passed over.
+
+Python blocks are in `PYTHON` here, with what they leave to their reader, or in `PARTS` of
+`tests/cluster/test_code_blocks.py`, if they need Ray. Commands of ours run on a small run, those that train
+or need a service are parsed; of other programs, Ray's are parsed. A block or program that is in none of the
+lists fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import runpy
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import click
+import pytest
+import torch
+import yaml
+from torch import nn
+from typer.testing import CliRunner
+
+import ray_ckpt
+from ray_ckpt.cli import app
+from ray_ckpt.config import RunOptions
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format import names, records
+from tests.cluster.test_code_blocks import PARTS
+from tests.code_blocks import DOCUMENTS, ON_A_CLUSTER, ROOT, Block, blocks, find, our_commands, run_python
+from tests.sample_run import RunLog, SampleRun, write_run
+from tests.test_open import items_of, save
+
+Given: TypeAlias = Mapping[str, Any]
+Replaced: TypeAlias = Mapping[str, str]
+
+
+# Python
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(2))
+
+
+def _saved_run(storage: Path) -> dict[str, Any]:
+    """A run of four ranks below `storage`; the objects that it was saved from."""
+    model = _Model()
+    objects: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    save(RunLog(folder=storage / "gpt"), [items_of(**objects, loader={"position": 1})] * 4, step=3000)
+    return objects
+
+
+def _reading(tmp_path: Path) -> tuple[Given, Replaced]:
+    return _saved_run(tmp_path), {"s3://bucket/runs": str(tmp_path)}
+
+
+def _sample(tmp_path: Path) -> tuple[Given, Replaced]:
+    return {"ray_ckpt": ray_ckpt}, {"/tmp/sample": str(tmp_path)}
+
+
+def _catalog(tmp_path: Path) -> tuple[Given, Replaced]:
+    run = write_run(tmp_path, durable=(30, 40))
+    return {}, {"demo-out/storage/gpt-with-failure": str(run.folder)}
+
+
+def _tables(tmp_path: Path) -> tuple[Given, Replaced]:
+    catalog = ray_ckpt.Catalog(write_run(tmp_path, durable=(30, 40)).folder)
+    return {"catalog": catalog, "view": catalog.newest()}, {"/tmp/tables": str(tmp_path / "tables")}
+
+
+def _comparison(tmp_path: Path) -> tuple[Given, Replaced]:
+    return {"catalog": ray_ckpt.Catalog(write_run(tmp_path).folder)}, {}
+
+
+def _callback(tmp_path: Path) -> tuple[Given, Replaced]:
+    from ray_ckpt.train import CheckpointCallback
+
+    return {"CheckpointCallback": CheckpointCallback}, {}
+
+
+def _trainer(tmp_path: Path) -> tuple[Given, Replaced]:
+    import ray.train
+    from ray.train.torch import TorchTrainer
+
+    given = {"TorchTrainer": TorchTrainer, "ray": ray, "train_loop": print, **_callback(tmp_path)[0]}
+    return given, {"/shared/runs": str(tmp_path)}
+
+
+PYTHON: Mapping[tuple[str, str], Callable[[Path], tuple[Given, Replaced]]] = {
+    ("README.md", "CheckpointCallback(every_s=300)"): _callback,
+    ("README.md", "init_items="): _callback,
+    ("README.md", "num_workers=(1, 4)"): _trainer,
+    ("README.md", 'run.load("loader", rank=3)'): _reading,
+    ("README.md", "write_run(Path("): _sample,
+    ("README.md", "view = catalog.newest()"): _catalog,
+    ("README.md", "catalog.write_parquet("): _tables,
+    ("README.md", "diff.compare("): _comparison,
+}
+
+
+@pytest.mark.parametrize(("document", "anchor"), PYTHON)
+def test_a_python_block_runs(tmp_path: Path, document: str, anchor: str) -> None:
+    given, replace = PYTHON[document, anchor](tmp_path)
+    run_python(find(document, anchor), given, replace)
+
+
+def test_every_python_block_runs_here_or_on_a_cluster() -> None:
+    treated = [find(*place) for place in (*PYTHON, *PARTS)]
+    assert len(set(treated)) == len(treated), "a block is run twice"
+    passed_over = [block for block in blocks() if block.language == "python" and block not in treated]
+    assert not passed_over, [str(block) for block in passed_over]
+
+
+def test_what_the_readme_says_a_sample_run_gives_is_what_it_gives(tmp_path: Path) -> None:
+    given, replace = _sample(tmp_path)
+    found = run_python(find("README.md", "write_run(Path("), given, replace)
+    rows = re.findall(
+        r"^\| `(.*run\.load.*?)` \| `(.+?)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) >= 5
+    for code, expected in rows:
+        try:
+            answer = repr(eval(code, found))
+        except CheckpointError as error:
+            answer = f"{type(error).__name__}: {error}"
+        assert answer == expected, code
+
+
+# Commands
+
+
+class _Parsed(BaseException):
+    """Ends a program when it has parsed its arguments."""
+
+
+def _parse_only(monkeypatch: pytest.MonkeyPatch, module: str, args: Sequence[str]) -> None:
+    """Start a module as `python -m` does, up to where it knows that its arguments are good."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_end(*args: Any) -> NoReturn:
+        parse(*args)
+        raise _Parsed
+
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that the module was imported before
+        patched.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
+        patched.setattr(sys, "argv", [module, *args])
+        with pytest.raises(_Parsed):
+            runpy.run_module(module, run_name="__main__")
+
+
+STEPS = (50, 60, 70, 1000, 2000, 2990, 3000)  # those that the texts name, and one before 3000
+OUR_RUN = re.compile(
+    r"^(?:/shared/runs|s3://(?:bucket|new|old)/runs|demo-out/storage)(?:/gpt[\w-]*)?((?:@\d+)?)$"
+)
+
+
+def _next_session(run: SampleRun) -> records.Session:
+    """A session whose record has a policy, as a coordinator's has."""
+    newest = run.checkpoints[STEPS[-1]].attempt.attempt
+    return records.Session(
+        session=2,
+        service="sample",
+        after=1,
+        resumed_from=newest,
+        world_size=2,
+        num_nodes=2,
+        retention="last=3",
+    )
+
+
+def _run_ray_ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: Sequence[str]) -> None:
+    """Run a command on a run of this machine, with the paths of the text replaced."""
+    if args == ["--version"]:
+        return
+    our_commands()[args[0]].make_context(args[0], list(args[1:]))  # the options are there
+    if args[0] in ON_A_CLUSTER or {"--lose-node", "--lose-rack", "--address"} & set(args):
+        return
+    run = write_run(tmp_path / "storage", steps=STEPS, durable=STEPS)
+    run.log.append(_next_session(run))
+    monkeypatch.chdir(tmp_path)
+    here = []
+    for arg in args:
+        if match := OUR_RUN.match(arg):
+            is_storage_path = arg in {"/shared/runs", "s3://bucket/runs"}
+            arg = str(run.folder.parent if is_storage_path else run.folder) + match[1]
+        here.append(arg)
+    if "--storage-option" in here:  # of a URL, which is a folder here
+        at = here.index("--storage-option")
+        del here[at : at + 2]
+    if args[0] == "doctor":  # a later option counts
+        here += ["--size", "0", "--staging", str(tmp_path / "staging")]
+    result = CliRunner().invoke(app, here, input="y\n", catch_exceptions=False)
+    assert result.exit_code == 0, (here, result.output)
+
+
+def _check_ray(args: Sequence[str]) -> None:
+    """Parse a command of Ray's, with Ray's own parser."""
+    from ray.scripts.scripts import cli
+
+    command: Any = cli
+    context, rest = click.Context(cli), list(args)
+    while isinstance(command, click.Group):
+        name = rest.pop(0)
+        command = command.get_command(context, name)
+        assert command is not None, f"Ray has no command {name}"
+        context = click.Context(command, parent=context, info_name=name)
+    command.make_context(args[0], rest, parent=context.parent)
+
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def _check_make(args: Sequence[str]) -> None:
+    for arg in args:
+        variable, is_setting, _ = arg.partition("=")
+        pattern = rf"^{variable}\s*\?=" if is_setting else rf"^{arg}:"
+        assert re.search(pattern, MAKEFILE, re.MULTILINE), arg
+
+
+# Programs that are not ours and that not every machine has: nothing of them can be checked here.
+FOREIGN = {
+    "aws": "Amazon's; a package of its own",
+    "prometheus": "a program of the system",
+}
+
+
+def _check_variable(name: str, value: str) -> None:
+    """A variable that a command is given."""
+    if name == "RAY_CKPT_OPTIONS":
+        RunOptions.parse(**json.loads(value))
+    elif name == "RAY_TRAIN_CALLBACKS":
+        module, _, attribute = value.rpartition(".")
+        assert hasattr(import_module(module), attribute)
+    elif name.startswith("RAY_CKPT_"):
+        source = "\n".join(path.read_text() for path in (ROOT / "ray_ckpt").rglob("*.py"))
+        assert f'"{name}"' in source, name
+    else:
+        assert name == "UPDATE_TRANSCRIPTS", f"what does {name} do?"
+
+
+def _check_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Sequence[str]) -> None:
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
+        _check_variable(*words[0].split("=", 1))
+        words = words[1:]
+    if not words:
+        return
+    program, args = words[0], list(words[1:])
+    if program in {"ray-ckpt", ".venv/bin/ray-ckpt"}:
+        _run_ray_ckpt(tmp_path, monkeypatch, args)
+    elif program in {"python", ".venv/bin/python"} and args[0] == "-m":
+        if args[1] == "pytest":
+            assert all((ROOT / arg).exists() for arg in args[2:] if not arg.startswith("-"))
+        else:
+            _parse_only(monkeypatch, args[1], args[2:])
+    elif program == "python":
+        assert args == ["train.py"], "a file of the reader's own"
+    elif program == "ray":
+        own = args.index("--") if "--" in args else len(args)
+        _check_ray([*args[:own], *(["python"] if own < len(args) else [])])
+        _check_command(tmp_path, monkeypatch, args[own + 1 :])
+    elif program == "make":
+        _check_make(args)
+    else:
+        assert program in FOREIGN, f"how is {program} checked?"
+
+
+def _commands(block: Block) -> list[list[str]]:
+    """The commands of a block as words; `<what is left to the reader>` is x."""
+    text = re.sub(r"<[\w ]+>", "x", block.text.replace("\\\n", " "))
+    commands = []
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        while "&&" in words:
+            at = words.index("&&")
+            commands.append(words[:at])
+            words = words[at + 1 :]
+        if words:
+            commands.append(words)
+    return commands
+
+
+SHELL = [block for block in blocks() if block.language == "bash"]
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_the_commands_of_a_block_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: Block
+) -> None:
+    for number, words in enumerate(_commands(block)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        _check_command(folder, monkeypatch, words)
+
+
+# Everything else
+
+FILES_OF_A_RUN = ("ray_ckpt/format/FORMAT.md", "<storage_path>/<run>/ray_ckpt/")
+DRAWINGS = (FILES_OF_A_RUN, ("ARCHITECTURE.md", "train worker (rank)"))
+OUTPUT = ("docs/tour.md",)  # jobs/tour.py writes it, tests/test_tour.py looks at it
+PARSERS: Mapping[str, Callable[[str], object]] = {"json": json.loads, "yaml": yaml.safe_load}
+
+
+def test_every_other_block_is_known() -> None:
+    drawings = [find(*place) for place in DRAWINGS]
+    for block in blocks():
+        if block.language in {"python", "bash"} or block in drawings:
+            continue
+        if block.language == "text":
+            assert block.document in OUTPUT, f"is {block} true?"
+        else:
+            assert block.language in PARSERS, f"nothing looks at {block}"
+            PARSERS[block.language](block.text)
+
+
+def test_the_files_of_a_run_are_those_that_the_format_lists(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    run.log.snapshot(time_s=0.0)
+    patterns = []
+    folder = ""
+    for line in find(*FILES_OF_A_RUN).text.splitlines()[1:]:
+        indent, name = re.match(r"( +)(\S+)", line).groups()  # type: ignore[union-attr]
+        if name.endswith("/"):
+            folder = name
+            continue
+        path = name if len(indent) == 2 else folder + name
+        patterns.append(re.sub(r"<[\w]+>", r"\\w+", re.escape(path).replace(r"\<", "<").replace(r"\>", ">")))
+    root = run.folder / names.SERVICE_DIR
+    files = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
+    unknown = [file for file in files if not any(re.fullmatch(pattern, file) for pattern in patterns)]
+    assert not unknown
+    unused = [pattern for pattern in patterns if not any(re.fullmatch(pattern, file) for file in files)]
+    assert unused == [p for p in patterns if r"\.\w+\-of" in p], "slices that are not one box, and no others"
+
+
+# Sentences
+
+
+def _anchors(document: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them, and those that it sets itself."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([\w-]+)">', text))
+
+
+def test_links_to_headings_lead_to_one() -> None:
+    for document in DOCUMENTS:
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([\w-]+)\)", (ROOT / document).read_text()):
+            there = (ROOT / document).parent / target if target else ROOT / document
+            assert anchor in _anchors(os.path.relpath(there, ROOT)), (document, target, anchor)
+
+
+def test_programs_that_sentences_name_are_there() -> None:
+    folders = ("ray_ckpt", "actors", "jobs", "tests")
+    programs = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    for document in DOCUMENTS:
+        named = set(re.findall(r"`(?:[\w.-]+/)*(\w+\.py)`", (ROOT / document).read_text()))
+        assert named <= programs | {"train.py"}, (document, named - programs)
+
+
+def test_commands_and_options_that_sentences_name_are_there() -> None:
+    commands, seen = our_commands(), 0
+    for document in {block.document for block in blocks()} | {"CHANGELOG.md"}:
+        text = re.sub(
+            r"^( *)```.*?^\1```$", "", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL
+        )
+        for name, rest in re.findall(r"`ray-ckpt ([a-z]+)\b([^`]*)`", text):
+            options = {option for parameter in commands[name].params for option in parameter.opts}
+            assert set(re.findall(r"--[\w-]+", rest)) <= options | {"--help"}, (document, name, rest)
+            seen += 1
+        for module in re.findall(r"`(?:\.venv/bin/)?python -m ([\w.]+)", text):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (document, module)
+    assert seen > 20

@@ -1,0 +1,402 @@
+"""Drills on real peers and real files: what they read, what they name, and what they leave alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ray_ckpt.cli import app, main
+from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node
+from ray_ckpt.drill import CheckpointDrill, DrillReport, Reach, choose, drill, rehearse
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format import records
+from ray_ckpt.format.names import fragment_file, make_attempt, shard_file
+from ray_ckpt.location import Location
+from ray_ckpt.storage.remote import RemoteTier, open_store
+from ray_ckpt.testing.strict_store import StrictStore
+from ray_ckpt.transport.server import PeerServer
+from ray_ckpt.types import CheckpointInfo, Level
+from tests.sample_run import SampleCheckpoint, SampleRun, copy_to, make_checkpoint, write_run
+from tests.servers.stores import bucket_url
+from tests.transport.peers import KEYS, UID, Folder
+
+A, B, C = (letter * 56 for letter in "abc")
+
+
+@dataclass(slots=True)
+class Nodes:
+    """Agents' ends of the transport, each with a folder of its own, and a storage path."""
+
+    root: Path
+    endpoints: dict[str, str] = field(default_factory=dict)
+
+    def put(self, place: str, saved: SampleCheckpoint, *indices: int) -> None:
+        """Fragments with their files, at a node or on the storage path ("remote")."""
+        folder = self.folder(place, saved)
+        folder.mkdir(parents=True, exist_ok=True)
+        for index in indices:
+            fragment = saved.fragments[index]
+            for name in (*(f.name for f in fragment.files), fragment_file(index, saved.num_nodes)):
+                (folder / name).write_bytes(saved.files[name])
+
+    def folder(self, place: str, saved: SampleCheckpoint) -> Path:
+        base = self.root / place / ("checkpoints" if place == "remote" else UID)
+        return base / saved.attempt.directory
+
+    @property
+    def reach(self) -> Reach:
+        remote = RemoteTier(Location.parse(self.root / "remote"))
+        return Reach(endpoints=self.endpoints, credentials=KEYS.credentials(UID), remote=remote)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        nodes = Nodes(tmp_path)
+        for node in (A, B, C):
+            server = PeerServer("127.0.0.1", keys=KEYS, files=Folder(tmp_path / node))
+            stack.callback(server.shutdown)
+            nodes.endpoints[node] = server.endpoint
+        yield nodes
+
+
+@pytest.fixture
+def saved() -> SampleCheckpoint:
+    return sample(10)
+
+
+def sample(step: int) -> SampleCheckpoint:
+    return make_checkpoint(make_attempt(run_uid=UID, session=1, step=step, attempt=0), rows=64)
+
+
+def live(
+    saved: SampleCheckpoint,
+    *holders: Sequence[str],
+    level: Level = Level.REPLICATED,
+    on_lineage: bool = True,
+) -> LiveCheckpoint:
+    info = CheckpointInfo(
+        id=saved.attempt,
+        seq=saved.attempt.step,
+        level=level,
+        world_size=saved.world_size,
+        num_nodes=saved.num_nodes,
+        size_bytes=saved.size_bytes,
+        root_digest=saved.root_digest,
+        committed_at_s=0.0,
+        metrics={},
+        replicas=1,
+    )
+    found = tuple(map(tuple, holders)) or ((A, B), (B, A))
+    homes = tuple(h[0] if h else "" for h in found)
+    return LiveCheckpoint(checkpoint=info, holders=found, homes=homes, on_lineage=on_lineage)
+
+
+def both(nodes: Nodes, saved: SampleCheckpoint) -> LiveCheckpoint:
+    """A and B hold their own part and each other's."""
+    for node in (A, B):
+        nodes.put(node, saved, 0, 1)
+    return live(saved)
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+LOSE_A, LOSE_B = lose_node(A, [A]), lose_node(B, [B])
+
+
+def test_every_byte_is_read_once_from_what_is_left(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    counted: list[int] = []
+    result = rehearse(both(nodes, saved), LOSE_A, nodes.reach, counted.append)
+    assert (result.verdict, result.problems, result.notes) == ("passed", (), ())
+    sizes = [
+        sum(saved.files[f.name].__len__() for f in fragment.files)
+        + len(saved.files[fragment_file(fragment.node_index, 2)])
+        for fragment in saved.fragments
+    ]
+    assert result.read_bytes == {"peer": sizes[0], "local": sizes[1]}
+    assert sum(counted) == sum(sizes) == saved.size_bytes
+    assert all(read.seconds > 0 and read.bytes_per_s > 0 for read in result.reads.values())
+
+
+def test_a_damaged_replica_fails_the_loss_that_needs_it_until_it_is_good_again(
+    nodes: Nodes, saved: SampleCheckpoint
+) -> None:
+    there, shard = both(nodes, saved), shard_file(0, 2)
+    flip(nodes.folder(B, saved) / shard)
+    result = rehearse(there, LOSE_A, nodes.reach)
+    assert result.verdict == "failed"
+    [problem] = result.problems
+    assert shard in problem and B[:12] in problem and "wrong digest" in problem
+    other = rehearse(there, LOSE_B, nodes.reach)
+    assert other.verdict == "passed" and not other.notes
+    nodes.put(B, saved, 0)  # as repair does
+    assert rehearse(there, LOSE_A, nodes.reach).verdict == "passed"
+
+
+def test_damage_that_another_source_makes_good_is_a_note(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    nodes.put("remote", saved, 0, 1)
+    there = both(nodes, saved)
+    durable = replace(there, checkpoint=replace(there.checkpoint, level=Level.DURABLE))
+    flip(nodes.folder(B, saved) / shard_file(0, 2))
+    result = rehearse(durable, LOSE_A, nodes.reach)
+    assert result.verdict == "passed" and result.read_bytes["remote"] > 0
+    [note] = result.notes
+    assert B[:12] in note
+
+
+def test_remote_only_reads_the_storage_path_alone(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    nodes.put("remote", saved, 0, 1)
+    durable = live(saved, level=Level.DURABLE)  # no node has a file
+    result = rehearse(durable, REMOTE_ONLY, nodes.reach)
+    assert result.verdict == "passed" and result.read_bytes == {"remote": saved.size_bytes}
+    flip(nodes.folder("remote", saved) / shard_file(1, 2))
+    result = rehearse(durable, REMOTE_ONLY, nodes.reach)
+    assert result.verdict == "failed"
+    assert shard_file(1, 2) in result.problems[0] and str(nodes.root / "remote") in result.problems[0]
+
+
+@pytest.mark.parametrize("file", [shard_file(0, 2), fragment_file(0, 2)])
+def test_a_file_that_is_not_there_is_named(nodes: Nodes, saved: SampleCheckpoint, file: str) -> None:
+    there = both(nodes, saved)
+    (nodes.folder(B, saved) / file).unlink()
+    result = rehearse(there, LOSE_A, nodes.reach)
+    assert result.verdict == "failed"
+    assert any(file in line and B[:12] in line for line in result.problems)
+
+
+def test_a_manifest_of_other_bytes_is_no_proof(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    there = both(nodes, saved)
+    other = replace(there, checkpoint=replace(there.checkpoint, root_digest="0" * 32))
+    result = rehearse(other, LOSE_A, nodes.reach)
+    assert result.verdict == "failed" and "not the one that was committed" in result.problems[0]
+
+
+def test_a_node_without_an_agent_is_told(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    there = both(nodes, saved)
+    del nodes.endpoints[B]
+    result = rehearse(there, LOSE_A, nodes.reach)
+    assert result.verdict == "failed" and "no holder has an agent" in result.problems[0]
+
+
+def test_much_damage_is_told_in_a_few_lines(nodes: Nodes) -> None:
+    attempt = make_attempt(run_uid=UID, session=1, step=10, attempt=0)
+    saved = make_checkpoint(attempt, world_size=32, rows=64)  # each rank has several rows
+    there = both(nodes, saved)
+    for rank in range(32):
+        path = nodes.folder(B, saved) / shard_file(rank, 32)
+        path.write_bytes(bytes(path.stat().st_size))
+    result = rehearse(there, LOSE_A, nodes.reach)
+    assert len(result.problems) == 21 and result.problems[-1].startswith("and ")
+
+
+def test_nothing_is_written_or_left_running(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    there = both(nodes, saved)
+    before = {path: path.stat().st_mtime_ns for path in nodes.root.rglob("*")}
+    threads = {t.name for t in threading.enumerate()}
+    rehearse(there, LOSE_A, nodes.reach)
+    assert before == {path: path.stat().st_mtime_ns for path in nodes.root.rglob("*")}
+    assert {t.name for t in threading.enumerate()} <= threads
+
+
+# a drill of several checkpoints
+
+
+def run_drill(
+    nodes: Nodes, known: Sequence[LiveCheckpoint], scenario: Scenario = LOSE_A, **options: object
+) -> DrillReport:
+    reach = nodes.reach
+    settings: dict[str, object] = {"last_step": 35, "again": lambda c: (c, reach), **options}
+    return drill(known, scenario, reach, **settings)  # type: ignore[arg-type]
+
+
+def test_the_newest_that_passes_is_what_a_run_would_go_on_from(nodes: Nodes) -> None:
+    saves = [sample(step) for step in (10, 20, 30)]
+    known = [both(nodes, saved) for saved in saves]
+    flip(nodes.folder(B, saves[2]) / shard_file(0, 2))
+    recorded: list[CheckpointDrill] = []
+    report = run_drill(nodes, known, record=recorded.append)
+    assert [(r.checkpoint.step, r.verdict) for r in report.results] == [
+        (30, "failed"),
+        (20, "passed"),
+        (10, "passed"),
+    ]
+    assert not report.passed and recorded == list(report.results)
+    assert report.resume is not None and (report.resume.step, report.steps_lost) == (20, 15)
+    assert sum(read.size_bytes for read in report.reads.values()) > 2 * saves[0].size_bytes
+
+
+def test_what_is_off_the_lineage_is_drilled_and_not_gone_on_from(nodes: Nodes) -> None:
+    old, aside = sample(10), sample(20)
+    known = [both(nodes, old), replace(both(nodes, aside), on_lineage=False)]
+    report = run_drill(nodes, known)
+    assert report.passed and report.resume is not None and report.resume.step == 10
+
+
+def test_what_no_promise_covers_fails_no_drill_and_is_not_recorded(nodes: Nodes) -> None:
+    saved = sample(10)
+    nodes.put(A, saved, 0)
+    nodes.put(B, saved, 1)
+    recorded: list[CheckpointDrill] = []
+    report = run_drill(nodes, [live(saved, (A,), (B,), level=Level.LOCAL)], record=recorded.append)
+    assert report.passed and report.results[0].verdict == "not covered" and not recorded
+    assert report.resume is None and report.steps_lost == 35
+
+
+def test_what_is_retired_while_it_is_read_fails_nothing(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    there = live(saved)  # and no file is there any more
+    report = run_drill(nodes, [there], again=lambda known: None)
+    assert report.passed and report.results[0].verdict == "retired"
+
+
+def test_what_moves_while_it_is_read_is_read_where_it_is(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    nodes.put(C, saved, 0, 1)
+    moved = live(saved, (A, C), (A, C))
+    report = run_drill(nodes, [live(saved)], again=lambda known: (moved, nodes.reach))
+    assert report.passed and report.results[0].read_bytes == {"peer": saved.size_bytes}
+
+
+def test_an_agent_that_has_moved_is_asked_where_it_is(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    there, before = both(nodes, saved), nodes.reach
+    gone = replace(before, endpoints={**before.endpoints, B: "grpc+tls://127.0.0.1:1"})
+    asked: list[LiveCheckpoint] = []
+
+    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Reach]:
+        asked.append(known)
+        return known, before
+
+    report = drill([there], LOSE_A, gone, last_step=10, again=again)
+    assert report.passed and report.results[0].verdict == "passed" and asked == [there]
+
+
+def test_a_step_that_is_not_live_is_refused(saved: SampleCheckpoint) -> None:
+    assert choose([live(saved)], 10) == choose([live(saved)], None)
+    with pytest.raises(ConfigError, match="no live checkpoint of step 11"):
+        choose([live(saved)], 11)
+
+
+# the command, without a cluster
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SampleRun:
+    return write_run(tmp_path, steps=(10, 20, 30, 40), durable=(10, 30))
+
+
+def command(*args: object) -> Result:
+    return CliRunner().invoke(app, ["drill", *map(str, args)], catch_exceptions=False)
+
+
+def test_the_command_reads_what_the_storage_path_has_of_a_run(run: SampleRun) -> None:
+    result = command(run.folder, "--remote-only")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0] == "run gpt  remote-only: passed"
+    shown = [re.split(r"  +", line.strip())[:3] for line in lines[4:8]]
+    assert [(row[0], row[2]) for row in shown] == [
+        ("40", "not covered"),
+        ("30", "passed"),
+        ("20", "not covered"),
+        ("10", "passed"),
+    ]
+    assert "step 40: it is not on the storage path" in lines
+    assert lines[-1] == "After this loss a run would go on from step 30: 10 steps would be lost."
+    assert "not in the run's log" in result.stderr
+
+
+def test_the_command_as_json(run: SampleRun) -> None:
+    document = json.loads(command(run.folder, "--remote-only", "--step", "30", "--json").stdout)
+    assert (document["scenario"], document["passed"], document["recorded"]) == ("remote-only", True, False)
+    assert (document["resume_step"], document["steps_lost"]) == (30, 0)
+    [found] = document["checkpoints"]
+    assert found["verdict"] == "passed" and found["tiers"]["remote"]["size_bytes"] > 10_000
+    assert document["tiers"] == found["tiers"]
+
+
+def test_a_damaged_object_on_the_storage_path_fails_the_command(run: SampleRun) -> None:
+    flip(run.directory(30) / shard_file(1, 2))
+    result = command(run.folder, "--remote-only")
+    assert result.exit_code == 1 and "remote-only: FAILED" in result.stdout
+    assert re.search(rf"step 30: {shard_file(1, 2)}: \S+\[.*\] on remote .*: wrong digest", result.stdout)
+    assert "would go on from step 10: 30 steps would be lost" in result.stdout
+
+
+def test_nothing_to_prove_is_said(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, steps=(10,), durable=()).folder
+    result = command(folder, "--remote-only")
+    assert result.exit_code == 0 and "no checkpoint must survive this loss" in result.stdout
+    assert "nothing of it is left to go on from: 10 steps would be lost" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "needs one loss"),
+        (("--remote-only", "--lose-node", "ab"), "needs one loss"),
+        (("--remote-only", "--step", "11"), "no live checkpoint of step 11"),
+        (("--lose-node", "ab", "--address", "127.0.0.1:1"), "No Ray cluster answers"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    run: SampleRun, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["drill", str(run.folder), *args])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_the_last_drill_is_shown_with_its_checkpoint(run: SampleRun) -> None:
+    show = ["show", str(run.folder), "30"]
+    assert re.search(r"last drill +none", CliRunner().invoke(app, show).stdout)
+    run.log.append(
+        records.Drilled(
+            attempt=run.checkpoints[30].attempt.attempt,
+            scenario="lose-node 3f2a1b4c9d0e",
+            passed=False,
+            seconds=1.5,
+            read_bytes={"peer": 100.0},
+            text="fragment 0: no live node holds it",
+        )
+    )
+    text = CliRunner().invoke(app, show).stdout
+    assert re.search(r"last drill +failed: lose-node 3f2a1b4c9d0e, .* ago", text)
+    document = json.loads(CliRunner().invoke(app, [*show, "--json"]).stdout)
+    assert document["drill"] == "failed: lose-node 3f2a1b4c9d0e"
+    assert document["drilled_at_s"] > document["committed_at_s"]
+
+
+# In a bucket
+
+
+@pytest.fixture
+def storage(strict: StrictStore, credentials: None) -> Location:
+    """A storage path of S3 that nobody else has."""
+    return Location.parse(bucket_url("s3", strict.endpoint, f"drill/{uuid.uuid4().hex}"))
+
+
+def test_a_run_in_a_bucket_is_drilled_and_planned_alike(
+    run: SampleRun, tmp_path: Path, storage: Location
+) -> None:
+    flip(run.directory(30) / shard_file(1, 2))
+    copy_to(open_store(storage, None)[0], tmp_path)
+    here, there = (
+        json.loads(command(path, "--remote-only", "--json").stdout) for path in (run.folder, storage / "gpt")
+    )
+    assert [c["verdict"] for c in there["checkpoints"]] == ["not covered", "failed", "not covered", "passed"]
+    assert there["resume_step"] == here["resume_step"] == 10
+    assert there["tiers"]["remote"]["size_bytes"] == here["tiers"]["remote"]["size_bytes"]
+    planned = CliRunner().invoke(app, ["verify", str(storage / "gpt"), "--all", "--plan"])
+    assert planned.exit_code == 0 and planned.stdout.count(": can be restored;") == 2

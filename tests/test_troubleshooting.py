@@ -1,0 +1,138 @@
+"""actors/TROUBLESHOOTING.md names every error, warning of the log and alert, and none that is not there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from ray_ckpt import errors
+from tests.code_blocks import ROOT
+
+RUNBOOK = ROOT / "actors/README.md"
+PAGE = ROOT / "actors/TROUBLESHOOTING.md"
+ALERTS = ROOT / "jobs/dashboards"
+GAP = "\0"  # what a message leaves open
+LOGGED = {"warning", "error", "exception"}  # methods of a logger
+MIN_CHARS = 12  # of its own words: "%s: %s" says nothing by itself
+
+
+def _sources() -> Iterator[Path]:
+    for path in [*(ROOT / "ray_ckpt").rglob("*.py"), *(ROOT / "actors").rglob("*.py")]:
+        if "testing" not in path.parts and "ray_ckpt/actors" not in path.as_posix():
+            yield path
+
+
+def _text(node: ast.expr) -> str:
+    match node:
+        case ast.Constant(value=str() as value):
+            return re.sub(r"%[-.\d]*[a-z]", GAP, value)
+        case ast.JoinedStr(values=values):
+            return "".join(_text(value) for value in values)
+        case ast.BinOp(left=left, right=right):
+            return _text(left) + _text(right)
+    return GAP
+
+
+@cache
+def _nodes() -> tuple[ast.AST, ...]:
+    return tuple(node for path in _sources() for node in ast.walk(ast.parse(path.read_text())))
+
+
+def _strings() -> Iterator[str]:
+    for node in _nodes():
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
+            yield _text(node)
+
+
+def _warnings() -> Iterator[str]:
+    """What the library logs as a warning or worse, or has the coordinator log."""
+    for node in _nodes():
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, owner = node.func.attr, node.func.value
+        is_logged = name in LOGGED and isinstance(owner, ast.Name) and owner.id == "log"
+        if is_logged or name == "warn_once":
+            yield _text(node.args[0])
+        elif name == "Warn":
+            yield from (_text(keyword.value) for keyword in node.keywords if keyword.arg == "text")
+
+
+def _fits(line: str, message: str) -> bool:
+    """Whether a line of the page, with its `...`, is this message or a part of it."""
+    at = 0
+    for part in (part.strip() for part in line.split("...")):
+        at = message.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
+
+
+def _lines() -> list[str]:
+    """The lines of logs in the first cells of the tables."""
+    sections = PAGE.read_text().split("\n## Lines of ")[1:]
+    return [
+        line
+        for section in sections
+        for row in re.findall(r"^\| (`.*?) \|", section.split("\n## ")[0], re.MULTILINE)
+        for line in re.findall(r"`([^`]+)`", row)
+    ]
+
+
+def test_every_error_is_there() -> None:
+    table = PAGE.read_text().split("\n## Errors\n")[1].split("\n## ")[0]
+    for name, kind in inspect.getmembers(errors, inspect.isclass):
+        if issubclass(kind, errors.CheckpointError):
+            assert f"`{name}`" in table, name
+
+
+def test_every_line_of_a_log_that_is_there_is_one_of_the_library() -> None:
+    strings, lines = set(_strings()), _lines()
+    assert len(lines) > 50
+    unknown = [line for line in lines if not any(_fits(line, string) for string in strings)]
+    assert not unknown
+
+
+def test_what_the_runbook_expects_to_be_printed_is_what_is_printed() -> None:
+    strings, text = set(_strings()), RUNBOOK.read_text().split("\n## Runbook\n")[1].split("\n## ")[0]
+    expected = {
+        phrase
+        for phrase in re.findall(r"`([^`\n]+)`", text)
+        if "..." in phrase and " " in phrase and not re.search(r"[<(]\w|=", phrase)
+    }
+    expected |= set(re.findall(r"Expect: `([^`]+)`", RUNBOOK.read_text()))
+    assert len(expected) > 10
+    unknown = {phrase for phrase in expected if not any(_fits(phrase, string) for string in strings)}
+    assert not unknown
+
+
+def test_constants_and_variables_that_both_pages_name_are_there() -> None:
+    source = "\n".join(path.read_text() for path in _sources())
+    for page in (RUNBOOK, PAGE):
+        for name in set(re.findall(r"`((?!AWS_|RAY_G)[A-Z]+_[A-Z_]+)`", page.read_text())):
+            assert re.search(rf"\b{name}\b", source), (page.name, name)
+
+
+def test_every_warning_of_the_library_is_there() -> None:
+    lines = _lines()
+    missing = {
+        message.replace(GAP, "...")
+        for message in _warnings()
+        if len(re.sub(rf"[{GAP}\W]", "", message)) >= MIN_CHARS
+        and not any(_fits(line, message) for line in lines)
+    }
+    assert not missing, "a row of actors/TROUBLESHOOTING.md for each"
+
+
+def test_every_alert_is_there() -> None:
+    alerts = {
+        name
+        for path in ALERTS.glob("*.y*ml")
+        for name in re.findall(r"^\s*-?\s*alert: *\"?(\w+)", path.read_text(), re.MULTILINE)
+    }
+    named = set(re.findall(r"`(RayCkpt\w+)`", PAGE.read_text()))
+    assert alerts and named == alerts
