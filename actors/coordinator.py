@@ -83,7 +83,7 @@ from ray_ckpt.storage.log_store import (
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.transport.credentials import ServiceKeys
-from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, Part, RankRestore, SaveTimes
+from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, Part, RankRestore, SaveFacts
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
@@ -587,7 +587,7 @@ class Coordinator:
         replicated: tuple[str, ...],
         metrics: Mapping[str, float] | None,
         epoch: int,
-        times: SaveTimes,
+        facts: SaveFacts,
     ) -> None:
         event = m.NodeStored(
             attempt=attempt,
@@ -597,7 +597,7 @@ class Coordinator:
             replicated=replicated,
             metrics=metrics,
             epoch=epoch,
-            times=times,
+            facts=facts,
         )
         self._handle(self._by_uid(attempt.run_uid), event)
 

@@ -57,7 +57,7 @@ from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.transport.sending import Limiter, Outgoing, send_files
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.transport.wire import FileName, PutRequest
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, RankRestore, SaveTimes
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, RankRestore, SaveFacts
 
 log = logging.getLogger("ray_ckpt.agent")
 
@@ -69,7 +69,7 @@ PEER_THREADS = 4  # copies on their way at a time
 REMOTE_THREADS = 4  # questions and scrubs on storage paths at a time
 DRAIN_SPREAD_S = 0.5  # by chance, before each: nodes that failed together do not come back together
 DRAIN_THREADS = 2  # fragments on their way to storage paths: each holds some 200 MiB of parts and read-ahead
-MAX_TIMED = 16  # saves whose times are kept until they are stored; those that were dropped give way
+MAX_TOLD = 16  # saves of which that is kept until they are stored; those that were dropped give way
 MAX_ANNOTATING = 64  # annotations of a run that wait; each holds a call and its metrics
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
 RETIRE_AFTER_S = 0.5  # time for the answer to leave
@@ -78,22 +78,24 @@ PROGRESS_GATHER_S = 0.9  # ranks speak once a second, each in its own phase; thi
 
 
 @dataclass(slots=True)
-class Timing:
-    """How long the parts of a save took its ranks here."""
+class Told:
+    """What the ranks here have told of a save."""
 
+    mesh: str = ""
     stall_s: float = 0.0
     capture_s: float = 0.0
     sealed_s: float = 0.0  # when the last rank's capture came (monotonic)
 
     def add(self, shard: SealedShard) -> None:
+        self.mesh = self.mesh or shard.mesh
         self.stall_s = max(self.stall_s, shard.stall_s)
         self.capture_s = max(self.capture_s, shard.capture_s)
         self.sealed_s = time.monotonic()
 
-    def times(self) -> SaveTimes:
+    def facts(self) -> SaveFacts:
         """When all is stored."""
         local_s = time.monotonic() - self.sealed_s
-        return SaveTimes(stall_s=self.stall_s, capture_s=self.capture_s, local_s=local_s)
+        return SaveFacts(mesh=self.mesh, stall_s=self.stall_s, capture_s=self.capture_s, local_s=local_s)
 
 
 class NodeRun:
@@ -113,7 +115,7 @@ class NodeRun:
         self.page: AgreedPage | None = None  # made when the first rank asks for it
         self.word = 0  # what it shows
         self.sealed: dict[tuple[str, int], SealedShard] = {}
-        self.times: dict[str, Timing] = {}  # by attempt, until it is stored
+        self.told: dict[str, Told] = {}  # by attempt, until it is stored
         self.released: dict[tuple[str, int], asyncio.Event] = {}
         self.reading: set[tuple[str, int]] = set()  # captures that are being written; their memory is in use
         self.settled = asyncio.Condition()
@@ -478,9 +480,9 @@ class NodeAgent:
             raise Unavailable(f"Step {shard.attempt.step}: {reason}.")
         released = run.released.setdefault(key, asyncio.Event())
         run.sealed[key] = shard
-        run.times.setdefault(shard.attempt.attempt, Timing()).add(shard)
-        while len(run.times) > MAX_TIMED:
-            del run.times[next(iter(run.times))]
+        run.told.setdefault(shard.attempt.attempt, Told()).add(shard)
+        while len(run.told) > MAX_TOLD:
+            del run.told[next(iter(run.told))]
         event = n.ShardSealed(
             attempt=shard.attempt, rank=shard.rank, replicated=shard.replicated, metrics=shard.metrics
         )
@@ -614,7 +616,7 @@ class NodeAgent:
                     run.decision.set_exception(error)
                 await self._end(run, session, error)
             case n.TellStored():
-                timing = run.times.pop(effect.attempt.attempt, None)
+                told = run.told.pop(effect.attempt.attempt, None)
                 await self._tell(
                     "node_stored",
                     effect.attempt,
@@ -624,7 +626,7 @@ class NodeAgent:
                     effect.replicated,
                     effect.metrics,
                     effect.epoch,
-                    timing.times() if timing is not None else SaveTimes(),
+                    told.facts() if told is not None else SaveFacts(),
                 )
             case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
                 await self._tell("save_refused", attempt, ranks, reason)

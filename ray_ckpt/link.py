@@ -69,6 +69,7 @@ class SealedShard:
     buffer: int  # of the grant
     layout: ShardLayout | None  # None: as in the last one in this buffer
     layout_signature: str
+    mesh: str  # of its DTensors, as `SaveFacts`
     stall_s: float  # for which the save has held training up until now
     capture_s: float  # since it began
 

@@ -19,6 +19,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+import torch
+
 from ray_ckpt.capture.fsdp1 import Fsdp1OptimizerItem
 from ray_ckpt.capture.items import Item, ModuleItem, OptimizerItem, SamplerItem, TensorItem
 from ray_ckpt.capture.rng import GeneratorItem, RngItem
@@ -175,7 +177,9 @@ def kind_of(item: Item) -> Kind:
 
 def note_state(items: Mapping[str, Item], rank: int) -> dict[str, str]:
     """A line for each tensor (the region that this rank holds) and each other value, by dotted name."""
-    walked = walk(items, rank=rank, world_size=rank + 1)  # who else holds a tensor does not matter here
+    ordered = {name: items[name] for name in sorted(items, key=RNG.__ne__)}
+    with torch.random.fork_rng(devices=[]):  # the state of a loader that is not iterated yet takes a number
+        walked = walk(ordered, rank=rank, world_size=rank + 1)  # who else holds a tensor does not matter
     tensors: dict[str, str] = {}
     for live in walked.slices:
         at = f" at {list(live.slice.offset)}" if any(live.slice.offset) else ""

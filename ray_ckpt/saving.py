@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ray_ckpt.capture.arena import Arena, Ring
+from ray_ckpt.capture.dtensors import mesh_text
 from ray_ckpt.capture.guard import background_slices, guarded_storages, hooks_in_backward
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.walk import LiveSlice, Walked, bytes_digest
@@ -59,6 +60,7 @@ class _Plan:
     layout: ShardLayout
     slices: tuple[LiveSlice, ...]  # in the layout's order
     background: Set[str]
+    mesh: str
 
 
 class Saver:
@@ -243,6 +245,7 @@ class Saver:
                 buffer=buffer.index,
                 layout=layout if is_new else None,
                 layout_signature=layout.signature,
+                mesh=plan.mesh,
                 stall_s=self._stalled_s(parts.began_s),
                 capture_s=time.monotonic() - parts.began_s,
             )
@@ -364,6 +367,7 @@ class Saver:
                 layout=layout,
                 slices=tuple(by_place[placed.slice.key, placed.slice.offset] for placed in layout.slices),
                 background=background_slices(walked.slices, guarded_storages(self._optimizers)),
+                mesh=mesh_text(held.leaf for held in walked.held.values()),
             )
         return plan
 

@@ -70,6 +70,7 @@ def checkpoints_table(
         "replicas": pa.array([c.replicas for c in known], pa.int64()),
         "world_size": pa.array([c.world_size for c in known], pa.int64()),
         "num_nodes": pa.array([c.num_nodes for c in known], pa.int64()),
+        "mesh": pa.array([c.mesh or None for c in known], pa.string()),
         "cuts": pa.array([cuts.get(c.id.attempt) for c in known], _STRINGS),
         "size_bytes": pa.array([c.size_bytes for c in known], pa.int64()),
         "committed_at": _times([c.committed_at_s for c in known]),

@@ -118,8 +118,11 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveTimes:
-    """How long the parts of a save took, in seconds, on the slowest rank or node; None if nobody has said.
+class SaveFacts:
+    """What ranks and nodes tell of a save: how its tensors were cut, and how long its parts took.
+
+    `mesh` is the device mesh of its DTensors, such as "data=4 tensor=2" (`mesh_text`); "" if there is none.
+    Times are seconds, of the slowest rank or node; None if nobody has said.
 
     `stall_s`: it held up training. `capture_s`: from its beginning until all was copied; of a stream, until
     the agent began to read. `local_s`: from a node's last capture until all of its files were fsynced.
@@ -128,6 +131,7 @@ class SaveTimes:
     stall_s: float | None = None
     capture_s: float | None = None
     local_s: float | None = None
+    mesh: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +152,8 @@ class CheckpointInfo:
     pins: Mapping[str, float | None] = field(default_factory=dict)  # owner -> Unix time when it ends
     verified_at_s: float | None = None  # Unix time of the last scrub that found every copy good
     durable_at_s: float | None = None  # Unix time at which it was on the storage path entirely
-    stall_s: float | None = None  # this and the next two: `SaveTimes` of the save
+    mesh: str = ""  # this and the next three: `SaveFacts` of the save
+    stall_s: float | None = None
     capture_s: float | None = None
     local_s: float | None = None
     replicate_s: float | None = None  # for which its commit waited for copies, when all nodes had stored it

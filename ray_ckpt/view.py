@@ -129,6 +129,7 @@ class CheckpointView:
             ("state", info.state),
             ("level", info.level.label),
             ("ranks", f"{info.world_size} on {info.num_nodes} nodes"),
+            *((("mesh", info.mesh),) if info.mesh else ()),
             ("bytes", info.size_bytes),
             ("saved at", to_datetime(info.committed_at_s) or ""),
             ("took", _phases_text(info)),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ray_ckpt import probe
 from ray_ckpt.capture.items import Item, adapt
@@ -421,3 +422,14 @@ def test_a_state_is_noted_by_its_kind() -> None:
         "notes": "other",
         "generator": "random",
     }
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+def test_noting_a_loader_that_is_not_iterated_yet_takes_no_random_numbers() -> None:
+    loader = StatefulDataLoader(range(8), batch_size=2, num_workers=0)
+    items: dict[str, Item] = {"loader": adapt("loader", loader, {}), "rng": RngItem()}
+    before = torch.get_rng_state()
+    noted = note_state(items, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    alone = note_state({"rng": RngItem()}, 0)
+    assert {name: noted[name] for name in alone} == alone

@@ -25,6 +25,7 @@ from ray_ckpt.errors import UnsupportedLeaf
 from ray_ckpt.plan.regions import Box, Cut, Part, cut_parts
 
 MAX_LAYOUTS = 4096  # remembered: a model has some dozens of shapes, on as many ranks as a node has
+MAX_MESHES = 3  # that a checkpoint is described by; a program has one or two
 
 
 def is_dtensor(leaf: object) -> TypeGuard[torch.Tensor]:
@@ -72,6 +73,23 @@ def parts_here(tensor: Any, *, name: str) -> tuple[Part, ...]:
             "Pad the dimension to a multiple of the number of ranks that shard it.",
         )
     return fitting[0]
+
+
+def mesh_text(leaves: Iterable[Any]) -> str:
+    """The device meshes of the DTensors among `leaves`, largest first: `data=4 tensor=2`.
+
+    Without names it is `4x2`. At most MAX_MESHES of them, with commas between; "" if there is no DTensor.
+    """
+    meshes: set[Any] = {getattr(leaf, "device_mesh", None) for leaf in leaves} - {None}
+    texts = sorted({(-mesh.size(), _mesh_text(mesh)) for mesh in meshes})
+    return ", ".join(text for _, text in texts[:MAX_MESHES])
+
+
+def _mesh_text(mesh: Any) -> str:
+    sizes, names = tuple(mesh.shape), mesh.mesh_dim_names
+    if not names:
+        return "x".join(map(str, sizes))
+    return " ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
 
 
 def holders(tensor: Any) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ def info_json(view: CheckpointView) -> dict[str, Any]:
         "level": info.level.label,
         "replicas": info.replicas,
         "world_size": info.world_size,
+        "mesh": info.mesh,
         "num_nodes": info.num_nodes,
         "size_bytes": info.size_bytes,
         "committed_at_s": info.committed_at_s,

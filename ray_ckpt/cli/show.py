@@ -50,7 +50,8 @@ def show(
     for key in ("run_name", "run_uid", "step", "attempt", "session", "state"):
         add_row(facts, key.replace("_", " "), document[key])
     add_row(facts, "level", level_text(view.info))
-    add_row(facts, "world", f"{view.info.world_size} ranks on {view.info.num_nodes} nodes")
+    mesh = f", mesh {view.info.mesh}" if view.info.mesh else ""
+    add_row(facts, "world", f"{view.info.world_size} ranks on {view.info.num_nodes} nodes{mesh}")
     add_row(facts, "size", f"{decimal(view.info.size_bytes)} ({view.info.size_bytes} bytes)")
     add_row(facts, "when", when_text(view.info.committed_at_s))
     add_row(facts, "root digest", view.info.root_digest)

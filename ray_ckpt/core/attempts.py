@@ -8,7 +8,7 @@ from typing import Literal
 
 from ray_ckpt.core.messages import NodeStored, SessionNode
 from ray_ckpt.format.digest import root_digest
-from ray_ckpt.types import AttemptId, FileEntry, SaveTimes
+from ray_ckpt.types import AttemptId, FileEntry, SaveFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +126,13 @@ class Attempt:
     def size_bytes(self) -> int:
         return sum(f.size_bytes for f in self.files())
 
-    def times(self) -> SaveTimes:
-        """Of the slowest nodes; None where one has not said."""
-        return SaveTimes(
-            stall_s=_slowest(stored.times.stall_s for stored in self.stored.values()),
-            capture_s=_slowest(stored.times.capture_s for stored in self.stored.values()),
-            local_s=_slowest(stored.times.local_s for stored in self.stored.values()),
+    def facts(self) -> SaveFacts:
+        """Times of the slowest nodes; None where one has not said."""
+        return SaveFacts(
+            mesh=next((stored.facts.mesh for stored in self.stored.values() if stored.facts.mesh), ""),
+            stall_s=_slowest(stored.facts.stall_s for stored in self.stored.values()),
+            capture_s=_slowest(stored.facts.capture_s for stored in self.stored.values()),
+            local_s=_slowest(stored.facts.local_s for stored in self.stored.values()),
         )
 
     def metrics(self) -> Mapping[str, float]:

@@ -271,6 +271,7 @@ def _committed(op: Commit, record: LogRecord, run_uid: str, session: SessionInfo
         committed_at_s=record.time_s,
         metrics=op.metrics,
         replicas=op.replicas,
+        mesh=op.mesh or "",
         stall_s=op.stall_s,
         capture_s=op.capture_s,
         local_s=op.local_s,

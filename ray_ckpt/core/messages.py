@@ -11,7 +11,7 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.records import LogRecord
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRestore, SaveTimes
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRestore, SaveFacts
 
 Token: TypeAlias = str  # names a caller that waits for a reply
 Age: TypeAlias = tuple[int, int]  # which session: the epoch in which it was begun, and its number
@@ -201,7 +201,7 @@ class NodeStored:
     replicated: tuple[str, ...]  # digests of what its ranks hold in common with all others; must be one
     metrics: Mapping[str, float] | None  # from the node of rank 0
     epoch: int | None = None  # that the node obeyed when it said so; None: found by this coordinator itself
-    times: SaveTimes = field(default_factory=SaveTimes)  # of its ranks
+    facts: SaveFacts = field(default_factory=SaveFacts)  # of its ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

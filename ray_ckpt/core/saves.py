@@ -423,7 +423,7 @@ class Saves:
             yield from self.drop(attempt, Unavailable(f"Step {step}: a part of it is on no live node."))
         else:
             attempt.committing, attempt.commit_s = True, self._context.now_s
-            times = attempt.times()
+            facts = attempt.facts()
             self._context.ledger.append(
                 r.Commit(
                     session=attempt.id.session,
@@ -436,9 +436,10 @@ class Saves:
                     size_bytes=attempt.size_bytes(),
                     root_digest=attempt.root(),
                     metrics=attempt.metrics(),
-                    stall_s=times.stall_s,
-                    capture_s=times.capture_s,
-                    local_s=times.local_s,
+                    mesh=facts.mesh or None,
+                    stall_s=facts.stall_s,
+                    capture_s=facts.capture_s,
+                    local_s=facts.local_s,
                     replicate_s=self._context.now_s - attempt.stored_s,
                 )
             )

@@ -76,7 +76,8 @@ class Commit:
     size_bytes: int
     root_digest: str
     metrics: Mapping[str, float]
-    stall_s: float | None = None  # this and the next two: `SaveTimes`
+    mesh: str | None = None  # this and the next three: `SaveFacts`
+    stall_s: float | None = None
     capture_s: float | None = None
     local_s: float | None = None
     replicate_s: float | None = None  # from then on until the goal was reached, or given up
@@ -395,6 +396,7 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "metrics": jsontext.metrics,
     "read_bytes": jsontext.metrics,
     "seconds": jsontext.number,
+    "mesh": _optional(jsontext.text),
     "stall_s": _optional(jsontext.number),
     "capture_s": _optional(jsontext.number),
     "local_s": _optional(jsontext.number),

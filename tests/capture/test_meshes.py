@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ray_ckpt.capture.dtensors import boxes_on
+from ray_ckpt.capture.dtensors import boxes_on, mesh_text
 from ray_ckpt.capture.walk import DTYPES, walk
 from ray_ckpt.errors import MismatchError, UnsupportedLeaf
 from ray_ckpt.format.manifest import check_coverage
@@ -150,6 +150,19 @@ def test_what_cannot_be_stored_is_named_with_the_way_out() -> None:
     with pytest.raises(UnsupportedLeaf, match="complex128") as caught:
         walk(items_of(state={"w": torch.zeros(2, dtype=torch.complex128)}), rank=0, world_size=1)
     assert caught.value.hint is not None and "view_as_real" in caught.value.hint
+
+
+def test_a_checkpoint_is_described_by_its_meshes() -> None:
+    def look(rank: int) -> None:
+        named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        plain = init_device_mesh("cpu", (4,))
+        leaves: list[object] = [torch.zeros(2), "text", None]
+        assert mesh_text(leaves) == ""
+        for mesh in (named, plain, named["tensor"]):
+            leaves += [distribute_tensor(torch.arange(8.0), mesh, src_data_rank=None)] * 2
+        assert mesh_text(leaves) == "4, data=2 tensor=2, tensor=2"
+
+    on_ranks(4, look)
 
 
 def holding(tensor: torch.Tensor) -> nn.Module:

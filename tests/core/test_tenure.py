@@ -10,7 +10,7 @@ from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Metric, Sample
-from ray_ckpt.types import SaveTimes
+from ray_ckpt.types import SaveFacts
 from tests.core.driver import START_S, Harness
 
 
@@ -94,8 +94,8 @@ def test_a_commit_has_the_times_of_the_slowest_node() -> None:
     run.open("ab")
     attempt = run.attempt(10)
     for node, stall_s in (("a", 0.5), ("b", 0.25)):
-        times = SaveTimes(stall_s=stall_s, capture_s=1.0 - stall_s, local_s=2.0)
-        run.tell(replace(run.stored(attempt, node), times=times))
+        facts = SaveFacts(stall_s=stall_s, capture_s=1.0 - stall_s, local_s=2.0)
+        run.tell(replace(run.stored(attempt, node), facts=facts))
     run.tick(3.0)
     run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
     (checkpoint,) = run.machine.history.live()
@@ -125,8 +125,8 @@ def test_saves_that_take_longer_than_the_time_between_them_are_counted_and_said_
         told(run, step, saved=step)  # ten steps of 2 s
         attempt = run.attempt(step)
         for node in "ab":
-            times = SaveTimes(stall_s=0.0, capture_s=15.0, local_s=15.0)
-            run.tell(replace(run.stored(attempt, node), times=times))
+            facts = SaveFacts(stall_s=0.0, capture_s=15.0, local_s=15.0)
+            run.tell(replace(run.stored(attempt, node), facts=facts))
         effects = run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
         warnings += [e.text for e in effects if isinstance(e, m.Warn)]
     assert len(samples(run, telemetry.SLOW_SAVES)) == 2
