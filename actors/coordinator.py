@@ -14,7 +14,7 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence, Set
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -29,6 +29,7 @@ from ray_ckpt.actors import names, ray_state
 from ray_ckpt.actors.meters import GAUGES_EVERY_S, Meters
 from ray_ckpt.actors.node_agent import NodeAgent
 from ray_ckpt.actors.overview import Seen, disk_samples, goodput_samples, objections, run_view
+from ray_ckpt.actors.remote_work import delete_all, list_remote, write_description
 from ray_ckpt.actors.wire import (
     AgentCard,
     DrillSources,
@@ -61,14 +62,7 @@ from ray_ckpt.errors import (
     StoragePathError,
     Unavailable,
 )
-from ray_ckpt.format.digest import digest, root_digest
-from ray_ckpt.format.manifest import (
-    MAX_FRAGMENT_BYTES,
-    CheckpointDescription,
-    decode_fragment,
-    encode_checkpoint,
-)
-from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, record_file
+from ray_ckpt.format.names import record_file
 from ray_ckpt.format.records import encode_record
 from ray_ckpt.notices import Notice
 from ray_ckpt.origin import Origin, find_origin
@@ -80,7 +74,6 @@ from ray_ckpt.storage.log_store import (
     trim_log,
     write_snapshot,
 )
-from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, Part, RankRestore, SaveFacts
@@ -182,7 +175,9 @@ class Coordinator:
         self._gauges_s = 0.0  # when they are to be set again (monotonic)
         self._ticker: asyncio.Task[None] | None = None
         self._found: asyncio.Task[None] | None = None
+        self._goodput_io = ThreadPoolExecutor(1, thread_name_prefix="ray_ckpt-goodput")
         self._began_s = time.time()
+        self._users = Counter[str]()  # calls that are about to have a run, by its name
         self._is_ending = False
 
     async def hello(self) -> int:
@@ -234,6 +229,10 @@ class Coordinator:
     async def _take_over(self, found: OpenedRun) -> None:
         """Claim the log of a run that was open, and go on with the group that is at work."""
         log.warning("%s: this coordinator takes over from one that died", found.spec.name)
+        with self._in_use(found.spec.name):
+            await self._go_on_with(found)
+
+    async def _go_on_with(self, found: OpenedRun) -> None:
         while found.spec.key not in self._runs:
             try:
                 await self._open(found.spec, owner=None)
@@ -270,13 +269,14 @@ class Coordinator:
         RunInUse or RunSuperseded if `owner` may not have it.
         """
         self._check_goes_on()
-        await self._ready()
-        uid = await self._open(spec, owner=owner)
-        run = self._run(spec.key)
-        dead_owner = await self._await_dead(run, owner)
-        if (objection := run.machine.objection(owner, dead_owner)) is not None:
-            raise objection
-        return uid
+        with self._in_use(spec.name):
+            await self._ready()
+            uid = await self._open(spec, owner=owner)
+            run = self._run(spec.key)
+            dead_owner = await self._await_dead(run, owner)
+            if (objection := run.machine.objection(owner, dead_owner)) is not None:
+                raise objection
+            return uid
 
     async def _await_dead(self, run: Run, owner: str) -> str:
         """The launcher that has the run, once it is found dead; "" if nobody has it or it lives on."""
@@ -321,11 +321,16 @@ class Coordinator:
         """A training group begins: choose its checkpoint, log its session, tell its nodes."""
         self._check_goes_on()
         run = self._run(key)
+        with self._in_use(run.spec.name):
+            return await self._open_group(run, nodes, resume, owner)
+
+    async def _open_group(self, run: Run, nodes: tuple[m.GroupNode, ...], resume: Any, owner: str) -> Joined:
         run.is_over = False
         self._forget_signals({n.node_id for n in nodes})
         inventories = await self._open_on_nodes(run, await self._live_nodes())
         dead_owner = await self._await_dead(run, owner)
         origin = await self._find_origin(run)
+        self._check_goes_on()  # no agent has answered then, and nothing would seem to be left
         plan = await self._ask(
             run,
             lambda token: m.GroupOpened(
@@ -443,14 +448,17 @@ class Coordinator:
                 LeavingView(node_id=node, source=source, in_s=None if at_s is None else at_s - now_s)
                 for (node, source), (at_s, _) in sorted(self._leaving.items())
             ),
-            runs=tuple([await self._view(run) for run in list(self._runs.values())]),
+            runs=tuple(await asyncio.gather(*(self._view(run) for run in list(self._runs.values())))),
         )
 
     async def _read_card(self, node: str) -> None:
         """Again, if it was read before a run was opened there: then it names no staging folders."""
         if (card := self._cards.get(node)) is not None and not card.staging:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
-                self._cards[node] = await asyncio.wait_for(self._agents[node].card.remote(), CARD_S)
+                agent = self._agents[node]
+                read: AgentCard = await asyncio.wait_for(agent.card.remote(), CARD_S)
+                if self._agents.get(node) is agent:  # or its successor would have a dead one's address
+                    self._cards[node] = read
 
     async def _view(self, run: Run) -> RunView:
         owner = run.machine.owner
@@ -485,7 +493,7 @@ class Coordinator:
         but on the nodes' disks, unless `force`. Nothing is deleted: the next service finds what is there.
         """
         view = await self.overview()
-        if (reasons := objections(view)) and not force:
+        if (reasons := objections(view) or self._newcomers(view)) and not force:
             raise ServiceError(
                 f"The service is in use: {'; '.join(reasons)}.",
                 hint="End the training and wait for its drains (`ray-ckpt status`), or give --force: files "
@@ -502,6 +510,25 @@ class Coordinator:
             agent.retire.remote()
             self._forget(node)
         return view
+
+    def _newcomers(self, view: ServiceView) -> tuple[str, ...]:
+        """Who has come since the runs were looked at, or is on the way."""
+        owners = {run.where: run.owner for run in view.runs}
+        came = {
+            r.spec.name for r in self._runs.values() if r.machine.owner not in ("", owners.get(r.spec.key))
+        }
+        came |= {r.spec.name for r in self._runs.values() if r.coming is not None and r.coming.nodes}
+        return tuple(f"run {name} is being opened" for name in sorted(came | self._users.keys()))
+
+    @contextlib.contextmanager
+    def _in_use(self, run_name: str) -> Iterator[None]:
+        """Meanwhile the service is not to be stopped."""
+        self._users[run_name] += 1
+        try:
+            yield
+        finally:
+            self._users[run_name] -= 1
+            self._users = +self._users
 
     def _check_goes_on(self) -> None:
         if self._is_ending:
@@ -840,7 +867,7 @@ class Coordinator:
 
     async def _sweep(self, run: Run, effect: m.SweepRemote) -> None:
         try:
-            listed = await self._in_thread(self._remote_io, _list_remote, run.remote, effect)
+            listed = await self._in_thread(self._remote_io, list_remote, run.remote, effect)
         except (OSError, CheckpointError) as failure:
             listed = m.RemoteListed(number=effect.number, error=_reason(failure))
         self._handle(run, listed)
@@ -848,7 +875,7 @@ class Coordinator:
     async def _delete_orphans(self, run: Run, effect: m.DeleteOrphans) -> None:
         """What is not gone after it is found by the next listing."""
         try:
-            await self._in_thread(self._remote_io, _delete_all, run.remote, effect)
+            await self._in_thread(self._remote_io, delete_all, run.remote, effect)
         except (OSError, CheckpointError) as failure:
             log.warning("%s: the storage path is not tidied: %s", run.spec.name, _reason(failure))
 
@@ -861,7 +888,7 @@ class Coordinator:
     async def _describe(self, run: Run, checkpoint: CheckpointInfo) -> None:
         error, is_damage = None, False
         try:
-            await self._in_thread(self._remote_io, _write_description, run.remote, checkpoint)
+            await self._in_thread(self._remote_io, write_description, run.remote, checkpoint)
         except (OSError, EOFError, CheckpointError) as failure:
             error, is_damage = str(failure), isinstance(failure, CorruptionError | EOFError)
         self._handle(run, m.DescriptionWritten(attempt=checkpoint.id, error=error, is_damage=is_damage))
@@ -1010,14 +1037,14 @@ class Coordinator:
                 now_s = time.time()
                 self._leaving = {k: v for k, v in self._leaving.items() if k[0] in live and now_s < v[1]}
                 self._retire_idle_agents()
-                await self._set_gauges()
+                self._set_gauges()
                 if time.monotonic() - self._looked_s > DISKS_EVERY_S:
                     self._looked_s = time.monotonic()
                     self._spawn(self._look_at_disks())
             except Exception:
                 log.exception("the coordinator's tick failed")
 
-    async def _set_gauges(self) -> None:
+    def _set_gauges(self) -> None:
         now_s = time.monotonic()
         if now_s < self._gauges_s:
             return
@@ -1026,16 +1053,22 @@ class Coordinator:
             if not run.machine.is_open or run.is_over:
                 continue
             if now_s >= run.goodput_s:
-                run.goodput_s = now_s + GOODPUT_EVERY_S
-                run.goodput = await self._in_thread(
-                    self._control_io, goodput_samples, run.machine.history.copy()
-                )
+                run.goodput_s = math.inf  # until this look has ended
+                self._spawn(self._look_at_goodput(run))
             for sample in (
                 *run.machine.gauges(),
                 *disk_samples(run.seen_disks, run.spec.options),
                 *run.goodput,
             ):
                 self._meters.record(run.spec.name, sample)
+
+    async def _look_at_goodput(self, run: Run) -> None:
+        """Beside the ticks: of a long log it takes seconds."""
+        try:
+            history = run.machine.history.copy()
+            run.goodput = await self._in_thread(self._goodput_io, goodput_samples, history)
+        finally:
+            run.goodput_s = time.monotonic() + GOODPUT_EVERY_S
 
     def _tick_run(self, run: Run, nodes: ray_state.NodesNow) -> None:
         if not run.is_ready:  # its log is still being opened: time passes, nodes come later
@@ -1169,49 +1202,6 @@ class Coordinator:
             log.error("background work of the coordinator failed", exc_info=error)
 
 
-def _write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
-    """Check the fragments on the storage path against the log's root digest and write checkpoint.json."""
-    files: list[FileEntry] = []
-    for index in range(checkpoint.num_nodes):
-        name = fragment_file(index, checkpoint.num_nodes)
-        try:
-            data = remote.read_whole(checkpoint.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
-        except FileNotFoundError:
-            if not remote.is_there():
-                raise  # a mount that is away, say; the checkpoint may be intact
-            raise CorruptionError(f"{checkpoint.directory}/{name} is gone from the storage path.") from None
-        files += [
-            *decode_fragment(data).files,
-            FileEntry(name=name, size_bytes=len(data), digest=digest(data)),
-        ]
-    if root_digest(files) != checkpoint.root_digest:
-        raise CorruptionError(f"{checkpoint.directory} on the storage path is not what was committed.")
-    _check_sizes(remote, checkpoint.directory, files)
-    description = CheckpointDescription(
-        attempt=checkpoint.id,
-        world_size=checkpoint.world_size,
-        num_nodes=checkpoint.num_nodes,
-        metrics=checkpoint.metrics,
-        files=tuple(sorted(files, key=lambda f: f.name)),
-        root_digest=checkpoint.root_digest,
-    )
-    remote.put(checkpoint.directory, CHECKPOINT_JSON, encode_checkpoint(description))
-
-
-def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry]) -> None:
-    """Every file is there and as long as it should be. CorruptionError, OSError."""
-    stored = remote.settle(directory)
-    for file in files:
-        found = stored.get(file.name)
-        is_plain = found is not None and found.name.endswith(file.name)
-        size = found.size_bytes if found is not None and is_plain else remote.size(directory, file.name)
-        if size != file.size_bytes:
-            raise CorruptionError(
-                f"{directory}/{file.name} on the storage path has {size} bytes, not {file.size_bytes}.",
-                file=file.name,
-            )
-
-
 def _check_same_log(run: Run, spec: RunSpec) -> None:
     """With other storage options, as with the ones before, the run's own log is found. RunConflict."""
     tier = spec.storage.open()
@@ -1226,33 +1216,6 @@ def _check_same_log(run: Run, spec: RunSpec) -> None:
             hint="Give the options with which the run was begun, or another run name.",
         )
     tier.leave_nonce(run.nonce)
-
-
-def _list_remote(remote: RemoteTier, order: m.SweepRemote) -> m.RemoteListed:
-    """What lies on the storage path, with ages by its own clock."""
-    now_s = remote.now_s()
-    uploads = []
-    try:
-        for upload in remote.uploads():
-            _, directory, file = upload.name.split("/")
-            age_s = now_s - upload.started_s
-            uploads.append(
-                m.UnfinishedUpload(directory=directory, file=file, upload_id=upload.id, age_s=age_s)
-            )
-    except OSError as error:
-        if order.uploads_only:
-            raise
-        log.info("what lies on the storage path is listed without unfinished uploads: %s", error)
-    directories = {} if order.uploads_only else remote.directories()
-    ages = {directory: now_s - newest_s for directory, newest_s in directories.items()}
-    return m.RemoteListed(number=order.number, directories=ages, uploads=tuple(uploads))
-
-
-def _delete_all(remote: RemoteTier, effect: m.DeleteOrphans) -> None:
-    for upload in effect.uploads:
-        remote.abort(upload.directory, upload.file, upload.upload_id)
-    for directory in effect.directories:
-        remote.delete(directory)
 
 
 def group_nodes(nodes: Sequence[str]) -> tuple[m.GroupNode, ...]:

@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -97,7 +97,12 @@ class LocalCluster:
         self._cluster.remove_node(node.handle, allow_graceful=False)  # reaps, or its actors would live on
 
     def shutdown(self) -> None:
+        """At once: nothing waits for actors to end in good order."""
         ray.shutdown()
+        pids = [node.handle.all_processes["raylet"][0].process.pid for node in self.nodes.values()]
+        kill_families(pids)
+        for node in list(self._cluster.worker_nodes):
+            self._cluster.remove_node(node, allow_graceful=False)
         self._cluster.shutdown()
 
     def __enter__(self) -> Self:
@@ -123,8 +128,15 @@ class LocalCluster:
 
 def kill_family(pid: int) -> None:
     """SIGKILL a process and all its descendants."""
-    parent = psutil.Process(pid)
-    family = [parent, *parent.children(recursive=True)]
+    kill_families([pid])
+
+
+def kill_families(pids: Iterable[int]) -> None:
+    family: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(pid)
+            family += [parent, *parent.children(recursive=True)]
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

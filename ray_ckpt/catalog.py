@@ -7,6 +7,7 @@ error, never a shorter history.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -190,6 +191,7 @@ class Catalog:
         return CheckpointView(info=info, tier=self._tier if there else None)
 
     def __getitem__(self, step: int) -> CheckpointView:
+        step = operator.index(step)  # numpy's integers too, as a table gives them
         if (view := self.find(step)) is not None:
             return view
         steps = sorted({c.step for c in self.checkpoints}, key=lambda s: abs(s - step))[:5]

@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 import numpy as np
 
@@ -78,9 +80,10 @@ def export_torch(
 ) -> tuple[Path, ...]:
     """The states of all items, {item: state}, or of one, or {full name: tensor} for patterns, as one file.
 
-    It is for `torch.load(weights_only=True)`. Values that ranks have of their own are those of rank 0. Takes
-    as much memory as the state. ConfigError: no such item or name, `out` is there and not `force`, or a value
-    that only pickle could load. RestoreError or CorruptionError for damage, OSError for `out`.
+    It is for `torch.load(weights_only=True)`, so arrays of numpy, such as its random state, become tensors.
+    Values that ranks have of their own are those of rank 0. Takes as much memory as the state. ConfigError:
+    no such item or name, `out` is there and not `force`, or a value that only pickle could load. RestoreError
+    or CorruptionError for damage, OSError for `out`.
     """
     import torch
 
@@ -90,7 +93,7 @@ def export_torch(
         raise ConfigError("An item and patterns exclude each other in a .pt file.", hint="Give one of them.")
     state = OpenedRun(catalog).choose(step).load(list(only) or item)
     with _temporary(out) as file:
-        torch.save(state, file)
+        torch.save(_without_numpy(state), file)
         try:
             torch.load(file, weights_only=True, mmap=True)
         except Exception as error:  # whatever its unpickler raises
@@ -101,6 +104,24 @@ def export_torch(
         _sync(file)
         file.replace(out)
     return (out,)
+
+
+def _without_numpy(value: Any) -> Any:
+    """`value` with tensors for numpy's arrays, if torch has their dtype, and numbers for its scalars."""
+    import torch
+
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(value.copy())
+        except TypeError:
+            return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _without_numpy(each)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_without_numpy(each) for each in value)
+    return value
 
 
 def _chosen(view: CheckpointView, item: str | None, only: Sequence[str]) -> dict[str, LazyTensor]:

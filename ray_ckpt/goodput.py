@@ -556,7 +556,7 @@ def _guessed_steps(old: _Tenure, times: Tenure, known: int, pace: _Pace) -> Seco
     if step_s is None:
         return None
     tail_s = old.ended_s - old.last_s
-    tail_steps_s = times.last_s - old.last_s if old.commits else 0.0
+    tail_steps_s = max(0.0, times.last_s - old.last_s) if old.commits else 0.0
     return Seconds(known, known + tail_steps_s / step_s, known + tail_s / step_s)
 
 

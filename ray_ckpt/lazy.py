@@ -276,9 +276,13 @@ def _span(part: Index, size: int) -> tuple[range, bool]:
         if part.step is not None and operator.index(part.step) < 1:
             raise ValueError("the step of a slice must be greater than zero")
         return range(*part.indices(size)), True
-    if part is None or isinstance(part, bool):
-        raise TypeError(f"an index is an int, a slice or ..., not {part!r}; load() first")
-    at = operator.index(part)
+    try:
+        if isinstance(part, bool):
+            raise TypeError
+        at = operator.index(part)
+    except TypeError:
+        what = type(part).__name__
+        raise TypeError(f"an index is an int, a slice or ..., not of type {what}; load() first") from None
     if not -size <= at < size:
         raise IndexError(f"index {at} is out of bounds for a dimension of {size}")
     at %= size

@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 
 import ray_ckpt
 from ray_ckpt.cli import app, main
+from ray_ckpt.cli import gc as cli_gc
+from ray_ckpt.cli import ls as cli_ls
 from ray_ckpt.cli.tree import MAX_SESSIONS
 from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote import open_store
 from ray_ckpt.testing.strict_store import StrictStore
-from tests.sample_run import SampleRun, copy_to, make_checkpoint, write_run
+from tests.sample_run import RECORD_S, SampleRun, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
 
 SHARD = "shard-00001-of-00002.safetensors"
@@ -110,6 +112,52 @@ def test_ls_of_a_storage_path_lists_its_runs(run: SampleRun, tmp_path: Path) -> 
     assert list(runs) == ["gpt", "local", "torn", "unused"]
     assert (runs["gpt"]["live_checkpoints"], runs["gpt"]["newest_step"]) == (4, 50)
     assert runs["unused"]["newest_step"] is None and "error" in runs["torn"]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_ls_in_a_narrow_terminal_keeps_a_line_per_checkpoint(
+    run: SampleRun, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = ray_ckpt_cli("ls", run.folder, "--all").splitlines()
+    rows = [line.split() for line in lines if "kB" in line]
+    assert [row[:3] for row in rows if row[0] == "*"] == [["*", "50", "durable"]]
+    assert [row[:2] for row in rows if row[0] not in "*+"] == [
+        ["10", "collected"],
+        ["20", "lost"],
+        ["40", "replicated(1)"],
+    ]
+    assert all(" ".join(row).count(" d ago") == 1 for row in rows) and max(map(len, lines)) <= columns
+
+
+def test_tables_of_long_runs_have_the_newest_rows(
+    run: SampleRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli_ls, "MAX_ROWS", 2)
+    monkeypatch.setattr(cli_gc, "MAX_ROWS", 2)
+    text = ray_ckpt_cli("ls", run.folder)
+    assert "The last 2 of 4 checkpoints" in text
+    assert [line.split()[1] for line in text.splitlines() if "kB" in line] == ["40", "50"]
+    text = ray_ckpt_cli("gc", run.folder, "--dry-run", "--keep-last", 1)
+    assert "These are the last 2" in text and "of 4 would go" in text and text.count(" kB") == 3
+    ray_ckpt_cli("rollback", run.folder, "--to", 30, "--yes")
+    rows = [line.split()[:2] for line in ray_ckpt_cli("ls", run.folder).splitlines() if "kB" in line]
+    assert rows[0] == ["*", "30"] and len(rows) == 3, "what a restart goes on from is always shown"
+
+
+@pytest.mark.parametrize("columns", ["0", "", "many", "1"])
+def test_a_width_that_says_nothing_hides_nothing(
+    run: SampleRun, columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert sum("kB" in line for line in ray_ckpt_cli("ls", run.folder).splitlines()) == 4
+
+
+def test_json_has_the_durations_of_a_save(run: SampleRun) -> None:
+    told = {"stall_s", "capture_s", "local_s", "replicate_s", "durable_at_s", "drill", "drilled_at_s"}
+    assert told <= set(as_json("show", run.folder, 50)) & set(as_json("ls", run.folder)["checkpoints"][0])
+    document = as_json("show", run.folder, 50)
+    assert document["durable_at_s"] == document["committed_at_s"] + RECORD_S
 
 
 def test_ls_without_checkpoints_says_so(tmp_path: Path) -> None:
@@ -449,6 +497,52 @@ def test_what_keeps_a_bucket_from_being_read_is_said_in_one_line(
 def test_usage_errors_exit_with_2() -> None:
     for args in (["ls"], ["show", "x", "not-a-number"], ["verify", "x", "--nope"], ["unknown"]):
         assert CliRunner().invoke(app, args).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["unknown"], "No such command 'unknown'. See `ray-ckpt --help`."),
+        (["ls"], "Missing argument 'PATH'. See `ray-ckpt ls --help`."),
+        (["verify", "x", "--nope"], "No such option: --nope"),
+        (["show", "x", "y"], "Invalid value for 'STEP': "),
+    ],
+)
+def test_usage_errors_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = fails(capsys, *args)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"ray-ckpt: {message}")
+
+
+def test_what_the_system_refuses_is_said_in_words(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    told = fails(capsys, "ls", run.folder, "--parquet", file)
+    assert told == (2, "", f"ray-ckpt: {file}: File exists\n")
+
+
+def test_damage_exits_with_1_in_every_command(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
+    next(run.directory(50).glob("manifest-*")).write_bytes(b"x")
+    code, out, err = fails(capsys, "show", run.folder, 50)
+    assert (code, out) == (1, "") and "differs from its digest" in err
+    (run.folder / "ray_ckpt" / "log" / names.record_file(3)).write_bytes(b'{"x":')
+    for command in ("ls", "tree", "goodput"):
+        code, out, err = fails(capsys, command, run.folder)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert names.record_file(3) in err and "backup" in err
+
+
+def test_output_that_nobody_takes_is_no_error(
+    run: SampleRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)  # as `>&-` leaves it
+    for args in (["ls", str(run.folder)], ["ls", str(run.folder), "--json"], ["tree", str(run.folder)]):
+        with pytest.raises(SystemExit) as caught:
+            main(args)
+        assert caught.value.code == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("command", ["ls", "tree", "export", "show", "verify", "gc"])

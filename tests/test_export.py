@@ -17,7 +17,7 @@ from ray_ckpt.cli import main
 from ray_ckpt.export import INDEX_FILE, export_safetensors
 from ray_ckpt.lazy import BLOCK_BYTES
 from ray_ckpt.testing.strict_store import Fault, Flip, Match, StrictStore
-from tests.sample_run import SampleRun, write_run
+from tests.sample_run import RankState, RunLog, SampleRun, assemble, write_run
 from tests.test_lazy import upload, write_tensor
 
 READ_AHEAD_BYTES = 96 << 20  # of a disk, and some slack
@@ -84,6 +84,22 @@ def test_torch_gives_plain_values_too(run: SampleRun, tmp_path: Path) -> None:
     assert set(found) == set(ray_ckpt.open(run.folder).load(step=30))
     assert export(run.folder, tmp_path / "model.pt", "--to", "torch", "--item", "model") == 0
     assert_saved(run, 30, torch.load(tmp_path / "model.pt", weights_only=True), "model.")
+
+
+def test_torch_gives_what_numpy_had_as_tensors(tmp_path: Path) -> None:
+    """Each run of a Checkpointer has numpy's random state."""
+    log = RunLog(folder=tmp_path / "gpt")
+    log.create()
+    log.session(1, after=None, world_size=1, num_nodes=1)
+    key = np.arange(624, dtype=np.uint32)
+    state = {"numpy": {"key": key, "pos": np.int64(3)}, "python": (3, (1, 2), None), "names": ["a", {1: 2.5}]}
+    saved = assemble(log.attempt(1, 10), [RankState(slices=[], items={"rng": state})])
+    log.commit(saved)
+    log.drain(saved)
+    assert export(log.folder, tmp_path / "all.pt", "--to", "torch") == 0
+    found = torch.load(tmp_path / "all.pt", weights_only=True)["rng"]
+    assert torch.equal(found["numpy"].pop("key"), torch.from_numpy(key))
+    assert found == {**state, "numpy": {"pos": 3}}
 
 
 def test_nothing_is_overwritten_without_force(

@@ -569,3 +569,16 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     run = write_run(tmp_path, resume_at=30, resumed_steps=(40, 50))
     run_cli("goodput", run.folder, "--plot", tmp_path / "goodput.png")
     assert (tmp_path / "goodput.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_clock_that_went_back_makes_no_steps_undone() -> None:
+    """What the session told of its end lies before the commit that it made."""
+    log = Log().session(0.0)
+    log.sessions[-1] = replace(
+        log.sessions[-1], ended=SessionEnd(cause="process", step=0, first_at_s=1.0, last_at_s=2.0)
+    )
+    log.commit(10.0, 5)
+    last = log.commit(20.0, 10)
+    log.session(30.0, last)
+    (failure,) = log.measured().interruptions
+    assert failure.steps_lost is not None and failure.steps_lost.estimate == 0.0

@@ -119,8 +119,8 @@ def test_wrong_indices_are_refused(run: SampleRun) -> None:
             lazy[index]
     with pytest.raises(ValueError, match="greater than zero"):
         lazy[::-1]
-    for other in (None, True, "a", [0, 1]):
-        with pytest.raises(TypeError):
+    for other in (None, True, "a", [0, 1], torch.tensor([True, False])):
+        with pytest.raises(TypeError, match=r"load\(\) first"):
             lazy[other]
 
 

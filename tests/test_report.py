@@ -312,6 +312,16 @@ def test_what_happened_long_after_does_not_squeeze_the_timeline() -> None:
     assert before.length_s < after.length_s < 2 * before.length_s
 
 
+def test_what_becomes_durable_after_the_end_is_on_the_timeline() -> None:
+    log = Story()
+    log.create()
+    [attempt] = log.trained(1, start=0, steps=60, durable_every=1000, ended="finished")
+    log.now_s += 1.5
+    log.append(records.Promote(attempt=attempt, level=Level.DURABLE, replicas=1))
+    window = whole(log.report())
+    assert window is not None and log.now_s in window
+
+
 def test_a_run_without_sessions_or_saves_has_a_page(tmp_path: Path) -> None:
     log = Story()
     log.create()
@@ -486,6 +496,8 @@ def test_the_command_wants_something_to_do(night: Story, tmp_path: Path) -> None
     run = night.write(tmp_path)
     with pytest.raises(ConfigError, match="Nothing to write"):
         run_cli("report", run)
+    with pytest.raises(ConfigError, match="is a folder"):
+        run_cli("report", run, "--html", tmp_path, "--force")
     with pytest.raises(ConfigError, match="no folder"):
         run_cli("report", run, "--html", tmp_path / "no folder" / "out.html")
     assert "Example: ray-ckpt report" in run_cli("report", "--help")

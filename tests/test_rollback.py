@@ -414,12 +414,12 @@ def command(*args: object, answer: str | None = None) -> str:
     return result.stdout
 
 
-def fails(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    """The one line on stderr of a command that exits with 2."""
+def fails(capsys: pytest.CaptureFixture[str], *args: object, code: int = 2) -> str:
+    """The one line on stderr of a command that exits with `code`."""
     with pytest.raises(SystemExit) as caught:
         main([str(arg) for arg in args])
     output = capsys.readouterr()
-    assert caught.value.code == 2 and output.out == ""
+    assert caught.value.code == code and output.out == ""
     assert output.err.startswith("ray-ckpt: ") and output.err.count("\n") == 1
     return output.err
 
@@ -498,7 +498,7 @@ def test_there_must_be_a_run_and_its_log_whole(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "nothing").exists()
     torn = write_run(tmp_path, "torn").folder
     (torn / "ray_ckpt" / "log" / names.record_file(2)).unlink()
-    assert "no record 2" in fails(capsys, "rollback", torn, "--before", 40, "--yes")
+    assert "no record 2" in fails(capsys, "rollback", torn, "--before", 40, "--yes", code=1)
 
 
 def test_it_works_in_a_bucket(run: SampleRun, tmp_path: Path, strict: StrictStore, credentials: None) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
+from typer.exceptions import TyperException
 
 import ray_ckpt
 from ray_ckpt.cli import (
@@ -33,9 +34,11 @@ from ray_ckpt.cli import (
     tree,
     verify,
 )
-from ray_ckpt.cli.options import EXIT_USAGE
+from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_USAGE
 from ray_ckpt.cli.output import plain
-from ray_ckpt.errors import CheckpointError
+from ray_ckpt.errors import CheckpointError, CorruptionError
+
+NAME = "ray-ckpt"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,12 +54,40 @@ app = typer.Typer(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The console script. Exits with 0, 1 (damage) or 2 (usage, or an error that its message explains)."""
+    """The console script. Exits with 0, 1 (damage) or 2 (usage, or an error that its message explains); with
+    130 after Ctrl-C, and with 1 if nobody reads its output any more.
+    """
     try:
-        app(args=argv)
-    except (CheckpointError, OSError) as error:
-        print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+        sys.exit(app(args=argv, prog_name=NAME, standalone_mode=False) or 0)
+    except TyperException as error:
+        _fail(_usage_text(error), EXIT_USAGE)
+    except typer.Abort:  # of a question
+        _fail("Nothing was answered.", EXIT_USAGE)
+    except CorruptionError as error:
+        _fail(str(error), EXIT_DAMAGED)
+    except CheckpointError as error:
+        _fail(str(error), EXIT_USAGE)
+    except OSError as error:
+        _fail(_system_text(error), EXIT_USAGE)
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    if text:
+        print(f"{NAME}: {plain(text)}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _usage_text(error: TyperException) -> str:
+    """What is wrong with the command line; nothing if that was empty, since the help stands there then."""
+    text, context = " ".join(error.format_message().split()), getattr(error, "ctx", None)
+    return f"{text.removesuffix('.')}. See `{context.command_path} --help`." if text and context else text
+
+
+def _system_text(error: OSError) -> str:
+    """`/nope/out.png: No such file or directory`."""
+    if error.strerror is None or error.filename is None:
+        return str(error)
+    return f"{error.filename2 or error.filename}: {error.strerror}"
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from ray_ckpt.catalog import Catalog, CheckpointView
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import (
+    MAX_ROWS,
     add_row,
     info_json,
     level_text,
@@ -130,7 +131,7 @@ def _decision_json(view: CheckpointView, decision: Decision) -> dict[str, Any]:
 
 def _print_decisions(catalog: Catalog, policies: Iterable[Policy], decisions: Sequence[Decision]) -> None:
     table = make_table("", "step", "level", "session", "size", "when", "why", right=(1, 3, 4))
-    for decision in decisions:
+    for decision in decisions[-MAX_ROWS:]:
         info = decision.checkpoint
         add_row(
             table,
@@ -147,6 +148,8 @@ def _print_decisions(catalog: Catalog, policies: Iterable[Policy], decisions: Se
     console = stdout()
     console.print(plain(f"run {catalog.run_name}  policy {to_text(policies)}"), soft_wrap=True)
     console.print(table if decisions else "No live checkpoints.")
+    if len(decisions) > MAX_ROWS:
+        console.print(f"These are the last {MAX_ROWS}; --json gives all.")
     if decisions:
         size = decimal(sum(info.size_bytes for info in going))
         console.print(f"{len(going)} of {len(decisions)} would go, {size}; nothing was changed.")

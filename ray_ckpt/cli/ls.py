@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +12,12 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from ray_ckpt.catalog import Catalog, find_runs
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
 from ray_ckpt.cli.output import (
+    MAX_ROWS,
     add_row,
     info_json,
     level_text,
@@ -28,7 +30,10 @@ from ray_ckpt.cli.output import (
 )
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError
 from ray_ckpt.location import Location
+from ray_ckpt.types import CheckpointInfo
 from ray_ckpt.view import REQUESTS_AT_A_TIME
+
+NARROW = 100  # columns of a terminal, below which `ls` says less of each checkpoint
 
 
 def ls(
@@ -110,35 +115,65 @@ def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
     newest = catalog.newest()
     last = newest.info.id.attempt if newest else ""
     lineage = {c.id.attempt for c in catalog.lineage}
-    rows = [
-        {
-            **info_json(view),
-            "newest": view.info.id.attempt == last,
-            "on_lineage": view.info.id.attempt in lineage,
-        }
-        for view in catalog.views(all=all)
-    ]
     if as_json:
+        rows = [
+            {
+                **info_json(view),
+                "newest": view.info.id.attempt == last,
+                "on_lineage": view.info.id.attempt in lineage,
+            }
+            for view in catalog.views(all=all)
+        ]
         print_json({"run_name": catalog.run_name, "run_uid": catalog.run_uid, "checkpoints": rows})
         return
-    table = make_table(
-        "", "step", "level", "state", "session", "world", "size", "when", "metrics", right=(1, 4, 5, 6)
-    )
-    for info, row in zip(catalog.list(all=all), rows, strict=True):
-        mark = "*" if row["newest"] else "+" if row["on_lineage"] else ""
-        cells = (info.step, level_text(info), info.state, info.id.session, info.world_size)
+    console = stdout()
+    console.print(f"run {catalog.run_name}  uid {catalog.run_uid}  sessions {len(catalog.sessions)}")
+    infos = catalog.list(all=all)
+    left_out = max(0, len(infos) - MAX_ROWS)
+    shown = [info for info in infos[:left_out] if info.id.attempt == last]  # after a rollback far back
+    shown += infos[left_out:]
+    if left_out:
+        console.print(f"The last {MAX_ROWS} of {len(infos)} checkpoints; --json and --parquet give all.")
+    if not shown:
+        console.print("No checkpoints." if all else "No live checkpoints.")
+        return
+    console.print(_table(shown, last, lineage, is_narrow=console.width < NARROW))
+
+
+def _table(
+    infos: Iterable[CheckpointInfo], newest: str, lineage: Collection[str], *, is_narrow: bool
+) -> Table:
+    """`newest` and `lineage` are attempts. A narrow table says less, so that a row stays a line or two."""
+    if is_narrow:
+        table = make_table(
+            "", "step", "level", "session", "size", "when", "metrics", right=(1, 3, 4), whole=range(6)
+        )
+    else:
+        table = make_table(
+            "", "step", "level", "state", "session", "world", "size", "when", "metrics", right=(1, 4, 5, 6)
+        )
+    for info in infos:
+        attempt = info.id.attempt
+        mark = "*" if attempt == newest else "+" if attempt in lineage else ""
         add_row(
             table,
             mark,
-            *cells,
-            decimal(info.size_bytes),
-            when_text(info.committed_at_s),
+            *(_narrow_cells(info) if is_narrow else _wide_cells(info)),
             metrics_text(info.metrics),
-            style="bold" if row["newest"] else None if row["on_lineage"] else "dim",
+            style={"*": "bold", "": "dim"}.get(mark),
         )
-    console = stdout()
-    console.print(f"run {catalog.run_name}  uid {catalog.run_uid}  sessions {len(catalog.sessions)}")
-    console.print(table if rows else "No live checkpoints." if not all else "No checkpoints.")
+    return table
+
+
+def _wide_cells(info: CheckpointInfo) -> tuple[object, ...]:
+    cells = (info.step, level_text(info), info.state, info.id.session, info.world_size)
+    return *cells, decimal(info.size_bytes), when_text(info.committed_at_s)
+
+
+def _narrow_cells(info: CheckpointInfo) -> tuple[object, ...]:
+    level = level_text(info).partition(",")[0] if info.state == "live" else info.state
+    when = when_text(info.committed_at_s).partition(",")[0]
+    return info.step, level, info.id.session, decimal(info.size_bytes), when
 
 
 def _run_summary(run: Location, options: Mapping[str, str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,9 @@ from ray_ckpt.format import jsontext
 from ray_ckpt.types import CheckpointInfo, Level
 
 PIPE_WIDTH = 250  # columns of a table that no terminal bounds; wide enough for the longest rows
+MIN_WIDTH = 60  # columns; COLUMNS=0 means that nobody knows, and no table can be read in fewer
+
+MAX_ROWS = 1000  # checkpoints in a table, the newest: each takes 0.6 ms to lay out, and nobody reads more
 
 _AGO = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
@@ -44,6 +48,11 @@ def info_json(view: CheckpointView) -> dict[str, Any]:
         "verified_at_s": info.verified_at_s,
         "drilled_at_s": info.drilled_at_s,
         "drill": info.drill or None,
+        "stall_s": info.stall_s,
+        "capture_s": info.capture_s,
+        "local_s": info.local_s,
+        "replicate_s": info.replicate_s,
+        "durable_at_s": info.durable_at_s,
         "path": view.where,
     }
 
@@ -69,15 +78,27 @@ def print_json(document: object) -> None:
 
 def stdout() -> Console:
     """Stdout as it is now. Text is printed as it stands: no markup, and wide when nothing bounds it."""
-    bounded = sys.stdout.isatty() or "COLUMNS" in os.environ
-    width = None if bounded else PIPE_WIDTH
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        width = max(MIN_WIDTH, int(columns))
+    else:
+        on_terminal = sys.stdout is not None and sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if on_terminal else PIPE_WIDTH
     return Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width)
 
 
-def make_table(*headers: str, right: Sequence[int] = (), header: bool = True) -> Table:
+def make_table(
+    *headers: str, right: Sequence[int] = (), whole: Sequence[int] = (), header: bool = True
+) -> Table:
+    """Of the columns those in `right` are aligned there, and those in `whole` stay on one line."""
     table = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False)
     for index, name in enumerate(headers):
-        table.add_column(name, justify="right" if index in right else "left", overflow="fold")
+        table.add_column(
+            name,
+            justify="right" if index in right else "left",
+            no_wrap=index in whole,
+            overflow="ellipsis" if index in whole else "fold",
+        )
     return table
 
 

@@ -35,6 +35,8 @@ def report(
     """
     if html is None and not as_json:
         raise ConfigError("Nothing to write.", hint="Give --html FILE, --json, or both.")
+    if html is not None and html.is_dir():
+        raise ConfigError(f"{html} is a folder.", hint="Give the name of a file in it.", path=str(html))
     if html is not None and html.exists() and not force:
         raise ConfigError(f"{html} is there already.", hint="Give --force to replace it.", path=str(html))
     if html is not None and not html.parent.is_dir():

@@ -529,6 +529,9 @@ class RunMachine:
             newest = max(plans.values(), key=lambda plan: plan.age)
             yield from self._on(m.GroupFound(plan=newest, inventories=event.inventories))
             return
+        renewed = frozenset(event.inventories) - frozenset(plans)
+        died = renewed & self._context.holders.live  # others have only just joined
+        self._context.measure(telemetry.FAILURES, len(died), cause="agent")
         self._context.holders.learn(event.inventories, self.history.run_uid)
         self._upkeep.nodes_changed(frozenset())
         for node, plan in plans.items():
@@ -536,7 +539,7 @@ class RunMachine:
                 error = RunSuperseded("A newer training group has opened this run.")
                 yield m.Supersede(nodes=(node,), age=plan.age, error=error)
         yield from self._saves.resume(event.inventories)
-        yield from self._saves.agents_lost(frozenset(event.inventories) - frozenset(plans))
+        yield from self._saves.agents_lost(renewed)
 
     @_on.register
     def _(self, event: m.NodeRestored) -> Iterator[m.Effect]:

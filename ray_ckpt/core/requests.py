@@ -16,7 +16,6 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.history import RunHistory, has_room
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.errors import CheckpointError, ConfigError, FormatError, Unavailable
-from ray_ckpt.format import jsontext
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo
 
@@ -45,6 +44,17 @@ def checkpoint_to_pin(history: RunHistory, step: int) -> CheckpointInfo:
     raise ConfigError(
         f"Run {history.run_name} has no live checkpoint of step {step}: it is {state}.", hint=final + there
     )
+
+
+def _writable(decision: r.Op | CheckpointError) -> r.Op | CheckpointError:
+    """ConfigError in place of a record that cannot be written: it would hold up the log for good."""
+    if isinstance(decision, CheckpointError):
+        return decision
+    try:
+        r.check_op(decision)
+    except FormatError as error:
+        return ConfigError(f"The log cannot hold that: {error.message}")
+    return decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,7 @@ class Requests:
             if request.attempt is not None and saves.is_open(request.attempt):
                 continue
             self._requests.remove(request)
-            decision = self._decide(request)
+            decision = _writable(self._decide(request))
             if not isinstance(decision, CheckpointError):
                 self._logging = request.asked
                 self._context.ledger.append(decision)
@@ -110,6 +120,8 @@ class Requests:
             return r.Unpin(attempt=asked.attempt, owner=asked.owner)
         if isinstance(asked, m.PinAsked) and checkpoint is not None and checkpoint.state == "live":
             return r.Pin(attempt=asked.attempt, owner=asked.owner, expires_at_s=asked.expires_at_s)
+        if isinstance(asked, m.DrillEnded):
+            return ConfigError(f"The log does not know the checkpoint {asked.attempt} that was drilled.")
         state = f"is {checkpoint.state}" if checkpoint else "does not exist"
         return ConfigError(
             f"Checkpoint {asked.attempt} cannot be pinned: it {state}.",
@@ -140,10 +152,6 @@ class Requests:
                 f"Step {asked.step} would have more than {r.MAX_METRICS} metrics.",
                 hint="Use names again: of one name the later value counts.",
             )
-        try:
-            jsontext.metrics_json(asked.metrics)
-        except FormatError as error:  # a record that cannot be written would hold up the log
-            return ConfigError(f"Step {asked.step} cannot be annotated: {error.message}")
         return r.Annotated(attempt=checkpoint.id.attempt, metrics=asked.metrics)
 
     def _meant(self, step: int, attempt: str | None) -> CheckpointInfo | None:

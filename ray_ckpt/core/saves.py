@@ -376,7 +376,6 @@ class Saves:
 
     def agents_lost(self, nodes: frozenset[str]) -> Iterator[m.Effect]:
         """Nodes have new agents: what the old ones were writing will never be complete."""
-        self._context.measure(telemetry.FAILURES, len(nodes), cause="agent")
         for attempt in list(self._attempts.values()):
             gone = {n.node_id for n in attempt.nodes if n.node_index not in attempt.stored} & nodes
             if gone and not attempt.committing:

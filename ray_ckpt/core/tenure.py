@@ -89,6 +89,9 @@ class Tenure:
         if plan is None or self._is_ended:
             return False
         self._is_ended = True
+        known = self._context.history.sessions.get(plan.session)
+        if known is not None and known.ended is not None:  # by a coordinator that died before what came next
+            return False
         cause: EndCause = "finished"
         if not is_finish:
             lost = self._lost | {node.node_id for node in plan.nodes if node.node_id not in live}

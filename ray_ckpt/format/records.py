@@ -230,6 +230,8 @@ OPS: Mapping[str, type[Op]] = {
     "drilled": Drilled,
     "note": Note,
 }
+_MAX_WRITER = 64  # characters of a writer's name; a uuid, sometimes behind a word
+_LONG_TIME_S = 1.7976931348623157e308  # as many digits as a time can have
 _OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}
 
 
@@ -266,6 +268,14 @@ def encode_record(record: LogRecord) -> bytes:
     data = jsontext.dumps(document, what="The log record", max_bytes=MAX_RECORD_BYTES)
     decode_record(data)
     return data
+
+
+def check_op(op: Op) -> None:
+    """FormatError if no record can say it, wherever in the log and whoever writes it."""
+    writer, prev = "f" * _MAX_WRITER, "f" * 32
+    encode_record(
+        LogRecord(seq=MAX_SEQ, epoch=jsontext.MAX_INT, writer=writer, prev=prev, time_s=-_LONG_TIME_S, op=op)
+    )
 
 
 def _said(op: Op) -> Iterator[tuple[str, Any]]:

@@ -78,10 +78,17 @@ def whole(report: RunReport) -> Window | None:
     start_s, end_s = tenures[-MAX_DRAWN:][0].opened_s, tenures[-1].closed_s
     ended = report.sessions[-1].ended
     is_over = ended is not None and ended.cause not in FAILURES
-    later_s = max((event.time_s for event in report.events[-1:]), default=end_s) if is_over else report.now_s
+    later_s = _last_known_s(report) if is_over else report.now_s
     more_s = max(MORE_S, MORE_PART * (end_s - start_s))
     end_s = max(end_s, min(later_s, end_s + more_s))
     return Window(start_s=start_s, end_s=end_s + 0.01 * (end_s - start_s))
+
+
+def _last_known_s(report: RunReport) -> float:
+    """The last event, or the last checkpoint's arrival on the storage path, which may come after the end."""
+    events_s = (event.time_s for event in report.events[-1:])
+    durable_s = (info.durable_at_s for info in report.checkpoints if info.durable_at_s is not None)
+    return max((*events_s, *durable_s), default=0.0)
 
 
 def around_last_failure(report: RunReport) -> Window | None:

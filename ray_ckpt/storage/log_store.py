@@ -229,8 +229,14 @@ def read_log(store: LogStore, *, start: int = 0) -> Records:
     FormatError if a record is damaged.
     """
     found: list[tuple[LogRecord, str]] = []
-    while (data := store.read(names.record_file(start + len(found)))) is not None:
-        found.append((decode_record(data), digest(data)))
+    while (data := store.read(name := names.record_file(start + len(found)))) is not None:
+        try:
+            record = decode_record(data)
+        except FormatError as error:
+            hint = error.hint or "Bring that file back from a backup; nothing after it can be trusted."
+            message = f"Record {name} of the log cannot be read. {error.message}"
+            raise FormatError(message, hint=hint, **error.fields) from error
+        found.append((record, digest(data)))
     return tuple(found)
 
 

@@ -278,6 +278,19 @@ def store_away() -> Scene:
     return replace(scene, saves=0)
 
 
+def finishing() -> Scene:
+    """The launcher ends the run and a drill tells what it has read; then the coordinator dies, the store is
+    away, or another launcher comes.
+    """
+    scene = _training({"east": 2}, keep_last=1, store_wait_s=1.0)
+    world = scene.world
+    world.launchers["next-driver"] = Launcher("next-driver", "east")
+    (attempt,) = world.oracle.history.checkpoints
+    world.finish("east-driver", ends_group=True)
+    world.drill("east", attempt, passed=True)
+    return replace(scene, saves=0)
+
+
 SCENES: Mapping[str, Callable[[], Scene]] = {
-    scene.__name__: scene for scene in (frozen_coordinator, two_clusters, collector, store_away)
+    scene.__name__: scene for scene in (frozen_coordinator, two_clusters, collector, store_away, finishing)
 }

@@ -56,6 +56,7 @@ class Nodes:
         self.waiting: dict[m.Token, tuple[str, Launcher | Member]] = {}  # with the coordinator that was asked
         self.pins: dict[m.Token, tuple[str, str]] = {}  # asked for: attempt, owner
         self.annotations: dict[m.Token, tuple[int, str, float]] = {}  # asked for: step, metric, value
+        self.drills: set[m.Token] = set()  # that were read; the token is the text of its record, too
         self.num_tokens = 0
         self.num_agents = 0
         for service, size in clusters.items():

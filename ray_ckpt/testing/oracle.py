@@ -65,6 +65,7 @@ class Oracle:
     pins: set[tuple[str, str]] = field(default_factory=set)  # that ever were in the log: attempt, owner
     annotated: dict[tuple[str, str], float] = field(default_factory=dict)  # attempt, metric -> last value
     annotations: set[tuple[int, str, float]] = field(default_factory=set)  # in the log: step, metric, value
+    drilled: set[str] = field(default_factory=set)  # texts of the drills in the log
     writer: str = ""  # of the last epoch
     began_s: float = 0.0  # the world's time that the record of the first session tells
     stale: bool = True  # something has changed since the last check of the copies
@@ -111,6 +112,10 @@ class Oracle:
                     self.annotations.add((checkpoint.step, metric, value))
             case r.Retired(attempt=name):
                 self._check_retired(op, history.checkpoints[name], record)
+            case r.Restored() | r.Ended():
+                self._check_tenure(op)
+            case r.Drilled(text=text):
+                self.drilled.add(text)
             case _:
                 pass
 
@@ -189,6 +194,13 @@ class Oracle:
             trains = any(session == current.session for session, _ in self.told_go)
             must(trains, "P5", f"{op} is being restored by session {current.session}")
 
+    def _check_tenure(self, op: r.Restored | r.Ended) -> None:
+        current = self.history.session
+        is_current = current is not None and current.session == op.session
+        must(is_current, "P3", f"{op} is not of the session at work")
+        if isinstance(op, r.Ended) and current is not None:
+            must(current.ended is None, "P3", f"{op} ends a session once more, after {current.ended}")
+
     # -- groups and saves ------------------------------------------------------------------------------
 
     def group_asked(self, event: GroupOpened, world: Nodes) -> None:
@@ -266,6 +278,9 @@ class Oracle:
     def told_annotated(self, step: int, metric: str, value: float) -> None:
         is_logged = (step, metric, value) in self.annotations
         must(is_logged, "P6", f"{metric}={value} of step {step} was acknowledged and is not in the log")
+
+    def told_drilled(self, text: str) -> None:
+        must(text in self.drilled, "P6", f"the drill {text} was acknowledged and is not in the log")
 
     # -- bytes ---------------------------------------------------------------------------------------
 

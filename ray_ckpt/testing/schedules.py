@@ -111,6 +111,8 @@ class Schedule:
             self.ranks_report: 3,
             self.somebody_pins: 2,
             self.somebody_annotates: 2,
+            self.somebody_drills: 2,
+            self.somebody_pins_aside: chance.choice([0, 0, 1]),
             self.log_is_trimmed: chance.choice([0, 0, 0, 1]),
             self.a_day_passes: chance.choice([0, 1]),
             self.files_come_late: 1,
@@ -268,6 +270,25 @@ class Schedule:
         step = chance.choice(steps[-MAX_ANNOTATED:])
         world.annotate(chance.choice(sorted(self.launchers)), step, chance.choice(["eval", "loss"]))
         return f"step {step} is annotated"
+
+    def somebody_drills(self) -> str | None:
+        """A checkpoint that is live, or was when the drill began."""
+        world, chance = self.world, self.chance
+        known = list(world.oracle.history.checkpoints)
+        if not known:
+            return None
+        attempt = chance.choice(known)
+        world.drill(chance.choice(sorted(self.launchers)), attempt, passed=chance.random() < 0.7)
+        return f"{attempt} is drilled"
+
+    def somebody_pins_aside(self) -> str | None:
+        """On the log alone, whoever is at work."""
+        world, lineage = self.world, self.world.oracle.history.lineage()
+        if not lineage or world.storage.is_away:
+            return None
+        step = self.chance.choice(lineage).step
+        world.write_aside(step, f"aside-{world.clock}")
+        return f"step {step} is pinned on the log alone"
 
     def run_finishes(self) -> str | None:
         running = [la for la in self.world.launchers.values() if la.state == "running"]

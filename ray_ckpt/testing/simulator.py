@@ -7,13 +7,17 @@ A world knows neither chance nor a clock: the scheduler passes both in. It can b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
+from ray_ckpt import pins
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node as n
-from ray_ckpt.errors import CheckpointError, RunInUse, RunSuperseded, Unavailable
+from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse, RunSuperseded, Unavailable
+from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt
+from ray_ckpt.format.records import decode_record
 from ray_ckpt.storage.log_store import TRIM_AFTER_S, trim_log, write_snapshot
 from ray_ckpt.testing.coordinators import Coordinators
 from ray_ckpt.testing.parts import (
@@ -312,6 +316,38 @@ class World(Coordinators):
             event = m.AnnotateAsked(token=token, step=step, metrics={metric: value})
             self.wire.append(Answer(process.name, (event,)))
 
+    def drill(self, service: str, attempt: str, *, passed: bool) -> None:
+        """Somebody has read a checkpoint to see whether it would survive a loss."""
+        self.clock += 1
+        process = self.process_of(service)
+        if process is not None:
+            token = self._token()
+            self.drills.add(token)
+            event = m.DrillEnded(
+                token=token,
+                attempt=attempt,
+                scenario="lose-node a",
+                passed=passed,
+                seconds=1.0,
+                read_bytes={"peer": 10.0},
+                text=token,
+            )
+            self.wire.append(Answer(process.name, (event,)))
+
+    def write_aside(self, step: int, owner: str) -> None:
+        """Somebody pins the newest checkpoint of a step on the log alone, or it is not there any more."""
+        self.clock += 1
+        log, history = self.storage.log, self.oracle.history
+        known = set(log.objects)
+        with contextlib.suppress(ConfigError):
+            wall_s = START_S + self.now_s
+            pins.pin(log, history, step=step, owner=owner, expires_at_s=None, now_s=wall_s)
+        for name in sorted(set(log.objects) - known):
+            data = log.objects[name]
+            self.storage.records.append((decode_record(data), digest(data)))
+            self.oracle.logged(decode_record(data), self)
+        self.oracle.check(self)
+
     def report_progress(self, launcher: Launcher) -> None:
         """The ranks of a group say how far they are."""
         self.clock += 1
@@ -359,6 +395,8 @@ class World(Coordinators):
         asked = self.waiting.pop(message.token, None)
         if message.token in self.pins and message.error is None:
             self.oracle.told_pinned(*self.pins[message.token])
+        if message.token in self.drills and message.error is None:
+            self.oracle.told_drilled(message.token)
         if message.token in self.annotations and message.error is None:
             self.oracle.told_annotated(*self.annotations[message.token])
         match asked:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
+from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Metric, Sample
 from ray_ckpt.types import SaveFacts
@@ -87,6 +89,62 @@ def test_a_restarted_coordinator_does_not_claim_to_know_the_beginning() -> None:
     (ended,) = ends(run)
     assert (ended.step, ended.first_at_s, ended.stalled_s) == (12, None, None)
     assert ended.last_at_s is not None
+
+
+@pytest.mark.parametrize("is_finish", [True, False])
+def test_a_session_ends_once_also_if_the_coordinator_dies_behind_that_record(is_finish: bool) -> None:
+    """The next one takes the group for one at work, and knows less of it."""
+    run = Harness("ab")
+    run.open("ab")
+    plan = run.plan
+    told(run, 9)
+    if is_finish:
+        run.tell(m.FinishAsked(token="end", ends_group=True))
+    else:
+        run.store_mode = "held"
+        run.tell(run.group("ab"))
+        run.confirm(hold_next=True)  # the new session's record is never written
+        run.store_mode, run.held = "ok", []
+    (ended,) = ends(run)
+    assert ended.step == 9 and ended.last_at_s is not None
+    run.start_coordinator()
+    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    effects = run.tell(m.FinishAsked(token="again", ends_group=True))
+    run.open("ab")
+    assert ends(run)[:1] == [ended]
+    assert [e.session for e in ends(run)] == [1]
+    assert [e.token for e in effects if isinstance(e, m.Reply)] == ["again"]
+    assert not samples(run, telemetry.INTERRUPTIONS)
+
+
+def test_nodes_that_join_are_no_agents_that_died() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.live.add("c")
+    run.tell(m.NodesOpened(inventories={"c": run.disks["b"].inventory()}), m.NodesSeen(live=frozenset("abc")))
+    assert not [s for s in samples(run, telemetry.FAILURES) if s.value]
+    run.tell(m.NodesOpened(inventories={"b": run.disks["b"].inventory()}))
+    assert [(s.value, s.labels["cause"]) for s in samples(run, telemetry.FAILURES)] == [(1, "agent")]
+
+
+@pytest.mark.parametrize("text", ["a path \udc80", "a" * (r.MAX_RECORD_BYTES - 200)])
+def test_what_the_log_cannot_hold_is_refused_and_holds_nothing_up(text: str) -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    (checkpoint,) = run.machine.history.live()
+    attempt = checkpoint.id.attempt
+    effects = run.tell(
+        m.DrillEnded(
+            token="drill", attempt=attempt, scenario="x", passed=True, seconds=1.0, read_bytes={}, text=text
+        ),
+        m.PinAsked(token="pin", attempt=attempt, owner="me", expires_at_s=math.inf),
+    )
+    failed = [e for e in effects if isinstance(e, m.Fail)]
+    assert [e.token for e in failed] == ["drill", "pin"]
+    assert all(isinstance(e.error, ConfigError) for e in failed)
+    run.save(20)
+    assert [c.step for c in run.machine.history.live()] == [10, 20]
 
 
 def test_a_commit_has_the_times_of_the_slowest_node() -> None:

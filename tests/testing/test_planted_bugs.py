@@ -6,6 +6,7 @@ Each bug is put into the real machines for one test. `test_random.py` plays the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.node import NodeMachine
 from ray_ckpt.core.requests import Requests
 from ray_ckpt.core.sweep import Sweeps
+from ray_ckpt.core.tenure import Tenure
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.testing.oracle import Violation
@@ -40,6 +42,19 @@ def plant_effects(
         return tuple(new for effect in real(self, event) for new in change(self, event, effect))
 
     patch.setattr(machine, "handle", handle)
+
+
+def an_end_told_twice(patch: pytest.MonkeyPatch) -> None:
+    """A coordinator does not look whether one that died has told how the session ended."""
+    real = Tenure.end
+
+    def end(self: Tenure, **how: Any) -> bool:
+        session = self._context.history.session
+        if session is not None and session.ended is not None:
+            self._context.history.sessions[session.session] = replace(session, ended=None)
+        return real(self, **how)
+
+    patch.setattr(Tenure, "end", end)
 
 
 def commit_before_fsync(patch: pytest.MonkeyPatch) -> None:
@@ -206,6 +221,7 @@ def annotate_what_is_retired(patch: pytest.MonkeyPatch) -> None:
 
 
 BUGS: tuple[tuple[Plant, str], ...] = (
+    (an_end_told_twice, "P3"),
     (commit_before_fsync, "P1"),
     (missing_fence_in_the_log, "P3"),
     (missing_fence_on_the_nodes, "P2|P5|P6"),

@@ -200,6 +200,7 @@ def test_a_callback_can_be_pickled_after_use_also_in_a_worker_that_watches_sigte
     if service._signal is not None:  # a test before has connected this process; only one is installed
         service._signal.uninstall()
         service._signal = None
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray has a handler of its own once it was connected
     callback._term_signal = TermSignal.install(lambda notice: None)
     assert callback._term_signal is not None
     copy = cloudpickle.loads(cloudpickle.dumps(callback))

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,6 +162,13 @@ def test_ray_tells_which_cluster_it_would_connect_to(monkeypatch: pytest.MonkeyP
     assert ray_state.find_cluster() == "10.0.0.1:6379"
     monkeypatch.setenv("RAY_ADDRESS", "local")
     assert ray_state.find_cluster() is None, "one of its own"
+
+
+def test_where_ray_has_never_run_there_is_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where the last cluster's address would stand
+    monkeypatch.setattr(ray._private.services, "find_gcs_addresses", set)
+    assert ray_state.find_cluster() is None
 
 
 def test_the_callback_survives_the_pickling_of_ray() -> None:

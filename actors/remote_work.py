@@ -1,0 +1,92 @@
+"""What a coordinator does on a storage path, in threads: descriptions, listings, deletes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.errors import CorruptionError
+from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.format.manifest import (
+    MAX_FRAGMENT_BYTES,
+    CheckpointDescription,
+    decode_fragment,
+    encode_checkpoint,
+)
+from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file
+from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.types import CheckpointInfo, FileEntry
+
+log = logging.getLogger("ray_ckpt.coordinator")
+
+
+def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
+    """Check the fragments on the storage path against the log's root digest and write checkpoint.json."""
+    files: list[FileEntry] = []
+    for index in range(checkpoint.num_nodes):
+        name = fragment_file(index, checkpoint.num_nodes)
+        try:
+            data = remote.read_whole(checkpoint.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
+        except FileNotFoundError:
+            if not remote.is_there():
+                raise  # a mount that is away, say; the checkpoint may be intact
+            raise CorruptionError(f"{checkpoint.directory}/{name} is gone from the storage path.") from None
+        files += [
+            *decode_fragment(data).files,
+            FileEntry(name=name, size_bytes=len(data), digest=digest(data)),
+        ]
+    if root_digest(files) != checkpoint.root_digest:
+        raise CorruptionError(f"{checkpoint.directory} on the storage path is not what was committed.")
+    _check_sizes(remote, checkpoint.directory, files)
+    description = CheckpointDescription(
+        attempt=checkpoint.id,
+        world_size=checkpoint.world_size,
+        num_nodes=checkpoint.num_nodes,
+        metrics=checkpoint.metrics,
+        files=tuple(sorted(files, key=lambda f: f.name)),
+        root_digest=checkpoint.root_digest,
+    )
+    remote.put(checkpoint.directory, CHECKPOINT_JSON, encode_checkpoint(description))
+
+
+def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry]) -> None:
+    """Every file is there and as long as it should be. CorruptionError, OSError."""
+    stored = remote.settle(directory)
+    for file in files:
+        found = stored.get(file.name)
+        is_plain = found is not None and found.name.endswith(file.name)
+        size = found.size_bytes if found is not None and is_plain else remote.size(directory, file.name)
+        if size != file.size_bytes:
+            raise CorruptionError(
+                f"{directory}/{file.name} on the storage path has {size} bytes, not {file.size_bytes}.",
+                file=file.name,
+            )
+
+
+def list_remote(remote: RemoteTier, order: m.SweepRemote) -> m.RemoteListed:
+    """What lies on the storage path, with ages by its own clock."""
+    now_s = remote.now_s()
+    uploads = []
+    try:
+        for upload in remote.uploads():
+            _, directory, file = upload.name.split("/")
+            age_s = now_s - upload.started_s
+            uploads.append(
+                m.UnfinishedUpload(directory=directory, file=file, upload_id=upload.id, age_s=age_s)
+            )
+    except OSError as error:
+        if order.uploads_only:
+            raise
+        log.info("what lies on the storage path is listed without unfinished uploads: %s", error)
+    directories = {} if order.uploads_only else remote.directories()
+    ages = {directory: now_s - newest_s for directory, newest_s in directories.items()}
+    return m.RemoteListed(number=order.number, directories=ages, uploads=tuple(uploads))
+
+
+def delete_all(remote: RemoteTier, effect: m.DeleteOrphans) -> None:
+    """What no checkpoint needs. OSError; what is left then is found by the next listing."""
+    for upload in effect.uploads:
+        remote.abort(upload.directory, upload.file, upload.upload_id)
+    for directory in effect.directories:
+        remote.delete(directory)
