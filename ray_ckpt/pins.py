@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.requests import checkpoint_to_pin
 from ray_ckpt.format import records as r
-from ray_ckpt.rollback import write_ops
+from ray_ckpt.rollback import PIN_WRITER, write_ops
 from ray_ckpt.storage.log_store import LogStore
 from ray_ckpt.types import CheckpointInfo
 
@@ -62,6 +62,6 @@ def _write(
     now_s: float,
     pause: Callable[[float], None],
 ) -> CheckpointInfo:
-    writer = f"pin-{uuid.uuid4().hex}"
+    writer = f"{PIN_WRITER}{uuid.uuid4().hex}"
     ops = (r.Epoch(service=history.service), op)
     return write_ops(log, history, ops, writer=writer, now_s=now_s, pause=pause).checkpoints[op.attempt]

@@ -27,6 +27,7 @@ from ray_ckpt.types import CheckpointInfo, Level
 from ray_ckpt.verify import StoragePath, locate, readable
 
 QUIET_S = 120.0  # without a record, before a run is taken to be idle: some saves of most trainings
+PIN_WRITER = "pin-"  # how the writers of pins on the log alone begin; they are no sign of a training
 CREATE_TRIES = 5  # of a record whose create the store does not answer; each time it is looked at
 CREATE_PAUSE_S = 2.0  # between them, as a coordinator does
 MAX_NAMED = 5  # steps in a hint
@@ -34,7 +35,10 @@ MAX_NAMED = 5  # steps in a hint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogTail:
-    """A run's log as it was read. `last_s` is the Unix time of its last record, None if that is trimmed."""
+    """A run's log as it was read. `last_s` is the Unix time of its last record, None if that is trimmed.
+
+    Pins that somebody has written on the log alone do not count.
+    """
 
     history: RunHistory
     last_s: float | None
@@ -92,8 +96,10 @@ def read_tail(log: LogStore) -> LogTail:
     history, found = read_run(log)
     for record, record_digest in found:
         history.apply(record, record_digest)
-    last = found[-1][0] if found else None
-    if last is None and (data := log.read(names.record_file(history.next_seq - 1))):  # the snapshot has it
+    counted = [record for record, _ in found if not record.writer.startswith(PIN_WRITER)]
+    last = counted[-1] if counted else None
+    before = names.record_file(history.next_seq - 1 - len(found))  # the snapshot has it, too
+    if last is None and (data := log.read(before)):
         last = r.decode_record(data)
     return LogTail(history=history, last_s=last.time_s if last else None)
 

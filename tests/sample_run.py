@@ -91,15 +91,15 @@ class RunLog:
     def run_uid(self) -> str:
         return digest(self.folder.name.encode())
 
-    def append(self, op: records.Op) -> None:
-        """`op` as the next record; an `Epoch` raises the epoch first."""
+    def append(self, op: records.Op, *, time_s: float | None = None) -> None:
+        """`op` as the next record, at Unix time `time_s` if it matters; an `Epoch` raises the epoch first."""
         self.epoch += isinstance(op, records.Epoch)
         record = records.LogRecord(
             seq=self.seq,
             epoch=self.epoch,
             writer="sample",
             prev=self.prev,
-            time_s=START_S + RECORD_S * self.seq,
+            time_s=START_S + RECORD_S * self.seq if time_s is None else time_s,
             op=op,
         )
         data = records.encode_record(record)

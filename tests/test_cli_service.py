@@ -188,6 +188,10 @@ def test_a_log_that_is_not_quiet_may_have_a_service_out_of_reach(
 ) -> None:
     run = write_run(tmp_path)
     ray_ckpt_cli("pin", run.folder, 10, "--owner", "a")
+    ray_ckpt_cli("pin", run.folder, 10, "--owner", "b")  # a pin is no sign of one
+    ray_ckpt_cli("unpin", run.folder, 10, "--owner", "b")
+    run = write_run(tmp_path / "at work")
+    run.log.append(r.Note(text="a save"), time_s=time.time())
     for command in ("pin", "unpin"):
         message = fails(capsys, command, run.folder, 10, "--owner", "a")
         assert "Run gpt may be at work" in message and "--even-if-at-work" in message

@@ -51,7 +51,8 @@ class Story(RunLog):
     told: list[records.LogRecord] = field(default_factory=list)
     history: RunHistory = field(default_factory=RunHistory)
 
-    def append(self, op: records.Op) -> None:
+    def append(self, op: records.Op, *, time_s: float | None = None) -> None:
+        self.now_s = self.now_s if time_s is None else time_s
         self.epoch += isinstance(op, records.Epoch)
         record = records.LogRecord(
             seq=self.seq, epoch=self.epoch, writer="story", prev=self.prev, time_s=self.now_s, op=op
@@ -439,7 +440,9 @@ def long_run(num_checkpoints: int, num_sessions: int) -> RunReport:
     )
 
 
-@pytest.mark.parametrize(("num_checkpoints", "num_sessions"), [(10_000, 10), (100_000, 5000)])
+@pytest.mark.parametrize(
+    ("num_checkpoints", "num_sessions"), [(10_000, 10), pytest.param(100_000, 5000, marks=pytest.mark.slow)]
+)
 def test_the_page_of_a_long_run_is_bounded(num_checkpoints: int, num_sessions: int) -> None:
     found = long_run(num_checkpoints, num_sessions)
     text = page(found)

@@ -46,7 +46,6 @@ IF_NAMED = (
     "overhead",
     "remote",
 )  # or with --peers: two minutes of ten-step stretches, three of other programs
-NOT_QUICK = ("overhead",)  # processes that import torch take a third of the minute
 SIZE = "1GiB"
 REPEAT = 5
 FOLDER = Path("bench-out")
@@ -97,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--quick",
         action="store_true",
-        help="rows as small as they can be, overhead only if named; their numbers mean nothing",
+        help="rows as small as they can be, overhead and remote only if named; their numbers mean nothing",
     )
     add("--peers", nargs="*", choices=PEERS, metavar="NAME", help=f"peers, all or of: {', '.join(PEERS)}")
     add(
@@ -115,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _groups(chosen: argparse.Namespace) -> dict[str, Callable[[Context], Iterator[Row]]]:
     """What makes the wanted rows, by name. With `--peers` and without `--only`, all there are."""
-    left_out = NOT_QUICK if chosen.quick else IF_NAMED if chosen.peers is None else ()
+    left_out = IF_NAMED if chosen.quick or chosen.peers is None else ()
     names = chosen.only or [name for name in ROWS if name not in left_out]
     groups = {name: _lazy(ROWS[name]) for name in names}
     if chosen.peers is not None:

@@ -30,7 +30,13 @@ def restores(storage: str, run: str) -> tuple[RankRestore, ...]:
 
 
 @pytest.mark.parametrize(
-    ("memory", "overlap"), [("double", True), ("single", True), ("stream", True), ("stream", False)]
+    ("memory", "overlap"),
+    [
+        ("double", True),
+        pytest.param("single", True, marks=pytest.mark.slow),
+        ("stream", True),
+        pytest.param("stream", False, marks=pytest.mark.slow),
+    ],
 )
 def test_every_memory_mode_resumes_the_same_run(
     group: RankGroup, storage: str, memory: str, overlap: bool

@@ -533,7 +533,6 @@ class TestCommand:
     def test_a_quick_run_measures_everything(self, tmp_path: Path) -> None:
         """Nothing is said of its numbers: a busy machine makes any."""
         out = tmp_path / "out.json"
-        keys = {name: os.environ.get(name) for name in s3_server.ENVIRONMENT}
         code = bench.main(
             ["--quick", "--size", "8MiB", "--json", str(out), "--folder", str(tmp_path / "work")]
         )
@@ -541,6 +540,16 @@ class TestCommand:
         assert code in (0, 1), [one["skipped"] for one in rows if one["skipped"]]
         names = {one["name"] for one in rows}
         assert names >= {"memcpy", "raw-write", "save-100", "list", "schedule"}
-        assert names >= {"remote-upload", "remote-download/s3fs", "remote-memory", "remote-memory-agent"}
         assert list((tmp_path / "work").iterdir()) == []
+
+    @pytest.mark.slow
+    def test_a_quick_run_measures_a_storage_path_if_it_is_asked_to(self, tmp_path: Path) -> None:
+        out = tmp_path / "out.json"
+        keys = {name: os.environ.get(name) for name in s3_server.ENVIRONMENT}
+        command = ["--quick", "--only", "remote", "--size", "8MiB", "--json", str(out)]
+        code = bench.main([*command, "--folder", str(tmp_path / "work")])
+        rows = json.loads(out.read_text())["rows"]
+        assert code in (0, 1), [one["skipped"] for one in rows if one["skipped"]]
+        names = {one["name"] for one in rows}
+        assert names >= {"remote-upload", "remote-download/s3fs", "remote-memory", "remote-memory-agent"}
         assert {name: os.environ.get(name) for name in s3_server.ENVIRONMENT} == keys

@@ -161,6 +161,7 @@ def test_tensor_ranks_drop_the_same_activations_and_data_ranks_others(
     assert rows[0][0] != rows[1][0]
 
 
+@pytest.mark.slow
 def test_dropout_changes_the_loss_under_every_layout(trained: list[list[dict[str, Any]]]) -> None:
     for calm, dropped in (trained[0:2], trained[2:4], trained[4:6]):
         assert calm[0]["losses"][0] != dropped[0]["losses"][0]
