@@ -42,6 +42,7 @@ class LocalLink:
     reserved_bytes: int = 0
     recovered: int = 0
     go: threading.Event = field(default_factory=threading.Event)
+    _opening: threading.Lock = field(default_factory=threading.Lock)
     identity: Identity = field(init=False)
     _outcomes: dict[str, Future[Outcome]] = field(default_factory=dict)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2))
@@ -82,9 +83,10 @@ class LocalLink:
         return self.grants[-1]
 
     def agreed_page(self, *, named: bool = False) -> str:
-        if self.page is None:
-            self.page = AgreedPage(named=named)
-        return self.page.path
+        with self._opening:  # the progress thread asks, too
+            if self.page is None:
+                self.page = AgreedPage(named=named)
+            return self.page.path
 
     def seal(self, shard: SealedShard) -> Future[None]:
         if self.fails:
