@@ -23,6 +23,7 @@ from ray_ckpt.actors.wire import ServiceView
 from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
 
 CONNECT_S = 5.0  # until the cluster's port answers
+HELLO_S = 10.0  # until what listens there says that it is Ray
 ANSWER_S = 60.0  # of the coordinator, which may be looking for agents that do not answer
 END_S = 30.0  # for agents to end by themselves, and for Ray to take note of the end of an actor
 LOOK_S = 0.2  # between looks at that
@@ -67,16 +68,17 @@ def _driver(address: str | None) -> Iterator[None]:
 
 
 def _check_answers(where: str) -> None:
-    """Somebody listens there. ConfigError, Unavailable."""
+    """A Ray cluster listens there. ConfigError, Unavailable."""
+    hint = "Is it running? `ray status` tells. --address HOST:PORT and RAY_ADDRESS name one."
     host, _, port = where.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"{where!r} is no address of a Ray cluster.", hint="Give HOST:PORT.")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        raise Unavailable(
-            f"No Ray cluster answers at {where}: {error}.", hint="Is it running? `ray status` tells."
-        ) from None
+        raise Unavailable(f"No Ray cluster answers at {where}: {error}.", hint=hint) from None
+    if silence := ray_state.why_silent(where, HELLO_S):
+        raise Unavailable(f"What listens at {where} does not answer as a Ray cluster: {silence}.", hint=hint)
 
 
 def find_service() -> Any | None:

@@ -10,50 +10,45 @@ import contextlib
 import logging
 import math
 import os
-import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import ray_ckpt
 from ray_ckpt.actors import names, ray_state
+from ray_ckpt.actors.agents import AGENT_CALL_S, CARD_S, Agents, reason
+from ray_ckpt.actors.effects import STORE_TIMEOUT_S, Effects, Work
+from ray_ckpt.actors.leaving import LeavingNodes
 from ray_ckpt.actors.meters import GAUGES_EVERY_S, Meters
-from ray_ckpt.actors.node_agent import NodeAgent
 from ray_ckpt.actors.overview import Seen, disk_samples, goodput_samples, objections, run_view
-from ray_ckpt.actors.remote_work import delete_all, list_remote, write_description
+from ray_ckpt.actors.run import ComingParts, Run, in_thread
 from ray_ckpt.actors.wire import (
-    AgentCard,
     DrillSources,
     Joined,
-    LeavingView,
     OpenedRun,
     OpenRun,
     RunSpec,
     RunStatus,
     RunView,
-    ServiceCard,
     ServiceView,
     SessionStart,
 )
 from ray_ckpt.config import RunOptions, is_encrypted
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.claim import RunMark, check_claim, check_marks
-from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.core.drill import live_checkpoints
 from ray_ckpt.core.requests import checkpoint_to_pin
 from ray_ckpt.errors import (
     CheckpointError,
     ConfigError,
-    CorruptionError,
     Fenced,
     RunConflict,
     RunSuperseded,
@@ -63,87 +58,30 @@ from ray_ckpt.errors import (
     Unavailable,
 )
 from ray_ckpt.format.names import record_file
-from ray_ckpt.format.records import encode_record
+from ray_ckpt.format.records import Drilled
 from ray_ckpt.notices import Notice
 from ray_ckpt.origin import Origin, find_origin
 from ray_ckpt.storage.log_store import (
-    LogStore,
-    Outcome,
-    create_record,
     read_run,
-    trim_log,
-    write_snapshot,
 )
-from ray_ckpt.telemetry import Sample
 from ray_ckpt.transport.credentials import ServiceKeys
-from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, Part, RankRestore, SaveFacts
+from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, Level, Part, RankRestore, SaveFacts
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
 TICK_S = 0.5
 TAKE_OVER_AGAIN_S = 5.0
-STORE_TIMEOUT_S = 30.0  # a create that takes longer is answered "unknown"
-AGENT_START_S = 120.0  # a cold node imports torch first
-AGENT_CALL_S = 60.0
 PARTS_WAIT_S = 300.0  # for the other parts of a group, whose processes may still be starting
 OWNER_GONE_S = 10.0  # a launcher that ends is dead for Ray within seconds; one that lives longer has the run
-NOTICE_HOLDS_S = 60.0  # after its deadline, or the last time that it was told
-MAX_NOTICE_S = 600.0  # that a deadline counts without being said again; clouds give 2 to 5 minutes
-DISKS_EVERY_S = 10.0  # between looks at the nodes' file systems
-DRAIN_SLACK_S = 900.0  # for a drain, besides what its bytes take: one part at a time on a poor link
-LEAST_DRAIN_BYTES_PER_S = 1 << 20  # of a node; whoever is slower is taken for stuck
-LOG_THREADS = 4  # per run: calls of a hung store under way, before further ones wait for those
+LOOK_EVERY_S = 10.0  # between looks at the nodes' file systems, and at launchers
+OWNER_DEAD_S = 30.0  # until its session has ended; a node that died with it is noticed within 14 s
 INVENTORY_AGAIN_S = 1.0
-REMOTE_THREADS = 4  # deletes and descriptions on storage paths, over all runs
 CONTROL_THREADS = 2  # questions to Ray
 GOODPUT_EVERY_S = 60.0  # between two looks at the whole log for it
 OPEN_LOG_TRIES = 3  # races with the last words of a coordinator that died
 LAST_RECORDS_S = 10.0  # for records on their way when the service is to end; the next one finds them anyway
-CARD_S = 5.0  # for what agents tell people
 MAX_ASKED = 64  # agents, each time that somebody looks
 ENDING_S = 120.0  # until whoever asked for the end kills me; else I go on, as Ray starts me again
-
-
-@dataclass(slots=True)
-class ComingParts:
-    """Parts of a group that wait for the others."""
-
-    parts: tuple[Part, ...]
-    nodes: dict[str, tuple[str, ...]]  # part -> the node of each of its ranks
-    joined: asyncio.Future[Joined]
-
-
-class Run:
-    """One run: its machine, its store, and those who wait for an answer."""
-
-    def __init__(self, spec: RunSpec, service: str) -> None:
-        self.spec = spec
-        self.remote = spec.storage.open()
-        self.machine = RunMachine(options=spec.options, writer=uuid.uuid4().hex, service=service)
-        self.nonce = uuid.uuid4().hex
-        self.waiting: dict[m.Token, asyncio.Future[Any]] = {}
-        self.threads = ThreadPoolExecutor(LOG_THREADS, thread_name_prefix=f"ray_ckpt-log-{spec.name[:32]}")
-        self.opened: set[str] = set()  # nodes whose agent knows this run
-        self.opening: set[str] = set()  # nodes that were asked, or could not
-        self.is_fenced_in = False  # its fence has been in the log
-        self.is_ready = False  # nodes have been asked to open it
-        self.is_over = False  # its launcher has ended it; nobody needs agents for it until the next group
-        self.disks: dict[str, m.DiskSpace] = {}
-        self.seen_disks: dict[str, m.DiskSpace] = {}  # the last look at each node, for people
-        self.warning: tuple[str, float] = ("", 0.0)  # the last one of the machine's, and its Unix time
-        self.goodput: tuple[Sample, ...] = ()  # by the log
-        self.goodput_s = 0.0  # when that is to be looked at again (monotonic)
-        self.changed = asyncio.Condition()
-        self.coming: ComingParts | None = None
-
-    @property
-    def store(self) -> LogStore:
-        """Opened by the probe, in a thread: making a client may read files and ask servers."""
-        return self.remote.log
-
-    @property
-    def run_uid(self) -> str:
-        return self.machine.history.run_uid
 
 
 class Coordinator:
@@ -156,26 +94,20 @@ class Coordinator:
             encrypt = is_encrypted()
         except ConfigError as error:
             self._problem = error
-        self._keys = ServiceKeys.make(datetime.now(UTC), encrypt=encrypt)
-        self._service = uuid.uuid4().hex  # of this cluster's service; agents keep it over my restarts
-        self._needed_s: dict[str, float] = {}  # node -> when it was last needed (monotonic)
-        self._looked_s = 0.0  # at the disks
+        # Apart from each other and from the logs, so that what hangs stops none of the others.
+        self._control_io = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="ray_ckpt-control")
+        self._goodput_io = ThreadPoolExecutor(1, thread_name_prefix="ray_ckpt-goodput")
+        self._agents = Agents(ServiceKeys.make(datetime.now(UTC), encrypt=encrypt), self._control_io)
+        self._effects = Effects(self._agents, lambda node: self._spawn(self.revive(node)))
+        self._leaving = LeavingNodes()
+        self._looked_s = 0.0  # at disks and launchers
         self._runs: dict[str, Run] = {}  # by RunSpec.key
         self._opening: dict[str, asyncio.Lock] = {}
-        self._agents: dict[str, Any] = {}
-        # Nodes about to go, by whose word: the Unix time if it is known, and until when that counts unless it
-        # is said again.
-        self._leaving: dict[tuple[str, str], tuple[float | None, float]] = {}
-        self._cards: dict[str, AgentCard] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        # Apart from each other and from the logs, so that a hanging store stops none of the others.
-        self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
-        self._control_io = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="ray_ckpt-control")
         self._meters = Meters()
         self._gauges_s = 0.0  # when they are to be set again (monotonic)
         self._ticker: asyncio.Task[None] | None = None
         self._found: asyncio.Task[None] | None = None
-        self._goodput_io = ThreadPoolExecutor(1, thread_name_prefix="ray_ckpt-goodput")
         self._began_s = time.time()
         self._users = Counter[str]()  # calls that are about to have a run, by its name
         self._is_ending = False
@@ -196,35 +128,15 @@ class Coordinator:
         await asyncio.shield(self._found)
 
     async def _find_agents(self) -> None:
-        actors = await self._in_thread(
-            self._control_io, partial(ray.util.list_named_actors, all_namespaces=True)
-        )
-        prefix = names.AGENT_PREFIX
-        nodes = [a["name"].removeprefix(prefix) for a in actors if a["name"].startswith(prefix)]
-        live = set(nodes) & set(await self._live_nodes())
-        cards = await asyncio.gather(*(self._find_agent(node) for node in sorted(live)))
         runs: dict[str, OpenedRun] = {}
-        for found in cards:
-            if found is None:
-                continue
-            self._keys, self._service = found.keys, found.service
-            for run in found.runs:
+        for card in await self._agents.find():
+            for run in card.runs:
                 known = runs.get(run.spec.key)
                 newest = max((r for r in (known, run) if r is not None), key=_age)
                 epoch = max(known.epoch, run.epoch) if known is not None else run.epoch
                 runs[run.spec.key] = replace(newest, epoch=epoch)
         for run in runs.values():
             self._spawn(self._take_over(run))
-
-    async def _find_agent(self, node: str) -> ServiceCard | None:
-        try:
-            agent = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
-            found: ServiceCard = await asyncio.wait_for(agent.describe.remote(), AGENT_CALL_S)
-            self._cards[node] = await agent.card.remote()
-        except (ray.exceptions.RayError, ValueError, TimeoutError):
-            return None
-        self._agents[node] = agent
-        return found
 
     async def _take_over(self, found: OpenedRun) -> None:
         """Claim the log of a run that was open, and go on with the group that is at work."""
@@ -248,7 +160,7 @@ class Coordinator:
                 await asyncio.sleep(TAKE_OVER_AGAIN_S)
         run = self._run(found.spec.key)
         if found.plan is not None and run.run_uid == found.run_uid:
-            inventories = await self._open_on_nodes(run, await self._live_nodes())
+            inventories = await self._open_on_nodes(run, await self._agents.live_nodes())
             self._handle(run, m.GroupFound(plan=found.plan, inventories=inventories))
             for node in inventories:
                 self._send(run, node, "coordinator_returned", run.run_uid, run.machine.epoch)
@@ -257,9 +169,10 @@ class Coordinator:
         """Another service has the run: tell the group that is at work here."""
         if found.plan is None:
             return
-        for node in {n.node_id for n in found.plan.nodes} & set(self._agents):
+        for node in {n.node_id for n in found.plan.nodes} & self._agents.nodes:
             with contextlib.suppress(ray.exceptions.RayError):
-                await self._agents[node].end_session.remote(found.run_uid, found.plan.age, error, found.epoch)
+                order = (found.run_uid, found.plan.age, error, found.epoch)
+                await self._agents.call(node, "end_session", *order)
 
     # -- launchers -----------------------------------------------------------------------------------
 
@@ -282,7 +195,7 @@ class Coordinator:
         """The launcher that has the run, once it is found dead; "" if nobody has it or it lives on."""
         deadline_s = time.monotonic() + OWNER_GONE_S
         while (rival := run.machine.owner) not in ("", owner):
-            if not await self._in_thread(self._control_io, ray_state.is_alive, rival):
+            if not await in_thread(self._control_io, ray_state.is_alive, rival):
                 return rival
             if time.monotonic() > deadline_s:
                 break
@@ -300,10 +213,10 @@ class Coordinator:
                     run.threads.shutdown(wait=False)
                 run = await self._open_log(spec, owner)
             elif run.spec.storage != spec.storage:
-                await self._in_thread(self._remote_io, _check_same_log, run, spec)
+                await in_thread(self._effects.remote_io, _check_same_log, run, spec)
                 run.remote = spec.storage.open()
             run.spec, run.machine.options = spec, spec.options
-            await self._open_on_nodes(run, await self._live_nodes(), checks_storage=is_new)
+            await self._open_on_nodes(run, await self._agents.live_nodes(), checks_storage=is_new)
             return run.run_uid
 
     async def _is_overtaken(self, run: Run) -> bool:
@@ -312,7 +225,7 @@ class Coordinator:
             return False
         name = record_file(run.machine.history.next_seq)
         try:
-            found = await asyncio.wait_for(self._in_log_thread(run, run.store.read, name), STORE_TIMEOUT_S)
+            found = await asyncio.wait_for(run.in_log_thread(run.store.read, name), STORE_TIMEOUT_S)
         except (OSError, TimeoutError):
             return False
         return found is not None and run.machine.is_idle
@@ -325,9 +238,8 @@ class Coordinator:
             return await self._open_group(run, nodes, resume, owner)
 
     async def _open_group(self, run: Run, nodes: tuple[m.GroupNode, ...], resume: Any, owner: str) -> Joined:
-        run.is_over = False
-        self._forget_signals({n.node_id for n in nodes})
-        inventories = await self._open_on_nodes(run, await self._live_nodes())
+        self._leaving.forget_signals({n.node_id for n in nodes})
+        inventories = await self._open_on_nodes(run, await self._agents.live_nodes())
         dead_owner = await self._await_dead(run, owner)
         origin = await self._find_origin(run)
         self._check_goes_on()  # no agent has answered then, and nothing would seem to be left
@@ -355,8 +267,7 @@ class Coordinator:
         spec = run.spec
         if run.machine.history.lineage() and spec.options.resume != "never":
             return None
-        found: Origin | None = await self._in_thread(self._remote_io, find_origin, spec.options, spec.storage)
-        return found
+        return await in_thread(self._effects.remote_io, find_origin, spec.options, spec.storage)
 
     async def open_part(
         self,
@@ -391,20 +302,16 @@ class Coordinator:
             coming.nodes.pop(part, None)  # or the others would open a group with ranks that have given up
             raise Unavailable(f"Run {run.spec.name}: the parts {missing} have not come.") from None
 
-    async def finish(self, key: str, timeout_s: float) -> CheckpointInfo | None:
-        """The run is over: wait until its last checkpoint is durable, and return it."""
+    async def finish(self, key: str, timeout_s: float, has_failed: bool = False) -> CheckpointInfo | None:
+        """The run is over, or given up: wait until its last checkpoint is durable, and return it."""
         run = self._run(key)
         try:
-            asked = self._ask(run, lambda token: m.FinishAsked(token=token, ends_group=True))
+            asked = self._ask(
+                run, lambda token: m.FinishAsked(token=token, ends_group=True, has_failed=has_failed)
+            )
             newest: CheckpointInfo | None = await asyncio.wait_for(asked, timeout_s)
-            run.is_over = True
-            for node in run.opened:
-                self._send(run, node, "rest", run.run_uid)
         except TimeoutError:
-            raise Unavailable(
-                f"Run {run.spec.name}: its last checkpoint is not on the storage path in {timeout_s:.0f} s.",
-                hint="It stays on its nodes and is drained later; raise finish_timeout_s.",
-            ) from None
+            raise _unfinished(run, timeout_s) from None
         return newest
 
     async def status(self, key: str) -> RunStatus:
@@ -414,13 +321,13 @@ class Coordinator:
         return RunStatus(
             run_uid=history.run_uid,
             records=tuple(
-                record for record, _ in (await self._in_thread(self._control_io, read_run, run.store))[1]
+                record for record, _ in (await in_thread(self._control_io, read_run, run.store))[1]
             ),
             newest=lineage[-1] if lineage else None,
             holders=run.machine.holders,
             nodes=run.machine.plan.nodes if run.machine.plan else (),
             restores=run.machine.restores,
-            agents=tuple(self._cards.values()),
+            agents=tuple(self._agents.cards.values()),
             exposure=await self.exposure(key),
             copies_missing=run.machine.copies_missing,
         )
@@ -431,44 +338,29 @@ class Coordinator:
     async def overview(self) -> ServiceView:
         """All that people see of this service."""
         await self._ready()
-        await asyncio.gather(*(self._read_card(node) for node in list(self._agents)))
-        live = await self._live_nodes()
-        now_s = time.time()
+        await self._agents.read_cards()
         return ServiceView(
             version=ray_ckpt.__version__,
             protocol=names.PROTOCOL_VERSION,
             ray_version=ray.__version__,
             coordinator_node=ray.get_runtime_context().get_node_id(),
             coordinator_host=ray.util.get_node_ip_address(),
-            up_s=now_s - self._began_s,
-            is_encrypted=self._keys.encrypt,
-            nodes=live,
-            agents=tuple(self._cards[node] for node in sorted(self._cards)),
-            leaving=tuple(
-                LeavingView(node_id=node, source=source, in_s=None if at_s is None else at_s - now_s)
-                for (node, source), (at_s, _) in sorted(self._leaving.items())
-            ),
+            up_s=time.time() - self._began_s,
+            is_encrypted=self._agents.keys.encrypt,
+            nodes=await self._agents.live_nodes(),
+            agents=tuple(card for _, card in sorted(self._agents.cards.items())),
+            leaving=self._leaving.views(),
             runs=tuple(await asyncio.gather(*(self._view(run) for run in list(self._runs.values())))),
         )
 
-    async def _read_card(self, node: str) -> None:
-        """Again, if it was read before a run was opened there: then it names no staging folders."""
-        if (card := self._cards.get(node)) is not None and not card.staging:
-            with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
-                agent = self._agents[node]
-                read: AgentCard = await asyncio.wait_for(agent.card.remote(), CARD_S)
-                if self._agents.get(node) is agent:  # or its successor would have a dead one's address
-                    self._cards[node] = read
-
     async def _view(self, run: Run) -> RunView:
         owner = run.machine.owner
-        lives = not owner or await self._in_thread(self._control_io, ray_state.is_alive, owner)
+        lives = not owner or await in_thread(self._control_io, ray_state.is_alive, owner)
         text, at_s = run.warning
         seen = Seen(
-            disks=run.seen_disks,
+            disks=self._disks(run),
             warning=text,
             warned_at_s=at_s,
-            is_over=run.is_over,
             owner_lives=lives,
             sent_bytes=await self._sent_bytes(run),
         )
@@ -476,10 +368,10 @@ class Coordinator:
 
     async def _sent_bytes(self, run: Run) -> dict[str, int]:
         """Of fragments on their way to the storage path, as far as few nodes tell: of many, one is little."""
-        nodes = {node for drain in run.machine.drains_underway for node in drain.nodes} & self._agents.keys()
+        nodes = {node for drain in run.machine.drains_underway for node in drain.nodes} & self._agents.nodes
         if len(nodes) > MAX_ASKED:
             return {}
-        calls = (asyncio.wait_for(self._agents[n].uploads.remote(run.run_uid), CARD_S) for n in nodes)
+        calls = (asyncio.wait_for(self._agents.call(n, "uploads", run.run_uid), CARD_S) for n in nodes)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         sent = Counter[str]()
         for answer in answers:
@@ -500,15 +392,14 @@ class Coordinator:
                 "stay on the nodes' disks, and the next service finds them there.",
             )
         self._is_ending = True
+        self._agents.close()
         asyncio.get_running_loop().call_later(ENDING_S, os._exit, 1)
         if self._ticker is not None:
             self._ticker.cancel()
         until_s = time.monotonic() + LAST_RECORDS_S
         while any(run.machine.records_waiting for run in self._runs.values()) and time.monotonic() < until_s:
             await asyncio.sleep(TICK_S)
-        for node, agent in list(self._agents.items()):
-            agent.retire.remote()
-            self._forget(node)
+        self._agents.end_all()
         return view
 
     def _newcomers(self, view: ServiceView) -> tuple[str, ...]:
@@ -561,40 +452,20 @@ class Coordinator:
         """What a recovery drill of the run reads, and how. Unavailable if it is not open."""
         await self._ready()
         run = self._run(key)
-        now = await self._in_thread(self._control_io, ray_state.nodes_now, run.spec.options.failure_domain)
+        now = await in_thread(self._control_io, ray_state.nodes_now, run.spec.options.failure_domain)
         machine = run.machine
         return DrillSources(
             live=live_checkpoints(machine.history, machine.holders, machine.plan),
-            endpoints={node: card.endpoint for node, card in self._cards.items()},
+            endpoints=self._agents.endpoints,
             domains=now.domains,
-            credentials=self._keys.credentials(run.run_uid),
+            credentials=self._agents.keys.credentials(run.run_uid),
             storage=run.spec.storage,
             last_step=machine.last_step,
         )
 
-    async def drilled(
-        self,
-        key: str,
-        attempt: str,
-        scenario: str,
-        passed: bool,
-        seconds: float,
-        read_bytes: Mapping[str, float],
-        text: str,
-    ) -> None:
+    async def drilled(self, key: str, result: Drilled) -> None:
         """A drill has read a checkpoint; replied when that is in the log."""
-        await self._ask(
-            self._run(key),
-            lambda token: m.DrillEnded(
-                token=token,
-                attempt=attempt,
-                scenario=scenario,
-                passed=passed,
-                seconds=seconds,
-                read_bytes=read_bytes,
-                text=text,
-            ),
-        )
+        await self._ask(self._run(key), lambda token: m.DrillEnded(token=token, result=result))
 
     async def annotate(self, key: str, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the newest live checkpoint of a step; see `m.AnnotateAsked`."""
@@ -662,28 +533,16 @@ class Coordinator:
     async def revive(self, node: str) -> None:
         """The agent of a node is said to be gone: start a new one if that is so."""
         async with self._opening.setdefault(node, asyncio.Lock()):
-            try:
-                await asyncio.wait_for(self._agents[node].card.remote(), AGENT_CALL_S)
-            except (ray.exceptions.RayError, TimeoutError, KeyError):
-                self._forget(node)
-                if node in await self._live_nodes():
+            if not await self._agents.is_alive(node):
+                self._agents.forget(node)
+                if node in await self._agents.live_nodes():
                     for run in list(self._runs.values()):
-                        await self._open_on_fresh(run, (node,))
+                        if run.machine.end_cause is None:
+                            await self._open_on_fresh(run, (node,))
 
     async def node_leaves(self, node: str, notice: Notice) -> None:
         """A node is about to go, as its cloud or a signal says; said again as long as it is so."""
-        key, now_s = (node, notice.source), time.time()
-        if key not in self._leaving:
-            log.warning("node %s is about to go: %s (%s)", node[:12], notice.text, notice.source)
-        until_s = min(max(now_s, notice.deadline_s or 0.0), now_s + MAX_NOTICE_S) + NOTICE_HOLDS_S
-        self._leaving[key] = (notice.deadline_s, until_s)
-
-    def _forget_signals(self, nodes: Set[str]) -> None:
-        """A new group is on these nodes: what got a signal there was a process of the one before.
-
-        Ray ends a worker by SIGTERM, and by SIGKILL a moment later, also on a node that stays.
-        """
-        self._leaving = {k: v for k, v in self._leaving.items() if k[1] != "sigterm" or k[0] not in nodes}
+        self._leaving.hear(node, notice)
 
     async def make_durable(self, run_uid: str) -> None:
         await self._ask(self._by_uid(run_uid), lambda token: m.FinishAsked(token=token))
@@ -714,8 +573,6 @@ class Coordinator:
     def _carry_out(self, run: Run, effect: m.Effect) -> None:
         epoch = run.machine.epoch
         match effect:
-            case m.Append():
-                self._spawn(self._append(run, effect))
             case m.AskInventory(token=token):
                 self._spawn(self._inventory_again(run, token))
             case m.StartSession():
@@ -733,27 +590,13 @@ class Coordinator:
                 for node in nodes:
                     self._send(run, node, "name_step", run.run_uid, age, agreed, epoch)
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
-                if holder in self._cards:
-                    where = self._cards[holder].endpoint
-                    self._send(run, source, "replicate", run.run_uid, attempt, index, holder, where, epoch)
-            case m.Drain():
-                self._spawn(self._drain(run, effect))
-            case m.WriteDescription(checkpoint=checkpoint):
-                self._spawn(self._describe(run, checkpoint))
-            case m.Delete():
-                self._spawn(self._delete(run, effect))
-            case m.SweepRemote():
-                self._spawn(self._sweep(run, effect))
-            case m.DeleteOrphans():
-                self._spawn(self._delete_orphans(run, effect))
+                if (card := self._agents.cards.get(holder)) is not None:
+                    order = (run.run_uid, attempt, index, holder, card.endpoint, epoch)
+                    self._send(run, source, "replicate", *order)
             case m.DeleteStrays(node_id=node, directories=directories):
                 self._send(run, node, "delete", run.run_uid, directories, epoch)
             case m.Evict(attempt=attempt, node_id=node):
                 self._send(run, node, "delete", run.run_uid, (attempt.directory,), epoch)
-            case m.Scrub():
-                self._spawn(self._scrub(run, effect))
-            case m.WriteSnapshot():
-                self._spawn(self._write_snapshot(run, effect))
             case m.Supersede(nodes=nodes, age=age, error=problem):
                 for node in nodes:
                     self._send(run, node, "end_session", run.run_uid, age, problem, epoch)
@@ -769,63 +612,22 @@ class Coordinator:
                     # A newer coordinator of this service has the name. If it is me who has it, Ray starts me
                     # again, and I take over by the book; a zombie ends here.
                     asyncio.get_running_loop().call_later(TICK_S, os._exit, 1)
+            case _:
+                self._spawn(self._perform(run, effect))
 
-    async def _append(self, run: Run, effect: m.Append) -> None:
-        record, service = effect.record, ""
-        create = self._in_log_thread(run, create_record, run.store, record.seq, encode_record(record))
-        outcome: Literal["ok", "exists", "unknown"] = "unknown"
-        try:
-            match await asyncio.wait_for(create, STORE_TIMEOUT_S):
-                case Outcome.OK:
-                    outcome = "ok"
-                case Outcome.EXISTS:
-                    outcome = "exists"
-                    service = await asyncio.wait_for(self._last_service(run), STORE_TIMEOUT_S)
-        except (TimeoutError, OSError, CheckpointError) as error:
-            log.warning("%s: record %d: %s", run.spec.name, record.seq, error or "no answer in time")
-        self._handle(run, m.Appended(seq=record.seq, outcome=outcome, service=service))
+    async def _perform(self, run: Run, work: Work) -> None:
+        event = await self._effects.perform(run, work)
+        if event is not None:
+            self._handle(run, event)
         run.is_fenced_in = run.is_fenced_in or run.machine.is_open
         async with run.changed:
             run.changed.notify_all()
-
-    async def _last_service(self, run: Run) -> str:
-        """Whose coordinator has written the last epoch of the log."""
-        history, records = await self._in_log_thread(run, read_run, run.store)
-        for record, record_digest in records:
-            history.apply(record, record_digest)
-        return str(history.service)
-
-    async def _scrub(self, run: Run, effect: m.Scrub) -> None:
-        attempt, index, place = effect.attempt, effect.node_index, effect.place
-        damage: tuple[str, ...] = ()
-        error = None
-        try:
-            if place == m.REMOTE:
-                num_nodes = run.machine.history.checkpoints[attempt.attempt].num_nodes
-                node = secrets.choice(sorted(run.opened & set(self._agents)))
-                call = self._agents[node].scrub_remote.remote(run.run_uid, attempt, num_nodes, index)
-            else:
-                call = self._agents[place].scrub.remote(run.run_uid, attempt, index, run.machine.epoch)
-            damage = await call
-        except (ray.exceptions.RayError, KeyError, IndexError) as failure:
-            error = _reason(failure)
-        event = m.ScrubEnded(attempt=attempt, node_index=index, place=place, damage=damage, error=error)
-        self._handle(run, event)
-
-    async def _write_snapshot(self, run: Run, effect: m.WriteSnapshot) -> None:
-        snapshot, error = run.machine.history.to_snapshot(time.time()), None
-        try:
-            await self._in_thread(self._remote_io, write_snapshot, run.store, snapshot)
-            await self._in_thread(self._remote_io, trim_log, run.store, time.time())
-        except (OSError, CheckpointError) as failure:
-            error = str(failure)
-        self._handle(run, m.SnapshotWritten(seq=effect.seq, error=error))
 
     async def _inventory_again(self, run: Run, token: m.Token) -> None:
         await asyncio.sleep(INVENTORY_AGAIN_S)
         inventories: dict[str, m.Inventory] = {}
         try:
-            inventories = await self._open_on_nodes(run, await self._live_nodes())
+            inventories = await self._open_on_nodes(run, await self._agents.live_nodes())
         except (CheckpointError, ray.exceptions.RayError) as error:
             log.warning("%s: a node could not take inventory: %s", run.spec.name, error)
         self._handle(run, m.InventoryTaken(token=token, inventories=inventories))
@@ -833,78 +635,15 @@ class Coordinator:
     async def _start_session(self, run: Run, effect: m.StartSession) -> None:
         start = self._session_start(run, effect.plan)
         try:
-            calls = [self._agents[n.node_id].start_session.remote(start) for n in effect.plan.nodes]
+            calls = [self._agents.call(n.node_id, "start_session", start) for n in effect.plan.nodes]
             await asyncio.wait_for(asyncio.gather(*calls), AGENT_CALL_S)
         except (ray.exceptions.RayError, TimeoutError, KeyError) as error:
-            problem = Unavailable(f"A node did not take session {effect.plan.session}: {_reason(error)}")
+            problem = Unavailable(f"A node did not take session {effect.plan.session}: {reason(error)}")
             for token in effect.tokens:
                 self._carry_out(run, m.Fail(token=token, error=problem))
             return
         for token in effect.tokens:
             self._carry_out(run, m.Reply(token=token, value=effect.plan))
-
-    async def _drain(self, run: Run, effect: m.Drain) -> None:
-        error, is_damage = None, False
-        try:
-            agent = self._agents[effect.node_id]
-            call = agent.drain.remote(run.run_uid, effect.attempt, effect.node_index, run.machine.epoch)
-            await asyncio.wait_for(call, self._drain_bound_s(run, effect.attempt))
-        except (ray.exceptions.RayError, KeyError, TimeoutError) as failure:
-            error = _reason(failure)
-            is_damage = isinstance(getattr(failure, "cause", None), CorruptionError)
-            if isinstance(failure, ray.exceptions.ActorDiedError | KeyError):
-                self._spawn(self.revive(effect.node_id))  # no rank may miss it for a while
-        self._handle(
-            run,
-            m.DrainEnded(
-                attempt=effect.attempt,
-                node_index=effect.node_index,
-                node_id=effect.node_id,
-                error=error,
-                is_damage=is_damage,
-            ),
-        )
-
-    async def _sweep(self, run: Run, effect: m.SweepRemote) -> None:
-        try:
-            listed = await self._in_thread(self._remote_io, list_remote, run.remote, effect)
-        except (OSError, CheckpointError) as failure:
-            listed = m.RemoteListed(number=effect.number, error=_reason(failure))
-        self._handle(run, listed)
-
-    async def _delete_orphans(self, run: Run, effect: m.DeleteOrphans) -> None:
-        """What is not gone after it is found by the next listing."""
-        try:
-            await self._in_thread(self._remote_io, delete_all, run.remote, effect)
-        except (OSError, CheckpointError) as failure:
-            log.warning("%s: the storage path is not tidied: %s", run.spec.name, _reason(failure))
-
-    def _drain_bound_s(self, run: Run, attempt: AttemptId) -> float:
-        """After this long another holder is asked: the first may be frozen. Twice is harmless."""
-        checkpoint = run.machine.history.checkpoints[attempt.attempt]
-        rate = min(LEAST_DRAIN_BYTES_PER_S, run.spec.options.drain_bytes_per_s or LEAST_DRAIN_BYTES_PER_S)
-        return DRAIN_SLACK_S + checkpoint.size_bytes / rate
-
-    async def _describe(self, run: Run, checkpoint: CheckpointInfo) -> None:
-        error, is_damage = None, False
-        try:
-            await self._in_thread(self._remote_io, write_description, run.remote, checkpoint)
-        except (OSError, EOFError, CheckpointError) as failure:
-            error, is_damage = str(failure), isinstance(failure, CorruptionError | EOFError)
-        self._handle(run, m.DescriptionWritten(attempt=checkpoint.id, error=error, is_damage=is_damage))
-
-    async def _delete(self, run: Run, effect: m.Delete) -> None:
-        error = None
-        try:
-            if effect.place == m.REMOTE:
-                await self._in_thread(self._remote_io, run.remote.delete, effect.directory)
-            elif effect.place in self._agents:
-                await self._agents[effect.place].delete.remote(
-                    run.run_uid, (effect.directory,), run.machine.epoch
-                )
-        except (OSError, ray.exceptions.RayError) as failure:
-            error = _reason(failure)
-        self._handle(run, m.DeleteEnded(attempt=effect.attempt, place=effect.place, error=error))
 
     # -- runs and nodes --------------------------------------------------------------------------------
 
@@ -912,15 +651,15 @@ class Coordinator:
         """Read the run's log to its tail and put this coordinator's fence there, if it may."""
         marks = await self._survey(spec)
         for _ in range(OPEN_LOG_TRIES):
-            run = Run(spec, self._service)
-            await self._in_log_thread(run, run.remote.probe_log)
-            history, records = await self._in_log_thread(run, read_run, run.store)
+            run = Run(spec, self._agents.service)
+            await run.in_log_thread(run.remote.probe_log)
+            history, records = await run.in_log_thread(read_run, run.store)
             read = history.copy()
             for record, record_digest in records:
                 read.apply(record, record_digest)
             check_marks(read, run_name=spec.name, marks=marks, resume=spec.options.resume)
-            check_claim(read, service=self._service, owner=owner)
-            await self._in_log_thread(run, run.remote.leave_nonce, run.nonce)  # others' stays until here
+            check_claim(read, service=self._agents.service, owner=owner)
+            await run.in_log_thread(run.remote.leave_nonce, run.nonce)  # others' stays until here
             self._runs[spec.key] = run
             event = m.LogOpened(
                 records=records, history=history, run_name=spec.name, fresh_uid=uuid.uuid4().hex
@@ -942,11 +681,12 @@ class Coordinator:
 
     async def _survey(self, spec: RunSpec) -> tuple[RunMark, ...]:
         """What the nodes' disks remember of this run."""
-        answers = await asyncio.gather(*(self._survey_on(node, spec) for node in await self._live_nodes()))
+        nodes = await self._agents.live_nodes()
+        answers = await asyncio.gather(*(self._survey_on(node, spec) for node in nodes))
         return tuple(mark for found in answers for mark in found)
 
     async def _survey_on(self, node: str, spec: RunSpec) -> tuple[RunMark, ...]:
-        found: tuple[RunMark, ...] | None = await self._ask_agent(node, "survey", spec)
+        found: tuple[RunMark, ...] | None = await self._agents.ask(node, "survey", spec)
         return found or ()
 
     def _is_settled(self, run: Run) -> bool:
@@ -963,7 +703,7 @@ class Coordinator:
         """
         order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce, epoch=run.machine.history.epoch)
         answers = await asyncio.gather(
-            *(self._ask_agent(node, "open_run", order) for node in nodes), return_exceptions=True
+            *(self._agents.ask(node, "open_run", order) for node in nodes), return_exceptions=True
         )
         for node, answer in zip(nodes, answers, strict=True):
             is_away = isinstance(answer, StorageNotShared | StoragePathError) and not checks_storage
@@ -977,51 +717,9 @@ class Coordinator:
             if found is not None and not isinstance(found, BaseException)
         }
         run.opened, run.opening, run.is_ready = set(inventories), set(), True
-        now = await self._in_thread(self._control_io, ray_state.nodes_now, run.spec.options.failure_domain)
+        now = await in_thread(self._control_io, ray_state.nodes_now, run.spec.options.failure_domain)
         self._handle(run, self._seen(now, frozenset(inventories)))
         return inventories
-
-    async def _ask_agent(self, node: str, method: str, *args: Any) -> Any:
-        """The answer of a node's agent, started if need be; None if it is dying. It may raise its own."""
-        for _ in range(2):  # once more with a new agent, if the old one died with its process
-            if self._is_ending:
-                return None
-            try:
-                agent = self._agent(node)
-                if node not in self._cards:
-                    self._cards[node] = await asyncio.wait_for(agent.card.remote(), AGENT_START_S)
-                return await asyncio.wait_for(getattr(agent, method).remote(*args), AGENT_START_S)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause if isinstance(error.cause, CheckpointError) else error from None
-            except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
-                log.warning("node %s: its agent does not answer: %s", node[:12], _reason(error))
-                self._forget(node)
-                if node not in await self._live_nodes():
-                    break
-        return None
-
-    def _agent(self, node: str) -> Any:
-        if node not in self._agents:
-            self._agents[node] = (
-                ray.remote(NodeAgent)
-                .options(
-                    name=names.agent_name(node),
-                    namespace=names.NAMESPACE,
-                    lifetime="detached",
-                    get_if_exists=True,
-                    num_cpus=0,
-                    max_restarts=0,  # a restarted agent would have to learn its runs again: see open_run
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-                )
-                .remote(node, self._keys, self._service)
-            )
-        return self._agents[node]
-
-    def _forget(self, node: str) -> None:
-        self._agents.pop(node, None)
-        self._cards.pop(node, None)
-        for run in self._runs.values():
-            run.seen_disks.pop(node, None)
 
     async def _tick(self) -> None:
         while True:
@@ -1029,18 +727,18 @@ class Coordinator:
             try:
                 for run in list(self._runs.values()):
                     domain = run.spec.options.failure_domain
-                    nodes = await self._in_thread(self._control_io, ray_state.nodes_now, domain)
+                    nodes = await in_thread(self._control_io, ray_state.nodes_now, domain)
                     self._tick_run(run, nodes)
-                live = frozenset(await self._live_nodes())
-                for node in set(self._agents) - live:
-                    self._forget(node)
-                now_s = time.time()
-                self._leaving = {k: v for k, v in self._leaving.items() if k[0] in live and now_s < v[1]}
-                self._retire_idle_agents()
+                live = frozenset(await self._agents.live_nodes())
+                for node in self._agents.nodes - live:
+                    self._agents.forget(node)
+                self._leaving.expire(live)
+                self._end_idle_agents()
                 self._set_gauges()
-                if time.monotonic() - self._looked_s > DISKS_EVERY_S:
+                if time.monotonic() - self._looked_s > LOOK_EVERY_S:
                     self._looked_s = time.monotonic()
                     self._spawn(self._look_at_disks())
+                    self._spawn(self._look_at_owners())
             except Exception:
                 log.exception("the coordinator's tick failed")
 
@@ -1050,14 +748,14 @@ class Coordinator:
             return
         self._gauges_s = now_s + GAUGES_EVERY_S
         for run in list(self._runs.values()):
-            if not run.machine.is_open or run.is_over:
+            if not run.machine.is_open or run.machine.end_cause == "finished":
                 continue
             if now_s >= run.goodput_s:
                 run.goodput_s = math.inf  # until this look has ended
                 self._spawn(self._look_at_goodput(run))
             for sample in (
                 *run.machine.gauges(),
-                *disk_samples(run.seen_disks, run.spec.options),
+                *disk_samples(self._disks(run), run.spec.options),
                 *run.goodput,
             ):
                 self._meters.record(run.spec.name, sample)
@@ -1066,7 +764,7 @@ class Coordinator:
         """Beside the ticks: of a long log it takes seconds."""
         try:
             history = run.machine.history.copy()
-            run.goodput = await self._in_thread(self._goodput_io, goodput_samples, history)
+            run.goodput = await in_thread(self._goodput_io, goodput_samples, history)
         finally:
             run.goodput_s = time.monotonic() + GOODPUT_EVERY_S
 
@@ -1077,7 +775,11 @@ class Coordinator:
         live = frozenset(nodes.live)
         disks, run.disks = run.disks, {}  # told once per look
         self._handle(run, replace(self._seen(nodes, live & run.opened), disks=disks))
-        if run.is_over:
+        if (is_over := run.machine.end_cause is not None) != run.is_resting:
+            run.is_resting = is_over
+            for node in run.opened if is_over else ():
+                self._send(run, node, "rest", run.run_uid)
+        if is_over:
             return
         if fresh := live - run.opened - run.opening:
             run.opening |= fresh
@@ -1085,23 +787,19 @@ class Coordinator:
 
     def _seen(self, nodes: ray_state.NodesNow, live: frozenset[str]) -> m.NodesSeen:
         """Placement goes by all of it, so it is told as a whole each time."""
-        draining = nodes.draining | {node for node, _ in self._leaving}
-        return m.NodesSeen(live=live, draining=draining, left_s=self._left_s(nodes), domains=nodes.domains)
-
-    def _left_s(self, nodes: ray_state.NodesNow) -> dict[str, float]:
-        """Until leaving nodes are gone, by whoever says it sooner: Ray, the cloud, or a signal."""
-        now_s, left_s = time.time(), dict(nodes.left_s)
-        for (node, _), (at_s, _) in self._leaving.items():
-            if at_s is not None:
-                left_s[node] = min(max(at_s - now_s, 0.0), left_s.get(node, math.inf))
-        return left_s
+        return m.NodesSeen(
+            live=live,
+            draining=nodes.draining | self._leaving.nodes,
+            left_s=self._leaving.left_s(nodes.left_s),
+            domains=nodes.domains,
+        )
 
     async def _open_on_fresh(self, run: Run, nodes: tuple[str, ...]) -> None:
         """Nodes that joined, or that got a new agent in the middle of a session."""
         order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce, epoch=run.machine.history.epoch)
         for node in nodes:
             try:
-                inventory = await self._ask_agent(node, "open_run", order)
+                inventory = await self._agents.ask(node, "open_run", order)
                 if inventory is not None:
                     run.opened.add(node)
                     run.opening.discard(node)
@@ -1112,31 +810,46 @@ class Coordinator:
 
     async def _look_at_disks(self) -> None:
         runs = list(self._runs.values())
-        looks = (self._look_at_disk(r, node) for r in runs for node in r.opened & set(self._agents))
+        for run in runs:
+            run.seen_disks = self._disks(run)
+        looks = (self._look_at_disk(r, node) for r in runs for node in r.opened & self._agents.nodes)
         await asyncio.gather(*looks)
 
     async def _look_at_disk(self, run: Run, node: str) -> None:
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
-            disk = self._agents[node].disk.remote(run.run_uid)
+            disk = self._agents.call(node, "disk", run.run_uid)
             run.disks[node] = run.seen_disks[node] = await asyncio.wait_for(disk, AGENT_CALL_S)
 
-    def _retire_idle_agents(self) -> None:
-        """End agents whose nodes hold nothing needed, or they would keep the autoscaler from its work."""
-        now_s = time.monotonic()
+    async def _look_at_owners(self) -> None:
+        """A run whose launcher died may stay as it is for hours; people are to see what happened.
+
+        Only of one that says when its run is over, as Ray Train's controller does. A job may end well before
+        its detached actors do.
+        """
+        for run in list(self._runs.values()):
+            owner = run.machine.owner
+            if not ray_state.is_controller(owner):
+                continue
+            if await in_thread(self._control_io, ray_state.is_alive, owner):
+                run.dead = ("", math.inf)
+            elif run.dead[0] != owner:
+                run.dead = (owner, time.monotonic())
+                plan = run.machine.plan  # its processes got a signal; their nodes may stay
+                self._leaving.forget_signals({node.node_id for node in plan.nodes} if plan else set())
+            elif time.monotonic() - run.dead[1] >= OWNER_DEAD_S:
+                self._handle(run, m.OwnerGone(owner=owner))
+
+    def _disks(self, run: Run) -> dict[str, m.DiskSpace]:
+        """The last look at those of nodes that have an agent."""
+        return {node: disk for node, disk in run.seen_disks.items() if node in self._agents.nodes}
+
+    def _end_idle_agents(self) -> None:
         needed = {node for run in self._runs.values() for node in run.machine.needed_nodes()}
         runs = [run.spec.options for run in self._runs.values()] or [RunOptions()]
-        idle_s = max(options.agent_idle_s for options in runs)
-        for node in list(self._agents):
-            if node in needed:
-                self._needed_s[node] = now_s
-            elif now_s - self._needed_s.setdefault(node, now_s) > idle_s:
-                log.info("node %s holds nothing needed: its agent ends", node[:12])
-                self._agents[node].retire.remote()
-                self._forget(node)
-                for run in self._runs.values():
-                    run.opened.discard(node)
-                    run.opening.add(node)  # or the next tick would start it again; the next group may
-        self._needed_s = {node: since for node, since in self._needed_s.items() if node in self._agents}
+        idle = self._agents.end_idle(needed, max(options.agent_idle_s for options in runs))
+        for run in self._runs.values():
+            run.opened.difference_update(idle)
+            run.opening.update(idle)  # or the next tick would start them again; the next group may
 
     async def _rejoin(self, run: Run, node: str) -> None:
         """Give a new agent the session at work, and its peers the new agent's address."""
@@ -1147,12 +860,13 @@ class Coordinator:
         for peer in {n.node_id for n in plan.nodes} - {node}:
             self._send(run, peer, "meet", run.run_uid, start.endpoints)
         if any(n.node_id == node for n in plan.nodes):
-            await self._agents[node].start_session.remote(start)
-            await self._agents[node].coordinator_returned.remote(run.run_uid, run.machine.epoch)
+            await self._agents.call(node, "start_session", start)
+            await self._agents.call(node, "coordinator_returned", run.run_uid, run.machine.epoch)
 
     def _session_start(self, run: Run, plan: m.SessionPlan) -> SessionStart:
-        endpoints = {node: card.endpoint for node, card in self._cards.items()}
-        return SessionStart(plan=plan, spec=run.spec, endpoints=endpoints, epoch=run.machine.epoch)
+        return SessionStart(
+            plan=plan, spec=run.spec, endpoints=self._agents.endpoints, epoch=run.machine.epoch
+        )
 
     # -- small helpers ---------------------------------------------------------------------------------
 
@@ -1169,8 +883,8 @@ class Coordinator:
 
     def _send(self, run: Run, node: str, method: str, *args: Any) -> None:
         """Tell an agent, and note if it did not hear; what it missed it learns at the next session."""
-        if node in self._agents:
-            self._spawn(self._sent(run, node, method, getattr(self._agents[node], method).remote(*args)))
+        if node in self._agents.nodes:
+            self._spawn(self._sent(run, node, method, self._agents.call(node, method, *args)))
 
     async def _sent(self, run: Run, node: str, method: str, call: Awaitable[Any]) -> None:
         try:
@@ -1179,17 +893,7 @@ class Coordinator:
             cause = getattr(error, "cause", None)
             if isinstance(cause, Fenced):
                 self._handle(run, m.OrderRefused(epoch=cause.fields["epoch"]))
-            log.warning("node %s did not take %s: %s", node[:12], method, _reason(error))
-
-    async def _live_nodes(self) -> tuple[str, ...]:
-        nodes = await self._in_thread(self._control_io, ray.nodes)
-        return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
-
-    async def _in_log_thread(self, run: Run, work: Any, *args: Any) -> Any:
-        return await self._in_thread(run.threads, work, *args)
-
-    async def _in_thread(self, pool: ThreadPoolExecutor, work: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args))
+            log.warning("node %s did not take %s: %s", node[:12], method, reason(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -1218,18 +922,28 @@ def _check_same_log(run: Run, spec: RunSpec) -> None:
     tier.leave_nonce(run.nonce)
 
 
+def _unfinished(run: Run, timeout_s: float) -> Unavailable:
+    newest = next(reversed(run.machine.history.lineage()), None)
+    if run.machine.records_waiting:
+        what = "its log takes no records"
+        hint = "What is saved stays on its nodes; check that the storage path is healthy."
+    elif run.machine.saves_underway:
+        what = "its last save has not ended"
+        hint = "See the coordinator's log for what it waits for; raise finish_timeout_s."
+    elif newest is not None and newest.level < Level.DURABLE:
+        what = "its last checkpoint is not on the storage path"
+        hint = "It stays on its nodes and is drained later; raise finish_timeout_s."
+    else:
+        what, hint = "its end is not answered", "Nothing is lost; raise finish_timeout_s."
+    return Unavailable(f"Run {run.spec.name}: {what} in {timeout_s:.0f} s.", hint=hint)
+
+
 def group_nodes(nodes: Sequence[str]) -> tuple[m.GroupNode, ...]:
     """Ranks by node, where rank k runs on `nodes[k]`."""
     by_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
     return tuple(m.GroupNode(node_id=node, ranks=tuple(ranks)) for node, ranks in by_node.items())
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    return str(getattr(error, "cause", None) or error).splitlines()[0]
 
 
 def _age(run: OpenedRun) -> tuple[int, int]:

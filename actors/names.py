@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 NAMESPACE = "ray_ckpt"
 COORDINATOR = f"coordinator-v{PROTOCOL_VERSION}"
 AGENT_PREFIX = f"agent-v{PROTOCOL_VERSION}-"

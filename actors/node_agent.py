@@ -8,152 +8,62 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from typing_extensions import Buffer
 
 from ray_ckpt import telemetry
 from ray_ckpt.actors import names
 from ray_ckpt.actors.arena_memory import (
     AgreedPage,
-    ArenaMemory,
     RankArena,
     available_memory_bytes,
     choose_mode,
     make_arena,
 )
 from ray_ckpt.actors.meters import Meters
-from ray_ckpt.actors.priority import DrainPace, Underway, limit_heaps, yield_to_training
+from ray_ckpt.actors.node_files import held_fragment, scrub, send_copy, store_shard, upload
+from ray_ckpt.actors.node_run import NodeRun, Told, require
+from ray_ckpt.actors.priority import Underway, limit_heaps, yield_to_training
+from ray_ckpt.actors.served import Served
 from ray_ckpt.actors.shared_reads import SharedReads
 from ray_ckpt.actors.sources import SourceFinder
 from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, RunSpec, ServiceCard, SessionStart
 from ray_ckpt.config import ADDRESS_ENV, staging_roots, transport_ports
 from ray_ckpt.core import node as n
 from ray_ckpt.core.claim import RunMark
-from ray_ckpt.core.messages import Age, DiskSpace, HeldFragment, Inventory, RankProgress, SessionPlan
+from ray_ckpt.core.messages import Age, DiskSpace, Inventory, RankProgress, SessionPlan
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
-from ray_ckpt.format.names import attempt_of, fragment_file, shard_file, state_file
+from ray_ckpt.format.names import fragment_file
 from ray_ckpt.link import ArenaGrant, SealedShard
 from ray_ckpt.notices import CloudNotices, Notice
 from ray_ckpt.restore import Place, RestoreTicket, Shared
-from ray_ckpt.storage.direct import read_blocks_direct
 from ray_ckpt.storage.disks import Disks
-from ray_ckpt.storage.scrub import verify_fragment, verify_stored
-from ray_ckpt.storage.staging import Holding
+from ray_ckpt.storage.scrub import verify_stored
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.transport.credentials import ServiceKeys
-from ray_ckpt.transport.sending import Limiter, Outgoing, send_files
 from ray_ckpt.transport.server import PeerServer
-from ray_ckpt.transport.wire import FileName, PutRequest
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, RankRestore, SaveFacts
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, RankRestore, SaveFacts
 
 log = logging.getLogger("ray_ckpt.agent")
 
 DISK_THREADS = 4  # local work at a time; more only queue at the device
 STREAM_THREADS = 64  # one per rank of a node: a stream runs as long as its rank copies, others would wait
-MAX_SERVED = 16  # files that peers read here at a time, each with its blocks of read-ahead
-SERVE_WAIT_S = 30.0  # for one of them to end; then the peer is told to come again
 PEER_THREADS = 4  # copies on their way at a time
 REMOTE_THREADS = 4  # questions and scrubs on storage paths at a time
-DRAIN_SPREAD_S = 0.5  # by chance, before each: nodes that failed together do not come back together
-DRAIN_THREADS = 2  # fragments on their way to storage paths: each holds some 200 MiB of parts and read-ahead
 MAX_TOLD = 16  # saves of which that is kept until they are stored; those that were dropped give way
 MAX_ANNOTATING = 64  # annotations of a run that wait; each holds a call and its metrics
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
 RETIRE_AFTER_S = 0.5  # time for the answer to leave
-COPY_BLOCK_BYTES = 8 << 20  # of an arena, between two looks at whether it still holds what is being sent
 PROGRESS_GATHER_S = 0.9  # ranks speak once a second, each in its own phase; this gathers those of a node
-
-
-@dataclass(slots=True)
-class Told:
-    """What the ranks here have told of a save."""
-
-    mesh: str = ""
-    stall_s: float = 0.0
-    capture_s: float = 0.0
-    sealed_s: float = 0.0  # when the last rank's capture came (monotonic)
-
-    def add(self, shard: SealedShard) -> None:
-        self.mesh = self.mesh or shard.mesh
-        self.stall_s = max(self.stall_s, shard.stall_s)
-        self.capture_s = max(self.capture_s, shard.capture_s)
-        self.sealed_s = time.monotonic()
-
-    def facts(self) -> SaveFacts:
-        """When all is stored."""
-        local_s = time.monotonic() - self.sealed_s
-        return SaveFacts(mesh=self.mesh, stall_s=self.stall_s, capture_s=self.capture_s, local_s=local_s)
-
-
-class NodeRun:
-    """One run on this node."""
-
-    def __init__(self, spec: RunSpec, run_uid: str, staging: Disks) -> None:
-        self.run_uid = run_uid
-        self.staging = staging
-        self.use(spec)
-        # Of its own: the storage path of another run may hang.
-        self.drain_io = ThreadPoolExecutor(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
-        self.uploads: dict[tuple[str, int], DrainPace] = {}  # attempt and fragment that are on their way
-        self.machine = n.NodeMachine(epoch=staging.epoch(run_uid))
-        self.end: tuple[int, CheckpointError] | None = None  # the last session that ended here, and why
-        self.endpoints: dict[str, str] = {}
-        self.arenas: dict[int, RankArena] = {}
-        self.page: AgreedPage | None = None  # made when the first rank asks for it
-        self.word = 0  # what it shows
-        self.sealed: dict[tuple[str, int], SealedShard] = {}
-        self.told: dict[str, Told] = {}  # by attempt, until it is stored
-        self.released: dict[tuple[str, int], asyncio.Event] = {}
-        self.reading: set[tuple[str, int]] = set()  # captures that are being written; their memory is in use
-        self.settled = asyncio.Condition()
-        self.ordering = asyncio.Lock()
-        self.ticket: asyncio.Task[RestoreTicket] | None = None
-        self.shared: SharedReads | None = None  # of the restore that is going on
-        self.restored: dict[int, RankRestore] = {}
-        self.decision: asyncio.Future[bool] | None = None  # True: go; False: a new session has started
-        self.started = asyncio.Event()
-        self.progress: dict[int, RankProgress] = {}
-        self.annotating = 0  # annotations that wait for a save, or for the log
-        self.reserved: dict[int, int] = {}  # bytes of each rank's coming arena
-        self.checked_nonce = ""
-        self.is_over = False  # finished; a restarted coordinator need not open it again
-
-    def use(self, spec: RunSpec) -> None:
-        """What the run is from here on; another launcher may have given it other options."""
-        self.spec = spec
-        self.remote = spec.storage.open()
-        self.limiter = Limiter(spec.options.replicate_bytes_per_s)
-        self.drain_limiter = Limiter(spec.options.drain_bytes_per_s)
-
-    def check_space(self, needed_bytes: int, *, what: str, is_one_file: bool = True) -> None:
-        reserve_bytes = self.spec.options.reserve_bytes
-        self.staging.check_space(
-            needed_bytes, reserve_bytes=reserve_bytes, what=what, is_one_file=is_one_file
-        )
-
-    def show(self, word: int) -> None:
-        """The agreed step, where this node's ranks look; 0: none."""
-        self.word = word
-        if self.page is not None:
-            self.page.show(word)
-
-    def end_shared_reads(self) -> None:
-        if self.shared is not None:
-            self.shared.close()
-            self.shared = None
 
 
 class NodeAgent:
@@ -186,7 +96,7 @@ class NodeAgent:
             self._server = PeerServer(
                 os.environ.get(ADDRESS_ENV) or ray.util.get_node_ip_address(),
                 keys=keys,
-                files=_Served(self._runs),
+                files=Served(self._runs),
                 ports=transport_ports(),
             )
         except ConfigError as error:
@@ -249,7 +159,10 @@ class NodeAgent:
         held = [h for h in held if not run.machine.is_deleted(h.fragment.attempt.attempt)]
         plan = None if run.is_over else run.machine.plan
         return Inventory(
-            fragments=tuple(map(_held, held)), directories=directories, plan=plan, disk=run.staging.disk
+            fragments=tuple(map(held_fragment, held)),
+            directories=directories,
+            plan=plan,
+            disk=run.staging.disk,
         )
 
     async def disk(self, run_uid: str) -> DiskSpace:
@@ -328,7 +241,7 @@ class NodeAgent:
         """
         run = self._runs[run_uid]
         await self._obey(run, n.EpochSeen(epoch=epoch))
-        sent = await self._in_thread(run.drain_io, self._drain, run, attempt, node_index)
+        sent = await self._in_thread(run.drain_io, upload, run, attempt, node_index, self._copies)
         self._count_bytes(run, "remote", sent)
 
     async def uploads(self, run_uid: str) -> dict[str, int]:
@@ -348,9 +261,7 @@ class NodeAgent:
         """
         run = self._runs[run_uid]
         await self._obey(run, n.EpochSeen(epoch=epoch))
-        damage: tuple[str, ...] = await self._in_thread(
-            self._disk_io, self._scrub_staging, run, attempt, node_index
-        )
+        damage: tuple[str, ...] = await self._in_thread(self._disk_io, scrub, run, attempt, node_index)
         return damage
 
     async def scrub_remote(
@@ -393,7 +304,7 @@ class NodeAgent:
     async def restored(self, run_uid: str, session: int, report: RankRestore) -> RestoreTicket | None:
         """Wait for all ranks of the group; None is `go`, a ticket starts over with an older checkpoint."""
         run = self._runs[run_uid]
-        plan, here, decision = _require(run.machine.plan), run.machine.here, run.decision
+        plan, here, decision = require(run.machine.plan), run.machine.here, run.decision
         if here is None or decision is None or plan.session != session:
             raise RunSuperseded("A newer session owns this run.")
         run.restored[report.rank] = report
@@ -433,7 +344,7 @@ class NodeAgent:
             free_bytes=self._free_memory(run),
             named=named,
         )
-        if rank in run.arenas or _require(run.machine.plan).session != session:
+        if rank in run.arenas or require(run.machine.plan).session != session:
             arena.close()
             raise Unavailable("Another one has asked for this rank's memory meanwhile.")
         arena.start_populating()
@@ -455,7 +366,7 @@ class NodeAgent:
         return run.page.path
 
     def _check_session(self, run: NodeRun, session: int) -> None:
-        if _require(run.machine.plan).session != session:
+        if require(run.machine.plan).session != session:
             raise RunSuperseded("A newer session owns this run.")
 
     def _free_memory(self, run: NodeRun) -> int:
@@ -469,7 +380,7 @@ class NodeAgent:
     async def seal(self, run_uid: str, shard: SealedShard) -> None:
         """Take over a capture. Returns when the arena may be captured into again."""
         run, key = self._runs[run_uid], (shard.attempt.attempt, shard.rank)
-        buffer = _buffer(run, shard)
+        buffer = run.buffer_of(shard)
         if shard.layout is not None and buffer is not None:
             buffer.layout = shard.layout
         known = buffer.layout if buffer is not None else None
@@ -495,7 +406,7 @@ class NodeAgent:
         run = self._runs[run_uid]
         async with run.settled:
             await run.settled.wait_for(lambda: run.end is not None and run.end[0] >= session)
-        return _require(run.end)[1]  # type: ignore[no-any-return]
+        return require(run.end)[1]  # type: ignore[no-any-return]
 
     async def outcome(self, run_uid: str, attempt: AttemptId, level: Level) -> n.Outcome:
         """How the attempt ended: `level` reached, or dropped."""
@@ -510,7 +421,7 @@ class NodeAgent:
             options = run.spec.options
             limit_s = options.attempt_timeout_s + options.goal_timeout_s + OUTCOME_SLACK_S
             await asyncio.wait_for(run.settled.wait_for(lambda: known() is not None), limit_s)
-        outcome: n.Outcome = _require(known())
+        outcome: n.Outcome = require(known())
         return outcome
 
     async def skip(self, run_uid: str, attempt: AttemptId, rank: int, reason: str) -> None:
@@ -608,7 +519,7 @@ class NodeAgent:
             case n.DeleteFolder(directory=directory):
                 await self._in_thread(self._disk_io, run.staging.delete, run.run_uid, directory)
             case n.PersistEpoch(epoch=epoch):
-                await self._in_thread(self._disk_io, self._persist_epoch, run, epoch)
+                await self._in_thread(self._disk_io, run.persist_epoch, epoch)
             case n.ShowStep(agreed=agreed):
                 run.show(agreed.word)
             case n.EndSession(session=session, error=error):
@@ -642,7 +553,7 @@ class NodeAgent:
         arena = run.arenas.get(shard.rank)
         pool = self._stream_io if arena is not None and arena.mode == "stream" else self._disk_io
         try:
-            files, rows = await self._in_thread(pool, self._store_shard, run, shard)
+            files, rows = await self._in_thread(pool, store_shard, run, shard)
         except Exception as error:  # whatever it was, the rank must get its arena back
             event: n.NodeEvent = n.SaveFailed(attempt=shard.attempt, rank=shard.rank, reason=_reason(error))
         else:
@@ -651,59 +562,6 @@ class NodeAgent:
         finally:
             run.reading.discard(key)
         await self._handle(run, event)
-
-    def _store_shard(
-        self, run: NodeRun, shard: SealedShard
-    ) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
-        """Hash and write a rank's two files. The rows cover each byte of both."""
-        attempt, buffer = shard.attempt, _buffer(run, shard)
-        if buffer is None or buffer.layout is None:
-            raise Unavailable(f"the arena of rank {shard.rank} is gone")
-        arena, layout = run.arenas[shard.rank], buffer.layout
-        if arena.mode != "stream":
-            arena.check(buffer, attempt.attempt)
-        world_size = _require(run.machine.plan).world_size
-        run.check_space(layout.size_bytes + len(shard.state), what=f"The shard of rank {shard.rank}")
-        file, state = shard_file(shard.rank, world_size), state_file(shard.rank, world_size)
-        spans = [(0, len(layout.header)), *((p.byte_offset, p.nbytes) for p in layout.slices)]
-        written = run.staging.put(
-            run.run_uid,
-            attempt.directory,
-            file,
-            arena.chunks(buffer, attempt.attempt),
-            size_bytes=layout.size_bytes,
-            spans=spans,
-        )
-        arena.check(buffer, attempt.attempt)  # nobody has captured into it meanwhile
-        stored = run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
-        rows = [
-            ManifestRow(
-                kind="header",
-                file=file,
-                byte_offset=0,
-                nbytes=len(layout.header),
-                digest=written.spans[0],
-            ),
-            *(
-                ManifestRow(
-                    kind="slice",
-                    file=file,
-                    byte_offset=p.byte_offset,
-                    nbytes=p.nbytes,
-                    digest=found,
-                    slice=p.slice,
-                )
-                for p, found in zip(layout.slices, written.spans[1:], strict=True)
-            ),
-            ManifestRow(
-                kind="state", file=state, byte_offset=0, nbytes=len(shard.state), digest=stored.digest
-            ),
-        ]
-        entries = (
-            FileEntry(name=file, size_bytes=written.size_bytes, digest=written.digest),
-            FileEntry(name=state, size_bytes=stored.size_bytes, digest=stored.digest),
-        )
-        return entries, tuple(rows)
 
     async def _write_fragment(self, run: NodeRun, fragment: Fragment) -> None:
         name = fragment_file(fragment.node_index, fragment.num_nodes)
@@ -724,7 +582,8 @@ class NodeAgent:
     async def _send_copy(self, run: NodeRun, effect: n.SendCopy) -> None:
         error = None
         try:
-            sent = await self._in_thread(self._peer_io, self._copy_to_peer, run, effect)
+            credentials = self._keys.credentials(run.run_uid)
+            sent = await self._in_thread(self._peer_io, send_copy, run, effect, credentials, self._copies)
             self._count_bytes(run, "peer", sent)
         except Exception as failure:  # the coordinator must hear of it in any case
             error = _reason(failure)
@@ -736,76 +595,10 @@ class NodeAgent:
         labels = {"tier": tier, "node": self._node_id}
         self._meters.record(run.spec.name, Sample(metric=telemetry.SAVE_BYTES, value=size, labels=labels))
 
-    def _copy_to_peer(self, run: NodeRun, effect: n.SendCopy) -> int:
-        """Returns how many bytes were sent."""
-        holding = self._holding(run, effect.attempt, effect.node_index)
-        directory = effect.attempt.directory
-        endpoint, credentials = run.endpoints[effect.holder], self._keys.credentials(run.run_uid)
-
-        def outgoing(file: FileEntry) -> Outgoing:
-            name = FileName(run_uid=run.run_uid, directory=directory, file=file.name)
-            request = PutRequest(name=name, size_bytes=file.size_bytes, digest=file.digest)
-            return Outgoing(request=request, chunks=partial(_stored_bytes, run, effect.attempt, file.name))
-
-        for batch in (holding.fragment.files, (holding.entry,)):  # a fragment says that its files are there
-            files = [outgoing(file) for file in batch]
-            with self._copies.one():
-                try:
-                    send_files(endpoint, credentials, files, limiter=run.limiter)
-                except _Recaptured:  # from the disk then
-                    send_files(endpoint, credentials, files, limiter=run.limiter)
-        return sum(file.size_bytes for file in (*holding.fragment.files, holding.entry))
-
-    def _drain(self, run: NodeRun, attempt: AttemptId, node_index: int) -> int:
-        """Returns how many bytes of files were uploaded."""
-        time.sleep(random.uniform(0.0, DRAIN_SPREAD_S))
-        holding = self._holding(run, attempt, node_index)
-        key = (attempt.attempt, node_index)
-        pace = run.uploads[key] = DrainPace(run.drain_limiter, self._copies)
-        try:
-            for file in (*holding.fragment.files, holding.entry):
-                if run.machine.is_deleted(attempt.attempt):  # or it would come back on the storage path
-                    raise Unavailable(f"step {attempt.step} is being deleted here")
-                path = run.staging.path(run.run_uid, attempt.directory, file.name)
-                run.remote.put_file(attempt.directory, file, path, pace=pace, level=run.spec.options.compress)
-        finally:
-            run.uploads.pop(key, None)
-        return sum(file.size_bytes for file in (*holding.fragment.files, holding.entry))
-
-    def _persist_epoch(self, run: NodeRun, epoch: int) -> None:
-        name, path = run.spec.name, run.spec.storage_path
-        run.staging.write_mark(run.run_uid, run_name=name, storage_path=path, epoch=epoch)
-
-    def _scrub_staging(self, run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:
-        num_nodes = next(
-            (
-                h.fragment.num_nodes
-                for h in run.staging.holdings(run.run_uid)
-                if h.fragment.attempt == attempt and h.fragment.node_index == node_index
-            ),
-            None,
-        )
-        if num_nodes is None:
-            return (f"fragment {node_index} is not complete here",)
-        damaged = verify_fragment(
-            partial(run.staging.path, run.run_uid, attempt.directory), node_index, num_nodes
-        )
-        for file in damaged:
-            run.staging.quarantine(run.run_uid, attempt.directory, file)
-        return damaged
-
-    def _holding(self, run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:
-        for holding in run.staging.holdings(run.run_uid):
-            if holding.fragment.attempt == attempt and holding.fragment.node_index == node_index:
-                return holding
-        raise Unavailable(
-            f"node {self._node_id[:12]} does not hold fragment {node_index} of step {attempt.step}"
-        )
-
     # -- restore ---------------------------------------------------------------------------------------
 
     async def _make_ticket(self, run: NodeRun) -> RestoreTicket:
-        plan = _require(run.machine.plan)
+        plan = require(run.machine.plan)
         if plan.resume is None:
             return RestoreTicket(session=plan.session, epoch=plan.epoch, checkpoint=None)
         try:
@@ -884,101 +677,8 @@ class NodeAgent:
         raise Unavailable(f"The coordinator did not answer {method}.")
 
 
-class _Served:
-    """What peers may read and store here. Runs in the server's threads."""
-
-    def __init__(self, runs: dict[str, NodeRun]) -> None:
-        self._runs = runs
-        self._readers = threading.BoundedSemaphore(MAX_SERVED)
-
-    def _run(self, name: FileName) -> NodeRun:
-        if name.run_uid not in self._runs:
-            raise Unavailable(f"run {name.run_uid} is not open here")
-        return self._runs[name.run_uid]
-
-    def put(self, request: PutRequest, chunks: Iterable[Buffer]) -> str:
-        name, run = request.name, self._run(request.name)
-        run.check_space(request.size_bytes, what=f"A copy of {name.file}")
-        self._check_wanted(run, name)
-        written = run.staging.put(
-            name.run_uid,
-            name.directory,
-            name.file,
-            chunks,
-            size_bytes=request.size_bytes,
-            expect=request.digest,
-        )
-        self._check_wanted(run, name)
-        return written.digest
-
-    def _check_wanted(self, run: NodeRun, name: FileName) -> None:
-        """A copy must not land in a folder that is being deleted and be counted; asked before and after."""
-        if run.machine.is_deleted(attempt_of(name.directory)):
-            raise Unavailable(f"{name.directory} is being deleted here")
-
-    def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[memoryview]:
-        path = self._run(name).staging.path(name.run_uid, name.directory, name.file)
-        if not self._readers.acquire(timeout=SERVE_WAIT_S):
-            raise Unavailable(f"{MAX_SERVED} others read here; come again")
-        try:
-            yield from read_blocks_direct(path, offset, nbytes)
-        finally:
-            self._readers.release()
-
-
-def _buffer(run: NodeRun, shard: SealedShard) -> ArenaMemory | None:
-    """The memory that a capture is in, unless this agent does not have it."""
-    arena = run.arenas.get(shard.rank)
-    return arena.buffers[shard.buffer] if arena is not None and shard.buffer < len(arena.buffers) else None
-
-
-class _Recaptured(Exception):
-    """An arena was captured into while it was being sent."""
-
-
-def _stored_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memoryview]:
-    """A file's bytes, from its arena while that holds them, which spares the disk, else from the disk.
-
-    A rank may capture again in the middle: what has not been sent comes from the disk, and _Recaptured is
-    raised if it may have changed while it was being sent.
-    """
-    offset = 0
-    for rank, arena in list(run.arenas.items()):
-        buffer = arena.find(attempt.attempt)
-        if buffer is None or file != shard_file(rank, _require(run.machine.plan).world_size):
-            continue
-        data = buffer.data(_require(buffer.layout))
-        while offset < len(data) and buffer.page.sealed == attempt.attempt:
-            yield data[offset : offset + COPY_BLOCK_BYTES]
-            if buffer.page.sealed != attempt.attempt:
-                raise _Recaptured
-            offset += COPY_BLOCK_BYTES
-        if offset >= len(data):
-            return
-    yield from read_blocks_direct(run.staging.path(run.run_uid, attempt.directory, file), offset)
-
-
-def _held(holding: Holding) -> HeldFragment:
-    fragment = holding.fragment
-    return HeldFragment(
-        attempt=fragment.attempt,
-        node_index=fragment.node_index,
-        num_nodes=fragment.num_nodes,
-        ranks=fragment.ranks,
-        files=(*fragment.files, holding.entry),
-        replicated=fragment.replicated,
-        metrics=fragment.metrics,
-    )
-
-
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _require(value: Any) -> Any:
-    if value is None:
-        raise Unavailable("The run has no session here.")
-    return value
 
 
 async def _logged(work: Awaitable[None]) -> None:

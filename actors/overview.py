@@ -27,7 +27,6 @@ class Seen:
     disks: Mapping[str, DiskSpace]  # by node, as last looked at
     warning: str = ""  # the last that its machine gave
     warned_at_s: float = 0.0  # Unix time of it
-    is_over: bool = False  # its launcher has ended it
     owner_lives: bool = True
     sent_bytes: Mapping[str, int] = field(default_factory=dict)  # of fragments on their way, by attempt
 
@@ -88,7 +87,9 @@ def _state(machine: RunMachine, seen: Seen) -> RunState:
         return "gone"
     if machine.owner or machine.plan:
         return "training" if machine.is_training else "restoring" if machine.plan else "opening"
-    return "finished" if seen.is_over else "idle"
+    if machine.end_cause is None:
+        return "idle"
+    return "finished" if machine.end_cause == "finished" else "failed"
 
 
 def _step(machine: RunMachine) -> int:

@@ -10,11 +10,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import grpc
 import ray
+import ray._private.gcs_utils as ray_gcs
 import ray._private.services as ray_services
 import ray._private.state as ray_state
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from ray_ckpt.config import FAILURE_DOMAIN_LABELS
+
+MAX_REASON = 200  # characters of what a port that is no Ray says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,11 @@ def owner_here(*, by_job: bool) -> str:
     return f"actor:{actor}" if actor else f"job:{context.get_job_id()}"
 
 
+def is_controller(owner: str) -> bool:
+    """Whether that launcher is an actor, which says itself when its run is over."""
+    return owner.startswith("actor:")
+
+
 def is_alive(owner: str) -> bool:
     """Whether a launcher of this cluster still lives."""
     kind, _, name = owner.partition(":")
@@ -67,3 +77,24 @@ def find_cluster() -> str | None:
     except ConnectionError:  # none has ever run here: else it gives the last one's address
         return None
     return None if found in (None, "auto", "local") else str(found)
+
+
+def why_silent(address: str, timeout_s: float) -> str:
+    """Why what listens at `host:port`, or at `ray://host:port`, is no Ray; "" if it is one.
+
+    Asks what a driver asks first, with the driver's certificates and token.
+    """
+    where = address.removeprefix("ray://")
+    try:
+        with ray_gcs.create_gcs_channel(where) as channel:
+            stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+            stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=timeout_s)
+    except grpc.RpcError as error:
+        if where != address and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return ""  # a server of Ray clients is asked other things
+        said = error.details() or error.code().name
+    except Exception as error:  # Ray finds no certificate or token
+        said = repr(error)
+    else:
+        return ""
+    return " ".join(said.split()).rstrip(".")[:MAX_REASON]

@@ -103,10 +103,11 @@ def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
     return joined
 
 
-def finish_run(spec: RunSpec) -> CheckpointInfo | None:
-    """Wait until the last checkpoint of the run is on the storage path."""
+def finish_run(spec: RunSpec, *, has_failed: bool = False) -> CheckpointInfo | None:
+    """The run is over, or given up: wait until its last checkpoint is on the storage path."""
     timeout_s = spec.options.finish_timeout_s
-    newest: CheckpointInfo | None = ask(coordinator().finish.remote(spec.key, timeout_s), timeout_s + CALL_S)
+    finished = coordinator().finish.remote(spec.key, timeout_s, has_failed)
+    newest: CheckpointInfo | None = ask(finished, timeout_s + CALL_S)
     return newest
 
 

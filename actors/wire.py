@@ -152,15 +152,16 @@ class NodeView:
     disk: DiskView | None  # as last looked at
 
 
-RunState: TypeAlias = Literal["opening", "restoring", "training", "gone", "finished", "idle"]
+RunState: TypeAlias = Literal["opening", "restoring", "training", "gone", "finished", "failed", "idle"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
     """One run of a service.
 
-    `state`: "opening" until its log is claimed, "restoring" until all ranks have their state, "training",
-    "gone" when its launcher is dead and has not ended the run, "finished", "idle" without a group.
+    `state`: "opening" until its log is claimed, "restoring" until all ranks have their state, "training";
+    "gone" when its launcher is dead and has not ended the run; "finished", or "failed" when its launcher gave
+    it up; "idle" without a group.
     """
 
     name: str
@@ -216,7 +217,7 @@ class ServiceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillSources:
-    """What a recovery drill needs: the live checkpoints, where they are, and how a peer of the run reads."""
+    """What drills and proofs read: the live checkpoints, where they are, and how a peer of the run reads."""
 
     live: tuple[LiveCheckpoint, ...]
     endpoints: Mapping[str, str]  # of the agents, by node

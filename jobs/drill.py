@@ -22,6 +22,7 @@ from typing import TextIO
 from ray_ckpt.actors.attach import attached
 from ray_ckpt.actors.drill import RunDrills
 from ray_ckpt.cli.drill import print_report, report_json
+from ray_ckpt.cli.options import rate
 from ray_ckpt.core.drill import scenarios
 from ray_ckpt.drill import DrillReport
 from ray_ckpt.errors import CheckpointError, Unavailable
@@ -43,6 +44,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--times", type=int, default=0, help="turns; 0: until it is stopped")
     parser.add_argument("--seed", type=int, default=0, help="of the losses that are drawn")
     parser.add_argument("--step", type=int, help="this step alone instead of all live ones")
+    parser.add_argument("--max-rate", type=rate, metavar="BYTES/S", help="read no faster, such as 200MB/s")
     parser.add_argument("--address", default="auto", help="the Ray cluster")
     parser.add_argument("--json", action="store_true", help="one JSON object per turn")
     return parser.parse_args(argv)
@@ -72,7 +74,7 @@ def run_turns(args: argparse.Namespace, out: TextIO) -> int:
     while True:
         start_s = time.monotonic()
         try:
-            report, missed = hold(str(location), draw, args.step), 0
+            report, missed = hold(str(location), draw, args.step, args.max_rate), 0
             with contextlib.redirect_stdout(out):
                 show(location.name, report, args.json)
             worst = max(worst, int(not report.passed))
@@ -92,9 +94,11 @@ def show(run_name: str, report: DrillReport, as_json: bool) -> None:
         print_report(run_name, report)
 
 
-def hold(key: str, draw: random.Random, step: int | None) -> DrillReport:
+def hold(
+    key: str, draw: random.Random, step: int | None, max_bytes_per_s: float | None = None
+) -> DrillReport:
     """One turn, with a loss of the nodes that hold copies now. Unavailable if there is nothing to lose."""
-    run = RunDrills(key)
+    run = RunDrills(key, max_bytes_per_s=max_bytes_per_s)
     possible = scenarios(run.sources.live, run.sources.domains)
     if not possible:
         raise Unavailable("The run has no live checkpoint on any node or on its storage path.")

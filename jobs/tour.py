@@ -109,6 +109,11 @@ WITH_A_SERVICE = (
     ("pin", "ray-ckpt pin /shared/runs/gpt 3000 --owner paper", "retention leaves this step alone"),
     ("unpin", "ray-ckpt unpin /shared/runs/gpt 3000 --owner paper", "and may have it again"),
     (
+        "verify",
+        "ray-ckpt verify /shared/runs/gpt --plan --address auto",
+        "is every copy of the newest step there?",
+    ),
+    (
         "drill",
         "ray-ckpt drill /shared/runs/gpt --lose-node <node id>",
         "what would be left without this node",

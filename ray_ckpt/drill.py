@@ -23,6 +23,7 @@ from ray_ckpt.restore import Source, SourceReader
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
+from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, ManifestRow, RestoredPart, Tier
 
@@ -113,11 +114,13 @@ class DrillReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """How to read what is left: the agents of nodes, with a peer's credentials, and the storage path."""
+    """How to read what is left: the agents of nodes, with a peer's credentials, and the storage path; and how
+    fast, all of it together."""
 
     endpoints: Mapping[str, str] = field(default_factory=dict)  # by node
     credentials: Credentials | None = field(default=None, repr=False)
     remote: RemoteTier | None = None
+    limiter: Limiter = field(default_factory=Limiter, compare=False)
 
 
 Again: TypeAlias = Callable[[LiveCheckpoint], tuple[LiveCheckpoint, Reach] | None]
@@ -134,7 +137,7 @@ def choose(live: Iterable[LiveCheckpoint], step: int | None) -> tuple[LiveCheckp
             if step is None
             else f"There is no live checkpoint of step {step}"
         )
-        raise ConfigError(f"{what} to drill.", hint="`ray-ckpt ls` shows them.")
+        raise ConfigError(f"{what}.", hint="`ray-ckpt ls` shows them.")
     return found
 
 
@@ -197,7 +200,11 @@ class _Sandbox:
         self._lock = threading.Lock()
         self._sources: dict[str, tuple[Source, ...]] = {}  # of the files of the fragments until now
         self._reader = SourceReader(
-            self._attempt, self._sources, credentials=reach.credentials, remote=reach.remote
+            self._attempt,
+            self._sources,
+            credentials=reach.credentials,
+            remote=reach.remote,
+            limiter=reach.limiter,
         )
         self._reads: dict[Tier, TierRead] = {}
         self._bad_fragments: list[str] = []  # notes about them
@@ -260,6 +267,7 @@ class _Sandbox:
                 self._bad_fragments.append(f"{name} on {source.tier} {source.where}: {error}")
                 continue
             self._add(source.tier, source.where, home, len(data), time.monotonic() - start_s)
+            self._reach.limiter.wait(len(data))
             self._count(len(data))
             return fragment, len(data), digest(data)
         return None

@@ -74,6 +74,7 @@ _ENDS: Mapping[EndCause, str] = {
     "node": "a node was lost",
     "preemption": "a node left after a notice",
     "replaced": "another launcher took the run",
+    "launcher": "its launcher died or was stopped",
 }
 
 MEASURED_CAUSES: Mapping[str, str] = {

@@ -28,6 +28,7 @@ from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.storage.remote import RemoteRef, RemoteTier
 from ray_ckpt.transport.credentials import Credentials
+from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import (
     ARENA_PAGE_BYTES,
@@ -162,7 +163,9 @@ class FlatSink:
 
 
 class SourceReader:
-    """Reads rows of a checkpoint's files; remembers what came from where and what no source could give."""
+    """Reads rows of a checkpoint's files, no faster than `limiter` lets it; remembers what came from where,
+    and what no source could give.
+    """
 
     def __init__(
         self,
@@ -173,13 +176,15 @@ class SourceReader:
         remote: RemoteTier | None = None,
         fetch: Fetch | None = None,
         progress: Progress | None = None,
+        limiter: Limiter | None = None,
     ) -> None:
         self._attempt = attempt
         self._sources = sources
         self._remote = remote
         self._fetch = fetch
         self._meter = _Meter(progress)
-        self._peers = Peers(credentials)
+        self._limiter = limiter or Limiter()
+        self._peers = Peers(credentials, self._limiter.slowest_bytes_per_s)
         self._maps: dict[str, Mapped] = {}
         self._lock = threading.Lock()
         self.parts: list[RestoredPart] = []
@@ -338,7 +343,7 @@ class SourceReader:
             while job.left:
                 try:
                     with contextlib.closing(job.way.read(_ranges(job.left, job.gap_bytes))) as blocks:
-                        self._verify(job, _Pieces(blocks), sink_for, intact)
+                        self._verify(job, _Pieces(self._paced(blocks)), sink_for, intact)
                 except CorruptionError as error:  # of a compressed frame: the rows behind it may be intact
                     if job.left:
                         job.left.popleft()
@@ -348,6 +353,11 @@ class SourceReader:
             for row, sink in intact:
                 sink.finish()
                 job.done.append(row)
+
+    def _paced(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+        for block in blocks:
+            self._limiter.wait(block.nbytes)
+            yield block
 
     def _verify(
         self, job: _Job, pieces: _Pieces, sink_for: SinkFor, intact: list[tuple[ManifestRow, Sink]]

@@ -62,7 +62,9 @@ INTERVAL = Metric("save_interval_seconds", "gauge", "Between two saves, as they 
 LATENCY = Metric("save_latency_seconds", "gauge", "From the beginning of a save to its commit, of late.")
 
 # How far a run is
-ACTIVE = Metric("run_active", "gauge", "1 while a training group has the run, else 0.")
+ACTIVE = Metric(
+    "run_active", "gauge", "1 while a training group has the run, else 0; no series once the run is finished."
+)
 SESSION = Metric("session", "gauge", "The number of the session at work, or of the last one.")
 STEP = Metric("last_step", "gauge", "The last optimizer step that a rank has completed.")
 SAVED_STEP = Metric(
@@ -85,7 +87,10 @@ DISK_RESERVE = Metric(
 
 # What went wrong
 INTERRUPTIONS = Metric(
-    "interruptions", "counter", "Groups that ended; cause: process, node, preemption, replaced.", ("cause",)
+    "interruptions",
+    "counter",
+    "Groups that ended; cause: process, node, preemption, replaced, launcher.",
+    ("cause",),
 )
 FAILURES = Metric(
     "failures",

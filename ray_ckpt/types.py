@@ -169,7 +169,7 @@ class CheckpointInfo:
         return self.id.directory
 
 
-EndCause: TypeAlias = Literal["finished", "process", "node", "preemption", "replaced"]
+EndCause: TypeAlias = Literal["finished", "process", "node", "preemption", "replaced", "launcher"]
 END_CAUSES: tuple[EndCause, ...] = get_args(EndCause)
 
 
@@ -178,9 +178,10 @@ class SessionEnd:
     """How a session ended, and what its ranks had told until then.
 
     `cause`: its launcher finished; a process failed; a node was lost; a node left after a notice; another
-    launcher took the run. `step` is the last optimizer step that a rank completed, at Unix time `last_at_s`;
-    at `first_at_s` the first one had begun. `stalled_s` is the time for which saves held up training.
-    Times are None where nobody has said: no step was completed, or a coordinator died in between.
+    launcher took the run; its launcher died or was stopped. `step` is the last optimizer step that a rank
+    completed, at Unix time `last_at_s`; at `first_at_s` the first one had begun. `stalled_s` is the time for
+    which saves held up training. Times are None where nobody has said: no step was completed, or a
+    coordinator died in between.
     """
 
     cause: EndCause

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -82,48 +83,26 @@ class CheckpointFile:
     read: Callable[[Sequence[tuple[int, int]]], Blocks]
 
 
-class CheckpointFiles:
-    """The files of one checkpoint in a folder of a store, by the names and with the bytes that were saved.
+class SavedFiles(ABC):
+    """Files of one checkpoint at one place, by the names and with the bytes that were saved."""
 
-    A shard may lie there compressed, as NAME.zst. They are listed once, when they are first asked for.
-    """
+    @property
+    @abstractmethod
+    def folder_name(self) -> str:
+        """Of the folder that they are in."""
 
-    def __init__(self, location: Location, store: FileStore, folder: str = "") -> None:
-        """`folder` of `store` is the same place as `location`."""
-        self.location = location
-        self._store = store
-        self._folder = folder
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """What there is, as far as the place tells. Sorted. OSError."""
 
+    @abstractmethod
     def place(self, name: str) -> str:
         """Of a file, for people."""
-        return str(self.location / name)
 
-    @cached_property
-    def _stored_bytes(self) -> Mapping[str, int]:
-        """Size of each file that is stored, by its name in the folder. OSError."""
-        found = self._store.children(self._folder).files
-        return {stored.name.rpartition("/")[2]: stored.size_bytes for stored in found}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Sorted. OSError."""
-        return tuple(sorted({_saved_name(name) for name in self._stored_bytes}))
-
-    @property
-    def size_bytes(self) -> int:
-        """That the checkpoint's files take there. OSError."""
-        sizes = self._stored_bytes.items()
-        return sum(size for name, size in sizes if names.is_file_name(_saved_name(name)))
-
+    @abstractmethod
     def open(self, name: str) -> CheckpointFile | None:
         """None if it is not there. OSError; FormatError if it is compressed and its table is damaged."""
-        path = f"{self._folder}/{name}" if self._folder else name
-        if (size := self._stored_bytes.get(name)) is not None:
-            return CheckpointFile(size_bytes=size, read=partial(self._store.read, path))
-        if not names.is_shard_name(name) or (size := self._stored_bytes.get(name + zstd.SUFFIX)) is None:
-            return None
-        reader = zstd.SeekableReader(partial(self._store.read, path + zstd.SUFFIX), size)
-        return CheckpointFile(size_bytes=reader.raw_size, read=reader.read)
 
     def read_whole(self, name: str, max_bytes: int) -> bytes:
         """A small file; CorruptionError if it is not there, is too large or cannot be read."""
@@ -147,6 +126,51 @@ class CheckpointFiles:
             raise CorruptionError(
                 f"{self.place(name)} cannot be read: {error}.", file=name, where="unreadable"
             ) from error
+
+
+class CheckpointFiles(SavedFiles):
+    """The files of one checkpoint in a folder of a store.
+
+    A shard may lie there compressed, as NAME.zst. They are listed once, when they are first asked for.
+    """
+
+    def __init__(self, location: Location, store: FileStore, folder: str = "") -> None:
+        """`folder` of `store` is the same place as `location`."""
+        self.location = location
+        self._store = store
+        self._folder = folder
+
+    @property
+    def folder_name(self) -> str:
+        return self.location.name
+
+    def place(self, name: str) -> str:
+        return str(self.location / name)
+
+    @cached_property
+    def _stored_bytes(self) -> Mapping[str, int]:
+        """Size of each file that is stored, by its name in the folder. OSError."""
+        found = self._store.children(self._folder).files
+        return {stored.name.rpartition("/")[2]: stored.size_bytes for stored in found}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted({_saved_name(name) for name in self._stored_bytes}))
+
+    @property
+    def size_bytes(self) -> int:
+        """That the checkpoint's files take there. OSError."""
+        sizes = self._stored_bytes.items()
+        return sum(size for name, size in sizes if names.is_file_name(_saved_name(name)))
+
+    def open(self, name: str) -> CheckpointFile | None:
+        path = f"{self._folder}/{name}" if self._folder else name
+        if (size := self._stored_bytes.get(name)) is not None:
+            return CheckpointFile(size_bytes=size, read=partial(self._store.read, path))
+        if not names.is_shard_name(name) or (size := self._stored_bytes.get(name + zstd.SUFFIX)) is None:
+            return None
+        reader = zstd.SeekableReader(partial(self._store.read, path + zstd.SUFFIX), size)
+        return CheckpointFile(size_bytes=reader.raw_size, read=reader.read)
 
 
 def files_at(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> CheckpointFiles:
@@ -193,6 +217,29 @@ class VerifyReport:
         return not self.damages
 
 
+def check_group(
+    description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
+) -> Iterator[Damage]:
+    """That the fragments belong together, and if all are there, that they have all ranks."""
+    if not fragments:
+        return
+    first = description or next(iter(fragments.values()))
+    for name, f in fragments.items():
+        same = (f.attempt, f.world_size, f.num_nodes) == (
+            first.attempt,
+            first.world_size,
+            first.num_nodes,
+        )
+        if not same or name != names.fragment_file(f.node_index, f.num_nodes):
+            yield Damage(file=name, where="attempt", detail="It belongs to another checkpoint or node.")
+    if len(fragments) != first.num_nodes:
+        return
+    ranks = sorted(rank for f in fragments.values() for rank in f.ranks)
+    if ranks != list(range(first.world_size)):
+        detail = f"They have {len(ranks)} ranks of {first.world_size}."
+        yield Damage(file=ALL_FRAGMENTS, where="ranks", detail=detail)
+
+
 def verify_directory(
     path: StoragePath,
     storage_options: Mapping[str, str] | None = None,
@@ -219,7 +266,7 @@ def verify_files(
     check = Verification(files, progress or (lambda nbytes: None))
     description = check.read_description()
     fragments = check.read_fragments(description)
-    check.check_group(description, fragments)
+    check.damages += check_group(description, fragments)
     check.check_coverage(fragments)
     check.read_files(description, fragments)
     check.check_root(description, root_digest)
@@ -259,9 +306,9 @@ class Checked:
 
 
 class Verification:
-    """One pass over a directory. `found` has each file that was read as it is, `expected` each name."""
+    """One pass over the files at a place. `found` has each that was read as it is, `expected` all names."""
 
-    def __init__(self, files: CheckpointFiles, progress: Progress) -> None:
+    def __init__(self, files: SavedFiles, progress: Progress) -> None:
         self.damages: list[Damage] = []
         self.found: dict[str, FileEntry] = {}
         self.expected: set[str] = set()
@@ -284,33 +331,21 @@ class Verification:
     def read_fragments(self, description: CheckpointDescription | None) -> dict[str, Fragment]:
         """The fragments that are intact, by file name."""
         if description is not None:
-            return self._read_fragments([(f.name, f) for f in description.files if is_fragment(f.name)])
+            return self.read_named([(f.name, f) for f in description.files if is_fragment(f.name)])
         there = [name for name in self._names_there() if is_fragment(name)]
-        read = self._read_fragments([(name, None) for name in there])
+        read = self.read_named([(name, None) for name in there])
         num_nodes = next((f.num_nodes for f in read.values()), 0)
         missing = {names.fragment_file(i, num_nodes) for i in range(num_nodes)} - set(there)
-        return read | self._read_fragments([(name, None) for name in sorted(missing)])
+        return read | self.read_named([(name, None) for name in sorted(missing)])
 
-    def check_group(
-        self, description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
-    ) -> None:
-        """That the fragments belong together, and if all are there, that they have all ranks."""
-        if not fragments:
-            return
-        first = description or next(iter(fragments.values()))
-        for name, f in fragments.items():
-            same = (f.attempt, f.world_size, f.num_nodes) == (
-                first.attempt,
-                first.world_size,
-                first.num_nodes,
-            )
-            if not same or name != names.fragment_file(f.node_index, f.num_nodes):
-                self.report(name, "attempt", "It belongs to another checkpoint or node.")
-        if len(fragments) != first.num_nodes:
-            return
-        ranks = sorted(rank for f in fragments.values() for rank in f.ranks)
-        if ranks != list(range(first.world_size)):
-            self.report(ALL_FRAGMENTS, "ranks", f"They have {len(ranks)} ranks of {first.world_size}.")
+    def read_named(self, wanted: Sequence[tuple[str, FileEntry | None]]) -> dict[str, Fragment]:
+        """Those of these fragments that are intact and, where that is known, what they should be."""
+        read: dict[str, Fragment] = {}
+        for checked in self._each(self._check_fragment, wanted):
+            self._take(checked)
+            if checked.fragment is not None:
+                read[checked.name] = checked.fragment
+        return read
 
     def check_coverage(self, fragments: Mapping[str, Fragment]) -> None:
         """If all fragments are there, that they describe whole tensors."""
@@ -404,18 +439,10 @@ class Verification:
         except FormatError as error:
             checked.report("content", str(error))
             return None
-        name = self._files.location.name
+        name = self._files.folder_name
         if names.is_directory_name(name) and name != description.attempt.directory:
             checked.report("attempt", f"It describes {description.attempt.directory}, not this one.")
         return description
-
-    def _read_fragments(self, wanted: Sequence[tuple[str, FileEntry | None]]) -> dict[str, Fragment]:
-        read: dict[str, Fragment] = {}
-        for checked in self._each(self._check_fragment, wanted):
-            self._take(checked)
-            if checked.fragment is not None:
-                read[checked.name] = checked.fragment
-        return read
 
     def _check_fragment(self, wanted: tuple[str, FileEntry | None]) -> Checked:
         name, entry = wanted

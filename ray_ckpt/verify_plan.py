@@ -8,7 +8,7 @@ reads them all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from math import prod
@@ -26,6 +26,7 @@ from ray_ckpt.verify import (
     Damage,
     Progress,
     Verification,
+    check_group,
     is_fragment,
 )
 
@@ -69,25 +70,44 @@ class NodePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A place that should have some of a checkpoint, a node or the storage path, and what is wrong there."""
+
+    where: str
+    node: str  # its id; "" for the storage path
+    fragments: tuple[int, ...]  # that it should have, with their files: the indices of the nodes that saved
+    damages: tuple[Damage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
     """Whether a checkpoint can be restored, as far as that can be told without its bytes.
 
     Ranks of any number together read `tensor_bytes` of tensors, and more where several want the same; the
     rest of `size_bytes` are headers, further copies, and the state file of each rank that saved.
+
+    A live checkpoint has `holders`. It can be restored from them together, so it may be `is_restorable` and
+    not `ok`: a copy is bad, or there are fewer than were promised.
     """
 
     where: str
+    is_restorable: bool
     world_size: int
     num_files: int
     size_bytes: int  # of these files, as the manifest has them
     read_bytes: int  # for this report
     items: tuple[ItemCoverage, ...]
     nodes: tuple[NodePart, ...]
-    damages: tuple[Damage, ...]
+    damages: tuple[Damage, ...]  # of the whole, not of one holder
+    holders: tuple[Holder, ...] = ()
 
     @property
     def ok(self) -> bool:
-        return not self.damages
+        return not self.num_damages
+
+    @property
+    def num_damages(self) -> int:
+        return len(self.damages) + sum(len(holder.damages) for holder in self.holders)
 
     @property
     def tensor_bytes(self) -> int:
@@ -104,25 +124,46 @@ def verify_plan(
     at any world size; that each file is there with its size; and that these are the files that `root_digest`
     was made of. Damage inside of a file is not seen: `verify_files` reads it all. Never raises for damage.
     """
-    check = _PlanVerification(files, progress or (lambda nbytes: None))
+    check = PlanVerification(files, progress or (lambda nbytes: None))
     description = check.read_description()
     fragments = check.read_fragments(description)
-    check.check_group(description, fragments)
-    items = check.check_items(fragments)
+    check.damages += check_group(description, fragments)
+    check.damages += check_tensors(fragments)
     check.check_sizes(description, fragments)
-    check.check_listed(description, fragments, root_digest)
+    check.damages += check_listed(description, fragments, check.found, root_digest)
     if description is not None or fragments:
         check.check_unlisted()
+    return plan_report(
+        fragments,
+        where=str(files.location),
+        is_restorable=not check.damages,
+        read_bytes=check.size_bytes,
+        damages=check.damages,
+    )
+
+
+def plan_report(
+    fragments: Mapping[str, Fragment],
+    *,
+    where: str,
+    is_restorable: bool,
+    read_bytes: int,
+    damages: Sequence[Damage],
+    holders: Sequence[Holder] = (),
+) -> PlanReport:
+    """What `fragments` say of a checkpoint, and what was found of it."""
     entries = [entry for fragment in fragments.values() for entry in fragment.files]
     return PlanReport(
-        where=str(files.location),
+        where=where,
+        is_restorable=is_restorable,
         world_size=next((f.world_size for f in fragments.values()), 0),
         num_files=len(entries),
         size_bytes=sum(entry.size_bytes for entry in entries),
-        read_bytes=check.size_bytes,
-        items=items,
+        read_bytes=read_bytes,
+        items=_items(fragments),
         nodes=tuple(map(_node_part, fragments.values())),
-        damages=tuple(check.damages),
+        damages=tuple(damages),
+        holders=tuple(holders),
     )
 
 
@@ -135,28 +176,37 @@ def _node_part(fragment: Fragment) -> NodePart:
     )
 
 
-class _PlanVerification(Verification):
-    """One pass over what describes a checkpoint."""
-
-    def check_items(self, fragments: Mapping[str, Fragment]) -> tuple[ItemCoverage, ...]:
-        """Each item's coverage; if all fragments are there, a tensor that is not covered once is a damage."""
-        tensors: dict[tuple[str, str], list[ManifestRow]] = {}
-        for row in (row for fragment in fragments.values() for row in fragment.rows):
-            if row.slice is not None:
-                tensors.setdefault((row.slice.item, row.slice.key), []).append(row)
-        items: dict[str, ItemCoverage] = {}
-        for (item, _), rows in sorted(tensors.items()):
-            if _is_complete(fragments):
-                self._check_tensor(rows)
-            found = _tensor_coverage(item, rows)
-            items[item] = items[item] + found if item in items else found
-        return tuple(items.values())
-
-    def _check_tensor(self, rows: Sequence[ManifestRow]) -> None:
+def check_tensors(fragments: Mapping[str, Fragment]) -> Iterator[Damage]:
+    """If all fragments are there, each tensor that is not covered exactly once."""
+    if not _is_complete(fragments):
+        return
+    for _, rows in _tensors(fragments):
         try:
             check_coverage(rows)
         except FormatError as error:
-            self.report(ALL_FRAGMENTS, "coverage", str(error))
+            yield Damage(file=ALL_FRAGMENTS, where="coverage", detail=str(error))
+
+
+def check_listed(
+    description: CheckpointDescription | None,
+    fragments: Mapping[str, Fragment],
+    found: Mapping[str, FileEntry],
+    expected: str | None,
+) -> Iterator[Damage]:
+    """That the fragments, which were `found` so, list the files that were committed; said only of all."""
+    if not _is_complete(fragments):
+        return
+    entries = [entry for fragment in fragments.values() for entry in fragment.files]
+    actual = digest_of_files([*entries, *(found[name] for name in fragments)])
+    for root, who in ((expected, "the log"), (description and description.root_digest, "it")):
+        if root is not None and root != actual:
+            detail = f"The fragments list files of the root digest {actual}; {who} has {root}."
+            yield Damage(file=names.CHECKPOINT_JSON, where="root digest", detail=detail)
+            return
+
+
+class PlanVerification(Verification):
+    """One pass over what describes a checkpoint, or some of its fragments, at one place."""
 
     def check_sizes(
         self, description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
@@ -168,23 +218,6 @@ class _PlanVerification(Verification):
         wanted = [(entry, headers.get(name)) for name, entry in sorted(listed.items())]
         for checked in self._each(self._check_outline, wanted):
             self._take(checked)
-
-    def check_listed(
-        self,
-        description: CheckpointDescription | None,
-        fragments: Mapping[str, Fragment],
-        expected: str | None,
-    ) -> None:
-        """That the fragments list the files that were committed; said only if all of them can be read."""
-        if not _is_complete(fragments):
-            return
-        entries = [entry for fragment in fragments.values() for entry in fragment.files]
-        actual = digest_of_files([*entries, *(self.found[name] for name in fragments)])
-        for root, who in ((expected, "the log"), (description and description.root_digest, "it")):
-            if root is not None and root != actual:
-                detail = f"The fragments list files of the root digest {actual}; {who} has {root}."
-                self.report(names.CHECKPOINT_JSON, "root digest", detail)
-                return
 
     def _check_outline(self, wanted: tuple[FileEntry, ManifestRow | None]) -> Checked:
         """A data file's size and header."""
@@ -204,6 +237,24 @@ class _PlanVerification(Verification):
         except CorruptionError as error:  # of a compressed file
             checked.report("content", str(error))
         return checked
+
+
+def _tensors(fragments: Mapping[str, Fragment]) -> Iterator[tuple[str, Sequence[ManifestRow]]]:
+    """The slices of each tensor, with its item."""
+    tensors: dict[tuple[str, str], list[ManifestRow]] = {}
+    for row in (row for fragment in fragments.values() for row in fragment.rows):
+        if row.slice is not None:
+            tensors.setdefault((row.slice.item, row.slice.key), []).append(row)
+    for (item, _), rows in sorted(tensors.items()):
+        yield item, rows
+
+
+def _items(fragments: Mapping[str, Fragment]) -> tuple[ItemCoverage, ...]:
+    items: dict[str, ItemCoverage] = {}
+    for item, rows in _tensors(fragments):
+        found = _tensor_coverage(item, rows)
+        items[item] = items[item] + found if item in items else found
+    return tuple(items.values())
 
 
 def _is_complete(fragments: Mapping[str, Fragment]) -> bool:

@@ -13,7 +13,7 @@ from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.storage.direct import read_blocks_direct
 from ray_ckpt.storage.pages import map_shared
 from ray_ckpt.storage.remote import RemoteTier
-from ray_ckpt.transport.client import PeerClient
+from ray_ckpt.transport.client import SLOWEST_BYTES_PER_S, PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 
@@ -165,7 +165,8 @@ class Peer:
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         with self._peers.lend(self._endpoint) as peer:
-            yield from peer.read(self._name, ranges)
+            slowest = self._peers.slowest_bytes_per_s
+            yield from peer.read(self._name, ranges, slowest_bytes_per_s=slowest)
 
     def give_up(self) -> None:
         self._peers.gone.add(self._endpoint)
@@ -174,8 +175,11 @@ class Peer:
 class Peers:
     """Connections to peers, kept for the next extent: each thread has one of its own while it reads."""
 
-    def __init__(self, credentials: Credentials | None) -> None:
+    def __init__(
+        self, credentials: Credentials | None, slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
+    ) -> None:
         self._credentials = credentials
+        self.slowest_bytes_per_s = slowest_bytes_per_s  # of an answer
         self._lock = threading.Lock()
         self._idle: dict[str, list[PeerClient]] = {}
         self.gone: set[str] = set()  # endpoints that this restore waits for no more

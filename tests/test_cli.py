@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from rich.filesize import decimal
 from typer.testing import CliRunner
 
@@ -19,6 +21,7 @@ import ray_ckpt
 from ray_ckpt.cli import app, main
 from ray_ckpt.cli import gc as cli_gc
 from ray_ckpt.cli import ls as cli_ls
+from ray_ckpt.cli.output import FittedTable, add_row, make_table, stdout
 from ray_ckpt.cli.tree import MAX_SESSIONS
 from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
@@ -128,6 +131,109 @@ def test_ls_in_a_narrow_terminal_keeps_a_line_per_checkpoint(
         ["40", "replicated(1)"],
     ]
     assert all(" ".join(row).count(" d ago") == 1 for row in rows) and max(map(len, lines)) <= columns
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "gc {} --dry-run --keep-last 2",
+        "verify {} --plan --nodes",
+        "goodput {}",
+        "diff {} 30 50 --only model.head",
+        "drill {} --remote-only --step 30",
+        "rollback {} --to 30 --yes",
+    ],
+)
+def test_tables_in_a_narrow_terminal_fit_and_break_no_number(
+    run: SampleRun, command: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def table() -> list[str]:
+        copy = shutil.copytree(run.folder, run.folder.parent / uuid.uuid4().hex / "gpt")
+        lines = ray_ckpt_cli(*command.format(copy).split()).splitlines()
+        return [line for line in lines if line.startswith(" ")]
+
+    def numbers(lines: list[str]) -> set[str]:
+        return {word.strip(",;") for line in lines for word in line.split() if re.search("[0-9]", word)}
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    whole = table()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    narrow = table()
+    assert narrow and max(map(len, narrow)) <= columns
+    seconds = re.compile(r"0\.\d\d")  # of a drill
+    assert {n for n in numbers(narrow) if not seconds.fullmatch(n)} <= numbers(whole)
+
+
+def test_without_a_terminal_no_line_is_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    run = write_run(tmp_path, steps=())
+    metrics = {f"validation/{'perplexity/' * 8}{k}": float(k) for k in range(10)}
+    run.log.commit(make_checkpoint(run.log.attempt(1, 1), metrics=metrics))
+    (row,) = [line for line in ray_ckpt_cli("ls", run.folder).splitlines() if "perplexity" in line]
+    assert all(name in row for name in metrics)
+
+
+@pytest.mark.parametrize(
+    ("width", "rows"),
+    [
+        (63, [f"{'a' * 20} 1.2 GB 14:19:20 no policy keeps it"]),
+        (47, [f"{'a' * 16} 1.2 GB 14:19:20 no", "aaaa policy", "keeps", "it"]),
+        (46, [f"{'a' * 16} 1.2 GB no policy keeps", "aaaa it"]),
+        (36, [f"{'a' * 16} 1.2 GB no", "aaaa policy", "keeps", "it"]),
+    ],
+)
+def test_where_it_is_narrow_names_and_words_of_a_table_wrap_and_then_columns_go(
+    width: int, rows: list[str]
+) -> None:
+    table = make_table("name", "size", "when", "why", whole=(1,), fold=(0,), gives_way=(2,))
+    add_row(table, "a" * 20, "1.2 GB", "14:19:20", "no policy keeps it")
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(table)
+    printed = [" ".join(line.split()) for line in captured.get().splitlines()[3:]]
+    assert [line for line in printed if line] == rows
+
+
+def test_a_word_that_is_longer_than_the_terminal_is_folded() -> None:
+    table = make_table("size", "why", whole=(0,))
+    add_row(table, "1.2 GB", "a" * 200)
+    console = Console(width=60)
+    with console.capture() as captured:
+        console.print(table)
+    lines = captured.get().splitlines()
+    assert "".join(lines).count("a") == 200 and max(map(len, lines)) <= 60 and " 1.2 GB   a" in lines[3]
+
+
+def at_sixty(
+    table: FittedTable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[list[str], int]:
+    """What a terminal of 60 columns shows: all words, and the length of the longest line."""
+    monkeypatch.setenv("COLUMNS", "60")
+    stdout().print(table)
+    printed = capsys.readouterr().out
+    return printed.split(), max(map(len, printed.splitlines()))
+
+
+def test_numbers_stay_whole_at_sixty_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = make_table("run", "state", "step", "durable", "at risk", right=(2,), fold=(0,))
+    add_row(
+        table, "gpt-" * 6, "training", 1234567, "1234000, 55 min ago", "1234567 step(s), from the beginning"
+    )
+    words, width = at_sixty(table, monkeypatch, capsys)
+    assert {"training", "1234567", "1234000,", "step(s),", "beginning"} <= set(words) and width <= 60
+
+
+def test_a_line_is_rather_too_long_than_that_a_number_or_an_id_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = make_table("node", "word", "rate", *("step",) * 4, right=(3, 4, 5, 6), whole=(2,))
+    add_row(table, "ab" * 6, "w" * 12, "123.4 MB/s", *(f"{number}234567 steps" for number in (1, 2, 3, 4)))
+    words, width = at_sixty(table, monkeypatch, capsys)
+    assert {"ab" * 6, "123.4", "MB/s", "1234567", "2234567", "3234567", "4234567"} <= set(words)
+    assert "w" * 8 in words and width > 60, "words are broken first"
 
 
 def test_tables_of_long_runs_have_the_newest_rows(
@@ -543,6 +649,47 @@ def test_output_that_nobody_takes_is_no_error(
             main(args)
         assert caught.value.code == 0
     assert capsys.readouterr().err == ""
+
+
+def into_closed_pipe(stream: str, *command: object) -> subprocess.CompletedProcess[str]:
+    """A process whose `stream` nobody reads."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: theirs}
+    try:
+        return subprocess.run([sys.executable, *map(str, command)], text=True, **streams)
+    finally:
+        os.close(theirs)
+
+
+@pytest.mark.parametrize("args", ["ls {run}", "--help"])
+def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(run: SampleRun, args: str) -> None:
+    done = into_closed_pipe("stdout", "-m", "ray_ckpt.cli", *args.format(run=run.folder).split())
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_result_is_printed_whole_when_nobody_reads_the_words_beside_it(run: SampleRun) -> None:
+    program = (
+        "import sys; from ray_ckpt.cli.streams import end_when_unread; end_when_unread(); print('before'); "
+        "print('words', file=sys.stderr, flush=True); print('after')"
+    )
+    done = into_closed_pipe("stderr", "-c", program)
+    assert (done.returncode, done.stdout) == (0, "before\nafter\n")
+    assert into_closed_pipe("stderr", "-m", "ray_ckpt.cli", "show", run.folder, 7).returncode == 2
+
+
+@pytest.mark.parametrize("args", ["ls {run}", "ls {run} --json", "--help"])
+def test_a_full_disk_is_one_line_of_error(run: SampleRun, args: str) -> None:
+    command = [sys.executable, "-m", "ray_ckpt.cli", *args.format(run=run.folder).split()]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, text=True, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (2, "ray-ckpt: stdout: No space left on device\n")
+
+
+def test_what_is_left_in_a_pipes_buffer_ends_a_command_when_it_shuts_down() -> None:
+    program = "from ray_ckpt.cli.streams import end_when_unread; end_when_unread(); print('x')"
+    done = into_closed_pipe("stdout", "-c", program)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("command", ["ls", "tree", "export", "show", "verify", "gc"])

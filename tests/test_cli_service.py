@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray._private.services as ray_services
 from rich.console import Console
 from typer.testing import CliRunner
 
 from ray_ckpt import pins
+from ray_ckpt.actors import attach
 from ray_ckpt.actors.attach import check_versions
 from ray_ckpt.actors.names import PROTOCOL_VERSION
 from ray_ckpt.actors.wire import DiskView, LeavingView, NewestView, NodeView, RunView
@@ -35,10 +37,12 @@ from ray_ckpt.core.drain import DrainUnderway
 from ray_ckpt.errors import ConfigError, Fenced, ServiceError
 from ray_ckpt.format import records as r
 from ray_ckpt.rollback import read_tail
+from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.types import Exposure
 from tests.actors.test_overview import service, trained
 from tests.core.driver import SERVICE, START_S, Harness, one
 from tests.sample_run import RunLog, SampleRun, write_run
+from tests.transport.peers import KEYS, Folder
 
 GIB = 1 << 30
 
@@ -110,6 +114,39 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(
         assert f"By the log alone: No Ray cluster answers at {address}" in text, "it changes nothing"
         assert time.monotonic() - start_s < 5, "where Ray would take two minutes"
     assert "is no address of a Ray cluster" in fails(capsys, "top", "--address", "nowhere")
+
+
+@pytest.mark.parametrize("named", ["--address", "RAY_ADDRESS", "the last cluster"])
+def test_what_listens_and_is_no_ray_is_said_in_time(
+    named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a port that somebody else has by now."""
+    monkeypatch.setattr(attach, "HELLO_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address if named == "RAY_ADDRESS" else "")
+        if named == "the last cluster":
+            monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+            monkeypatch.setattr(ray_services, "find_gcs_addresses", set)  # of this machine's processes
+            (tmp_path / "ray").mkdir()
+            (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        start_s = time.monotonic()
+        for command in ("up", "down", "status", "top"):
+            message = fails(capsys, command, *(("--address", address) if named == "--address" else ()))
+            assert f"What listens at {address} does not answer as a Ray cluster: " in message
+        assert time.monotonic() - start_s < 5, "where Ray would take two minutes"
+
+
+def test_a_server_of_something_else_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as an agent of ours."""
+    server = PeerServer("127.0.0.1", keys=KEYS, files=Folder(tmp_path))
+    try:
+        message = fails(capsys, "status", "--address", f"127.0.0.1:{server.port}")
+    finally:
+        server.shutdown()
+    assert "does not answer as a Ray cluster: " in message
 
 
 def test_a_service_of_another_version_is_named() -> None:
@@ -337,6 +374,18 @@ def test_a_run_in_detail() -> None:
     assert "2 copies of fragments are yet to be made again" in text
     assert "last warning, 1 min ago: the store \N{REPLACEMENT CHARACTER}[31mis silent" in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_breaks_no_number(width: int) -> None:
+    def words(columns: int) -> set[str]:
+        console = Console(width=columns, markup=False, emoji=False, highlight=False)
+        with console.capture() as captured:
+            console.print(frame(service(RUN, replace(RUN, name="old")), None))
+        assert all(len(line) <= columns for line in captured.get().splitlines())
+        return {word.strip(",") for word in captured.get().split()} - {"─" * n for n in range(columns)}
+
+    assert words(width) <= words(1000)
 
 
 def test_nodes_that_need_a_look_say_why() -> None:

@@ -7,10 +7,11 @@ import re
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
+import pyarrow.flight as flight
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -21,97 +22,27 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import records
 from ray_ckpt.format.names import fragment_file, make_attempt, shard_file
 from ray_ckpt.location import Location
-from ray_ckpt.storage.remote import RemoteTier, open_store
+from ray_ckpt.storage.remote import open_store
 from ray_ckpt.testing.strict_store import StrictStore
-from ray_ckpt.transport.server import PeerServer
-from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.transport import client
+from ray_ckpt.transport.client import CALL_BASE_S, SLOWEST_BYTES_PER_S
+from ray_ckpt.transport.sending import BURST_S, MAX_SHARING, Limiter
+from ray_ckpt.types import Level
+from tests.peer_nodes import A, B, C, Nodes, both, flip, live, peer_nodes, sample
 from tests.sample_run import SampleCheckpoint, SampleRun, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
-from tests.transport.peers import KEYS, UID, Folder
-
-A, B, C = (letter * 56 for letter in "abc")
-
-
-@dataclass(slots=True)
-class Nodes:
-    """Agents' ends of the transport, each with a folder of its own, and a storage path."""
-
-    root: Path
-    endpoints: dict[str, str] = field(default_factory=dict)
-
-    def put(self, place: str, saved: SampleCheckpoint, *indices: int) -> None:
-        """Fragments with their files, at a node or on the storage path ("remote")."""
-        folder = self.folder(place, saved)
-        folder.mkdir(parents=True, exist_ok=True)
-        for index in indices:
-            fragment = saved.fragments[index]
-            for name in (*(f.name for f in fragment.files), fragment_file(index, saved.num_nodes)):
-                (folder / name).write_bytes(saved.files[name])
-
-    def folder(self, place: str, saved: SampleCheckpoint) -> Path:
-        base = self.root / place / ("checkpoints" if place == "remote" else UID)
-        return base / saved.attempt.directory
-
-    @property
-    def reach(self) -> Reach:
-        remote = RemoteTier(Location.parse(self.root / "remote"))
-        return Reach(endpoints=self.endpoints, credentials=KEYS.credentials(UID), remote=remote)
+from tests.transport.peers import UID
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with ExitStack() as stack:
-        nodes = Nodes(tmp_path)
-        for node in (A, B, C):
-            server = PeerServer("127.0.0.1", keys=KEYS, files=Folder(tmp_path / node))
-            stack.callback(server.shutdown)
-            nodes.endpoints[node] = server.endpoint
+    with peer_nodes(tmp_path) as nodes:
         yield nodes
 
 
 @pytest.fixture
 def saved() -> SampleCheckpoint:
     return sample(10)
-
-
-def sample(step: int) -> SampleCheckpoint:
-    return make_checkpoint(make_attempt(run_uid=UID, session=1, step=step, attempt=0), rows=64)
-
-
-def live(
-    saved: SampleCheckpoint,
-    *holders: Sequence[str],
-    level: Level = Level.REPLICATED,
-    on_lineage: bool = True,
-) -> LiveCheckpoint:
-    info = CheckpointInfo(
-        id=saved.attempt,
-        seq=saved.attempt.step,
-        level=level,
-        world_size=saved.world_size,
-        num_nodes=saved.num_nodes,
-        size_bytes=saved.size_bytes,
-        root_digest=saved.root_digest,
-        committed_at_s=0.0,
-        metrics={},
-        replicas=1,
-    )
-    found = tuple(map(tuple, holders)) or ((A, B), (B, A))
-    homes = tuple(h[0] if h else "" for h in found)
-    return LiveCheckpoint(checkpoint=info, holders=found, homes=homes, on_lineage=on_lineage)
-
-
-def both(nodes: Nodes, saved: SampleCheckpoint) -> LiveCheckpoint:
-    """A and B hold their own part and each other's."""
-    for node in (A, B):
-        nodes.put(node, saved, 0, 1)
-    return live(saved)
-
-
-def flip(path: Path, at: int = -1) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 LOSE_A, LOSE_B = lose_node(A, [A]), lose_node(B, [B])
@@ -209,6 +140,36 @@ def test_nothing_is_written_or_left_running(nodes: Nodes, saved: SampleCheckpoin
     rehearse(there, LOSE_A, nodes.reach)
     assert before == {path: path.stat().st_mtime_ns for path in nodes.root.rglob("*")}
     assert {t.name for t in threading.enumerate()} <= threads
+
+
+def test_all_streams_of_a_drill_share_its_limit(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    """Each block waits until those before it have left: the last one for all but its own bytes."""
+    waits: list[float] = []
+    limiter = Limiter(1000.0, clock=lambda: 0.0, sleep=waits.append)
+    result = rehearse(both(nodes, saved), LOSE_A, replace(nodes.reach, limiter=limiter))
+    largest = max(map(len, saved.files.values()))
+    assert result.verdict == "passed"
+    assert (saved.size_bytes - largest) / 1000 - BURST_S <= max(waits) <= saved.size_bytes / 1000
+
+
+def test_a_peer_that_a_limit_holds_up_is_not_taken_for_gone(
+    nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has as long as its bytes take if all streams that may share the limit do."""
+    times_s: list[float] = []
+
+    def options(*, timeout: float, headers: list[tuple[bytes, bytes]]) -> flight.FlightCallOptions:
+        times_s.append(timeout)
+        return flight.FlightCallOptions(timeout=timeout, headers=headers)
+
+    monkeypatch.setattr(client, "flight", Mock(wraps=flight, FlightCallOptions=options))
+    there = both(nodes, saved)
+    size = len(saved.files[shard_file(0, 2)])
+    limited = Limiter(1000.0, sleep=lambda _: None)
+    for limiter, bytes_per_s in ((Limiter(), SLOWEST_BYTES_PER_S), (limited, 1000.0 / MAX_SHARING)):
+        times_s.clear()
+        assert rehearse(there, LOSE_A, replace(nodes.reach, limiter=limiter)).verdict == "passed"
+        assert CALL_BASE_S + size / bytes_per_s in times_s
 
 
 # a drill of several checkpoints
@@ -325,6 +286,33 @@ def test_the_command_as_json(run: SampleRun) -> None:
     assert document["tiers"] == found["tiers"]
 
 
+@pytest.mark.parametrize(
+    ("given", "bytes_per_s"),
+    [
+        ("200MB/s", 200_000_000),
+        ("2 GB", 2_000_000_000),
+        ("1000000", 1_000_000),
+        ("1.5GB/s", 1_500_000_000),
+        ("200mb / sec", 200_000_000),
+        ("1GiB/s", 1 << 30),
+        ("64 MiB", 64 << 20),
+        ("0", None),
+    ],
+)
+def test_the_command_takes_a_limit(
+    run: SampleRun, monkeypatch: pytest.MonkeyPatch, given: str, bytes_per_s: int | None
+) -> None:
+    limits: list[float | None] = []
+
+    def noted(limit: float | None) -> Limiter:
+        limits.append(limit)
+        return Limiter(limit)
+
+    monkeypatch.setattr("ray_ckpt.cli.drill.Limiter", noted)
+    assert command(run.folder, "--remote-only", "--max-rate", given).exit_code == 0
+    assert limits == [bytes_per_s]
+
+
 def test_a_damaged_object_on_the_storage_path_fails_the_command(run: SampleRun) -> None:
     flip(run.directory(30) / shard_file(1, 2))
     result = command(run.folder, "--remote-only")
@@ -347,6 +335,10 @@ def test_nothing_to_prove_is_said(tmp_path: Path) -> None:
         (("--remote-only", "--lose-node", "ab"), "needs one loss"),
         (("--remote-only", "--step", "11"), "no live checkpoint of step 11"),
         (("--lose-node", "ab", "--address", "127.0.0.1:1"), "No Ray cluster answers"),
+        (("--remote-only", "--max-rate", "fast"), "--max-rate is 'fast'. Give one such as 200MB/s"),
+        (("--remote-only", "--max-rate", "999KB/s"), "1MB/s or more"),
+        (("--remote-only", "--max-rate", "8Mbit/s"), "--max-rate is '8Mbit/s'. Give one such as 200MB/s"),
+        (("--remote-only", "--max-rate", "-1MB/s"), "1MB/s or more"),
     ],
 )
 def test_wrong_usage_is_one_line(

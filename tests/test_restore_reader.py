@@ -297,6 +297,9 @@ class Files:
         for at in range(offset, offset + nbytes, 1000):
             yield data[at : min(at + 1000, offset + nbytes)]
 
+    def size(self, name: FileName) -> int | None:
+        raise AssertionError
+
 
 @dataclass(slots=True)
 class PeerRig:

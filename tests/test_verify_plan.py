@@ -217,7 +217,20 @@ def test_the_command_as_json_and_its_exit_code(run: SampleRun, folder: Path) -> 
     assert code == 1 and "CANNOT BE RESTORED (1 findings)" in text and f"{SHARD}: missing" in text
 
 
-def test_nodes_alone_is_a_mistake(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--nodes",), "--nodes goes with --plan"),
+        (("--address", "auto"), "--address goes with --plan"),
+        (("--plan", "--address", "127.0.0.1:1"), "No Ray cluster answers"),
+        (("--plan", "--step", "20"), "`--plan --address auto` proves"),
+        (("--plan", "--step", "30", "--all", "--address", "auto"), "exclude each other"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    run: SampleRun, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["verify", str(run.folder), "--nodes"])
-    assert caught.value.code == 2 and "--nodes goes with --plan" in capsys.readouterr().err
+        main(["verify", str(run.folder), *args])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and message in error and error.count("\n") == 1

@@ -204,6 +204,9 @@ class _WarmMemory:
     def read(self, name: wire.FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
         return _blocks(self._window.data, nbytes or 0)
 
+    def size(self, name: wire.FileName) -> int | None:
+        return None
+
 
 def _keep(request: wire.PutRequest, chunks: Iterable[Buffer], window: Bytes) -> None:
     """Check the digest of what arrives and copy it to the window, round and round."""

@@ -36,6 +36,7 @@ from ray_ckpt.cli import (
 )
 from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_USAGE
 from ray_ckpt.cli.output import plain
+from ray_ckpt.cli.streams import end_when_unread
 from ray_ckpt.errors import CheckpointError, CorruptionError
 
 NAME = "ray-ckpt"
@@ -55,8 +56,9 @@ app = typer.Typer(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script. Exits with 0, 1 (damage) or 2 (usage, or an error that its message explains); with
-    130 after Ctrl-C, and with 1 if nobody reads its output any more.
+    130 after Ctrl-C, and with 141, as by SIGPIPE, if nobody reads its stdout any more.
     """
+    end_when_unread()
     try:
         sys.exit(app(args=argv, prog_name=NAME, standalone_mode=False) or 0)
     except TyperException as error:

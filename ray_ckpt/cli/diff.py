@@ -5,27 +5,18 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from ray_ckpt.catalog import Catalog, CheckpointView
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
 from ray_ckpt.cli.output import add_row, make_table, plain, print_json, stdout
-from ray_ckpt.diff import MAX_VALUES, Comparison, Status, TensorDiff, ValueDiff, compare
+from ray_ckpt.cli.progress import byte_bar
+from ray_ckpt.diff import MAX_VALUES, Status, TensorDiff, ValueDiff, compare
 from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.origin import CheckpointUri
 
@@ -80,9 +71,9 @@ def diff(
     """
     a, b = _views(first, second, third, store_options(storage_option))
     try:
-        with _progress() as bar:
+        with byte_bar("comparing") as bar:
             comparison = compare(a, b, only=only or (), progress=bar.advance)
-            bar.begin(comparison)
+            bar.expect(lambda: comparison.size_bytes)
             tensors = sorted(comparison, key=_rank)
         values = comparison.values()
     except CorruptionError as error:
@@ -123,34 +114,6 @@ def _view(text: str, options: Mapping[str, str]) -> CheckpointView:
     return opened.run.catalog.view(opened.info)
 
 
-class _Bar:
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None)
-
-    def begin(self, comparison: Comparison) -> None:
-        if not self._progress.disable:
-            self._progress.update(self._task, total=comparison.size_bytes)
-
-    def advance(self, nbytes: int) -> None:
-        self._progress.advance(self._task, nbytes)
-
-
-@contextmanager
-def _progress() -> Iterator[_Bar]:
-    """A bar on stderr, if that is a terminal."""
-    columns = (
-        TextColumn("comparing"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield _Bar(progress)
-
-
 def _rank(found: TensorDiff) -> tuple[int, bool, float, str]:
     """What cannot be compared comes first, then what has NaN or infinities, then what has moved most."""
     return _ORDER.index(found.status), found.is_finite, -(found.relative or 0.0), found.name
@@ -168,6 +131,8 @@ def _print(
             "",
             *("relative", "max change", "cosine", "norm A", "norm B", "norm B-A", "differ", "NaN", "inf"),
             right=range(2, 11),
+            fold=(0,),
+            gives_way=(5, 6, 4, 7, 3),
         )
         for found in tensors:
             numbers = [_number(getattr(found, name)) for name in _NUMBERS]
@@ -180,7 +145,7 @@ def _print(
             add_row(table, found.name, _what(found), *numbers, *counts, style=style)
         console.print(table)
     if values:
-        table = make_table("value", "A", "B")
+        table = make_table("value", "A", "B", fold=(0, 1, 2))
         for value in values:
             add_row(table, value.name, *("absent" if v is None else v for v in (value.a, value.b)))
         console.print(table)

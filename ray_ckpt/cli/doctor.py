@@ -67,7 +67,7 @@ def doctor(
     if as_json:
         print_json({"ok": ok, "checks": [dataclasses.asdict(check) for check in found]})
     else:
-        table = make_table("check", "", "found", "what to do")
+        table = make_table("check", "", "found", "what to do", fold=(0, 2, 3))
         for check in found:
             add_row(table, check.name, check.state, check.found, check.advice, style=_style(check))
         console = stdout()

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from ray_ckpt.catalog import Catalog
-from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, level_text, make_table, plain, print_json, stdout
+from ray_ckpt.cli.live import run_location
+from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, rate, store_options
+from ray_ckpt.cli.output import add_row, is_narrow, level_text, make_table, plain, print_json, stdout
+from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node, lose_rack
 from ray_ckpt.drill import CheckpointDrill, DrillReport, Reach, TierRead, choose
 from ray_ckpt.drill import drill as read_what_is_left
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.format import names
-from ray_ckpt.location import Location
 from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import Tier
 from ray_ckpt.verify import locate, readable
 
@@ -60,6 +51,14 @@ def drill(
     step: Annotated[
         int | None, typer.Option(help="This step alone instead of all live ones.", show_default=False)
     ] = None,
+    max_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES/S",
+            help="Read no faster, all streams together, such as 200MB/s; else as fast as it can.",
+            show_default=False,
+        ),
+    ] = None,
     address: Annotated[
         str | None,
         typer.Option(
@@ -82,13 +81,14 @@ def drill(
     Example: `ray-ckpt drill /shared/runs/gpt --lose-node 3f2a`
     """
     _check_one(node, rack, remote_only)
+    max_bytes_per_s = rate(max_rate)
     options = store_options(storage_option)
-    location = _run_location(path)
+    location = run_location(path)
     if remote_only and address is None:
-        report = _without_cluster(path, options, step)
+        report = _without_cluster(path, options, step, max_bytes_per_s)
         unrecorded: tuple[str, ...] = ("it was read without the cluster; --address auto asks it",)
     else:
-        report, unrecorded = _in_cluster(str(location), node, rack, step, address)
+        report, unrecorded = _in_cluster(str(location), node, rack, step, address, max_bytes_per_s)
     if as_json:
         print_json({"run": str(location), "recorded": not unrecorded, **report_json(report)})
     else:
@@ -107,25 +107,26 @@ def _check_one(node: str | None, rack: str | None, remote_only: bool) -> None:
         )
 
 
-def _run_location(path: str) -> Location:
-    """The run as its coordinator knows it."""
-    found = locate(path)
-    return found.parent if found.name == names.SERVICE_DIR else found
-
-
-def _without_cluster(path: str, options: Mapping[str, str], step: int | None) -> DrillReport:
+def _without_cluster(
+    path: str, options: Mapping[str, str], step: int | None, max_bytes_per_s: int | None
+) -> DrillReport:
     catalog = Catalog(path, options)
     remote = RemoteTier(locate(catalog.where), options)
     chosen = choose(_live(catalog), step)
-    reach = Reach(remote=remote)
+    reach = Reach(remote=remote, limiter=Limiter(max_bytes_per_s))
 
     def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Reach] | None:
         catalog.refresh()
         found = (c for c in _live(catalog) if c.checkpoint.id == known.checkpoint.id)
         return next(((c, reach) for c in found), None)
 
-    with readable(remote.root), progress_bar(chosen) as advance:
-        return read_what_is_left(chosen, REMOTE_ONLY, reach, last_step=0, again=again, progress=advance)
+    with readable(remote.root), byte_bar("drilling", _size(chosen)) as bar:
+        return read_what_is_left(chosen, REMOTE_ONLY, reach, last_step=0, again=again, progress=bar.advance)
+
+
+def _size(chosen: Iterable[LiveCheckpoint]) -> int:
+    """In bytes."""
+    return sum(live.checkpoint.size_bytes for live in chosen)
 
 
 def _live(catalog: Catalog) -> tuple[LiveCheckpoint, ...]:
@@ -138,17 +139,22 @@ def _live(catalog: Catalog) -> tuple[LiveCheckpoint, ...]:
 
 
 def _in_cluster(
-    key: str, node: str | None, rack: str | None, step: int | None, address: str | None
+    key: str,
+    node: str | None,
+    rack: str | None,
+    step: int | None,
+    address: str | None,
+    max_bytes_per_s: int | None,
 ) -> tuple[DrillReport, tuple[str, ...]]:
     """The report, and why parts of it are not in the log."""
     from ray_ckpt.actors.attach import attached  # Ray takes seconds to import
     from ray_ckpt.actors.drill import RunDrills
 
     with attached(address):
-        run = RunDrills(key)
+        run = RunDrills(key, max_bytes_per_s=max_bytes_per_s)
         scenario = _scenario(node, rack, run.sources.domains)
-        with progress_bar(choose(run.sources.live, step)) as advance:
-            report = run.drill(scenario, step=step, progress=advance)
+        with byte_bar("drilling", _size(choose(run.sources.live, step))) as bar:
+            report = run.drill(scenario, step=step, progress=bar.advance)
     return report, tuple(run.unrecorded)
 
 
@@ -159,22 +165,6 @@ def _scenario(node: str | None, rack: str | None, domains: Mapping[str, str]) ->
 
 
 # -- what is shown -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def progress_bar(chosen: tuple[LiveCheckpoint, ...]) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if that is a terminal; gives the function that moves it by bytes."""
-    columns = (
-        TextColumn("drilling"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=sum(c.checkpoint.size_bytes for c in chosen))
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def report_json(report: DrillReport) -> dict[str, Any]:
@@ -218,13 +208,14 @@ def print_report(run_name: str, report: DrillReport) -> None:
     if not report.is_covered:
         verdict = "no checkpoint must survive this loss"
     console.print(plain(f"run {run_name}  {report.scenario.name}: {verdict}"), soft_wrap=True)
-    table = make_table("step", "level", "verdict", "seconds", *_TIERS, right=(0, 3, 4, 5, 6))
+    brief, headers = is_narrow(console), ("step", "level", "verdict", "seconds", *_TIERS)
+    table = make_table(*headers, right=(0, 3, 4, 5, 6), whole=(4, 5, 6), gives_way=(3, 1))
     for result in report.results:
-        cells = (_read_text(result.reads.get(tier)) for tier in _TIERS)
+        cells = (_read_text(result.reads.get(tier), brief=brief) for tier in _TIERS)
         seconds = f"{result.seconds:.2f}" if result.seconds else "-"
         style = _STYLES.get(result.verdict)
         info = result.checkpoint
-        add_row(table, info.step, level_text(info), result.verdict, seconds, *cells, style=style)
+        add_row(table, info.step, level_text(info, brief=brief), result.verdict, seconds, *cells, style=style)
     console.print(table)
     for result in report.results:
         for line in (*result.problems, *(f"{note} (made good by another copy)" for note in result.notes)):
@@ -233,11 +224,12 @@ def print_report(run_name: str, report: DrillReport) -> None:
     console.print(_conclusion(report), soft_wrap=True)
 
 
-def _read_text(read: TierRead | None) -> str:
-    """`1.2 GB at 2.1 GB/s`."""
+def _read_text(read: TierRead | None, *, brief: bool) -> str:
+    """`1.2 GB at 2.1 GB/s`, briefly without the speed."""
     if read is None:
         return "-"
-    return f"{decimal(read.size_bytes)} at {decimal(int(read.bytes_per_s))}/s"
+    size = decimal(read.size_bytes)
+    return size if brief else f"{size} at {decimal(int(read.bytes_per_s))}/s"
 
 
 def _conclusion(report: DrillReport) -> str:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ray_ckpt.catalog import Catalog
-from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, size, store_options
 from ray_ckpt.cli.output import plain, print_json, stdout
+from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import ConfigError, CorruptionError, RestoreError
 from ray_ckpt.export import export_safetensors, export_torch
 from ray_ckpt.types import Level
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Form(StrEnum):
@@ -63,15 +59,12 @@ def export(
     view = catalog[step] if step is not None else catalog.newest(Level.DURABLE)
     if view is None:
         raise ConfigError(f"Run {catalog.run_name} has no durable checkpoint.", hint="See `ray-ckpt ls`.")
-    patterns, limit = tuple(only or ()), _size(max_file)
+    patterns, limit = tuple(only or ()), size(max_file, option="--max-file")
     try:
         if to is Form.torch:
             files = export_torch(catalog, view.info.step, out, item=item, only=patterns, force=force)
         else:
-            console = Console(stderr=True)
-            columns = (TextColumn("exporting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-            with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-                task = bar.add_task("", total=None)
+            with byte_bar("exporting") as bar:
                 files = export_safetensors(
                     view,
                     out,
@@ -79,7 +72,7 @@ def export(
                     only=patterns,
                     max_file_bytes=limit,
                     force=force,
-                    progress=lambda nbytes: bar.advance(task, nbytes),
+                    progress=bar.advance,
                 )
     except (CorruptionError, RestoreError) as error:
         print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
@@ -91,11 +84,3 @@ def export(
     else:
         for file in files:
             stdout().print(plain(str(file)), soft_wrap=True)
-
-
-def _size(text: str) -> int:
-    """`5GB` in bytes."""
-    match = re.fullmatch(r"([0-9]{1,9})\s*([KMGT]?B|)", text, re.IGNORECASE)
-    if match is None or not int(match[1]):
-        raise ConfigError(f"--max-file is {text!r}.", hint="Give a size such as 5GB.", option="max_file")
-    return int(match[1]) * (_UNITS[match[2].upper()] if match[2].upper() != "B" else 1)

@@ -16,6 +16,7 @@ from ray_ckpt.cli.output import (
     MAX_ROWS,
     add_row,
     info_json,
+    is_narrow,
     level_text,
     make_table,
     plain,
@@ -130,22 +131,23 @@ def _decision_json(view: CheckpointView, decision: Decision) -> dict[str, Any]:
 
 
 def _print_decisions(catalog: Catalog, policies: Iterable[Policy], decisions: Sequence[Decision]) -> None:
-    table = make_table("", "step", "level", "session", "size", "when", "why", right=(1, 3, 4))
+    console = stdout()
+    brief, headers = is_narrow(console), ("", "step", "level", "session", "size", "when", "why")
+    table = make_table(*headers, right=(1, 3, 4), whole=(4,) if not brief else (4, 5), gives_way=(3, 4))
     for decision in decisions[-MAX_ROWS:]:
         info = decision.checkpoint
         add_row(
             table,
             "stays" if decision.kept else "goes",
             info.step,
-            level_text(info),
+            level_text(info, brief=brief),
             info.id.session,
             decimal(info.size_bytes),
-            when_text(info.committed_at_s),
+            when_text(info.committed_at_s, brief=brief),
             ", ".join(decision.reasons),
             style=None if decision.kept else "red",
         )
     going = [decision.checkpoint for decision in decisions if not decision.kept]
-    console = stdout()
     console.print(plain(f"run {catalog.run_name}  policy {to_text(policies)}"), soft_wrap=True)
     console.print(table if decisions else "No live checkpoints.")
     if len(decisions) > MAX_ROWS:

@@ -43,6 +43,7 @@ COLOURS = {
     "down_node": "#39444f",
     "down_preemption": "#7f93a6",
     "down_replaced": "#99a3ad",
+    "down_launcher": "#abb4bd",
     "down_unknown": "#cfd5da",
     "no_commit": "#d9b3a6",
 }  # of MEASURED_CAUSES
@@ -110,7 +111,8 @@ def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput)
     pace = "unknown" if found.step_s is None else f"{found.step_s:.3g} s"
     more = f", {found.steps_lost} committed steps lost" if found.steps_lost else ""
     console.print(f"step {found.step}{more}; a step takes {pace}", soft_wrap=True)
-    table = make_table("time", "measured", "share", "by commits alone", "what", right=(1, 2, 3))
+    headers = ("time", "measured", "share", "by commits alone", "what")
+    table = make_table(*headers, right=(1, 2, 3), whole=(1, 2, 3), gives_way=(3, 4))
     rows = [("goodput", found.productive, "steps whose effect survived")]
     rows += [(cause, time, MEASURED_CAUSES[cause]) for cause, time in found.badput.items()]
     for name, time, what in rows:
@@ -145,7 +147,7 @@ def _print_interruptions(console: Console, found: Goodput) -> None:
         hidden = len(found.interruptions) - len(shown)
         console.print(f"{hidden} earlier interruptions are in --json only.", soft_wrap=True)
     headers = ("sessions", "cause", "last known", "next one opened", "steps lost", "time to recover")
-    table = make_table(*headers, right=(4, 5))
+    table = make_table(*headers, right=(4, 5), whole=(0, 2, 3, 4), gives_way=(2, 3))
     for each in shown:
         recovery = "none: no steps" if each.recovery is None else _estimate(each.recovery)
         sessions = f"{each.after_session} to {each.session}"

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
-from ray_ckpt.cli.output import add_row, make_table, plain, span_text
+from ray_ckpt.cli.output import FittedTable, add_row, make_table, plain, span_text
 from ray_ckpt.errors import CheckpointError, ConfigError
 from ray_ckpt.format.names import SERVICE_DIR
+from ray_ckpt.location import Location
 from ray_ckpt.verify import locate
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ NO_SERVICE = "This Ray cluster has no checkpoint service."
 START_HINT = "A training starts it, and so does `ray-ckpt up`."
 MAX_NODES = 32  # rows of a run's table of nodes; those at risk come first
 LEVELS = ("local", "replicated", "durable")
-STATE_STYLES = {"training": "green", "gone": "yellow"}
+STATE_STYLES = {"training": "green", "gone": "yellow", "failed": "yellow"}
 
 
 # Reaching it
@@ -78,6 +78,12 @@ def runs_named(view: ServiceView, wanted: str) -> tuple[RunView, ...]:
     return tuple(run for run in view.runs if run.name == wanted) or runs_at(view, wanted)
 
 
+def run_location(path: str) -> Location:
+    """The run as its coordinator knows it."""
+    found = locate(path)
+    return found.parent if found.name == SERVICE_DIR else found
+
+
 def runs_at(view: ServiceView, path: str) -> tuple[RunView, ...]:
     """The run at `<storage_path>/<name>`, if the service has it open."""
     try:
@@ -99,7 +105,7 @@ def service_line(view: ServiceView) -> str:
     )
 
 
-def runs_table(runs: Iterable[RunView]) -> Table:
+def runs_table(runs: Iterable[RunView]) -> FittedTable:
     table = make_table(
         "run",
         "state",
@@ -111,6 +117,8 @@ def runs_table(runs: Iterable[RunView]) -> Table:
         "missing",
         "drains",
         right=(2, 3, 4, 9, 10),
+        fold=(0,),
+        gives_way=(2, 3, 10, 6, 9, 5),
     )
     for run in runs:
         add_row(
@@ -146,8 +154,8 @@ def run_details(run: RunView) -> Group:
     return Group(*parts)
 
 
-def agents_table(agents: Iterable[AgentCard]) -> Table:
-    table = make_table("agent on node", "endpoint", "staging")
+def agents_table(agents: Iterable[AgentCard]) -> FittedTable:
+    table = make_table("agent on node", "endpoint", "staging", whole=(1,), fold=(2,), gives_way=(2,))
     for agent in agents:
         add_row(table, short(agent.node_id), agent.endpoint, agent.staging)
     return table
@@ -231,7 +239,7 @@ def _risk_text(nodes: Sequence[NodeView]) -> str:
     return f"{worst.steps_at_risk} step(s), from {worst.tier or 'the beginning'}"
 
 
-def _levels_table(run: RunView) -> Table:
+def _levels_table(run: RunView) -> FittedTable:
     table = make_table("level", "newest step", "age", "steps behind", right=(1, 3))
     for level in LEVELS:
         found = next((newest for newest in run.newest if newest.level == level), None)
@@ -242,7 +250,7 @@ def _levels_table(run: RunView) -> Table:
     return table
 
 
-def _nodes_table(nodes: Sequence[NodeView]) -> Table:
+def _nodes_table(nodes: Sequence[NodeView]) -> FittedTable:
     table = make_table(
         "node",
         "ranks",
@@ -254,6 +262,8 @@ def _nodes_table(nodes: Sequence[NodeView]) -> Table:
         "reserve",
         "",
         right=(4, 5, 6, 7),
+        whole=(5, 6, 7),
+        gives_way=(7, 6, 2, 5),
     )
     risky = sorted(nodes, key=lambda node: -(node.exposure.steps_at_risk if node.exposure else -1))
     shown = list(nodes) if len(nodes) <= MAX_NODES else risky[:MAX_NODES]
@@ -293,8 +303,9 @@ def _node_note(node: NodeView) -> str:
     return ", ".join(notes)
 
 
-def _saves_table(run: RunView) -> Table:
-    table = make_table("save", "phase", "captured", "stored", "copies", "bytes", "for", right=(2, 3, 4, 5, 6))
+def _saves_table(run: RunView) -> FittedTable:
+    headers = ("save", "phase", "captured", "stored", "copies", "bytes", "for")
+    table = make_table(*headers, right=(2, 3, 4, 5, 6), whole=(0, 5, 6), gives_way=(2, 4))
     for save in run.saves:
         copies = save.copies + save.copies_awaited
         add_row(
@@ -310,9 +321,9 @@ def _saves_table(run: RunView) -> Table:
     return table
 
 
-def _drains_table(run: RunView) -> Table:
+def _drains_table(run: RunView) -> FittedTable:
     headers = ("drain", "state", "fragments", "bytes", "rate", "left", "tries", "on nodes")
-    table = make_table(*headers, right=(2, 3, 4, 5, 6))
+    table = make_table(*headers, right=(2, 3, 4, 5, 6), whole=(0, 3, 4, 5), gives_way=(7, 6, 2, 5, 4))
     for drain in run.drains:
         # Fragments are of about one size; of those on their way agents tell, as compressed if they are.
         done = drain.size_bytes * drain.fragments_done // drain.fragments

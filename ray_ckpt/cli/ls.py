@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from ray_ckpt.catalog import Catalog, find_runs
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
 from ray_ckpt.cli.output import (
     MAX_ROWS,
+    FittedTable,
     add_row,
     info_json,
+    is_narrow,
     level_text,
     make_table,
     metrics_text,
@@ -28,12 +27,11 @@ from ray_ckpt.cli.output import (
     stdout,
     when_text,
 )
+from ray_ckpt.cli.progress import count_bar
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError
 from ray_ckpt.location import Location
 from ray_ckpt.types import CheckpointInfo
 from ray_ckpt.view import REQUESTS_AT_A_TIME
-
-NARROW = 100  # columns of a terminal, below which `ls` says less of each checkpoint
 
 
 def ls(
@@ -91,12 +89,9 @@ def ls(
 
 
 def _write_tables(catalog: Catalog, folder: Path, steps: Collection[int] | None, as_json: bool) -> None:
-    console = Console(stderr=True)
-    columns = (TextColumn("reading manifests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(catalog.durable(steps)))
+    with count_bar("reading manifests", len(catalog.durable(steps))) as bar:
         try:
-            num_rows = catalog.write_parquet(folder, steps=steps, progress=lambda n: bar.advance(task, n))
+            num_rows = catalog.write_parquet(folder, steps=steps, progress=bar.advance)
         except CorruptionError as error:
             print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
             raise typer.Exit(EXIT_DAMAGED) from error
@@ -105,7 +100,7 @@ def _write_tables(catalog: Catalog, folder: Path, steps: Collection[int] | None,
         rows = [{"table": name, "file": files[name], "rows": count} for name, count in num_rows.items()]
         print_json({"run_name": catalog.run_name, "run_uid": catalog.run_uid, "tables": rows})
         return
-    table = make_table("table", "rows", "file", right=(1,))
+    table = make_table("table", "rows", "file", right=(1,), fold=(2,))
     for name, count in num_rows.items():
         add_row(table, name, count, files[name])
     stdout().print(table)
@@ -137,42 +132,40 @@ def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
     if not shown:
         console.print("No checkpoints." if all else "No live checkpoints.")
         return
-    console.print(_table(shown, last, lineage, is_narrow=console.width < NARROW))
+    console.print(_table(shown, last, lineage, brief=is_narrow(console)))
 
 
 def _table(
-    infos: Iterable[CheckpointInfo], newest: str, lineage: Collection[str], *, is_narrow: bool
-) -> Table:
-    """`newest` and `lineage` are attempts. A narrow table says less, so that a row stays a line or two."""
-    if is_narrow:
-        table = make_table(
-            "", "step", "level", "session", "size", "when", "metrics", right=(1, 3, 4), whole=range(6)
-        )
+    infos: Iterable[CheckpointInfo], newest: str, lineage: Collection[str], *, brief: bool
+) -> FittedTable:
+    """`newest` and `lineage` are attempts. A brief table says less, so that a row stays a line or two."""
+    if brief:
+        shown = "", "step", "level", "session", "size", "when", "metrics"
+        table = make_table(*shown, right=(1, 3, 4), whole=range(6), fold=(6,), gives_way=(6,))
     else:
-        table = make_table(
-            "", "step", "level", "state", "session", "world", "size", "when", "metrics", right=(1, 4, 5, 6)
-        )
+        more = "", "step", "level", "state", "session", "world", "size", "when", "metrics"
+        table = make_table(*more, right=(1, 4, 5, 6), whole=(6,), fold=(8,))
     for info in infos:
         attempt = info.id.attempt
         mark = "*" if attempt == newest else "+" if attempt in lineage else ""
         add_row(
             table,
             mark,
-            *(_narrow_cells(info) if is_narrow else _wide_cells(info)),
+            *(_brief_cells(info) if brief else _all_cells(info)),
             metrics_text(info.metrics),
             style={"*": "bold", "": "dim"}.get(mark),
         )
     return table
 
 
-def _wide_cells(info: CheckpointInfo) -> tuple[object, ...]:
+def _all_cells(info: CheckpointInfo) -> tuple[object, ...]:
     cells = (info.step, level_text(info), info.state, info.id.session, info.world_size)
     return *cells, decimal(info.size_bytes), when_text(info.committed_at_s)
 
 
-def _narrow_cells(info: CheckpointInfo) -> tuple[object, ...]:
-    level = level_text(info).partition(",")[0] if info.state == "live" else info.state
-    when = when_text(info.committed_at_s).partition(",")[0]
+def _brief_cells(info: CheckpointInfo) -> tuple[object, ...]:
+    level = level_text(info, brief=True) if info.state == "live" else info.state
+    when = when_text(info.committed_at_s, brief=True)
     return info.step, level, info.id.session, decimal(info.size_bytes), when
 
 
@@ -197,7 +190,7 @@ def _list_runs(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json({"runs": rows})
         return
-    table = make_table("run", "live checkpoints", "newest step", "level", "when", right=(1, 2))
+    table = make_table("run", "live checkpoints", "newest step", "level", "when", right=(1, 2), fold=(0,))
     for row in rows:
         if "error" in row:
             add_row(table, row["run_name"], "", "", row["error"], "", style="red")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable
+from decimal import Decimal
 from typing import Annotated
 
 import typer
@@ -12,6 +14,7 @@ from ray_ckpt.errors import ConfigError
 
 EXIT_DAMAGED = 1
 EXIT_USAGE = 2
+EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell tells of a command that this signal has ended
 
 PathArgument = Annotated[
     str, typer.Argument(metavar="PATH", help="The run: `<storage_path>/<run name>`.", show_default=False)
@@ -27,7 +30,12 @@ StorageOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
-
+RunArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[PATH|RUN]", help="A run, by its path or by its name in the service.", show_default=False
+    ),
+]
 AddressOption = Annotated[
     str | None,
     typer.Option(
@@ -38,6 +46,11 @@ AddressOption = Annotated[
     ),
 ]
 
+MIN_RATE_BYTES_PER_S = 10**6  # below it a request for a long range outlasts its time
+
+_SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(I)?)?B?", re.IGNORECASE)
+_PREFIXES = ("", "K", "M", "G", "T")
+_PER_SECOND = re.compile(r"\s*(?:/\s*(?:s|sec)|ps)$", re.IGNORECASE)
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
@@ -48,6 +61,34 @@ def seconds(text: str) -> float:
     if span_s <= 0:
         raise ConfigError(f"{text!r} is no length of time.", hint="Give one such as 7d, 12h, 30min or 90s.")
     return span_s
+
+
+def size(text: str, *, option: str) -> int:
+    """`5GB` in bytes; ConfigError, which names the option, if it is no size, or none at all."""
+    if not (size_bytes := _bytes(text)):
+        raise ConfigError(f"{option} is {text!r}.", hint="Give a size such as 5GB.", option=option)
+    return size_bytes
+
+
+def rate(text: str | None, *, option: str = "--max-rate") -> int | None:
+    """`200MB/s` in bytes a second, None for `0` or nothing; ConfigError, which names the option, if it is no
+    rate, or one of less than MIN_RATE_BYTES_PER_S.
+    """
+    bytes_per_s = _bytes(_PER_SECOND.sub("", (text or "0").strip()))
+    if bytes_per_s is None or 0 < bytes_per_s < MIN_RATE_BYTES_PER_S:
+        raise ConfigError(
+            f"{option} is {text!r}.",
+            hint="Give one such as 200MB/s, 1.5GB/s or 1GiB/s, of 1MB/s or more; 0: no limit.",
+            option=option,
+        )
+    return bytes_per_s or None
+
+
+def _bytes(text: str) -> int | None:
+    if (found := _SIZE.fullmatch(text.strip())) is None:
+        return None
+    number, prefix, is_binary = found.groups(default="")
+    return int(Decimal(number) * (1024 if is_binary else 1000) ** _PREFIXES.index(prefix.upper()))
 
 
 def store_options(given: Iterable[str] | None) -> dict[str, str]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import typer
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from ray_ckpt.catalog import CheckpointView, Damage, VerifyReport, to_datetime
@@ -20,11 +23,16 @@ from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
 from ray_ckpt.types import CheckpointInfo, Level
 
-PIPE_WIDTH = 250  # columns of a table that no terminal bounds; wide enough for the longest rows
+PIPE_WIDTH = 1_000_000  # columns where there is no terminal: no line is folded
 MIN_WIDTH = 60  # columns; COLUMNS=0 means that nobody knows, and no table can be read in fewer
+NARROW = 100  # columns of a terminal, below which less is said of each checkpoint
+MIN_FOLD = 16  # columns for names and paths: fewer make towers of them
+MAX_WORD = 24  # columns for a word, which is folded if it is longer
+MIN_WORD = 8  # columns to which words and names are broken before a line is longer than its terminal
 
 MAX_ROWS = 1000  # checkpoints in a table, the newest: each takes 0.6 ms to lay out, and nobody reads more
 
+_NUMBER_OR_ID = re.compile(r"\W*\d|[0-9a-f]{12}\b")  # how such a word begins
 _AGO = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
@@ -84,26 +92,119 @@ def stdout() -> Console:
     else:
         on_terminal = sys.stdout is not None and sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if on_terminal else PIPE_WIDTH
-    return Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width)
+    return _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width)
+
+
+class _Console(Console):
+    """One that leaves it to its terminal what to do with a line that is too long."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **{"crop": False, **options})
+
+
+class FittedTable:
+    """A table that fits its terminal: names and words go on in the next line, and where that is not enough
+    some columns are left out, and then words are broken. Numbers and ids stay whole, also if a line is longer
+    than the terminal for it.
+    """
+
+    def __init__(
+        self,
+        headers: Sequence[str],
+        *,
+        right: Sequence[int],
+        whole: Sequence[int],
+        fold: Sequence[int],
+        gives_way: Sequence[int],
+    ) -> None:
+        self._headers = headers
+        self._right = right
+        self._whole = whole
+        self._fold = fold
+        self._gives_way = gives_way
+        self._rows: list[tuple[Sequence[str], str | None]] = []
+
+    def add(self, cells: Sequence[str], style: str | None) -> None:
+        missing = len(self._headers) - len(cells)
+        self._rows.append(((*cells, *("",) * missing), style))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [self._measured(index, options.max_width) for index in range(len(self._headers))]
+        for index in self._gives_way:
+            if _width(column.least for column in columns) > options.max_width:
+                columns = [column for column in columns if column.index != index]
+        widths = {column.index: column.width for column in columns}
+        _shrink(widths, {column.index: column.least for column in columns}, options.max_width)
+        _shrink(widths, {column.index: column.unbroken for column in columns}, options.max_width)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for index, width in widths.items():
+            table.add_column(
+                self._headers[index],
+                width=width,
+                justify="right" if index in self._right else "left",
+                no_wrap=index in self._whole,
+                overflow="fold",
+            )
+        for cells, style in self._rows:
+            table.add_row(*(cells[index] for index in widths), style=style)
+        max_width = max(options.max_width, _width(widths.values()))
+        yield from console.render(table, options.update(max_width=max_width))
+
+    def _measured(self, index: int, max_width: int) -> _Column:
+        cells = [self._headers[index], *(cells[index] for cells, _ in self._rows)]
+        width = max(map(cell_len, cells))
+        if index in self._whole:
+            return _Column(index, width=width, least=width, unbroken=width)
+        words = [word for cell in cells for word in cell.split()]
+        longest = max(map(cell_len, words), default=0)
+        least = min(longest, MIN_FOLD if index in self._fold else MAX_WORD)
+        number = max((cell_len(word) for word in words if _NUMBER_OR_ID.match(word)), default=0)
+        unbroken = min(least, max(number, MIN_WORD))
+        return _Column(index, width=min(width, max_width), least=least, unbroken=unbroken)
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """Of a table: the width that it would like to have, the least without breaking words of usual length,
+    and the least without breaking a number or an id."""
+
+    index: int
+    width: int
+    least: int
+    unbroken: int
+
+
+def _shrink(widths: dict[int, int], least: Mapping[int, int], max_width: int) -> None:
+    """The widest first, until the table fits or none can be narrower."""
+    while _width(widths.values()) > max_width:
+        if not (wide := [index for index in widths if widths[index] > least[index]]):
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+
+
+def _width(columns: Iterable[int]) -> int:
+    """Of a table with columns of these widths: between two of them, and around all, is room."""
+    widths = tuple(columns)
+    return sum(widths) + 3 * len(widths) - 1
 
 
 def make_table(
-    *headers: str, right: Sequence[int] = (), whole: Sequence[int] = (), header: bool = True
-) -> Table:
-    """Of the columns those in `right` are aligned there, and those in `whole` stay on one line."""
-    table = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False)
-    for index, name in enumerate(headers):
-        table.add_column(
-            name,
-            justify="right" if index in right else "left",
-            no_wrap=index in whole,
-            overflow="ellipsis" if index in whole else "fold",
-        )
-    return table
+    *headers: str,
+    right: Sequence[int] = (),
+    whole: Sequence[int] = (),
+    fold: Sequence[int] = (),
+    gives_way: Sequence[int] = (),
+) -> FittedTable:
+    """Of the columns those in `right` are aligned there. Where it is narrow, cells are broken between words;
+    in `fold`, of names and paths, anywhere; in `whole` nowhere. What still does not fit is left out, in the
+    order of `gives_way`; then words are broken, but for numbers and ids.
+    """
+    return FittedTable(headers, right=right, whole=whole, fold=fold, gives_way=gives_way)
 
 
-def add_row(table: Table, *cells: object, style: str | None = None) -> None:
-    table.add_row(*(plain(str(cell)) for cell in cells), style=style)
+def add_row(table: FittedTable, *cells: object, style: str | None = None) -> None:
+    """The last cells may be missing."""
+    table.add([plain(str(cell)) for cell in cells], style)
 
 
 def plain(text: str) -> str:
@@ -111,11 +212,16 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def level_text(info: CheckpointInfo) -> str:
+def is_narrow(console: Console) -> bool:
+    return console.width < NARROW
+
+
+def level_text(info: CheckpointInfo, *, brief: bool = False) -> str:
+    """`replicated(1), in cluster`; briefly without the place."""
     if info.level is Level.DURABLE:
         return info.level.label
     copies = f"({info.replicas})" if info.level is Level.REPLICATED else ""
-    return f"{info.level.label}{copies}" + (", in cluster" if info.state == "live" else "")
+    return f"{info.level.label}{copies}" + (", in cluster" if info.state == "live" and not brief else "")
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
@@ -135,11 +241,14 @@ def pins_text(info: CheckpointInfo) -> str:
     )
 
 
-def when_text(time_s: float) -> str:
-    """`3 min ago, 2026-09-21 14:13:20` in the local time zone; `?` for what no calendar holds."""
+def when_text(time_s: float, *, brief: bool = False) -> str:
+    """`3 min ago, 2026-09-21 14:13:20` in the local time zone, briefly `3 min ago`; `?` for what no calendar
+    holds.
+    """
     if to_datetime(time_s) is None:
         return "?"
-    return f"{span_text(time.time() - time_s)} ago, {moment_text(time_s)}"
+    ago = f"{span_text(time.time() - time_s)} ago"
+    return ago if brief else f"{ago}, {moment_text(time_s)}"
 
 
 def span_text(span_s: float) -> str:

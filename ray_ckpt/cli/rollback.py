@@ -11,6 +11,7 @@ import typer
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import (
     add_row,
+    is_narrow,
     level_text,
     make_table,
     metrics_text,
@@ -98,6 +99,7 @@ def _confirm(question: str) -> None:
 
 def _print_plan(plan: Rollback, notes: Iterable[str]) -> None:
     console = stdout()
+    brief = is_narrow(console)
     history, info = plan.history, plan.checkpoint
     console.print(plain(f"run {history.run_name}  uid {history.run_uid}"), soft_wrap=True)
     console.print(
@@ -106,9 +108,11 @@ def _print_plan(plan: Rollback, notes: Iterable[str]) -> None:
         soft_wrap=True,
     )
     if plan.left_aside:
-        table = make_table("left aside", "level", "session", "when", "metrics", right=(0, 2))
+        headers = ("left aside", "level", "session", "when", "metrics")
+        table = make_table(*headers, right=(0, 2), fold=(4,), gives_way=(4,))
         for left in plan.left_aside:
-            cells = (left.step, level_text(left), left.id.session, when_text(left.committed_at_s))
+            level, when = level_text(left, brief=brief), when_text(left.committed_at_s, brief=brief)
+            cells = (left.step, level, left.id.session, when)
             add_row(table, *cells, metrics_text(left.metrics))
         console.print(table)
         console.print("They are deleted after the first save of the next training, but for pinned ones.")

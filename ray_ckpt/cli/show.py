@@ -18,6 +18,7 @@ from ray_ckpt.cli.output import (
     make_table,
     metrics_text,
     pins_text,
+    plain,
     print_json,
     stdout,
     when_text,
@@ -46,26 +47,29 @@ def show(
         print_json(document)
         return
     console = stdout()
-    facts = make_table("", "", header=False)
     for key in ("run_name", "run_uid", "step", "attempt", "session", "state"):
-        add_row(facts, key.replace("_", " "), document[key])
-    add_row(facts, "level", level_text(view.info))
+        _tell(console, key.replace("_", " "), document[key])
+    _tell(console, "level", level_text(view.info))
     mesh = f", mesh {view.info.mesh}" if view.info.mesh else ""
-    add_row(facts, "world", f"{view.info.world_size} ranks on {view.info.num_nodes} nodes{mesh}")
-    add_row(facts, "size", f"{decimal(view.info.size_bytes)} ({view.info.size_bytes} bytes)")
-    add_row(facts, "when", when_text(view.info.committed_at_s))
-    add_row(facts, "root digest", view.info.root_digest)
-    add_row(facts, "metrics", metrics_text(view.info.metrics))
-    add_row(facts, "pins", pins_text(view.info) or "none")
+    _tell(console, "world", f"{view.info.world_size} ranks on {view.info.num_nodes} nodes{mesh}")
+    _tell(console, "size", f"{decimal(view.info.size_bytes)} ({view.info.size_bytes} bytes)")
+    _tell(console, "when", when_text(view.info.committed_at_s))
+    _tell(console, "root digest", view.info.root_digest)
+    _tell(console, "metrics", metrics_text(view.info.metrics))
+    _tell(console, "pins", pins_text(view.info) or "none")
     verified_at_s = view.info.verified_at_s
-    add_row(facts, "last verified", "never" if verified_at_s is None else when_text(verified_at_s))
+    _tell(console, "last verified", "never" if verified_at_s is None else when_text(verified_at_s))
     drilled_at_s = view.info.drilled_at_s
     drill = "none" if drilled_at_s is None else f"{view.info.drill}, {when_text(drilled_at_s)}"
-    add_row(facts, "last drill", drill)
-    add_row(facts, "path", view.where or "none: it has no files on the storage path")
-    console.print(facts)
+    _tell(console, "last drill", drill)
+    _tell(console, "path", view.where or "none: it has no files on the storage path")
     if view.where is not None:
         _print_content(console, document)
+
+
+def _tell(console: Console, name: str, value: object) -> None:
+    """A line that only the terminal folds, so that ids and paths can be copied from it."""
+    console.print(plain(f"{name:13}  {value}"), soft_wrap=True)
 
 
 def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:
@@ -103,19 +107,18 @@ def _is_slice(table: Any) -> Any:
 
 
 def _print_content(console: Console, document: Mapping[str, Any]) -> None:
-    table = make_table("file", "size", right=(1,))
+    table = make_table("file", "size", right=(1,), whole=(1,), fold=(0,))
     for file in document["files"]:
         add_row(table, file["name"], decimal(file["size_bytes"]))
     console.print(table)
-    table = make_table("item", "tensors", "slices", "size", "dtypes", right=(1, 2, 3))
+    table = make_table("item", "tensors", "slices", "size", "dtypes", right=(1, 2, 3), whole=(3,), fold=(0,))
     for item in document["items"]:
         size = decimal(item["size_bytes"])
         add_row(table, item["item"], item["tensors"], item["slices"], size, " ".join(item["dtypes"]))
     console.print(table)
     if "slices" in document:
-        table = make_table(
-            "tensor", "dtype", "global shape", "offset", "shape", "file", "at byte", "bytes", right=(6, 7)
-        )
+        headers = ("tensor", "dtype", "global shape", "offset", "shape", "file", "at byte", "bytes")
+        table = make_table(*headers, right=(6, 7), whole=(2, 3, 4), fold=(0, 5), gives_way=(2, 1, 4, 3))
         for part in document["slices"]:
             key = f"{part['item']}.{part['name']}" if part["name"] else part["item"]
             shapes = (part["global_shape"], part["offset"], part["shape"])

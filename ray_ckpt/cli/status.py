@@ -6,9 +6,8 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.filesize import decimal
 
 from ray_ckpt.catalog import Catalog
@@ -20,19 +19,14 @@ from ray_ckpt.cli.live import (
     runs_named,
     service_if_any,
 )
-from ray_ckpt.cli.options import AddressOption, JsonOption, StorageOption, store_options
+from ray_ckpt.cli.options import AddressOption, JsonOption, RunArgument, StorageOption, store_options
 from ray_ckpt.cli.output import add_row, make_table, plain, print_json, span_text, stdout
 from ray_ckpt.errors import ConfigError, ServiceError
 from ray_ckpt.types import Level
 
 
 def status(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PATH|RUN]", help="A run, by its path or by its name in the service.", show_default=False
-        ),
-    ] = None,
+    run: RunArgument = None,
     address: AddressOption = None,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,

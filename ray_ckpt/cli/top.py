@@ -21,7 +21,7 @@ from ray_ckpt.cli.live import (
     runs_table,
     service_line,
 )
-from ray_ckpt.cli.options import AddressOption, JsonOption
+from ray_ckpt.cli.options import AddressOption, JsonOption, RunArgument
 from ray_ckpt.cli.output import moment_text, plain, print_json, stdout
 from ray_ckpt.errors import ConfigError, Unavailable
 
@@ -32,12 +32,7 @@ MAX_SILENT = 5  # questions in a row without an answer; a coordinator that died 
 
 
 def top(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PATH|RUN]", help="A run, by its path or by its name in the service.", show_default=False
-        ),
-    ] = None,
+    run: RunArgument = None,
     address: AddressOption = None,
     interval_s: Annotated[
         float, typer.Option("--interval", min=0.2, max=3600.0, help="Seconds between two looks.")

@@ -1,25 +1,26 @@
-"""`ray-ckpt verify`: every byte against its digest."""
+"""`ray-ckpt verify`: every byte against its digest, or a proof without them, also of what nodes hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from ray_ckpt.catalog import Catalog, Damage, VerifyReport
+from ray_ckpt.cli.live import run_location
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
 from ray_ckpt.cli.output import add_row, damage_json, make_table, plain, print_json, report_json, stdout
+from ray_ckpt.cli.progress import byte_bar, count_bar
+from ray_ckpt.drill import choose
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names
 from ray_ckpt.types import Level
 from ray_ckpt.verify import CheckpointFiles, files_at, readable, verify_files
-from ray_ckpt.verify_plan import PlanReport, verify_plan
+from ray_ckpt.verify_copies import num_copies, verify_copies
+from ray_ckpt.verify_plan import Holder, PlanReport, verify_plan
 
 
 def verify(
@@ -32,14 +33,30 @@ def verify(
         ),
     ],
     step: Annotated[
-        int | None, typer.Option(help="This step instead of the newest durable one.", show_default=False)
+        int | None,
+        typer.Option(
+            help="This step instead of the newest durable (with --address: live) one.", show_default=False
+        ),
     ] = None,
-    all: Annotated[bool, typer.Option("--all", help="All durable checkpoints of the run.")] = False,
+    all: Annotated[
+        bool, typer.Option("--all", help="All durable (with --address: live) checkpoints of the run.")
+    ] = False,
     plan: Annotated[
         bool,
         typer.Option("--plan", help="Prove that it can be restored, by its manifest, not by its bytes."),
     ] = False,
-    nodes: Annotated[bool, typer.Option("--nodes", help="With --plan: also what each node saved.")] = False,
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="With --plan: also what each node saved, and what each holds.")
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="With --plan: look at what nodes hold, too, in this Ray cluster, or the one that is found "
+            "here if it is `auto`.",
+            show_default=False,
+        ),
+    ] = None,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -50,20 +67,31 @@ def verify(
 
     With `--plan` it takes seconds, whatever the size: it reads the manifest, the list of files and their
     headers, and shows that every element of every tensor is there exactly once. Damage inside of files is
-    not seen then.
+    not seen then. With `--address` also what is in the cluster only is proven: every copy on every node is
+    looked at. One that lacks something gives exit code 1, even if the others are enough to restore.
 
     Example: `ray-ckpt verify /shared/runs/gpt --all && echo "safe to delete the old run"`
     """
     if nodes and not plan:
         raise ConfigError("--nodes goes with --plan.", hint="Give both.")
+    if address is not None and not plan:
+        raise ConfigError(
+            "--address goes with --plan.", hint="Give both; `ray-ckpt drill` reads every byte in a cluster."
+        )
+    if step is not None and all:
+        raise ConfigError("--step and --all exclude each other.", hint="Give one of them.")
+    if address is not None:
+        _show_plans(_plans_in_cluster(path, step, all, address), nodes, as_json)
+        return
     targets = _targets(path, store_options(storage_option), step, all)
     if plan:
-        _verify_plans(targets, nodes, as_json)
+        plans = [verify_plan(target.files, root_digest=target.root_digest) for target in targets]
+        _show_plans(plans, nodes, as_json)
         return
     reports: list[VerifyReport] = []
-    with _progress(targets) as advance:
+    with byte_bar("verifying", sum(target.size_bytes for target in targets)) as bar:
         for target in targets:
-            report = verify_files(target.files, root_digest=target.root_digest, progress=advance)
+            report = verify_files(target.files, root_digest=target.root_digest, progress=bar.advance)
             reports.append(report)
     if as_json:
         print_json({"ok": _all_ok(reports), "checkpoints": [report_json(r) for r in reports]})
@@ -75,11 +103,31 @@ def verify(
 
 
 def _all_ok(reports: Iterable[VerifyReport | PlanReport]) -> bool:
-    return not any(report.damages for report in reports)
+    return all(report.ok for report in reports)
 
 
-def _verify_plans(targets: Iterable[_Target], nodes: bool, as_json: bool) -> None:
-    reports = [verify_plan(target.files, root_digest=target.root_digest) for target in targets]
+def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> tuple[PlanReport, ...]:
+    """Of live checkpoints, with what nodes hold of them."""
+    from ray_ckpt.actors.attach import attached  # Ray takes seconds to import
+    from ray_ckpt.actors.drill import LiveRun
+
+    with attached(address):
+        run = LiveRun(str(run_location(path)))
+        chosen = choose(run.sources.live, step)
+        if not all:
+            chosen = (tuple(known for known in chosen if known.on_lineage) or chosen)[-1:]
+        with count_bar("verifying copies", sum(map(num_copies, chosen))) as bar:
+            looked = [verify_copies(c, run.reach, again=run.again, progress=bar.advance) for c in chosen]
+    reports = tuple(report for report in looked if report is not None)
+    if not reports:
+        raise ConfigError(
+            "What there was has been retired while it was looked at.",
+            hint="`ray-ckpt ls` shows what is live.",
+        )
+    return reports
+
+
+def _show_plans(reports: Sequence[PlanReport], nodes: bool, as_json: bool) -> None:
     if as_json:
         print_json({"ok": _all_ok(reports), "checkpoints": [_plan_json(r, nodes) for r in reports]})
     else:
@@ -99,8 +147,6 @@ class _Target:
 
 
 def _targets(path: str, options: Mapping[str, str], step: int | None, all: bool) -> tuple[_Target, ...]:
-    if step is not None and all:
-        raise ConfigError("--step and --all exclude each other.", hint="Give one of them.")
     files = files_at(path, options)
     with readable(files.location):
         is_checkpoint, size_bytes = _is_checkpoint(files), files.size_bytes
@@ -120,7 +166,8 @@ def _targets(path: str, options: Mapping[str, str], step: int | None, all: bool)
         what = "it has no durable checkpoint" if step is None else f"step {step} is in the cluster only"
         raise ConfigError(
             f"Nothing to verify in run {catalog.run_name}: {what}.",
-            hint="Only durable checkpoints can be read here; see `ray-ckpt ls`.",
+            hint="Only durable ones can be read here, see `ray-ckpt ls`; "
+            "`--plan --address auto` proves on the cluster what its nodes hold.",
         )
     return tuple(
         _Target(files=view.files(), root_digest=view.info.root_digest, size_bytes=view.info.size_bytes)
@@ -135,21 +182,12 @@ def _is_checkpoint(files: CheckpointFiles) -> bool:
     return names.is_directory_name(files.location.name) or any(map(names.is_file_name, files.names))
 
 
-@contextmanager
-def _progress(targets: Iterable[_Target]) -> Iterator[Any]:
-    """A bar on stderr, if that is a terminal; gives the function that moves it by bytes."""
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=sum(target.size_bytes for target in targets))
-        yield lambda nbytes: bar.advance(task, nbytes)
-
-
 def _plan_json(report: PlanReport, nodes: bool) -> dict[str, Any]:
     document = {
         "folder": report.where,
         "ok": report.ok,
-        "world_sizes": "any" if report.ok else None,
+        "is_restorable": report.is_restorable,
+        "world_sizes": "any" if report.is_restorable else None,
         "saved_world_size": report.world_size,
         "num_files": report.num_files,
         "size_bytes": report.size_bytes,
@@ -157,15 +195,24 @@ def _plan_json(report: PlanReport, nodes: bool) -> dict[str, Any]:
         "read_bytes": report.read_bytes,
         "items": [asdict(item) for item in report.items],
         "damages": [damage_json(damage) for damage in report.damages],
+        "holders": [_holder_json(holder) for holder in report.holders],
     }
     return document | ({"nodes": [asdict(node) for node in report.nodes]} if nodes else {})
 
 
+def _holder_json(holder: Holder) -> dict[str, Any]:
+    damages = [damage_json(damage) for damage in holder.damages]
+    fragments = list(holder.fragments)
+    return {"where": holder.where, "node": holder.node or None, "fragments": fragments, "damages": damages}
+
+
 def _print_plan(report: PlanReport, nodes: bool) -> None:
     console = stdout()
-    verdict = "can be restored" if report.ok else f"CANNOT BE RESTORED ({len(report.damages)} findings)"
-    console.print(plain(f"{report.where}: {verdict}; read {decimal(report.read_bytes)}"), soft_wrap=True)
-    table = make_table("item", "tensors", "slices", "size", "coverage", "notes", right=(1, 2, 3, 4))
+    console.print(
+        plain(f"{report.where}: {_verdict(report)}; read {decimal(report.read_bytes)}"), soft_wrap=True
+    )
+    headers = ("item", "tensors", "slices", "size", "coverage", "notes")
+    table = make_table(*headers, right=(1, 2, 3, 4), whole=(3, 4), fold=(0,), gives_way=(1,))
     for item in report.items:
         percent = 100 * item.num_covered / item.num_elements if item.num_elements else 100.0
         note = f"{item.num_differing} slices differ between ranks" if item.num_differing else ""
@@ -173,18 +220,37 @@ def _print_plan(report: PlanReport, nodes: bool) -> None:
         add_row(table, item.item, item.num_tensors, item.num_slices, size, coverage, note)
     console.print(table)
     if nodes:
-        table = make_table("node", "ranks", "files", "size", right=(0, 2, 3))
+        table = make_table("node", "ranks", "files", "size", right=(0, 2, 3), whole=(3,))
         for node in report.nodes:
             ranks = ", ".join(map(str, node.ranks))
             add_row(table, node.node_index, ranks, node.num_files, decimal(node.size_bytes))
         console.print(table)
-    if report.ok:
+    if nodes and report.holders:
+        table = make_table("holder", "fragments", "findings", right=(2,), fold=(0,))
+        for holder in report.holders:
+            add_row(table, holder.where, ", ".join(map(str, holder.fragments)), len(holder.damages))
+        console.print(table)
+    if report.is_restorable:
         console.print(
             f"Saved by {report.world_size} ranks, can be restored by any number: {report.num_files} files of "
             f"{decimal(report.size_bytes)}, {decimal(report.tensor_bytes)} of that tensors.",
             soft_wrap=True,
         )
+    if report.holders and report.ok:
+        count = sum(len(holder.fragments) for holder in report.holders)
+        console.print(f"All {count} copies of its files are whole, at {len(report.holders)} holders.")
     _print_damages(report.damages)
+    for holder in report.holders:
+        _print_damages(holder.damages, at=f"{holder.where}: ")
+
+
+def _verdict(report: PlanReport) -> str:
+    if report.ok:
+        return "can be restored"
+    verdict = "CANNOT BE RESTORED"
+    if report.is_restorable:
+        verdict = "can be restored; copies are bad or missing"
+    return f"{verdict} ({report.num_damages} findings)"
 
 
 def _print_report(report: VerifyReport) -> None:
@@ -195,8 +261,8 @@ def _print_report(report: VerifyReport) -> None:
     _print_damages(report.damages)
 
 
-def _print_damages(damages: Iterable[Damage]) -> None:
+def _print_damages(damages: Iterable[Damage], at: str = "") -> None:
     console = stdout()
     for damage in damages:
-        line = f"{damage.file}: {damage.where}: {damage.detail}"
+        line = f"{at}{damage.file}: {damage.where}: {damage.detail}"
         console.print(plain(line), style="red", soft_wrap=True)

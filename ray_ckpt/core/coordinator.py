@@ -37,7 +37,7 @@ from ray_ckpt.core.upkeep import Upkeep
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Sample
-from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, RankRestore
+from ray_ckpt.types import AttemptId, CheckpointInfo, EndCause, Exposure, Level, RankRestore
 
 SNAPSHOT_EVERY = 1000  # records between two snapshots of the log: what a reader opens one by one
 SNAPSHOT_RETRY_S = 60.0
@@ -70,6 +70,7 @@ class RunMachine:
         self._snapshot_at_s = 0.0  # not before that
         self._is_writing_snapshot = False
         self._finishing: list[m.FinishAsked] = []
+        self._end_cause: EndCause | None = None  # as the launcher has told it, until the next group comes
         self._wall_s = 0.0
         self._early: list[m.Event] = []  # came before the fence; bounded by the callers that wait for it
         self._fenced = False
@@ -131,7 +132,7 @@ class RunMachine:
         """How the run is doing now; costs time by nodes and live checkpoints."""
         yield from gauges(
             history=self.history,
-            is_active=self._groups.is_training,
+            is_active=self._groups.is_training and not self._tenure.is_over,
             last_step=self._saves.last_step,
             wall_s=self._wall_s,
             exposure=self.exposure(),
@@ -145,6 +146,11 @@ class RunMachine:
     def copies_missing(self) -> int:
         """Copies of fragments that repair has yet to make."""
         return self._upkeep.copies_missing
+
+    @property
+    def end_cause(self) -> EndCause | None:
+        """How the launcher has ended the run; None while it has not, or another group has come since."""
+        return self._end_cause
 
     @property
     def is_training(self) -> bool:
@@ -469,24 +475,33 @@ class RunMachine:
         newest = lineage[-1] if lineage else None
         ends_group = any(event.ends_group for event in self._finishing)
         if newest is None or newest.level >= Level.DURABLE:
-            if ends_group and self._tenure.end(is_finish=True):
+            if ends_group and self._end_tenure():
                 return  # again when that is in the log: the cluster may go as soon as the launcher knows
             yield from self._sweeps.ask(self._wall_s, is_end=True)
+            if ends_group:
+                self._end_cause = _asked_end(self._finishing)
             asked, self._finishing = self._finishing, []
             for event in asked:
                 yield m.Reply(token=event.token, value=newest)
             if ends_group:
                 yield from self._groups.end(RunSuperseded("The launcher has ended the run."))
         else:
-            self._drains.start(newest, is_urgent=True)
+            self._drains.start(newest, is_urgent=True, is_asked=True)
             yield from self._assign_drains()
 
+    def _end_tenure(self) -> bool:
+        """As those say who finish; False if that is in the log."""
+        cause = _asked_end(self._finishing)
+        return self._tenure.end(cause, live=None if cause == "finished" else self._context.holders.live)
+
     def _fail_finishing(self, error: CheckpointError) -> Iterator[m.Effect]:
+        ends_group = any(event.ends_group for event in self._finishing)
+        if ends_group:
+            self._end_tenure()
         asked, self._finishing = self._finishing, []
         for event in asked:
             yield m.Fail(token=event.token, error=error)
-        if any(event.ends_group for event in asked):
-            self._tenure.end(is_finish=True)
+        if ends_group:
             yield from self._groups.end(RunSuperseded("The launcher has ended the run."))
 
     # -- groups and saves ------------------------------------------------------------------------------
@@ -501,9 +516,18 @@ class RunMachine:
         self._context.holders.learn(event.inventories, self.history.run_uid)
         yield from self._saves.resume(event.inventories)  # words that were lost with the old group
         yield from self._saves.end_session(error)
-        self._tenure.end(live=event.inventories, owner=event.owner)
+        is_other = event.owner not in ("", self._groups.owner)
+        self._tenure.end("replaced" if is_other else "process", live=event.inventories)
+        self._end_cause = None
         yield from self._groups.opened(event)
         yield from self._saves.adopt(event.inventories)
+
+    @_on.register
+    def _(self, event: m.OwnerGone) -> Iterable[m.Effect]:
+        is_finishing = any(asked.ends_group for asked in self._finishing)
+        if event.owner == self._groups.owner and not is_finishing and not self._ledger.pending:
+            self._tenure.end("launcher", live=self._context.holders.live)
+        return ()
 
     @_on.register
     def _(self, event: m.InventoryTaken) -> Iterator[m.Effect]:
@@ -715,6 +739,10 @@ class RunMachine:
             self._collected(self._deletions.lost(lost))
             self._drains.lost(lost)
             yield from self._assign_drains()
+
+
+def _asked_end(asked: Iterable[m.FinishAsked]) -> EndCause:
+    return "process" if any(event.has_failed for event in asked) else "finished"
 
 
 def _handler(kind: type[Any]) -> Callable[[RunMachine, Any], Iterable[m.Effect]]:

@@ -121,13 +121,15 @@ class Drains:
         """One more would not make another give way."""
         return len(self._tasks) < MAX_ACTIVE + MAX_QUEUED
 
-    def start(self, checkpoint: CheckpointInfo, *, is_urgent: bool = False) -> None:
-        """Bring a checkpoint to the storage path, at once if the end of the run waits for it."""
+    def start(self, checkpoint: CheckpointInfo, *, is_urgent: bool = False, is_asked: bool = False) -> None:
+        """Bring a checkpoint to the storage path; before others if it is urgent, and also if no intact copy
+        was found a while ago if somebody asks for it, who is told.
+        """
         name, now_s = checkpoint.id.attempt, self._context.now_s
+        if not is_asked and now_s < self._not_before_s.get(name, now_s):
+            return
         if is_urgent:
             self._urgent = name
-        elif now_s < self._not_before_s.get(name, now_s):
-            return
         if name in self._tasks:
             return
         parts = range(checkpoint.num_nodes)

@@ -10,7 +10,7 @@ from ray_ckpt.config import Resume
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.agreed import AgreedStep
-from ray_ckpt.format.records import LogRecord
+from ray_ckpt.format.records import Drilled, LogRecord
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRestore, SaveFacts
 
 Token: TypeAlias = str  # names a caller that waits for a reply
@@ -333,15 +333,17 @@ class AnnotateAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillEnded:
-    """A recovery drill has read a checkpoint; see `Drilled` of the log. Replied when it is there."""
+    """A recovery drill has read a checkpoint. Replied when that is in the log."""
 
     token: Token
-    attempt: str
-    scenario: str
-    passed: bool
-    seconds: float
-    read_bytes: Mapping[str, float]
-    text: str
+    result: Drilled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerGone:
+    """A launcher that says when a run is over has been dead for a while, in which a lost node is noticed."""
+
+    owner: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +358,7 @@ class FinishAsked:
 
     token: Token
     ends_group: bool = False  # the launcher says that the run is over, too
+    has_failed: bool = False  # that it has given up
 
 
 Event: TypeAlias = (
@@ -383,6 +386,7 @@ Event: TypeAlias = (
     | AnnotateAsked
     | DrainAsked
     | DrillEnded
+    | OwnerGone
     | SnapshotWritten
     | FinishAsked
 )

@@ -110,36 +110,32 @@ class Requests:
         yield m.Reply(token=asked.token, value=None)
 
     def _decide(self, request: _Request) -> r.Op | CheckpointError:
-        asked = request.asked
-        if isinstance(asked, m.AnnotateAsked):
-            return self._annotate(asked, request.attempt)
+        match request.asked:
+            case m.AnnotateAsked() as asked:
+                return self._annotate(asked, request.attempt)
+            case m.DrillEnded(result=result):
+                return self._drilled(result)
+            case m.PinAsked() | m.UnpinAsked() as asked:
+                return self._pin(asked)
+
+    def _pin(self, asked: m.PinAsked | m.UnpinAsked) -> r.Op | CheckpointError:
         checkpoint = self._context.history.checkpoints.get(asked.attempt)
-        if isinstance(asked, m.DrillEnded) and checkpoint is not None:
-            return self._drilled(asked)
         if isinstance(asked, m.UnpinAsked) and checkpoint is not None:
             return r.Unpin(attempt=asked.attempt, owner=asked.owner)
         if isinstance(asked, m.PinAsked) and checkpoint is not None and checkpoint.state == "live":
             return r.Pin(attempt=asked.attempt, owner=asked.owner, expires_at_s=asked.expires_at_s)
-        if isinstance(asked, m.DrillEnded):
-            return ConfigError(f"The log does not know the checkpoint {asked.attempt} that was drilled.")
         state = f"is {checkpoint.state}" if checkpoint else "does not exist"
         return ConfigError(
             f"Checkpoint {asked.attempt} cannot be pinned: it {state}.",
             hint="Retirement is final; pin one that `ray-ckpt ls` shows as live.",
         )
 
-    def _drilled(self, asked: m.DrillEnded) -> r.Op:
-        measure = self._context.measure
-        measure(telemetry.DRILLS, outcome="passed" if asked.passed else "failed")
-        measure(telemetry.DRILL_SECONDS, asked.seconds)
-        return r.Drilled(
-            attempt=asked.attempt,
-            scenario=asked.scenario,
-            passed=asked.passed,
-            seconds=asked.seconds,
-            read_bytes=asked.read_bytes,
-            text=asked.text,
-        )
+    def _drilled(self, result: r.Drilled) -> r.Op | CheckpointError:
+        if result.attempt not in self._context.history.checkpoints:
+            return ConfigError(f"The log does not know the checkpoint {result.attempt} that was drilled.")
+        self._context.measure(telemetry.DRILLS, outcome="passed" if result.passed else "failed")
+        self._context.measure(telemetry.DRILL_SECONDS, result.seconds)
+        return result
 
     def _annotate(self, asked: m.AnnotateAsked, attempt: str | None) -> r.Op | CheckpointError:
         checkpoint = self._meant(asked.step, attempt)

@@ -36,13 +36,19 @@ class Tenure:
         self._stall_s = 0.0  # of that save, on the slowest rank that has told
         self._stalled_s = 0.0  # of the saves before it
         self._lost: set[str] = set()
-        self._left: set[str] = set()  # nodes that were leaving
+        self._left: set[str] = set()  # nodes that were leaving; some may have stayed
         self._is_ended = False
 
     def _enter(self) -> None:
         plan = self._context.plan
         if plan is not None and plan.age != self._age:
             self._begin(plan)
+
+    @property
+    def is_over(self) -> bool:
+        """It has been told how the session at work ended."""
+        plan = self._context.plan
+        return plan is not None and plan.age == self._age and self._is_ended
 
     def progressed(self, event: m.RanksProgressed, wall_s: float) -> None:
         """`wall_s` is Unix time."""
@@ -79,10 +85,11 @@ class Tenure:
             self._lost |= mine.intersection(lost)
             self._left |= mine & self._context.draining
 
-    def end(self, *, is_finish: bool = False, live: Collection[str] = (), owner: str = "") -> bool:
+    def end(self, cause: EndCause, *, live: Collection[str] | None) -> bool:
         """Append the record of how the session at work ended; False if there is none, or it is appended.
 
-        `live` are the nodes that the group which comes after it finds, `owner` is that group's.
+        That is `cause`, unless its nodes explain it: `live` are those that there are now, or that the next
+        group finds. None: whatever has become of them.
         """
         self._enter()
         plan = self._context.plan
@@ -92,10 +99,8 @@ class Tenure:
         known = self._context.history.sessions.get(plan.session)
         if known is not None and known.ended is not None:  # by a coordinator that died before what came next
             return False
-        cause: EndCause = "finished"
-        if not is_finish:
-            lost = self._lost | {node.node_id for node in plan.nodes if node.node_id not in live}
-            cause = self._cause(lost, is_other=bool(owner) and owner != plan.owner)
+        if live is not None:
+            cause = self._cause_by_nodes(live) or cause
         if cause != "finished":
             self._context.measure(telemetry.INTERRUPTIONS, cause=cause)
         is_whole = plan.age != self._context.found_age
@@ -113,12 +118,12 @@ class Tenure:
         )
         return True
 
-    def _cause(self, lost: Collection[str], *, is_other: bool) -> EndCause:
-        if self._left or (self._context.draining & set(self._context.session_nodes())):
+    def _cause_by_nodes(self, live: Collection[str]) -> EndCause | None:
+        nodes = set(self._context.session_nodes())
+        lost = self._lost | nodes.difference(live)
+        if self._left.intersection(lost) or self._context.draining.intersection(nodes):
             return "preemption"
-        if lost:
-            return "node"
-        return "replaced" if is_other else "process"
+        return "node" if lost else None
 
     def _first_at_s(self) -> float | None:
         """When the first step began, by the time that a step takes; that of a compilation is not in it."""

@@ -43,8 +43,9 @@ CAUSE_TEXT: Mapping[EndCause, str] = {
     "node": "node lost",
     "preemption": "node left after a notice",
     "replaced": "replaced by another launcher",
+    "launcher": "launcher died or was stopped",
 }
-FAILURES: frozenset[EndCause | None] = frozenset(("process", "node", "preemption"))
+FAILURES: frozenset[EndCause | None] = frozenset(("process", "node", "preemption", "launcher"))
 _DRAWN_OPS = ("retired", "collected", "lost", "pin", "unpin", "verified", "drilled", "note")
 
 

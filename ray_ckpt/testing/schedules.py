@@ -231,6 +231,8 @@ class Schedule:
         first = self.launchers[service]
         if self.chance.random() < 0.7:
             self.world.kill_launcher(first.name)
+            if self.chance.random() < 0.5:
+                self.world.miss_launcher(first.name)
         name = f"{service}-driver-{len(self.world.launchers)}"
         self.launchers[service] = self.world.launchers[name] = Launcher(name, service)
         return f"{name} comes"

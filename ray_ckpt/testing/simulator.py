@@ -17,7 +17,7 @@ from ray_ckpt.core import node as n
 from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt
-from ray_ckpt.format.records import decode_record
+from ray_ckpt.format.records import Drilled, decode_record
 from ray_ckpt.storage.log_store import TRIM_AFTER_S, trim_log, write_snapshot
 from ray_ckpt.testing.coordinators import Coordinators
 from ray_ckpt.testing.parts import (
@@ -217,6 +217,14 @@ class World(Coordinators):
         self._end_group(self.launchers[name])
         self.launchers[name].state = "dead"
 
+    def miss_launcher(self, name: str) -> None:
+        """The coordinator has seen for a while that a launcher is dead."""
+        self.clock += 1
+        launcher = self.launchers[name]
+        process = self.process_of(launcher.service)
+        if launcher.state == "dead" and process is not None:
+            self.wire.append(Answer(process.name, (m.OwnerGone(owner=name),)))
+
     def kill_ranks(self, name: str) -> None:
         """A worker dies; the group ends, its launcher lives."""
         self.clock += 1
@@ -323,8 +331,7 @@ class World(Coordinators):
         if process is not None:
             token = self._token()
             self.drills.add(token)
-            event = m.DrillEnded(
-                token=token,
+            drilled = Drilled(
                 attempt=attempt,
                 scenario="lose-node a",
                 passed=passed,
@@ -332,7 +339,7 @@ class World(Coordinators):
                 read_bytes={"peer": 10.0},
                 text=token,
             )
-            self.wire.append(Answer(process.name, (event,)))
+            self.wire.append(Answer(process.name, (m.DrillEnded(token=token, result=drilled),)))
 
     def write_aside(self, step: int, owner: str) -> None:
         """Somebody pins the newest checkpoint of a step on the log alone, or it is not there any more."""

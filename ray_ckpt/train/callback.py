@@ -30,7 +30,13 @@ from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError
 from ray_ckpt.notices import TermSignal
 from ray_ckpt.probe import Probe, ProbeSpec
 from ray_ckpt.storage.remote import RemoteRef
-from ray_ckpt.train.ray_compat import ControllerCallback, WorkerCallback, WorkerGroupCallback, has_validation
+from ray_ckpt.train.ray_compat import (
+    ControllerCallback,
+    WorkerCallback,
+    WorkerGroupCallback,
+    has_failed,
+    has_validation,
+)
 from ray_ckpt.train.report import PointerReporter
 
 log = logging.getLogger("ray_ckpt")
@@ -79,6 +85,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         self._owner = ""
         self._spec: RunSpec | None = None
         self._joined: Joined | None = None
+        self._has_failed = False  # the controller has given the run up
         self._problem: CheckpointError | None = None
         self._term_signal: TermSignal | None = None  # of a worker; stays there
 
@@ -129,12 +136,15 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
                 self._spec = replace(spec, options=replace(spec.options, resume="auto"))
         return {}
 
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        self._has_failed = self._has_failed or has_failed(current_state)
+
     async def before_controller_shutdown(self) -> None:
-        """The run is over: its last checkpoint goes to the storage path."""
+        """The run is over, or given up: its last checkpoint goes to the storage path."""
         if self._spec is None or self._joined is None:
             return
         with _guarded("the last checkpoint is not on the storage path"):
-            newest = await asyncio.to_thread(finish_run, self._spec)
+            newest = await asyncio.to_thread(finish_run, self._spec, has_failed=self._has_failed)
             if newest is not None:
                 log.info("step %d is on the storage path", newest.step)
 

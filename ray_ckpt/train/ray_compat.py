@@ -13,8 +13,14 @@ from ray.train.v2._internal.execution.callback import (
     WorkerGroupCallback,
 )
 from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.controller.state import ErroredState, ShuttingDownState
 
-__all__ = ["ControllerCallback", "WorkerCallback", "WorkerGroupCallback", "has_validation"]
+__all__ = ["ControllerCallback", "WorkerCallback", "WorkerGroupCallback", "has_failed", "has_validation"]
+
+
+def has_failed(state: object) -> bool:
+    """Whether a controller that comes into that state gives the run up."""
+    return isinstance(state, ShuttingDownState) and isinstance(state.next_state, ErroredState)
 
 
 def has_validation() -> bool:

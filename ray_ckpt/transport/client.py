@@ -27,7 +27,8 @@ class PeerClient:
     """A connection of its own to one agent. Every failure of the peer or the way to it is `Unavailable`.
 
     Its `fields["refused"]` is true if another try cannot go better: the peer has said no, or a frozen one has
-    used up the time that its slowest acceptable pace would take.
+    used up the time that its slowest acceptable pace would take. `fields["answered"]` is true if the peer
+    itself has told what is wrong, so that it may well have other files.
     """
 
     def __init__(self, endpoint: str, *, credentials: Credentials) -> None:
@@ -79,16 +80,23 @@ class PeerClient:
         if stored != request.digest:
             raise self._unavailable(request.name, FormatError(f"it has stored other bytes (digest {stored})"))
 
-    def read(self, name: wire.FileName, ranges: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
+    def read(
+        self,
+        name: wire.FileName,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S,
+    ) -> Iterator[memoryview]:
         """The bytes of all ranges (offset, size) in order, in blocks as they arrive, none copied.
 
         A block keeps its bytes as long as it is held. Bounds of blocks say nothing about bounds of ranges.
+        It is given up as a `put` is.
         """
         left = sum(size for _, size in ranges)
         if not left:
             return
         with self._naming(name):
-            reader = self._get(name, wire.merged(ranges), left)
+            reader = self._get(name, wire.merged(ranges), self._options(left, slowest_bytes_per_s))
             try:
                 for chunk in wire.chunks(reader):
                     left -= chunk.nbytes
@@ -104,17 +112,26 @@ class PeerClient:
         """A whole small file; Unavailable if it is larger than `max_bytes`."""
         data = bytearray()
         with self._naming(name):
-            for chunk in wire.chunks(self._get(name, (), max_bytes)):
+            for chunk in wire.chunks(self._get(name, (), self._options(max_bytes))):
                 data += chunk
                 if len(data) > max_bytes:
                     raise FormatError(f"{name.file} is larger than {max_bytes} bytes")
         return bytes(data)
 
-    def _get(self, name: wire.FileName, ranges: tuple[tuple[int, int], ...], size_bytes: int) -> Any:
-        request = wire.encode_request(wire.GetRequest(name=name, ranges=ranges))
-        return self._client.do_get(flight.Ticket(request), self._options(size_bytes, SLOWEST_BYTES_PER_S))
+    def size(self, name: wire.FileName) -> int | None:
+        """How many bytes the peer has of a file; None if it has no such file."""
+        request = wire.encode_request(wire.GetRequest(name=name, ranges=()))
+        descriptor = flight.FlightDescriptor.for_command(request)
+        with self._naming(name):
+            found = self._client.get_flight_info(descriptor, self._options(0))
+        size = int(found.total_bytes)
+        return None if size < 0 else size
 
-    def _options(self, size_bytes: int, slowest_bytes_per_s: float) -> Any:
+    def _get(self, name: wire.FileName, ranges: tuple[tuple[int, int], ...], options: Any) -> Any:
+        request = wire.encode_request(wire.GetRequest(name=name, ranges=ranges))
+        return self._client.do_get(flight.Ticket(request), options)
+
+    def _options(self, size_bytes: int, slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S) -> Any:
         timeout_s = CALL_BASE_S + size_bytes / slowest_bytes_per_s
         return flight.FlightCallOptions(timeout=timeout_s, headers=self._headers)
 
@@ -132,7 +149,9 @@ class PeerClient:
         )
         is_refused = isinstance(error, _FINAL) or getattr(error, "extra_info", b"") == wire.REFUSED
         return Unavailable(
-            f"Peer {self._endpoint}, {name.directory}/{name.file}: {reason.rstrip('.')}.", refused=is_refused
+            f"Peer {self._endpoint}, {name.directory}/{name.file}: {reason.rstrip('.')}.",
+            refused=is_refused,
+            answered=isinstance(error, flight.FlightServerError),
         )
 
 

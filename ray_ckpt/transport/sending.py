@@ -30,7 +30,7 @@ RETRY_S = 0.5  # before the second try, doubled for each further one, with up to
 
 
 class Limiter:
-    """A bandwidth that all streams of an agent share; None: no limit. Safe to use from many threads.
+    """A bandwidth that several streams share; None: no limit. Safe to use from many threads.
 
     Each caller takes the next free span of time on the wire and sleeps until it begins (GCRA, ITU-T I.371).
     """
@@ -49,6 +49,13 @@ class Limiter:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._free_at_s = 0.0  # when what was let through so far has left at the allowed rate
+
+    @property
+    def slowest_bytes_per_s(self) -> float:
+        """Below which a stream is one whose peer is gone, not one that waits here."""
+        if self.bytes_per_s is None:
+            return SLOWEST_BYTES_PER_S
+        return min(SLOWEST_BYTES_PER_S, self.bytes_per_s / MAX_SHARING)
 
     def wait(self, nbytes: int) -> None:
         """Return when `nbytes` may leave."""
@@ -110,8 +117,6 @@ class _Sender:
         self._limiter = limiter
         self._sleep = sleep
         self._stop = threading.Event()
-        rate = limiter.bytes_per_s
-        self._slowest = SLOWEST_BYTES_PER_S if rate is None else min(SLOWEST_BYTES_PER_S, rate / MAX_SHARING)
 
     def send(self, file: Outgoing) -> None:
         """Send one file, however many tries it takes."""
@@ -130,7 +135,8 @@ class _Sender:
 
     def _try(self, file: Outgoing) -> None:
         with PeerClient(self._endpoint, credentials=self._credentials) as peer:
-            peer.put(file.request, self._paced(file.chunks()), slowest_bytes_per_s=self._slowest)
+            slowest = self._limiter.slowest_bytes_per_s
+            peer.put(file.request, self._paced(file.chunks()), slowest_bytes_per_s=slowest)
 
     def _paced(self, blocks: Iterable[Buffer]) -> Iterator[memoryview]:
         for chunk in wire.split(blocks):

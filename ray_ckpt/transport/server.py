@@ -1,4 +1,4 @@
-"""An agent's end of the transport: takes copies in, gives byte ranges out, nothing else.
+"""An agent's end of the transport: takes copies in, gives sizes and byte ranges out, nothing else.
 
 A peer cannot list, delete or name anything but a file of a checkpoint of the run that its token is for.
 """
@@ -38,6 +38,10 @@ class PeerFiles(Protocol):
         """
         ...
 
+    def size(self, name: wire.FileName) -> int | None:
+        """In bytes; None if the file is not here."""
+        ...
+
 
 class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
     """Serves `files` on `host`, at a free port or the first free one of `ports`, until `shutdown()`.
@@ -74,6 +78,14 @@ class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
             request = wire.decode_get(ticket.ticket)
         _check_run(context, request.name)
         return flight.GeneratorStream(wire.CHUNK_SCHEMA, self._batches(request))
+
+    def get_flight_info(self, context: Any, descriptor: Any) -> Any:
+        with _told():
+            request = wire.decode_get(descriptor.command)
+            _check_run(context, request.name)
+            size = self._files.size(request.name)
+        total_bytes = wire.NOT_HERE if size is None else size
+        return flight.FlightInfo(wire.CHUNK_SCHEMA, descriptor, [], -1, total_bytes)
 
     def _batches(self, request: wire.GetRequest) -> Iterator[pa.RecordBatch]:
         ranges: Iterable[tuple[int, int | None]] = request.ranges or ((0, None),)

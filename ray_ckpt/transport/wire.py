@@ -24,6 +24,7 @@ CHUNK_SCHEMA = pa.schema([("chunk", pa.large_binary())])
 CHUNK_BYTES = 2 << 20  # per message: 1 to 4 MiB are equally fast, larger ones leave the CPU's caches
 TOKEN_HEADER = "authorization"
 TOKEN_PREFIX = "Bearer "
+NOT_HERE = -1  # the size of a file that a peer does not have
 REFUSED = b"refused"  # goes with an error: this peer will not do it the next time either
 SMALL_BYTES = 64 << 10  # copied together: a message costs as much time as a copy of some MiB
 KEPT_BLOCK_BYTES = 31 << 20  # just below 32 MiB, from which on glibc adapts to nothing
@@ -55,7 +56,7 @@ class PutRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetRequest:
-    """Byte ranges (offset, size) of one file; no ranges: the whole file."""
+    """Byte ranges (offset, size) of one file; no ranges: the whole file, or its size, as the call says."""
 
     name: FileName
     ranges: tuple[tuple[int, int], ...]

@@ -1,16 +1,20 @@
-"""What keeps the coordinator from ending the service, and what it knows of agents that were replaced."""
+"""What keeps the coordinator from ending the service."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
-from ray_ckpt.actors.coordinator import Coordinator, Run
-from ray_ckpt.actors.wire import AgentCard, RunSpec, ServiceView
+from ray_ckpt.actors import ray_state
+from ray_ckpt.actors.coordinator import OWNER_DEAD_S, Coordinator
+from ray_ckpt.actors.run import Run
+from ray_ckpt.actors.wire import RunSpec, ServiceView
 from ray_ckpt.config import RunOptions
+from ray_ckpt.core import messages as m
 from ray_ckpt.errors import Unavailable
 from tests.actors.test_overview import service, trained, view_of
 
@@ -44,29 +48,74 @@ def test_a_launcher_that_waits_for_agents_keeps_the_service_until_it_is_answered
     assert newcomers(coordinator, service()) == () and not coordinator._users
 
 
+def test_a_launcher_that_stays_dead_has_its_session_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[m.Event] = []
+    lives, now_s = True, 100.0
+    monkeypatch.setattr(ray_state, "is_alive", lambda owner: lives)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(ray_state, "is_controller", lambda owner: bool(owner))
+    coordinator, run = at_work()
+    monkeypatch.setattr(coordinator, "_handle", lambda run, event: told.append(event))
+
+    def look(at_s: float) -> int:
+        nonlocal now_s
+        now_s = at_s
+        asyncio.run(coordinator._look_at_owners())
+        return len(told)
+
+    assert look(100.0) == 0
+    lives = False
+    assert look(110.0) == look(110.0 + OWNER_DEAD_S - 1) == 0
+    assert look(110.0 + OWNER_DEAD_S) == 1
+    assert told == [m.OwnerGone(owner=run.machine.owner)]
+    assert not run.machine.end_cause
+    lives = True  # another launcher of this name, say
+    assert look(200.0) == 1
+    lives = False
+    assert look(300.0) == 1
+
+
+def test_agents_rest_once_the_run_has_ended_however_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launcher may have gone when its last checkpoint became durable."""
+    sent: list[tuple[str, str]] = []
+    coordinator, run = Coordinator(), Run(SPEC, "east")
+    harness = trained()
+    run.machine, run.is_ready, run.opened = harness.machine, True, {"a", "b"}
+    coordinator._runs[SPEC.key] = run
+    monkeypatch.setattr(coordinator, "_handle", lambda run, event: None)
+    monkeypatch.setattr(coordinator, "_send", lambda run, node, method, *args: sent.append((node, method)))
+    seen = ray_state.NodesNow(live=("a", "b"), draining=frozenset(), left_s={}, domains={})
+
+    coordinator._tick_run(run, seen)
+    effects = [*harness.save(10), *harness.tell(m.FinishAsked(token="end", ends_group=True))]
+    coordinator._tick_run(run, seen)
+    assert not sent
+    harness.drain_all(effects)
+    coordinator._tick_run(run, seen)
+    coordinator._tick_run(run, seen)
+    assert sorted(sent) == [("a", "rest"), ("b", "rest")]
+    harness.open("ab")
+    coordinator._tick_run(run, seen)
+    assert not run.is_resting
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_run_that_cannot_end_says_what_it_waits_for(is_saved: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    spec = RunSpec(name="gpt", storage_path=str(tmp_path / "file"), options=RunOptions())  # takes no records
+    coordinator, run, harness = Coordinator(), Run(spec, "east"), trained()
+    if is_saved:
+        harness.save(10)
+    run.machine = harness.machine
+    coordinator._runs[spec.key] = run
+    told = "last checkpoint is not on the storage path" if is_saved else "log takes no records"
+    with pytest.raises(Unavailable, match=told):
+        asyncio.run(coordinator.finish(spec.key, 0.1, False))
+
+
 def test_a_service_that_ends_takes_no_group() -> None:
     coordinator, _ = at_work()
     coordinator._is_ending = True
     for call in (coordinator.open_run(SPEC, "me"), coordinator.open_group(SPEC.key, (), "auto", "me")):
         with pytest.raises(Unavailable, match="being stopped"):
             asyncio.run(call)
-
-
-def test_the_card_of_an_agent_that_was_replaced_meanwhile_is_not_kept() -> None:
-    """Its successor would be given the address of a dead process, for copies and restores."""
-
-    async def read(is_replaced: bool) -> dict[str, AgentCard]:
-        coordinator, answer = Coordinator(), asyncio.get_running_loop().create_future()
-        old = AgentCard(node_id="n", endpoint="grpc+tls://10.0.0.1:1", staging="")
-        card = SimpleNamespace(remote=lambda: answer)
-        coordinator._agents["n"], coordinator._cards["n"] = SimpleNamespace(card=card), old
-        reading = asyncio.ensure_future(coordinator._read_card("n"))
-        await asyncio.sleep(0)
-        if is_replaced:
-            coordinator._forget("n")
-        answer.set_result(old)
-        await reading
-        return coordinator._cards
-
-    assert asyncio.run(read(is_replaced=False)).keys() == {"n"}
-    assert asyncio.run(read(is_replaced=True)) == {}

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from dataclasses import replace
 
-from ray_ckpt.actors import ray_state
-from ray_ckpt.actors.coordinator import MAX_NOTICE_S, NOTICE_HOLDS_S, Coordinator
+from ray_ckpt.actors.leaving import MAX_NOTICE_S, NOTICE_HOLDS_S, LeavingNodes
 from ray_ckpt.notices import Notice
 
-NODES = ray_state.NodesNow(live=("n",), draining=frozenset(), left_s={}, domains={})
 
-
-def told(*notices: Notice) -> Coordinator:
-    async def tell() -> Coordinator:
-        coordinator = Coordinator()
-        for notice in notices:
-            await coordinator.node_leaves("n", notice)
-        return coordinator
-
-    return asyncio.run(tell())
+def told(*notices: Notice) -> LeavingNodes:
+    leaving = LeavingNodes()
+    for notice in notices:
+        leaving.hear("n", notice)
+    return leaving
 
 
 def test_of_several_notices_the_soonest_counts_whatever_their_order() -> None:
@@ -29,20 +23,36 @@ def test_of_several_notices_the_soonest_counts_whatever_their_order() -> None:
         Notice("aws", "", now_s + 120),
         Notice("gcp", "", None),
     )
-    assert told(soon, late, vague)._left_s(NODES)["n"] < 26
-    assert told(vague, late, soon)._left_s(NODES)["n"] < 26
+    assert told(soon, late, vague).left_s({})["n"] < 26
+    assert told(vague, late, soon).left_s({})["n"] < 26
+    assert told(late).left_s({"n": 3.0, "m": 4.0}) == {"n": 3.0, "m": 4.0}  # Ray knows better
 
 
 def test_a_time_in_ten_years_is_forgotten_unless_it_is_said_again() -> None:
-    coordinator = told(Notice("aws", "", time.time() + 3e8))
-    (until_s,) = (until_s for _, until_s in coordinator._leaving.values())
-    assert until_s <= time.time() + MAX_NOTICE_S + NOTICE_HOLDS_S
+    leaving = told(Notice("aws", "", time.time() + 3e8))
+    (view,) = leaving.views()
+    assert view.in_s is not None and view.in_s > 2e8
+    (told_,) = leaving._told.values()
+    assert told_.until_s <= time.time() + MAX_NOTICE_S + NOTICE_HOLDS_S
+
+
+def test_a_node_that_is_gone_or_that_nobody_speaks_of_any_more_is_forgotten() -> None:
+    leaving = told(Notice("aws", "", time.time() + 5))
+    leaving.expire({"n"})
+    assert leaving.nodes == {"n"}
+    leaving.expire({"m"})
+    assert not leaving.nodes
+    leaving = told(Notice("aws", "", None))
+    (key,) = leaving._told
+    leaving._told[key] = replace(leaving._told[key], until_s=time.time() - 1)
+    leaving.expire({"n"})
+    assert not leaving.nodes
 
 
 def test_a_signal_to_a_process_of_the_last_group_says_nothing_of_the_next_one() -> None:
     now_s = time.time()
-    coordinator = told(Notice("sigterm", "", now_s + 25), Notice("aws", "", now_s + 120))
-    coordinator._forget_signals({"m"})
-    assert len(coordinator._leaving) == 2
-    coordinator._forget_signals({"n"})
-    assert list(coordinator._leaving) == [("n", "aws")]
+    leaving = told(Notice("sigterm", "", now_s + 25), Notice("aws", "", now_s + 120))
+    leaving.forget_signals({"m"})
+    assert len(leaving.views()) == 2
+    leaving.forget_signals({"n"})
+    assert [view.source for view in leaving.views()] == ["aws"]

@@ -88,7 +88,10 @@ def test_the_states_of_a_run() -> None:
     assert view_of(run).state == "training"
     assert view_of(run, owner_lives=False).state == "gone"
     run.tell(m.FinishAsked(token="end", ends_group=True))
-    assert view_of(run, is_over=True).state == "finished"
+    assert view_of(run).state == "finished"
+    run.open("ab")
+    run.tell(m.FinishAsked(token="failed", ends_group=True, has_failed=True))
+    assert view_of(run).state == "failed"
 
 
 def test_the_last_warning_has_an_age() -> None:

@@ -104,6 +104,7 @@ needs_root = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow  # a cluster of its own
 @needs_root
 @pytest.mark.parametrize(
     "odd_node", ["mkdir -p TMP/storage && mount -t tmpfs none TMP/storage"], indirect=True
@@ -114,6 +115,7 @@ def test_a_storage_path_that_is_not_shared_is_found(odd_node: str, tmp_path: Pat
     assert not list((tmp_path / "storage").rglob("*.safetensors"))
 
 
+@pytest.mark.slow  # a cluster of its own
 @needs_root
 @pytest.mark.parametrize("odd_node", ["touch TMP/odd-staging"], indirect=True)
 def test_a_staging_folder_that_cannot_be_used_is_named(odd_node: str, tmp_path: Path) -> None:
@@ -178,6 +180,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
+@pytest.mark.slow  # a cluster of its own
 @needs_root
 @pytest.mark.parametrize("odd_node", ["true"], indirect=True)
 def test_a_full_disk_costs_saves_and_nothing_else(small_disk: Path, odd_node: str, storage: str) -> None:

@@ -68,8 +68,14 @@ class Trained:
         return self.drill("--lose-node", self.cluster.nodes[node].node_id[:10], *args)
 
     def drill(self, *args: object) -> tuple[int, Any]:
-        """Exit code and JSON of the command."""
-        call = ["drill", self.path, *map(str, args), "--json"]
+        return self.command("drill", *args)
+
+    def plan(self, *args: object) -> tuple[int, Any]:
+        return self.command("verify", "--plan", "--address", "auto", *args)
+
+    def command(self, name: str, *args: object) -> tuple[int, Any]:
+        """Exit code and JSON of a command."""
+        call = [name, self.path, *map(str, args), "--json"]
         result = CliRunner().invoke(app, call, catch_exceptions=False)
         return result.exit_code, json.loads(result.stdout)
 
@@ -128,6 +134,44 @@ def test_drill_fails_with_a_damaged_replica_and_passes_after_repair(trained: Tra
     assert code == 0 and report["passed"] and report["resume_step"] == 4
     assert trained.catalog[4].info.drill.startswith("passed: lose-node")
     assert before == {path: path.read_bytes() for path in before}, "a drill changes nothing"
+
+
+def test_what_is_in_the_cluster_only_is_proven_on_each_of_its_copies(trained: Trained) -> None:
+    code, document = trained.plan()
+    [found] = document["checkpoints"]
+    assert (code, document["ok"], found["is_restorable"], found["world_sizes"]) == (0, True, True, "any")
+    assert found["folder"] == trained.catalog[4].info.directory, "the newest"
+    nodes = {trained.cluster.nodes[node].node_id: node for node in NODES}
+    held = {nodes[holder["node"]]: holder["fragments"] for holder in found["holders"]}
+    copies = {node: [k for k in range(3) if node in trained.holders(4, k)] for node in NODES}
+    assert held == copies and sum(map(len, held.values())) == 6
+
+    home, holder = "node-a", next(n for n in trained.holders(4, 0) if n != "node-a")
+    replica = shards(trained.staged(holder, 4), rank=0)[0]
+    os.truncate(replica, replica.stat().st_size - 1)
+    code, document = trained.plan()
+    [found] = document["checkpoints"]
+    assert (code, document["ok"], found["is_restorable"], found["damages"]) == (1, False, True, [])
+    [bad] = (holder for holder in found["holders"] if holder["damages"])
+    assert nodes[bad["node"]] == holder
+    assert [(d["file"], d["where"]) for d in bad["damages"]] == [(replica.name, "size")]
+
+    (trained.staged(home, 4) / replica.name).unlink()
+    code, document = trained.plan("--all")
+    older, newest = document["checkpoints"]
+    assert (code, older["ok"], newest["is_restorable"], newest["world_sizes"]) == (1, True, False, None)
+    assert [(d["file"], d["where"]) for d in newest["damages"]] == [(replica.name, "copies")]
+    assert trained.plan("--step", 2)[0] == 0
+
+    command = [sys.executable, "-m", "ray_ckpt.cli", "verify", trained.path, "--plan", "--nodes"]
+    env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    for address, code, text in (
+        (("--address", trained.cluster.address), 1, "CANNOT BE RESTORED (3 findings)"),
+        (("--address", trained.cluster.address, "--step", "2"), 0, "All 6 copies of its files are whole"),
+        ((), 2, "`--plan --address auto` proves"),
+    ):
+        done = subprocess.run([*command, *address], capture_output=True, text=True, timeout=120, env=env)
+        assert done.returncode == code and text in done.stdout + done.stderr, done
 
 
 def test_drill_of_the_storage_path_with_the_cluster_and_without(trained: Trained) -> None:

@@ -54,6 +54,8 @@ def test_a_new_driver_resumes_exactly_and_ray_sees_our_checkpoints(
         trainer.fit()
     result = build_trainer(tiny_args(tmp_path, "broken", 12, *args)).fit()
     assert history(calm) == history(broken)
+    ends = [session.ended for session in Catalog(tmp_path / "broken").sessions]
+    assert [(end.cause, end.step) for end in ends if end] == [("process", 6), ("finished", 12)]
 
     assert result.checkpoint is not None and result.metrics is not None
     assert result.metrics["step"] == 12
@@ -82,6 +84,7 @@ def _until_step_six(config: dict[str, Any]) -> None:
     train_loop(config)
 
 
+@pytest.mark.slow
 def test_a_wrong_storage_path_ends_the_run_before_workers_start(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

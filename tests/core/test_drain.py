@@ -235,6 +235,18 @@ def test_what_was_found_damaged_everywhere_is_drained_again_later_or_when_the_ru
     assert run.checkpoint(run.attempt(10)).level is Level.DURABLE
 
 
+def test_nodes_that_all_leave_do_not_read_a_damaged_copy_again_and_again() -> None:
+    run = run_on("ab", replicas=0, remote_every=1000)
+    run.save(10)
+    leaving = m.NodesSeen(live=frozenset("ab"), draining=frozenset("ab"), left_s={"a": 600.0, "b": 600.0})
+    drains = of(run.tell(leaving), m.Drain)
+    assert drains
+    for drain in drains:
+        assert not of(run.drained(drain, error="damaged", is_damage=True), m.Drain)
+    assert not of(run.tick(5.0), m.Drain)
+    assert of(run.tell(m.FinishAsked(token="finish")), m.Drain), "but for somebody who asks"
+
+
 def test_the_death_of_the_last_intact_holder_ends_the_drain() -> None:
     run = run_on("ab")
     first, other = of(run.save(10), m.Drain)

@@ -68,6 +68,77 @@ def test_each_cause_is_told_apart() -> None:
     ]
 
 
+def test_a_notice_that_came_to_nothing_is_not_why_a_later_process_failed() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.tell(m.NodesSeen(live=frozenset("ab"), draining=frozenset("b")))
+    run.tell(m.NodesSeen(live=frozenset("ab"), draining=frozenset()))
+    run.open("ab")
+    assert [ended.cause for ended in ends(run)] == ["process"]
+
+
+def test_a_launcher_that_exits_while_its_last_checkpoint_drains_has_finished() -> None:
+    """It waits no longer than finish_timeout_s."""
+    run = Harness("ab")
+    run.open("ab")
+    effects = list(run.save(10))
+    effects += run.tell(m.FinishAsked(token="end", ends_group=True))
+    run.tell(m.OwnerGone(owner=run.plan.owner))
+    assert not ends(run) and run.machine.end_cause is None
+    run.drain_all(effects)
+    assert [ended.cause for ended in ends(run)] == ["finished"]
+    assert run.machine.end_cause == "finished"
+    run.open("ab")
+    assert run.machine.end_cause is None
+
+
+@pytest.mark.parametrize("node", ["", "b"])
+def test_a_launcher_that_gives_up_says_so(node: str) -> None:
+    run = Harness("ab")
+    run.open("ab")
+    if node:
+        run.lose(node)
+    effects = run.tell(m.FinishAsked(token="end", ends_group=True, has_failed=True))
+    assert [ended.cause for ended in ends(run)] == ["node" if node else "process"]
+    assert [e.token for e in effects if isinstance(e, m.Reply)] == ["end"]
+    assert run.machine.end_cause == "process" and not run.machine.owner
+    assert len(samples(run, telemetry.INTERRUPTIONS)) == 1
+
+
+def test_a_dead_launcher_keeps_no_repair_waiting_for_the_log() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.store_mode = "held"
+    run.save(10)
+    assert run.machine.records_waiting == 1
+    run.tell(m.OwnerGone(owner=run.plan.owner))
+    assert run.machine.records_waiting == 1
+    run.confirm()
+    run.tell(m.OwnerGone(owner=run.plan.owner))
+    assert [ended.cause for ended in ends(run)] == ["launcher"]
+
+
+@pytest.mark.parametrize("node", ["", "b"])
+def test_a_launcher_that_died_for_good_ends_its_session(node: str) -> None:
+    """Nobody may come for hours, and people ask what happened."""
+    run = Harness("ab")
+    run.open("ab")
+    told(run, 7)
+    if node:
+        run.lose(node)
+    run.tell(m.OwnerGone(owner="somebody else"))
+    assert not ends(run)
+    run.tell(m.OwnerGone(owner=run.plan.owner))
+    run.tell(m.OwnerGone(owner=run.plan.owner))
+    (ended,) = ends(run)
+    assert (ended.session, ended.cause, ended.step) == (1, "node" if node else "launcher", 7)
+    assert len(samples(run, telemetry.INTERRUPTIONS)) == 1
+    assert [s.value for s in run.machine.gauges() if s.metric is telemetry.ACTIVE] == [0.0]
+    run.open("a")
+    assert [s.value for s in run.machine.gauges() if s.metric is telemetry.ACTIVE] == [1.0]
+    assert ends(run) == [ended]
+
+
 def test_a_session_that_told_nothing_ended_after_what_it_saved() -> None:
     run = Harness("ab")
     run.open("ab")
@@ -134,10 +205,9 @@ def test_what_the_log_cannot_hold_is_refused_and_holds_nothing_up(text: str) -> 
     run.save(10)
     (checkpoint,) = run.machine.history.live()
     attempt = checkpoint.id.attempt
+    drilled = r.Drilled(attempt=attempt, scenario="x", passed=True, seconds=1.0, read_bytes={}, text=text)
     effects = run.tell(
-        m.DrillEnded(
-            token="drill", attempt=attempt, scenario="x", passed=True, seconds=1.0, read_bytes={}, text=text
-        ),
+        m.DrillEnded(token="drill", result=drilled),
         m.PinAsked(token="pin", attempt=attempt, owner="me", expires_at_s=math.inf),
     )
     failed = [e for e in effects if isinstance(e, m.Fail)]

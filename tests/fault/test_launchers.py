@@ -14,6 +14,7 @@ import ray
 
 from jobs.local_cluster import LocalCluster, kill_family
 from ray_ckpt.catalog import Catalog
+from ray_ckpt.types import SessionEnd
 from tests.cluster.test_loss import PROJECT, TINY, losses
 from tests.fault.conftest import MakeRig
 from tests.fault.driver import driver
@@ -36,6 +37,25 @@ def test_a_second_launcher_waits_for_the_end_of_the_first(make_rig: MakeRig) -> 
         rig.wait_commits(2)
     newest = rig.commits()[-1].step
     assert rig.restore(PAIR) >= newest
+
+
+def test_a_launcher_that_died_for_good_leaves_word_of_how_its_session_ended(
+    no_cluster: None, tmp_path: Path
+) -> None:
+    """Ray Train's controller dies with its driver. A job of plain actors may end before they do."""
+    with LocalCluster(tmp_path / "cluster", PAIR) as cluster:
+        rig = Rig(cluster, tmp_path, "plain", every_steps=1, remote_every=1000, max_block_s=1.0)
+        with driver(cluster, rig.job, PAIR):
+            rig.wait_commits(2)
+        with train_gpt(cluster, tmp_path, "first"):
+            wait_for(lambda: any(line["step"] >= 12 for line in losses(tmp_path / "first.jsonl")))
+        wait_for(lambda: _ends(tmp_path)[-1] is not None, what="the end of the session")
+        ended = _ends(tmp_path)[-1]
+        assert ended is not None and (ended.cause, ended.step >= 12) == ("launcher", True)
+        assert rig.catalog.sessions[-1].ended is None
+        with train_gpt(cluster, tmp_path, "second") as second:
+            assert second.wait(LONG_S) == 0
+        assert [end and end.cause for end in _ends(tmp_path)] == ["launcher", "finished"]
 
 
 def test_a_run_that_moved_to_another_cluster_does_not_come_back(no_cluster: None, tmp_path: Path) -> None:
@@ -73,6 +93,10 @@ def test_ray_train_stops_when_its_run_has_moved(no_cluster: None, tmp_path: Path
     again = {line["step"]: line["loss"] for line in losses(tmp_path / "second.jsonl")}
     assert max(again) == STEPS > max(done)
     assert all(done[step] == again[step] for step in done.keys() & again.keys())
+
+
+def _ends(root: Path) -> list[SessionEnd | None]:
+    return [session.ended for session in Catalog(root / "moved").sessions]
 
 
 @contextmanager

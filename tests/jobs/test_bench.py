@@ -491,6 +491,16 @@ class TestCommand:
         assert found["machine"]["command"] == " ".join(["python", "-m", "jobs.bench", *arguments])
         assert "schedule" in capsys.readouterr().out
 
+    def test_a_quick_run_measures_several_groups_and_leaves_nothing(self, tmp_path: Path) -> None:
+        """Nothing is said of its numbers: a busy machine makes any."""
+        out = tmp_path / "out.json"
+        groups = ["--only", "limits", "coordinator", "catalog"]
+        code = bench.main(["--quick", *groups, "--json", str(out), "--folder", str(tmp_path / "work")])
+        rows = json.loads(out.read_text())["rows"]
+        assert code in (0, 1), [one["skipped"] for one in rows if one["skipped"]]
+        assert {one["name"] for one in rows} >= {"memcpy", "save-100", "list"}
+        assert list((tmp_path / "work").iterdir()) == []
+
     def test_a_missed_reach_and_a_failure_are_exit_codes(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -530,6 +540,7 @@ class TestCommand:
         assert code in (0, 1), [one["skipped"] for one in rows if one["skipped"]]
         assert {one["name"] for one in rows} == {"overhead-blocked", "overhead-wall"}
 
+    @pytest.mark.slow
     def test_a_quick_run_measures_everything(self, tmp_path: Path) -> None:
         """Nothing is said of its numbers: a busy machine makes any."""
         out = tmp_path / "out.json"

@@ -11,6 +11,8 @@ from jobs.drill import main, parse
 def test_arguments_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     args = parse(["/shared/runs/gpt", "--every", "0.5", "--times", "3", "--seed", "7"])
     assert (args.every, args.times, args.seed, args.address) == (0.5, 3, 7, "auto")
+    assert args.max_rate is None
+    assert parse(["/shared/runs/gpt", "--max-rate", "200MB/s"]).max_rate == 200_000_000
     for every in ("0", "-1", "inf", "nan", "soon"):
         with pytest.raises(SystemExit) as caught:
             parse(["/shared/runs/gpt", f"--every={every}"])

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ray_ckpt.errors import ConfigError, Unavailable
-from ray_ckpt.format.digest import digest
+from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.location import Location
-from ray_ckpt.storage import s3
+from ray_ckpt.storage import object_store, s3
 from ray_ckpt.storage.log_store import Outcome
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.testing.strict_store import StrictStore
-from ray_ckpt.testing.strict_store.faults import Fault, Match, Status
+from ray_ckpt.testing.strict_store.faults import Delay, Fault, Match, Status
 from ray_ckpt.types import FileEntry
 from ray_ckpt.ways import Remote
 from tests.servers.programs import ACCESS_KEY, SECRET_KEY
@@ -149,3 +149,21 @@ def test_a_file_entry_that_is_empty_goes_there_and_back(tier: RemoteTier, tmp_pa
     entry = FileEntry(name=SHARD, size_bytes=0, digest=digest(b""))
     assert tier.put_file(DIRECTORY, entry, path) == 0
     assert list(tier.blocks(DIRECTORY, SHARD)) == [] and tier.size(DIRECTORY, SHARD) == 0
+
+
+def test_an_answer_that_is_asked_for_ahead_may_wait_for_a_slow_reader(
+    strict: StrictStore, tier: RemoteTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a drill with a limit, which leaves such answers unread for minutes."""
+    data = os.urandom(3 * object_store.GET_BYTES)  # the sockets between hold less than one of these answers
+    tier.put(DIRECTORY, SHARD, data)
+    monkeypatch.setattr(object_store, "STALL_S", 0.5)
+    strict.add_fault(Fault(action=Delay(2 * object_store.AHEAD_S), match=Match(operation="GetObject")))
+    slow = RemoteTier(tier.root)
+    digester, read_bytes = Digester(), 0
+    for block in slow.read(DIRECTORY, SHARD, [(0, len(data))]):
+        if read_bytes <= object_store.GET_BYTES < read_bytes + block.nbytes:
+            time.sleep(2 * object_store.STALL_S)  # two answers wait
+        digester.update(block)
+        read_bytes += block.nbytes
+    assert digester.hexdigest() == digest(data)

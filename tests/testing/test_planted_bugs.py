@@ -48,11 +48,11 @@ def an_end_told_twice(patch: pytest.MonkeyPatch) -> None:
     """A coordinator does not look whether one that died has told how the session ended."""
     real = Tenure.end
 
-    def end(self: Tenure, **how: Any) -> bool:
+    def end(self: Tenure, *args: Any, **how: Any) -> bool:
         session = self._context.history.session
         if session is not None and session.ended is not None:
             self._context.history.sessions[session.session] = replace(session, ended=None)
-        return real(self, **how)
+        return real(self, *args, **how)
 
     patch.setattr(Tenure, "end", end)
 

@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 import ray
+import ray._private.gcs_utils
 import ray._private.services
 import ray._private.state
 import ray.train
 import ray.train.collective
 from ray import cloudpickle
+from ray.core.generated import gcs_service_pb2
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.callback import RayTrainCallback, UserCallback
 
@@ -33,6 +35,7 @@ OLDEST, NEWEST = (2, 56), (2, 60)
 EXECUTION = "ray.train.v2._internal.execution"
 HOOKS = {
     "after_controller_start": (compat.ControllerCallback, ["self", "train_run_context"]),
+    "after_controller_state_update": (compat.ControllerCallback, ["self", "previous_state", "current_state"]),
     "before_controller_shutdown": (compat.ControllerCallback, ["self"]),
     "before_init_train_context": (compat.WorkerGroupCallback, ["self", "workers"]),
     "after_init_train_context": (compat.WorkerCallback, ["self"]),
@@ -61,6 +64,15 @@ def test_hooks_have_the_signature_that_we_override(name: str) -> None:
         assert parameters_of(getattr(cls, name)) == parameters
     is_async = inspect.iscoroutinefunction(getattr(base, name))
     assert inspect.iscoroutinefunction(getattr(CheckpointCallback, name)) == is_async
+
+
+def test_a_controller_that_gives_up_is_told_from_one_that_is_done() -> None:
+    states = importlib.import_module(f"{EXECUTION}.controller.state")
+    error = ray.train.TrainingFailedError("out of luck")
+    errored = states.ErroredState(training_failed_error=error)
+    assert compat.has_failed(states.ShuttingDownState(next_state=errored))
+    assert not compat.has_failed(states.ShuttingDownState(next_state=states.FinishedState()))
+    assert not compat.has_failed(states.RestartingState(training_failed_error=error))
 
 
 def test_the_callback_is_of_the_kind_that_gets_every_hook() -> None:
@@ -174,3 +186,9 @@ def test_where_ray_has_never_run_there_is_no_cluster(tmp_path: Path, monkeypatch
 def test_the_callback_survives_the_pickling_of_ray() -> None:
     copy = cloudpickle.loads(cloudpickle.dumps(CheckpointCallback(replicas=2)))
     assert copy._options.replicas == 2
+
+
+def test_a_cluster_can_be_asked_for_its_id_over_a_channel_of_its_own() -> None:
+    assert parameters_of(ray._private.gcs_utils.create_gcs_channel)[0] == "address"
+    assert not gcs_service_pb2.GetClusterIdRequest.DESCRIPTOR.fields
+    assert ray_state.why_silent("127.0.0.1:1", 1.0), "nobody is there"

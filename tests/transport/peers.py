@@ -56,6 +56,10 @@ class Folder:
     def read(self, name: wire.FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
         return read_blocks(self.path(name), offset, nbytes)
 
+    def size(self, name: wire.FileName) -> int | None:
+        path = self.path(name)
+        return path.stat().st_size if path.exists() else None
+
     def names(self, name: wire.FileName = NAME) -> list[str]:
         """What lies beside a file, temporaries included."""
         parent = self.path(name).parent

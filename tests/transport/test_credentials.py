@@ -50,6 +50,7 @@ def refused(endpoint: str, credentials: Credentials) -> str:
         for attempt in (
             lambda: stranger.read_file(NAME, max_bytes=100),
             lambda: list(stranger.read(NAME, [(0, 1)])),
+            lambda: stranger.size(NAME),
             lambda: stranger.put(announce(b"mine"), [b"mine"]),
         ):
             with pytest.raises(Unavailable) as caught:
@@ -77,7 +78,7 @@ def test_a_wrong_token_gets_nothing(
     server: PeerServer, folder: Folder, token: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(server.endpoint, replace(OURS, token=token))
-    assert said.count("wrong or missing token") == 3
+    assert said.count("wrong or missing token") == 4
     assert OURS.token not in said
     assert folder.path(NAME).read_bytes() == b"private"
     captured = capfd.readouterr()
@@ -86,7 +87,7 @@ def test_a_wrong_token_gets_nothing(
 
 def test_a_token_is_good_for_one_run(server: PeerServer, folder: Folder) -> None:
     said = refused(server.endpoint, KEYS.credentials(OTHER_UID))
-    assert said.count("a token of another run") == 3
+    assert said.count("a token of another run") == 4
     assert folder.path(NAME).read_bytes() == b"private"
     theirs = replace_run(NAME, OTHER_UID)
     with PeerClient(server.endpoint, credentials=KEYS.credentials(OTHER_UID)) as peer:

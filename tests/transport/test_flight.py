@@ -100,6 +100,13 @@ def test_a_range_beyond_the_end_is_unavailable(peer: PeerClient) -> None:
         list(peer.read(NAME, [(2, 5)]))
 
 
+def test_a_size_is_told_without_a_byte_of_the_file(peer: PeerClient) -> None:
+    peer.put(announce(b"123"), [b"123"])
+    assert peer.size(NAME) == 3
+    other = wire.FileName(run_uid=UID, directory=DIRECTORY, file="state-00007-of-00009.json")
+    assert peer.size(other) is None
+
+
 def test_a_small_file_that_is_not_small_is_refused(peer: PeerClient) -> None:
     peer.put(announce(b"123"), [b"123"])
     with pytest.raises(Unavailable, match="larger than 2 bytes"):
@@ -255,14 +262,18 @@ def test_an_unencrypted_service_works_as_well(folder: Folder) -> None:
     plain.shutdown()
 
 
-def test_a_node_that_falls_silent_is_noticed_by_the_kernel(peer: PeerClient, server: PeerServer) -> None:
+def test_a_node_that_falls_silent_is_noticed_by_the_kernel(folder: Folder) -> None:
     """No call hangs until its deadline: bytes that nobody acknowledges end the connection."""
-    peer.put(announce(b"1"), [b"1"])
+    here = "127.0.0.2"  # where no other test has connections
+    server = PeerServer(here, keys=KEYS, files=folder)
     limits = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(link.name))) as one:
-            if one.family != socket.AF_UNIX and one.getpeername()[1] == server.port:
-                limits.add(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    with PeerClient(server.endpoint, credentials=OURS) as peer:
+        peer.put(announce(b"1"), [b"1"])
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(link.name))) as one:
+                if one.family != socket.AF_UNIX and one.getpeername()[0].endswith(here):
+                    limits.add(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    server.shutdown()
     assert limits == {int(client_module.SILENT_S * 1000)}
 
 

@@ -1,0 +1,73 @@
+"""One run of a coordinator: its machine, its store, its threads, and those who wait for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ray_ckpt.actors.wire import Joined, RunSpec
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.coordinator import RunMachine
+from ray_ckpt.storage.log_store import LogStore
+from ray_ckpt.telemetry import Sample
+from ray_ckpt.types import Part
+
+T = TypeVar("T")
+
+LOG_THREADS = 4  # per run: calls of a hung store under way, before further ones wait for those
+
+
+@dataclass(slots=True)
+class ComingParts:
+    """Parts of a group that wait for the others."""
+
+    parts: tuple[Part, ...]
+    nodes: dict[str, tuple[str, ...]]  # part -> the node of each of its ranks
+    joined: asyncio.Future[Joined]
+
+
+class Run:
+    """See the module. It decides nothing; `Coordinator` and `Effects` read and set what is here."""
+
+    def __init__(self, spec: RunSpec, service: str) -> None:
+        self.spec = spec
+        self.remote = spec.storage.open()
+        self.machine = RunMachine(options=spec.options, writer=uuid.uuid4().hex, service=service)
+        self.nonce = uuid.uuid4().hex
+        self.waiting: dict[m.Token, asyncio.Future[Any]] = {}
+        self.threads = ThreadPoolExecutor(LOG_THREADS, thread_name_prefix=f"ray_ckpt-log-{spec.name[:32]}")
+        self.opened: set[str] = set()  # nodes whose agent knows this run
+        self.opening: set[str] = set()  # nodes that were asked, or could not
+        self.is_fenced_in = False  # its fence has been in the log
+        self.is_ready = False  # nodes have been asked to open it
+        self.is_resting = False  # its launcher has ended it, and agents know that it needs them no more
+        self.dead: tuple[str, float] = ("", math.inf)  # its launcher, and since when it is (monotonic)
+        self.disks: dict[str, m.DiskSpace] = {}  # looked at since the machine was told
+        self.seen_disks: dict[str, m.DiskSpace] = {}  # the last look at each node, for people
+        self.warning: tuple[str, float] = ("", 0.0)  # the last one of the machine's, and its Unix time
+        self.goodput: tuple[Sample, ...] = ()  # by the log
+        self.goodput_s = 0.0  # when that is to be looked at again (monotonic)
+        self.changed = asyncio.Condition()
+        self.coming: ComingParts | None = None
+
+    @property
+    def store(self) -> LogStore:
+        """Opened by the probe, in a thread: making a client may read files and ask servers."""
+        return self.remote.log
+
+    @property
+    def run_uid(self) -> str:
+        return self.machine.history.run_uid
+
+    async def in_log_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """`work(*args)` in a thread of this run's own, so that its hanging store stops nobody else."""
+        return await in_thread(self.threads, work, *args)
+
+
+async def in_thread(pool: Executor, work: Callable[..., T], *args: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, work, *args)

@@ -1,0 +1,57 @@
+"""How far a long command is, as a bar on stderr; none without a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+
+class Bar:
+    """How far it is, in the unit of its bar. Safe to use from many threads."""
+
+    def __init__(self, progress: Progress, total: int | None) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=total)
+
+    def advance(self, count: int) -> None:
+        """So much more is done."""
+        self._progress.advance(self._task, count)
+
+    def expect(self, total: Callable[[], int]) -> None:
+        """The whole, once it is known; it is asked only if somebody sees it."""
+        if not self._progress.disable:
+            self._progress.update(self._task, total=total())
+
+
+@contextmanager
+def byte_bar(doing: str, total: int | None = None) -> Iterator[Bar]:
+    """A bar of bytes: what is being done, how many of how many, how fast, and how long it will take."""
+    with _bar(doing, total, DownloadColumn(), TransferSpeedColumn()) as bar:
+        yield bar
+
+
+@contextmanager
+def count_bar(doing: str, total: int | None = None) -> Iterator[Bar]:
+    """A bar of things that are done one by one."""
+    with _bar(doing, total, MofNCompleteColumn()) as bar:
+        yield bar
+
+
+@contextmanager
+def _bar(doing: str, total: int | None, *told: ProgressColumn) -> Iterator[Bar]:
+    columns = (TextColumn(doing), BarColumn(), *told, TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield Bar(progress, total)

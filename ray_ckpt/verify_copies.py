@@ -1,0 +1,328 @@
+"""Proving a live checkpoint restorable where it is: on nodes, and on the storage path if it is there by now.
+
+Every copy of each fragment with its files is looked at, since any of them may be the one that a failure
+leaves: the fragment, the sizes of the files, their headers. No tensor's bytes move; a drill reads them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice, product
+from typing import TypeAlias, TypeVar
+
+from ray_ckpt.core.drill import LiveCheckpoint
+from ray_ckpt.drill import Again, Reach
+from ray_ckpt.errors import ConfigError, Unavailable
+from ray_ckpt.format import names
+from ray_ckpt.format.digest import root_digest
+from ray_ckpt.transport.credentials import Credentials
+from ray_ckpt.transport.wire import FileName
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level
+from ray_ckpt.verify import CheckpointFile, Damage, SavedFiles, check_group
+from ray_ckpt.verify_plan import (
+    Holder,
+    PlanReport,
+    PlanVerification,
+    check_listed,
+    check_tensors,
+    plan_report,
+)
+from ray_ckpt.view import CheckpointView
+from ray_ckpt.ways import Peers
+
+HOLDERS_AT_A_TIME = 8  # one that is frozen takes 30 s, and the others need not wait for it
+MAX_CHOICES = 64  # of manifests that differ between holders, until one is the log's: copies hardly ever do
+
+Version: TypeAlias = tuple[FileEntry, Fragment]
+"""A fragment as some holder has it, with its file."""
+
+Progress: TypeAlias = Callable[[int], None]
+"""Called with the number of copies that were looked at since the last call."""
+
+R = TypeVar("R")
+
+
+def verify_copies(
+    live: LiveCheckpoint, reach: Reach, *, again: Again, progress: Progress | None = None
+) -> PlanReport | None:
+    """Prove that a live checkpoint can be restored, and that each holder has what it should.
+
+    It can be, if the fragments are the log's, cover every element exactly once, and each file is somewhere
+    with its size and header. A holder that lacks something is told also then, and so is a fragment that
+    fewer nodes hold than its level promises. What is not as it should be is looked at once more, with what
+    `again` says by then. None if the checkpoint has been retired meanwhile. Never raises for damage or for
+    nodes that do not answer.
+    """
+    report = _look(live, reach, progress or (lambda num_copies: None))
+    if report.ok:
+        return report
+    found = again(live)
+    return None if found is None else _look(*found, lambda num_copies: None)
+
+
+def num_copies(live: LiveCheckpoint) -> int:
+    """That there are to look at."""
+    on_storage = live.checkpoint.num_nodes if live.checkpoint.level >= Level.DURABLE else 0
+    return sum(map(len, live.holders)) + on_storage
+
+
+def _look(live: LiveCheckpoint, reach: Reach, progress: Progress) -> PlanReport:
+    info = live.checkpoint
+    wanted = tuple(names.fragment_file(index, info.num_nodes) for index in range(info.num_nodes))
+    places = tuple(_places(live, wanted, reach))
+    versions: dict[str, dict[str, Version]] = {}  # of each fragment, by digest
+    for read in _each(_Place.read_fragments, places):
+        for name, version in read.items():
+            versions.setdefault(name, {}).setdefault(version[0].digest, version)
+    chosen = _choose(versions, info.root_digest)
+    for count in _each(lambda place: place.check_files(chosen), places):
+        progress(count)
+    fragments = {name: fragment for name, (_, fragment) in chosen.items()}
+    found = {name: entry for name, (entry, _) in chosen.items()}
+    fatal = [
+        *check_group(None, fragments),
+        *check_tensors(fragments),
+        *check_listed(None, fragments, found, info.root_digest),
+        *(damage for name in wanted for damage in _lost(name, fragments.get(name), places)),
+    ]
+    return plan_report(
+        fragments,
+        where=info.directory,
+        is_restorable=not fatal,
+        read_bytes=sum(place.check.size_bytes for place in places),
+        damages=[*fatal, *_too_few(live, wanted)],
+        holders=[place.report(wanted) for place in places],
+    )
+
+
+def _places(live: LiveCheckpoint, wanted: Sequence[str], reach: Reach) -> Iterator[_Place]:
+    """Each node that holds a fragment of those `wanted`, and the storage path if all are there."""
+    info = live.checkpoint
+    for node in sorted({node for nodes in live.holders for node in nodes}):
+        held = [name for name, nodes in zip(wanted, live.holders, strict=True) if node in nodes]
+        files = _HeldFiles(held, info.id, reach.credentials, reach.endpoints.get(node, ""))
+        yield _Node(node, held, files)
+    if info.level >= Level.DURABLE and reach.remote is not None:
+        yield _Storage(CheckpointView(info=info, tier=reach.remote), wanted)
+
+
+def _each(look: Callable[[_Place], R], places: Sequence[_Place]) -> Iterator[R]:
+    """`look` at each, a few at a time; in order. No connection is kept for later."""
+
+    def look_once(place: _Place) -> R:
+        try:
+            return look(place)
+        finally:
+            place.hang_up()
+
+    pool = ThreadPoolExecutor(HOLDERS_AT_A_TIME, thread_name_prefix="ray_ckpt-verify")
+    try:
+        yield from pool.map(look_once, places)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _choose(versions: Mapping[str, Mapping[str, Version]], expected: str) -> dict[str, Version]:
+    """Of each fragment the version that makes the root digest with the others; else the first."""
+    found = sorted(versions)
+    for choice in islice(product(*(versions[name].values() for name in found)), MAX_CHOICES):
+        if root_digest([file for entry, f in choice for file in (entry, *f.files)]) == expected:
+            return dict(zip(found, choice, strict=True))
+    return {name: next(iter(versions[name].values())) for name in found}
+
+
+def _lost(name: str, fragment: Fragment | None, places: Iterable[_Place]) -> Iterator[Damage]:
+    """A fragment and its files, as far as no holder has them as they should be."""
+    holders = [place for place in places if name in place.fragments]
+    if not holders:
+        yield Damage(file=name, where="copies", detail="No live node holds it and its files.")
+        return
+    files = {name} | {file.name for file in (fragment.files if fragment is not None else ())}
+    for file in sorted(files.difference(*(place.intact(files) for place in holders))):
+        yield Damage(file=file, where="copies", detail="No holder has it intact.")
+
+
+def _too_few(live: LiveCheckpoint, wanted: Sequence[str]) -> Iterator[Damage]:
+    """Fragments that fewer nodes hold than the level promises, such as after the loss of a node."""
+    info = live.checkpoint
+    promised = {Level.LOCAL: 1, Level.REPLICATED: 1 + info.replicas, Level.DURABLE: 0}[info.level]
+    for name, nodes in zip(wanted, live.holders, strict=True):
+        if 0 < len(nodes) < promised:  # if nobody has it, it is lost
+            detail = f"{len(nodes)} of {promised} nodes that should hold it and its files are there."
+            yield Damage(file=name, where="copies", detail=detail)
+
+
+# Places
+
+
+class _Place:
+    """A place that should have some fragments of a checkpoint, and what was found there."""
+
+    node = ""  # its id, if it is a node
+
+    def __init__(self, where: str, fragments: Sequence[str], files: SavedFiles) -> None:
+        self.where = where
+        self.fragments = tuple(fragments)
+        self.check = PlanVerification(files, lambda nbytes: None)
+        self._read: dict[str, FileEntry] = {}  # the fragments that are readable here
+
+    @property
+    def is_silent(self) -> bool:
+        """It does not answer, so nothing is known of what it has."""
+        return False
+
+    def read_fragments(self) -> dict[str, Version]:
+        """Those that are readable here."""
+        read = self._read_fragments()
+        self._read = {name: self.check.found[name] for name in read}
+        return {name: (self._read[name], fragment) for name, fragment in read.items()}
+
+    def _read_fragments(self) -> dict[str, Fragment]:
+        return self.check.read_named([(name, None) for name in self.fragments])
+
+    def check_files(self, chosen: Mapping[str, Version]) -> int:
+        """Compare what is here with the manifest that was `chosen`. How many copies that is."""
+        mine = {name: chosen[name] for name in self.fragments if name in chosen}
+        for name, (entry, _) in mine.items():
+            if self._read.get(name, entry) != entry:
+                self.check.report(name, "digest", f"Its bytes differ from their digest {entry.digest}.")
+        if not self.is_silent:
+            self.check.check_sizes(None, {name: fragment for name, (_, fragment) in mine.items()})
+        return len(self.fragments)
+
+    def intact(self, files: Iterable[str]) -> set[str]:
+        """Those of `files`, which should be here, that are in order; fragments only if they were read."""
+        if self.is_silent:
+            return set()
+        unread = set(self.fragments).difference(self._read)
+        return set(files) - unread - {damage.file for damage in self.check.damages}
+
+    def hang_up(self) -> None:
+        """Close connections; they are made again when they are needed."""
+
+    def report(self, wanted: Sequence[str]) -> Holder:
+        found = tuple(index for index, name in enumerate(wanted) if name in self.fragments)
+        return Holder(where=self.where, node=self.node, fragments=found, damages=tuple(self.check.damages))
+
+
+class _Node(_Place):
+    def __init__(self, node: str, fragments: Sequence[str], files: _HeldFiles) -> None:
+        super().__init__(f"node {node[:12]}", fragments, files)
+        self.node = node
+        self._files = files
+
+    @property
+    def is_silent(self) -> bool:
+        return self._files.is_silent
+
+    def hang_up(self) -> None:
+        self._files.hang_up()
+
+
+class _Storage(_Place):
+    """The storage path, which should have all."""
+
+    def __init__(self, view: CheckpointView, fragments: Sequence[str]) -> None:
+        where, files = view.where or "", _stored_files(view)
+        super().__init__(where, fragments, files)
+        self._files = files
+        self._root_digest = view.info.root_digest
+
+    @property
+    def is_silent(self) -> bool:
+        return isinstance(self._files, _Unlisted)
+
+    def _read_fragments(self) -> dict[str, Fragment]:
+        description = self.check.read_description()
+        if description is not None:
+            self.check.check_root(description, self._root_digest)
+        listed = {entry.name: entry for entry in description.files} if description is not None else {}
+        return self.check.read_named([(name, listed.get(name)) for name in self.fragments])
+
+    def check_files(self, chosen: Mapping[str, Version]) -> int:
+        count = super().check_files(chosen)
+        self.check.check_unlisted()
+        return count
+
+
+def _stored_files(view: CheckpointView) -> SavedFiles:
+    """Once they are listed. That this cannot be, such as without credentials, is told of each of them."""
+    try:
+        files = view.files()
+        _ = files.names
+    except (ConfigError, OSError) as error:
+        return _Unlisted(view.where or "", str(error))
+    return files
+
+
+class _Unlisted(SavedFiles):
+    """What is at a place that cannot be listed: nobody knows, and it is asked no more."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        self._where = where
+        self._reason = reason
+
+    @property
+    def folder_name(self) -> str:
+        return ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ()
+
+    def place(self, name: str) -> str:
+        return f"{self._where}/{name}"
+
+    def open(self, name: str) -> CheckpointFile | None:
+        raise OSError(self._reason)
+
+
+class _HeldFiles(SavedFiles):
+    """What a node holds of a checkpoint. Once its agent does not answer, it is asked no more."""
+
+    def __init__(
+        self, fragments: Iterable[str], attempt: AttemptId, credentials: Credentials | None, endpoint: str
+    ) -> None:
+        """`endpoint` is that of its agent, "" if it has none."""
+        self._fragments = tuple(fragments)
+        self._attempt = attempt
+        self._peers = Peers(credentials)
+        self._endpoint = endpoint
+        self.is_silent = not endpoint
+
+    @property
+    def folder_name(self) -> str:
+        return self._attempt.directory
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fragments that it is said to hold: agents do not list files."""
+        return self._fragments
+
+    def place(self, name: str) -> str:
+        return name
+
+    def open(self, name: str) -> CheckpointFile | None:
+        if self.is_silent:
+            raise ConnectionError("its agent does not answer")
+        file = FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=name)
+        try:
+            with self._peers.lend(self._endpoint) as peer:
+                size = peer.size(file)
+        except Unavailable as error:
+            if not error.fields.get("answered"):
+                self.is_silent = True
+            raise ConnectionError(error.message) from error
+        return None if size is None else CheckpointFile(size_bytes=size, read=partial(self._read, file))
+
+    def hang_up(self) -> None:
+        self._peers.close()
+
+    def _read(self, file: FileName, ranges: Sequence[tuple[int, int]]) -> Generator[memoryview, None, None]:
+        try:
+            with self._peers.lend(self._endpoint) as peer:
+                yield from peer.read(file, ranges)
+        except Unavailable as error:  # of the kind that readers of files expect
+            raise ConnectionError(error.message) from error

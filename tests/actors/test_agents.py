@@ -1,0 +1,54 @@
+"""What the coordinator knows of agents: those that were replaced, and those that nobody needs."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from types import SimpleNamespace
+
+from ray_ckpt.actors.agents import Agents
+from ray_ckpt.actors.wire import AgentCard
+from ray_ckpt.transport.credentials import ServiceKeys
+
+
+def make() -> Agents:
+    return Agents(ServiceKeys.make(datetime.now(UTC), encrypt=False), ThreadPoolExecutor(1))
+
+
+def test_the_card_of_an_agent_that_was_replaced_meanwhile_is_not_kept() -> None:
+    """Its successor would be given the address of a dead process, for copies and restores."""
+
+    async def read(is_replaced: bool) -> dict[str, AgentCard]:
+        agents, answer = make(), asyncio.get_running_loop().create_future()
+        old = AgentCard(node_id="n", endpoint="grpc+tls://10.0.0.1:1", staging="")
+        agents._actors["n"] = SimpleNamespace(card=SimpleNamespace(remote=lambda: answer))
+        agents.cards["n"] = old
+        reading = asyncio.ensure_future(agents.read_cards())
+        await asyncio.sleep(0)
+        if is_replaced:
+            agents.forget("n")
+        answer.set_result(old)
+        await reading
+        return agents.cards
+
+    assert asyncio.run(read(is_replaced=False)).keys() == {"n"}
+    assert asyncio.run(read(is_replaced=True)) == {}
+
+
+def test_an_agent_ends_once_it_has_not_been_needed_for_so_long() -> None:
+    agents, ended = make(), list[str]()
+    for node in ("a", "b"):
+        retire = SimpleNamespace(remote=lambda node=node: ended.append(node))
+        agents._actors[node] = SimpleNamespace(retire=retire)
+    assert agents.end_idle(["a"], 0.05) == ()
+    agents._needed_s["b"] -= 0.1
+    assert agents.end_idle(["a"], 0.05) == ("b",)
+    assert ended == ["b"] and set(agents.nodes) == {"a"}
+
+
+def test_no_agent_is_started_once_the_service_ends() -> None:
+    agents = make()
+    agents.close()
+    assert asyncio.run(agents.ask("n", "card")) is None
+    assert not agents.nodes
