@@ -44,6 +44,7 @@ from ray_ckpt.actors.wire import (
 from ray_ckpt.config import RunOptions, is_encrypted
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.claim import RunMark, check_claim, check_marks
+from ray_ckpt.core.coordinator import CLOCK_S
 from ray_ckpt.core.drill import live_checkpoints
 from ray_ckpt.core.requests import checkpoint_to_pin
 from ray_ckpt.errors import (
@@ -566,8 +567,12 @@ class Coordinator:
             self._meters.record(run.spec.name, sample)
 
     def _advance(self, run: Run) -> None:
-        """Time passes before each event, so that the machine needs no clock."""
-        for effect in run.machine.handle(m.Ticked(now_s=time.monotonic(), wall_s=time.time())):
+        """Time passes before an event, so that the machine needs no clock."""
+        now_s = time.monotonic()
+        if now_s - run.ticked_s < CLOCK_S:
+            return
+        run.ticked_s = now_s
+        for effect in run.machine.handle(m.Ticked(now_s=now_s, wall_s=time.time())):
             self._carry_out(run, effect)
 
     def _carry_out(self, run: Run, effect: m.Effect) -> None:

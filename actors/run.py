@@ -38,6 +38,7 @@ class Run:
         self.spec = spec
         self.remote = spec.storage.open()
         self.machine = RunMachine(options=spec.options, writer=uuid.uuid4().hex, service=service)
+        self.ticked_s = -math.inf  # when the machine was told the time (monotonic)
         self.nonce = uuid.uuid4().hex
         self.waiting: dict[m.Token, asyncio.Future[Any]] = {}
         self.threads = ThreadPoolExecutor(LOG_THREADS, thread_name_prefix=f"ray_ckpt-log-{spec.name[:32]}")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ray_ckpt.core.history import RunHistory, SessionInfo
+from ray_ckpt.core.history import SessionInfo
 from ray_ckpt.errors import ConfigError, FormatError
 from ray_ckpt.format import names
 from ray_ckpt.lazy import MAX_NEAREST
@@ -117,7 +117,6 @@ class Catalog:
                 f"The log in {self.where} has no records.", hint="The run has not begun.", path=self.where
             )
         self._base, self._history, self._newest = base, history, tuple(record for record, _ in found)
-        self._branch = _whole_lineage(history)
 
     def _ahead(self, wanted: Iterable[str]) -> LogStore:
         """The log, with `wanted` fetched at once where each answer takes long. OSError."""
@@ -154,7 +153,8 @@ class Catalog:
     def find(self, step: int, *, all: bool = False) -> CheckpointView | None:
         """The newest checkpoint of `step`: live before others, on the current lineage before others."""
         found = [c for c in self.list(all=all) if c.step == step]
-        found.sort(key=lambda c: (c.state == "live", c.id.attempt in self._branch, c.seq))
+        ends = self._history.branch_points()
+        found.sort(key=lambda c: (c.state == "live", c.seq <= ends.get(c.id.session, -1), c.seq))
         return self.view(found[-1]) if found else None
 
     def newest(self, level: Level = Level.LOCAL) -> CheckpointView | None:
@@ -331,9 +331,7 @@ class Catalog:
         return {name: rows[name] for name in TABLES}
 
     def _checkpoints(self, known: Sequence[CheckpointInfo], cuts: Mapping[str, Sequence[str]]) -> pa.Table:
-        return checkpoints_table(
-            known, self._history, on_storage=self._on_storage(known), lineage=self._branch, cuts=cuts
-        )
+        return checkpoints_table(known, self._history, on_storage=self._on_storage(known), cuts=cuts)
 
     def durable(self, steps: Collection[int] | None = None) -> tuple[CheckpointView, ...]:
         """The live durable checkpoints in log order, or those of `steps`: ConfigError if a step has none."""
@@ -460,9 +458,3 @@ def _read_first(listed: Iterable[str]) -> Iterator[str]:
     if newest >= 0:
         yield names.snapshot_file(newest)
     yield from (names.record_file(seq) for seq in _seqs(listed) if seq == 0 or seq > newest)
-
-
-def _whole_lineage(history: RunHistory) -> frozenset[str]:
-    """Attempts on the current lineage, those that are gone by now included."""
-    ends = history.branch_points()
-    return frozenset(name for name, c in history.checkpoints.items() if c.seq <= ends.get(c.id.session, -1))

@@ -48,15 +48,14 @@ def checkpoints_table(
     history: RunHistory,
     *,
     on_storage: Sequence[bool],
-    lineage: frozenset[str],
     cuts: Mapping[str, Sequence[str]],
 ) -> pa.Table:
     """One row per checkpoint of `known`.
 
-    `on_storage` says of each whether the storage path has files of it; `lineage` are the attempts on the
-    current lineage, `cuts` what `Cuts.texts` gave, by attempt. Metrics are columns `metric.<name>`, null
-    where a checkpoint has none of that name.
+    `on_storage` says of each whether the storage path has files of it, `cuts` what `Cuts.texts` gave, by
+    attempt. Metrics are columns `metric.<name>`, null where a checkpoint has none of that name.
     """
+    ends = history.branch_points()
     sessions = sessions_rows(history)
     opened = [sessions[c.id.session] for c in known]
     columns: dict[str, pa.Array] = {
@@ -85,7 +84,7 @@ def checkpoints_table(
         "drain_s": pa.array(list(map(drain_s, known)), pa.float64()),
         "resumed_from_step": pa.array([s["resumed_from_step"] for s in opened], pa.int64()),
         "branch": pa.array([s["branch"] for s in opened], pa.int64()),
-        "on_lineage": pa.array([c.id.attempt in lineage for c in known], pa.bool_()),
+        "on_lineage": pa.array([c.seq <= ends.get(c.id.session, -1) for c in known], pa.bool_()),
         "pins": pa.array(list(map(_pins, known)), _PINS),
         "root_digest": pa.array([c.root_digest for c in known], pa.string()),
         "directory": pa.array([c.directory for c in known], pa.string()),

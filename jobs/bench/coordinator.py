@@ -1,11 +1,12 @@
 """What a save costs the run machine, by the number of nodes: CPU time, without Ray and without a store.
 
-A `Fleet` speaks to a real RunMachine as `ray_ckpt.actors.coordinator` does: time passes before each event and
-twice a second, and each effect that wants an answer gets one. Steps take a second and each one is saved.
+A `Fleet` speaks to a real RunMachine as `ray_ckpt.actors.coordinator` does: time passes before events, in
+steps of CLOCK_S, and each effect that wants an answer gets one. Steps take a second and each one is saved.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from jobs.bench.context import Context
 from jobs.bench.row import Row, measure
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.coordinator import RunMachine
+from ray_ckpt.core.coordinator import CLOCK_S, RunMachine
 from ray_ckpt.format.names import fragment_file, make_attempt, shard_file, state_file
 from ray_ckpt.types import AttemptId, FileEntry, Level, RankRestore
 
@@ -37,6 +38,7 @@ class Fleet:
         self.machine = RunMachine(options=options, writer="bench", service="bench")
         self.nodes = tuple(f"{index:056x}" for index in range(num_nodes))  # as long as Ray's ids
         self.now_s = 0.0
+        self.ticked_s = -math.inf
         self.step = 0
         self.answers: deque[m.Event] = (
             deque()
@@ -88,9 +90,11 @@ class Fleet:
         """Time passes, then the event happens."""
         self.now_s += after_s
         todo = deque([event])
+        if self.now_s - self.ticked_s >= CLOCK_S:
+            self.ticked_s = self.now_s
+            todo.appendleft(m.Ticked(now_s=self.now_s, wall_s=self.now_s))
         while todo:
-            ticked = m.Ticked(now_s=self.now_s, wall_s=self.now_s)
-            for effect in (*self.machine.handle(ticked), *self.machine.handle(todo.popleft())):
+            for effect in self.machine.handle(todo.popleft()):
                 if isinstance(effect, m.Append):
                     todo.append(m.Appended(seq=effect.record.seq, outcome="ok"))
                 elif (answer := _answer(effect)) is not None:

@@ -8,7 +8,7 @@ what retention gives up, whether a run is finished) is decided only while no rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import singledispatchmethod
 from typing import Any
 
@@ -39,6 +39,7 @@ from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import AttemptId, CheckpointInfo, EndCause, Exposure, Level, RankRestore
 
+CLOCK_S = 0.01  # how exactly the machine knows the time: thousands of events may come in a second
 SNAPSHOT_EVERY = 1000  # records between two snapshots of the log: what a reader opens one by one
 SNAPSHOT_RETRY_S = 60.0
 
@@ -53,7 +54,8 @@ class RunMachine:
     """
 
     def __init__(self, *, options: RunOptions, writer: str, service: str) -> None:
-        self._context = Context(options, Ledger(writer=writer, service=service))
+        self._ledger = Ledger(writer=writer, service=service)
+        self._context = Context(options, self._ledger)
         self._groups = Groups(self._context)
         self._saves = Saves(self._context)
         self._agreement = Agreement(self._context)
@@ -82,7 +84,7 @@ class RunMachine:
         if not self._ledger.is_open and not isinstance(event, _BEFORE_THE_FENCE):
             self._early.append(event)
             return ()
-        effects = [*_handler(type(event))(self, event), *self._decide()]
+        effects = [*_HANDLERS.get(type(event), _HANDLERS[object])(self, event), *self._decide()]
         if not self._fenced and (append := self._next_append()) is not None:
             effects.append(append)
         return tuple(effects)
@@ -120,7 +122,7 @@ class RunMachine:
     @property
     def is_idle(self) -> bool:
         """No group has the run, and this coordinator is not about to write anything."""
-        return not self._groups.owner_has_run and not self._ledger.pending
+        return not self._groups.owner_has_run and self._ledger.is_settled
 
     def take_samples(self) -> tuple[Sample, ...]:
         """What has been measured since this was asked last."""
@@ -235,10 +237,6 @@ class RunMachine:
     def holders(self) -> dict[str, dict[int, tuple[str, ...]]]:
         """Who holds which fragment of which attempt."""
         return self._context.holders.table()
-
-    @property
-    def _ledger(self) -> Ledger:
-        return self._context.ledger
 
     # -- the log -------------------------------------------------------------------------------------
 
@@ -387,25 +385,25 @@ class RunMachine:
         ledger = self._ledger
         if self._fenced or not ledger.is_open:
             return
-        if ledger.pending:
+        if not ledger.is_settled:
             yield from self._groups.decide_without_log()
             return
         yield from self._groups.decide()
-        if self._requests and not self._ledger.pending:
+        if self._requests and self._ledger.is_settled:
             yield from self._requests.decide(self._saves)
-        if self._retire_due and not ledger.pending:
+        if self._retire_due and ledger.is_settled:
             self._retire_due = False
             self._retire()
-        if self._upkeep.is_due and self._groups.owner_has_run and not ledger.pending:
+        if self._upkeep.is_due and self._groups.owner_has_run and ledger.is_settled:
             is_told = bool(self._context.disks)
             yield from self._upkeep.decide(wall_s=self._wall_s, busy=self._busy())
-            if is_told and self._upkeep.is_crowded and not self._ledger.pending:
+            if is_told and self._upkeep.is_crowded and self._ledger.is_settled:
                 self._retire()
             self._drain_again()
         if self._context.draining:
             yield from self._leave()
         yield from self._sweeps.ask(self._wall_s)
-        if self._finishing and not self._saves and not self._ledger.pending:
+        if self._finishing and not self._saves and self._ledger.is_settled:
             yield from self._finish()
         yield from self._snapshot()
 
@@ -457,7 +455,7 @@ class RunMachine:
         due = self.history.next_seq - 1 - self._snapshot_seq >= SNAPSHOT_EVERY
         if not due or self._is_writing_snapshot or self._context.now_s < self._snapshot_at_s:
             return
-        if not self._ledger.pending:
+        if self._ledger.is_settled:
             self._is_writing_snapshot = True
             yield m.WriteSnapshot(seq=self.history.next_seq - 1)
 
@@ -525,7 +523,7 @@ class RunMachine:
     @_on.register
     def _(self, event: m.OwnerGone) -> Iterable[m.Effect]:
         is_finishing = any(asked.ends_group for asked in self._finishing)
-        if event.owner == self._groups.owner and not is_finishing and not self._ledger.pending:
+        if event.owner == self._groups.owner and not is_finishing and self._ledger.is_settled:
             self._tenure.end("launcher", live=self._context.holders.live)
         return ()
 
@@ -745,8 +743,7 @@ def _asked_end(asked: Iterable[m.FinishAsked]) -> EndCause:
     return "process" if any(event.has_failed for event in asked) else "finished"
 
 
-def _handler(kind: type[Any]) -> Callable[[RunMachine, Any], Iterable[m.Effect]]:
-    """What `RunMachine._on` does with this kind of event; `_on` itself makes a method at each call."""
-    handlers: Any = RunMachine.__dict__["_on"]
-    handler: Callable[[RunMachine, Any], Iterable[m.Effect]] = handlers.dispatcher.dispatch(kind)
-    return handler
+_HANDLERS: Mapping[type, Callable[[RunMachine, Any], Iterable[m.Effect]]] = vars(RunMachine)[
+    "_on"
+].dispatcher.registry
+"""What `RunMachine._on` does with each kind of event; `_on` itself makes a method at each call."""

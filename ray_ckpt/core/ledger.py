@@ -53,6 +53,11 @@ class Ledger:
         inflight = (self._inflight.op,) if self._inflight else ()
         return (*inflight, *self._queue)
 
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is pending: what the log says is all there is."""
+        return self._inflight is None and not self._queue
+
     def append(self, op: r.Op) -> None:
         self._queue.append(op)
 

@@ -36,7 +36,5 @@ class Digester:
 
 def root_digest(files: Iterable[FileEntry]) -> str:
     """One digest over every (name, size, digest) of a checkpoint, independent of the order given."""
-    state = Digester()
-    for file in sorted(files, key=attrgetter("name")):
-        state.update(f"{file.name}\0{file.size_bytes}\0{file.digest}\n".encode())
-    return state.hexdigest()
+    in_order = sorted(files, key=attrgetter("name"))
+    return digest("".join([f"{file.name}\0{file.size_bytes}\0{file.digest}\n" for file in in_order]).encode())

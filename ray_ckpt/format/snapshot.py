@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from math import isfinite, nan
 from typing import Any, TypeAlias
 
@@ -77,7 +77,7 @@ _NULLABLE = {"verified_at_s", *_SECONDS}
 _STATES = {"live", "lost", "retired", "collected"}
 _LEVELS = {level.label: level for level in Level}
 _ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
-_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
+_HEX = re.compile(r"[0-9a-f]*")
 _WHOLE = ("session", "replicas", "size_bytes")  # from 0 on
 _COUNTS = ("world_size", "num_nodes")  # from 1 on
 
@@ -206,8 +206,8 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
     for name in _COUNTS:
         _check_range(columns[name], name, 1, jsontext.MAX_INT)
     _check_range(columns["step"], "step", 0, MAX_STEP)
-    _check_all(map(_ATTEMPT.match, columns["attempt"]), "attempt")
-    _check_all(map(_DIGEST.match, columns["root_digest"]), "root_digest")
+    _check_hex(columns["attempt"], "attempt", 16)
+    _check_hex(columns["root_digest"], "root_digest", 32)
     _check_all(map(_STATES.__contains__, set(columns["state"])), "state")
     _check_all(map(_LEVELS.__contains__, set(columns["level"])), "level")
     _check_all((value is not None for value in columns["metrics.value"]), "metric")
@@ -275,10 +275,8 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
 
 
 def _maps(columns: Columns, name: str) -> Iterator[dict[str, Any]]:
-    keys, values, end = columns[f"{name}.key"], columns[f"{name}.value"], 0
-    for count in columns[f"{name}.count"]:
-        start, end = end, end + count
-        yield dict(zip(keys[start:end], values[start:end], strict=True)) if count else {}
+    entries = zip(columns[f"{name}.key"], columns[f"{name}.value"], strict=True)
+    return (dict(islice(entries, count)) if count else {} for count in columns[f"{name}.count"])
 
 
 def _rows_digest(columns: Columns) -> str:
@@ -442,6 +440,12 @@ def _check_range(values: list[int], name: str, low: int, high: int) -> None:
     if values:
         jsontext.integer(min(values), name, low=low, high=high)
         jsontext.integer(max(values), name, low=low, high=high)
+
+
+def _check_hex(texts: Sequence[str], name: str, digits: int) -> None:
+    """All at once, which takes a fifth of the time."""
+    if not (set(map(len, texts)) <= {digits} and _HEX.fullmatch("".join(texts))):
+        raise FormatError(f"A checkpoint of the snapshot has an impossible {name}.")
 
 
 def _check_all(good: Iterable[object], name: str) -> None:
