@@ -10,6 +10,7 @@ from ray_ckpt.notices import METADATA_ENV
 
 pytest_plugins = ["tests.servers.fixtures"]
 
+os.environ.pop("COLUMNS", None)  # how wide the terminal is that tests were started in; tests set their own
 os.environ[METADATA_ENV] = "off"  # no test may ask a cloud's service; those of notices set their own
 
 # Machines are slow and shared: no test may fail because an example took long.

@@ -73,6 +73,18 @@ def refused(endpoint: str, credentials: Credentials) -> str:
         f"{OTHER_UID}.{OURS.token.partition('.')[2]}",
         f"~{OURS.token}",
     ],
+    ids=[
+        "none",
+        "word",
+        "uid",
+        "uid and dot",
+        "longer",
+        "shorter",
+        "upper",
+        "other keys",
+        "other uid",
+        "mark",
+    ],
 )
 def test_a_wrong_token_gets_nothing(
     server: PeerServer, folder: Folder, token: str, capfd: pytest.CaptureFixture[str]
