@@ -472,13 +472,12 @@ class TestRemote:
 
     def test_shared_memory_is_not_a_process_its_own(self) -> None:
         size = 32 << 20
-        before = remote_memory.own_bytes(os.getpid())
-        with mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as shared:
-            shared.write(bytes(size))
-            assert remote_memory.own_bytes(os.getpid()) - before < size / 2
-        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as own:
-            own.write(bytes(size))
-            assert remote_memory.own_bytes(os.getpid()) - before > size / 2
+        for flag, is_own in ((mmap.MAP_SHARED, False), (mmap.MAP_PRIVATE, True)):
+            with mmap.mmap(-1, size, flags=flag | mmap.MAP_ANONYMOUS) as memory:
+                before = remote_memory.own_bytes(os.getpid())
+                for page in range(0, size, mmap.PAGESIZE):
+                    memory[page] = 1
+                assert (remote_memory.own_bytes(os.getpid()) - before > size / 2) == is_own
 
 
 class TestCommand:
