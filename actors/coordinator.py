@@ -23,6 +23,7 @@ from typing import Any
 import ray
 
 import ray_ckpt
+from ray_ckpt import telemetry
 from ray_ckpt.actors import names, ray_state
 from ray_ckpt.actors.agents import AGENT_CALL_S, CARD_S, Agents, reason
 from ray_ckpt.actors.effects import STORE_TIMEOUT_S, Effects, Work
@@ -65,12 +66,15 @@ from ray_ckpt.origin import Origin, find_origin
 from ray_ckpt.storage.log_store import (
     read_run,
 )
+from ray_ckpt.telemetry import Sample
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, Level, Part, RankRestore, SaveFacts
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
 TICK_S = 0.5
+TOLD_FINISHED_S = 1200.0  # an alert looks back by a quarter of an hour, to see who has fallen silent
+FINISHED = 2.0  # of the metric run_active
 TAKE_OVER_AGAIN_S = 5.0
 PARTS_WAIT_S = 300.0  # for the other parts of a group, whose processes may still be starting
 OWNER_GONE_S = 10.0  # a launcher that ends is dead for Ray within seconds; one that lives longer has the run
@@ -753,8 +757,14 @@ class Coordinator:
             return
         self._gauges_s = now_s + GAUGES_EVERY_S
         for run in list(self._runs.values()):
-            if not run.machine.is_open or run.machine.end_cause == "finished":
+            if not run.machine.is_open:
                 continue
+            if run.machine.end_cause == "finished":
+                run.finished_s = min(run.finished_s, now_s)
+                if now_s - run.finished_s < TOLD_FINISHED_S:
+                    self._meters.record(run.spec.name, Sample(metric=telemetry.ACTIVE, value=FINISHED))
+                continue
+            run.finished_s = math.inf
             if now_s >= run.goodput_s:
                 run.goodput_s = math.inf  # until this look has ended
                 self._spawn(self._look_at_goodput(run))

@@ -51,6 +51,7 @@ class Run:
         self.disks: dict[str, m.DiskSpace] = {}  # looked at since the machine was told
         self.seen_disks: dict[str, m.DiskSpace] = {}  # the last look at each node, for people
         self.warning: tuple[str, float] = ("", 0.0)  # the last one of the machine's, and its Unix time
+        self.finished_s = math.inf  # when it was first seen to be finished (monotonic)
         self.goodput: tuple[Sample, ...] = ()  # by the log
         self.goodput_s = 0.0  # when that is to be looked at again (monotonic)
         self.changed = asyncio.Condition()

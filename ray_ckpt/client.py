@@ -376,22 +376,40 @@ class Checkpointer:
         """Whether the cadence asks for a save after `step`, which is the one just completed.
 
         The same on all ranks: a multiple of `every_steps`, or a step that the coordinator has named to all.
+        In a loop without `step`, ask after each step, on every rank: saves by time and before a node leaves
+        come at a step that lies ahead of all ranks, by the pace that they show here. Raises as `step` does.
         """
+        self._complete(step)
+        if not (is_due := self._is_due(step)):
+            self._look_around(step)
+        return is_due
+
+    def _is_due(self, step: int) -> bool:
         every = self._link.options.steps_between_saves
         is_agreed = self._agreed.look(step)
         return is_agreed or (every is not None and step % every == 0)
 
-    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Say that optimizer step number `step` is complete; saves if that is due."""
-        self._step, self._last_metrics = step, _detached(metrics)
-        self._agreed.completed()
+    def _complete(self, step: int) -> None:
+        """Note that `step` is complete, once, by whichever call says so first."""
+        if step != self._step:
+            self._step = step
+            self._agreed.completed()
         if self._saver is not None:
             self._saver.look()
-        if self.due(step) or self._num_postponed or (self._probe is not None and self._probe.due(step)):
+
+    def _look_around(self, step: int) -> None:
+        """What there is to see at a step that is not saved."""
+        self._check_outcomes()
+        self._protection.check(step)
+
+    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Say that optimizer step number `step` is complete; saves if that is due."""
+        self._last_metrics = _detached(metrics)
+        self._complete(step)
+        if self._is_due(step) or self._num_postponed or (self._probe is not None and self._probe.due(step)):
             self._save_now(step, metrics)
         else:
-            self._check_outcomes()
-            self._protection.check(step)
+            self._look_around(step)
         self._report_if_due(step)
         self._whole_step = step
         if self._probe is not None:

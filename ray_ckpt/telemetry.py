@@ -63,9 +63,12 @@ LATENCY = Metric("save_latency_seconds", "gauge", "From the beginning of a save 
 
 # How far a run is
 ACTIVE = Metric(
-    "run_active", "gauge", "1 while a training group has the run, else 0; no series once the run is finished."
+    "run_active",
+    "gauge",
+    "1 while a training group has the run, else 0; 2 for 20 minutes once it is finished, then no series.",
 )
 SESSION = Metric("session", "gauge", "The number of the session at work, or of the last one.")
+SESSION_AGE = Metric("session_age_seconds", "gauge", "Seconds since that session began.")
 STEP = Metric("last_step", "gauge", "The last optimizer step that a rank has completed.")
 SAVED_STEP = Metric(
     "saved_step", "gauge", "The newest step that has reached a level: local, replicated, durable.", ("level",)
@@ -79,6 +82,9 @@ AT_RISK = Metric(
 # What is missing
 COPIES_MISSING = Metric("copies_missing", "gauge", "Copies of fragments that repair has yet to make.")
 DRAINS = Metric("drains_pending", "gauge", "Checkpoints on their way to the storage path, or waiting for it.")
+DAMAGED = Metric(
+    "storage_damaged", "gauge", "Live checkpoints whose copy on the storage path is known to be damaged."
+)
 DISK_FREE = Metric("disk_free_bytes", "gauge", "Free on the file system of a node's staging.", ("node",))
 DISK_TOTAL = Metric("disk_total_bytes", "gauge", "Size of that file system.", ("node",))
 DISK_RESERVE = Metric(
@@ -101,7 +107,9 @@ FAILURES = Metric(
 CORRUPT = Metric(
     "corruption_found", "counter", "Copies that did not fit their digests; place: node, remote.", ("place",)
 )
-REPAIRED = Metric("corruption_repaired", "counter", "Of those, made good again.", ("place",))
+REPAIRED = Metric(
+    "corruption_repaired", "counter", "Of those, made good again, as far as they are needed.", ("place",)
+)
 LOST = Metric("lost_checkpoints", "counter", "Checkpoints of which no intact copy was left.")
 
 # Coming back

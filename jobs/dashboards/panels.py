@@ -58,7 +58,7 @@ PROTECTED = Row(
             (Query(_newest("ray_ckpt_run_active"), "{{run}}"),),
             kind="stat",
             width=4,
-            names={"0": "no", "1": "yes"},
+            names={"0": "no", "1": "yes", "2": "finished"},
         ),
         Panel(
             "Steps at risk",
@@ -216,12 +216,13 @@ DURABILITY = Row(
         ),
         Panel(
             "Damage",
-            "Copies that did not fit their digests, and those made good again, within an hour.",
+            "Copies that did not fit their digests, and those made good again, in an hour; what is still damaged.",
             (
                 Query(_grown("ray_ckpt_corruption_found_total", "run, place"), "{{run}} {{place}} found"),
                 Query(
                     _grown("ray_ckpt_corruption_repaired_total", "run, place"), "{{run}} {{place}} repaired"
                 ),
+                Query(_newest("ray_ckpt_storage_damaged"), "{{run}} still damaged on the storage path"),
             ),
         ),
         Panel(

@@ -150,7 +150,7 @@ class Agreement:
             return
         if saves.has_step(named.agreed.step) or self._is_written(named, saves):
             named.was_open = True
-        elif named.was_open or self._context.now_s > named.settled_by_s or self._is_committed(named):
+        elif named.was_open or self._is_over(named, saves):
             self._named = None
             self._reach_s = max(self._reach_s / 2, REACH_S)
 
@@ -161,10 +161,11 @@ class Agreement:
         is_in_time = self._context.now_s <= named.settled_by_s + limit_s
         return is_captured and is_in_time and saves.ended_step < step
 
-    def _is_committed(self, named: _Named) -> bool:
-        """It may have been opened and committed between two looks."""
-        lineage = self._context.history.lineage()
-        return bool(lineage) and lineage[-1].step >= named.agreed.step
+    def _is_over(self, named: _Named, saves: Saves) -> bool:
+        """Nobody came in time; or it was opened and committed or dropped between two looks."""
+        lineage, step = self._context.history.lineage(), named.agreed.step
+        is_committed = bool(lineage) and lineage[-1].step >= step
+        return self._context.now_s > named.settled_by_s or is_committed or saves.ended_step >= step
 
     # -- where ranks are -------------------------------------------------------------------------------
 

@@ -143,6 +143,8 @@ class RunMachine:
         yield Sample(metric=telemetry.LATENCY, value=self._saves.last_save_s)
         yield Sample(metric=telemetry.COPIES_MISSING, value=self.copies_missing)
         yield Sample(metric=telemetry.DRAINS, value=len(self._drains.attempts))
+        damaged = self._context.holders.bad_remote & {c.id.attempt for c in self.history.live()}
+        yield Sample(metric=telemetry.DAMAGED, value=len(damaged))
 
     @property
     def copies_missing(self) -> int:
@@ -679,9 +681,7 @@ class RunMachine:
         elif event.error is not None:
             yield from self._context.warn_once(f"Step {event.attempt.step}: describing it: {event.error}")
         else:
-            if event.attempt.attempt in self._context.holders.bad_remote:
-                self._context.holders.bad_remote.discard(event.attempt.attempt)
-                self._context.measure(telemetry.REPAIRED, place="remote")
+            self._upkeep.uploaded(event.attempt.attempt)
             if checkpoint.state == "live" and checkpoint.level < Level.DURABLE:
                 self._ledger.append(
                     r.Promote(
@@ -731,7 +731,8 @@ class RunMachine:
         if lost or event.draining:
             self._tenure.nodes_seen(lost)
         if lost:
-            self._context.measure(telemetry.FAILURES, len(lost), cause="node")
+            if missed := lost & self.needed_nodes():  # the agents of others may just have been ended
+                self._context.measure(telemetry.FAILURES, len(missed), cause="node")
             self._context.holders.lose(lost)
             yield from self._saves.nodes_lost(lost)
             self._collected(self._deletions.lost(lost))

@@ -26,7 +26,8 @@ def exposure(
             break
         only = _only_holders(checkpoint, holders)
         fatal = set(only.values())  # the nodes without which a fragment is on no node
-        left = [n for n in waiting if checkpoint.level >= Level.DURABLE or not fatal & {NOWHERE, n.node_id}]
+        is_remote = checkpoint.level >= Level.DURABLE and checkpoint.id.attempt not in holders.bad_remote
+        left = [n for n in waiting if is_remote or not fatal & {NOWHERE, n.node_id}]
         for node in left:
             found[node.node_id] = Exposure(
                 node_id=node.node_id,

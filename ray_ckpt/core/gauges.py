@@ -24,6 +24,7 @@ def gauges(
     session = history.session
     yield t.Sample(metric=t.ACTIVE, value=float(is_active))
     yield t.Sample(metric=t.SESSION, value=session.session if session else 0)
+    yield t.Sample(metric=t.SESSION_AGE, value=max(0.0, wall_s - session.opened_at_s) if session else 0.0)
     lineage = history.lineage()
     last_step = max((last_step, *(c.step for c in lineage[-1:])))
     yield t.Sample(metric=t.STEP, value=last_step)
@@ -35,9 +36,8 @@ def gauges(
         yield t.Sample(metric=t.SAVED_STEP, value=step, labels=labels)
         yield t.Sample(metric=t.LAG_STEPS, value=max(0, last_step - step), labels=labels)
         yield t.Sample(metric=t.LAG_SECONDS, value=max(0.0, wall_s - since_s), labels=labels)
-    passed_s = [c.drilled_at_s for c in lineage if c.drilled_at_s and c.drill.startswith("passed")]
-    if passed_s:
-        yield t.Sample(metric=t.DRILLED_AT, value=max(passed_s))
+    if history.drilled_at_s is not None:
+        yield t.Sample(metric=t.DRILLED_AT, value=history.drilled_at_s)
     for node in exposure:
         risk = node.steps_at_risk if node.step is not None else -1
         yield t.Sample(metric=t.AT_RISK, value=risk, labels={"node": node.node_id})

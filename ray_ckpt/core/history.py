@@ -49,6 +49,7 @@ class RunHistory:
         self.service = ""  # of the coordinator that wrote the last epoch
         self.sessions: dict[int, SessionInfo] = {}  # by number, in log order
         self.checkpoints: dict[str, CheckpointInfo] = {}  # by attempt, in log order
+        self.drilled_at_s: float | None = None  # Unix time of the last drill that passed, of any checkpoint
         self._live: dict[str, CheckpointInfo] = {}  # those that are live
 
     @classmethod
@@ -61,6 +62,8 @@ class RunHistory:
         history.sessions = {s.session: s for s in snapshot.sessions}
         history.checkpoints = {c.id.attempt: c for c in snapshot.checkpoints}
         history._live = {name: c for name, c in history.checkpoints.items() if c.state == "live"}
+        for checkpoint in (c for c in snapshot.checkpoints if c.drilled_at_s is not None):
+            history._note_drill(checkpoint)
         return history
 
     def to_snapshot(self, time_s: float) -> LogSnapshot:
@@ -139,10 +142,15 @@ class RunHistory:
     def _put(self, checkpoint: CheckpointInfo) -> None:
         name = checkpoint.id.attempt
         self.checkpoints[name] = checkpoint
+        self._note_drill(checkpoint)
         if checkpoint.state == "live":
             self._live[name] = checkpoint
         else:
             self._live.pop(name, None)
+
+    def _note_drill(self, checkpoint: CheckpointInfo) -> None:
+        if checkpoint.drilled_at_s is not None and checkpoint.drill.startswith("passed"):
+            self.drilled_at_s = max(self.drilled_at_s or 0.0, checkpoint.drilled_at_s)
 
     def _check(self, record: LogRecord) -> None:
         where = f"Log record {record.seq}"

@@ -34,6 +34,7 @@ class Upkeep:
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = 0.0
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
+        self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
         self.is_crowded = False  # a disk is above its high watermark and nothing there may be evicted
 
     @property
@@ -143,14 +144,28 @@ class Upkeep:
         if event.damage:
             files = ", ".join(event.damage[:5])
             yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} is damaged: {files}.")
-            place = m.REMOTE if event.place == m.REMOTE else "node"
-            self._context.measure(telemetry.CORRUPT, place=place)
             if event.place == m.REMOTE:
-                self._context.holders.bad_remote.add(event.attempt.attempt)
+                self._found_remote(event)
             else:
+                self._context.measure(telemetry.CORRUPT, place="node")
                 self._damaged.append((event.attempt.attempt, event.node_index))
                 self._context.holders.remove(event.attempt.attempt, event.node_index, event.place)
                 self._next_s = 0.0  # a new copy is not to wait
+
+    def _found_remote(self, event: m.ScrubEnded) -> None:
+        bad = self._context.holders.bad_remote
+        bad.add(event.attempt.attempt)
+        self._bad_remote = {attempt: parts for attempt, parts in self._bad_remote.items() if attempt in bad}
+        parts = self._bad_remote.setdefault(event.attempt.attempt, set())
+        if event.node_index not in parts:  # else it is found once more
+            parts.add(event.node_index)
+            self._context.measure(telemetry.CORRUPT, place=m.REMOTE)
+
+    def uploaded(self, attempt: str) -> None:
+        """All of a checkpoint is on the storage path, and good."""
+        self._context.holders.bad_remote.discard(attempt)
+        if parts := self._bad_remote.pop(attempt, None):
+            self._context.measure(telemetry.REPAIRED, len(parts), place=m.REMOTE)
 
     def nodes_changed(self, lost: frozenset[str]) -> None:
         self._repairs.lost(lost)

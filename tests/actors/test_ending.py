@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ray_ckpt import telemetry
 from ray_ckpt.actors import ray_state
 from ray_ckpt.actors.coordinator import OWNER_DEAD_S, Coordinator
 from ray_ckpt.actors.run import Run
@@ -16,6 +18,7 @@ from ray_ckpt.actors.wire import RunSpec, ServiceView
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.errors import Unavailable
+from ray_ckpt.telemetry import Sample
 from tests.actors.test_overview import service, trained, view_of
 
 SPEC = RunSpec(name="gpt", storage_path="/shared/runs", options=RunOptions())
@@ -46,6 +49,39 @@ def test_a_launcher_that_waits_for_agents_keeps_the_service_until_it_is_answered
     with coordinator._in_use("gpt"), coordinator._in_use("gpt"):
         assert newcomers(coordinator, service()) == ("run gpt is being opened",)
     assert newcomers(coordinator, service()) == () and not coordinator._users
+
+
+def test_a_finished_run_is_told_of_for_a_while_and_one_that_goes_on_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An alert looks for runs that trained a quarter of an hour ago and of which nothing is heard."""
+    told: list[float] = []
+    now_s = 1e6
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    coordinator, run = at_work()
+    run.goodput_s = math.inf
+
+    def record(name: str, sample: Sample) -> None:
+        if sample.metric is telemetry.ACTIVE:
+            told.append(sample.value)
+
+    monkeypatch.setattr(coordinator._meters, "record", record)
+    coordinator._set_gauges()
+    assert told == [1.0]
+    told.clear()
+    run.machine._end_cause = "finished"
+    for _ in range(40):
+        now_s += 60.0
+        coordinator._set_gauges()
+    assert set(told) == {2.0} and 15 < len(told) <= 20
+    told.clear()
+    run.machine._end_cause = None
+    now_s += 60.0
+    coordinator._set_gauges()
+    run.machine._end_cause = "finished"
+    now_s += 60.0
+    coordinator._set_gauges()
+    assert told == [1.0, 2.0]
 
 
 def test_a_launcher_that_stays_dead_has_its_session_ended(monkeypatch: pytest.MonkeyPatch) -> None:

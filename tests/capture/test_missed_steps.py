@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
 from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.node import Outcome
+from ray_ckpt.errors import CheckpointError, SaveNotCollective
 from ray_ckpt.format.agreed import AgreedStep
 from tests.capture.local import LocalLink
 from tests.core.driver import Harness, of
@@ -88,3 +91,41 @@ def test_the_pace_after_an_evaluation_is_that_of_before(monkeypatch: pytest.Monk
         now_s[0] += took_s
         agreed.completed()
     assert agreed.progress(step=22, saved_step=0, stall_s=0.0).step_s == pytest.approx(0.5)
+
+
+def test_a_loop_that_only_asks_whether_a_save_is_due_tells_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else no step could be named that lies ahead of it, and nothing is saved by time or in an emergency."""
+    now_s = [0.0]
+    monkeypatch.setattr("ray_ckpt.agreed.time.monotonic", lambda: now_s[0])
+    rank = Rank(LocalLink(options=RunOptions(every_s=1e9)))
+    page = rank.link.page
+    assert page is not None
+    for step in range(1, 21):
+        now_s[0] += 0.5
+        if step == 17:
+            page.show(AgreedStep(step=19, number=1, urgent=False).word)
+        if rank.ckpt.due(step):
+            assert rank.ckpt.due(step), "asked twice, it says the same"
+            rank.ckpt.save(step)
+    told = rank.ckpt._progress()
+    rank.ckpt.close()
+    assert (told.step, told.saved_step, told.step_s) == (20, 19, 0.5)
+
+
+def test_a_save_that_ended_badly_is_heard_of_by_a_loop_that_only_asks() -> None:
+    rank = Rank(LocalLink(options=RunOptions(every_steps=2)))
+    rank.ckpt.save(1)
+    rank.ckpt.flush()
+    misuse = SaveNotCollective("Step 1 was saved by some ranks only.")
+    rank.ckpt._pending[-1] = replace(rank.ckpt._pending[-1], outcome=_failed(misuse), seen=False)
+    with pytest.raises(SaveNotCollective):
+        rank.ckpt.due(3)
+    rank.ckpt.close()
+
+
+def _failed(error: CheckpointError) -> Future[Outcome]:
+    ended: Future[Outcome] = Future()
+    ended.set_result(Outcome(level=None, error=error))
+    return ended

@@ -167,6 +167,17 @@ def test_one_save_follows_the_other_until_the_node_is_gone() -> None:
     assert not of(run.tick(5), m.NameStep), "it stays after all"
 
 
+@pytest.mark.parametrize("was_stored", [True, False])
+def test_a_save_that_was_dropped_between_two_looks_makes_way_for_the_next(was_stored: bool) -> None:
+    run = training(every_s=None)
+    run.tell(told(run, 100, step_s=0.1))
+    attempt = run.attempt(one(leave(run, a=30.0), m.NameStep).agreed.step)
+    stored = [run.stored(attempt, "a")] if was_stored else []
+    run.tell(*stored, m.SaveRefused(attempt=attempt, ranks=(1,), reason="no room"))
+    named = one(run.tick(0.5), m.NameStep).agreed
+    assert named.urgent and named.step > attempt.step
+
+
 def test_a_save_that_cannot_be_complete_in_time_is_not_begun() -> None:
     run = training(every_s=None)
     run.tell(told(run, 100, step_s=20.0))

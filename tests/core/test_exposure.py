@@ -47,6 +47,19 @@ def test_what_is_on_the_storage_path_only_comes_from_there() -> None:
     ]
 
 
+def test_what_is_damaged_on_the_storage_path_is_as_good_as_not_there() -> None:
+    lineage = [
+        checkpoint(10, num_nodes=2, level=Level.DURABLE),
+        checkpoint(20, num_nodes=2, level=Level.DURABLE),
+    ]
+    holders = holders_of("ab", {10: ("", ""), 20: ("ab", "b")})
+    holders.bad_remote.add(lineage[1].id.attempt)
+    assert lines(exposure(group("ab"), lineage, holders, 22)) == [
+        "a: 20 from peer, 2 steps",
+        "b: 10 from remote, 12 steps",
+    ]
+
+
 def test_without_a_checkpoint_all_steps_are_at_risk() -> None:
     holders = holders_of("ab", {10: ("a", "b")})
     assert lines(exposure(group("ab"), [checkpoint(10, num_nodes=2)], holders, 12)) == [

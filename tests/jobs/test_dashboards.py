@@ -157,6 +157,8 @@ WELL: Mapping[str, str] = {
     'ray_ckpt_saved_step{run="r", level="durable"}': "0+60",
     'ray_ckpt_lag_seconds{run="r", level="local"}': "60",
     'ray_ckpt_lag_seconds{run="r", level="durable"}': "600",
+    'ray_ckpt_session_age_seconds{run="r"}': "7200+60",
+    'ray_ckpt_storage_damaged{run="r"}': "0",
     'ray_ckpt_save_interval_seconds{run="r"}': "60",
     'ray_ckpt_steps_at_risk{run="r", node="a"}': "90",
     'ray_ckpt_steps_at_risk{run="r", node="b"}': "60",
@@ -192,8 +194,9 @@ ACTIVE = 'ray_ckpt_run_active{run="r"}'
 RISK_A = 'ray_ckpt_steps_at_risk{run="r", node="a"}'
 LAG = 'ray_ckpt_lag_seconds{run="r", level="local"}'
 DURABLE = 'ray_ckpt_lag_seconds{run="r", level="durable"}'
-FOUND = 'ray_ckpt_corruption_found_total{run="r", place="node", WorkerId="1"}'
-REPAIRED = 'ray_ckpt_corruption_repaired_total{run="r", place="node", WorkerId="1"}'
+FOUND = 'ray_ckpt_corruption_found_total{run="r", place="remote", WorkerId="1"}'
+DAMAGED = 'ray_ckpt_storage_damaged{run="r"}'
+AGE = 'ray_ckpt_session_age_seconds{run="r"}'
 INTERVAL = 'ray_ckpt_save_interval_seconds{run="r"}'
 FREE = 'ray_ckpt_disk_free_bytes{run="r", node="a"}'
 DRILLED = 'ray_ckpt_drill_timestamp_seconds{run="r"}'
@@ -231,7 +234,12 @@ CASES = (
         {260: "", 520: "", 580: "RayCkptDurableLagHigh"},
     ),
     _case("the coordinator is gone", {ACTIVE: "1x30"}, {35: "", 39: "", 45: "RayCkptSilent", 60: ""}),
-    _case("ended", {ACTIVE: "1x30 0x10"}, dict.fromkeys((35, 45, 60), "")),
+    _case("finished", {ACTIVE: "1x30 2x20"}, dict.fromkeys((35, 45, 50, 60, 90), "")),
+    _case(
+        "goes on after a night, saves by the hour",
+        {LAG: "40000+60x60 0+60x60", INTERVAL: "3600x900", AGE: "0+60x900"},
+        dict.fromkeys((17, 30, 58, 90), ""),
+    ),
     _case(
         "saves dropped, each by another coordinator",
         {DROPPED.format(k): f"_x{100 + k} 1x900" for k in range(3)},
@@ -266,15 +274,15 @@ CASES = (
     _case("disk full", {FREE: "40x900"}, {2: "", 20: "RayCkptDiskFilling RayCkptDiskBelowReserve"}),
     _case(
         "damage, made good",
-        {FOUND: "_x50 1x900", REPAIRED: "_x55 1x900"},
+        {FOUND: "_x50 4x900", DAMAGED: "0x50 1x5 0x900"},
         {49: "", 52: "RayCkptCorruptionFound", 57: "RayCkptCorruptionFound", 115: "", 150: ""},
     ),
     _case(
         "damage, half of it made good",
-        {FOUND: "_x50 2x900", REPAIRED: "_x55 1x900"},
+        {FOUND: "_x50 4x900", DAMAGED: "0x50 2x5 1x900"},
         {52: "RayCkptCorruptionFound", 150: "RayCkptCorruptionNotRepaired"},
     ),
-    _case("damage, not made good", {FOUND: "_x50 1x900"}, {150: "RayCkptCorruptionNotRepaired"}),
+    _case("damage of before the coordinator", {DAMAGED: "1x900"}, {150: "RayCkptCorruptionNotRepaired"}),
     _case(
         "a checkpoint lost",
         {'ray_ckpt_lost_checkpoints_total{run="r"}': "_x50 1x900"},

@@ -1,0 +1,121 @@
+"""What people and alerts are told of a run, from the machine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ray_ckpt import telemetry
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.format.records import Drilled
+from ray_ckpt.telemetry import Metric
+from ray_ckpt.types import AttemptId
+from tests.core.driver import Harness
+
+
+def gauge(run: Harness, metric: Metric) -> list[float]:
+    return [sample.value for sample in run.machine.gauges() if sample.metric is metric]
+
+
+def counted(run: Harness, metric: Metric) -> Mapping[str, float]:
+    """Since it was asked last, by cause or place."""
+    found: dict[str, float] = {}
+    for sample in run.machine.take_samples():
+        if sample.metric is metric:
+            (label,) = sample.labels.values()
+            found[label] = found.get(label, 0.0) + sample.value
+    return found
+
+
+def durable(run: Harness, step: int) -> AttemptId:
+    run.drain_all(run.save(step))
+    return run.attempt(step)
+
+
+def scrubbed(run: Harness, attempt: AttemptId, index: int, place: str, *damage: str) -> tuple[m.Effect, ...]:
+    return run.tell(
+        m.ScrubEnded(attempt=attempt, node_index=index, place=place, damage=damage, error=None), run.ticked
+    )
+
+
+def test_a_node_that_nothing_needs_is_no_failure_when_its_agent_is_ended() -> None:
+    run = Harness("abcd", replicas=1)
+    run.open("ab")
+    run.save(10)
+    counted(run, telemetry.FAILURES)
+    run.lose("c", "d")
+    assert not counted(run, telemetry.FAILURES)
+    run.lose("b")
+    assert counted(run, telemetry.FAILURES) == {"node": 1}
+
+
+def test_no_node_of_a_finished_run_is_a_failure() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    durable(run, 10)
+    run.drain_all(run.tell(m.FinishAsked(token="finish", ends_group=True)))
+    counted(run, telemetry.FAILURES)
+    run.lose("a", "b")
+    assert not counted(run, telemetry.FAILURES)
+
+
+def test_the_last_drill_that_passed_is_told_of_when_its_checkpoint_is_gone() -> None:
+    run = Harness("ab", keep_last=1, remote_every=1)
+    run.open("ab")
+    attempt = durable(run, 10)
+    assert not gauge(run, telemetry.DRILLED_AT)
+    for passed in (True, False):
+        drilled = Drilled(
+            attempt=attempt.attempt,
+            scenario="remote only",
+            passed=passed,
+            seconds=1.0,
+            read_bytes={},
+            text="",
+        )
+        run.tell(m.DrillEnded(token=f"drill {passed}", result=drilled))
+        run.now_s += 60
+    (told_s,) = gauge(run, telemetry.DRILLED_AT)
+    durable(run, 20)
+    durable(run, 30)
+    assert run.checkpoint(attempt).state != "live"
+    assert gauge(run, telemetry.DRILLED_AT) == [told_s]
+
+
+def test_a_drill_that_passed_is_known_from_a_snapshot() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    drilled = Drilled(
+        attempt=run.attempt(10).attempt, scenario="node a", passed=True, seconds=1.0, read_bytes={}, text=""
+    )
+    run.tell(m.DrillEnded(token="drill", result=drilled))
+    history = run.machine.history
+    assert history.drilled_at_s is not None
+    assert RunHistory.from_snapshot(history.to_snapshot(0.0)).drilled_at_s == history.drilled_at_s
+
+
+def test_damage_on_the_storage_path_is_told_of_until_all_of_it_is_there_again() -> None:
+    run = Harness("ab", remote_every=1)
+    run.open("ab")
+    attempt = durable(run, 10)
+    assert gauge(run, telemetry.DAMAGED) == [0]
+    effects = scrubbed(run, attempt, 0, m.REMOTE, "shard") + scrubbed(run, attempt, 1, m.REMOTE, "shard")
+    effects += scrubbed(run, attempt, 1, m.REMOTE, "shard")
+    assert counted(run, telemetry.CORRUPT) == {"remote": 2}, "what is found once more is not more"
+    assert gauge(run, telemetry.DAMAGED) == [1]
+    run.drain_all(effects)
+    assert counted(run, telemetry.REPAIRED) == {"remote": 2}
+    assert gauge(run, telemetry.DAMAGED) == [0]
+
+
+def test_damage_goes_with_its_checkpoint() -> None:
+    run = Harness("ab", remote_every=1, keep_last=1, replicas=0)
+    run.open("ab")
+    attempt = durable(run, 10)
+    run.lose("b")
+    scrubbed(run, attempt, 1, m.REMOTE, "shard")
+    assert gauge(run, telemetry.DAMAGED) == [1]
+    run.open("a", resume="never")
+    durable(run, 20)
+    assert run.checkpoint(attempt).state != "live" and gauge(run, telemetry.DAMAGED) == [0]
