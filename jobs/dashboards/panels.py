@@ -216,7 +216,7 @@ DURABILITY = Row(
         ),
         Panel(
             "Damage",
-            "Copies that did not fit their digests, and those made good again, in an hour; what is still damaged.",
+            "Copies that did not fit their digests, those made good, in an hour; what is still damaged.",
             (
                 Query(_grown("ray_ckpt_corruption_found_total", "run, place"), "{{run}} {{place}} found"),
                 Query(
