@@ -82,13 +82,18 @@ class DrillReport:
 
     @property
     def passed(self) -> bool:
-        """Every checkpoint that must survive the loss does."""
-        return all(result.verdict != "failed" for result in self.results)
+        """Something has survived the loss, and every checkpoint that must."""
+        return not self.failed and any(result.verdict == "passed" for result in self.results)
+
+    @property
+    def failed(self) -> bool:
+        """A checkpoint that must survive the loss does not."""
+        return any(result.verdict == "failed" for result in self.results)
 
     @property
     def is_covered(self) -> bool:
-        """There is a checkpoint that must survive the loss; else it passes and proves nothing."""
-        return any(result.is_covered for result in self.results)
+        """There is a checkpoint that must survive the loss; else no promise is tried."""
+        return any(result.is_covered for result in self.results if result.verdict != "retired")
 
     @property
     def resume(self) -> CheckpointInfo | None:
@@ -155,7 +160,7 @@ def drill(
     known first.
 
     What fails and is held elsewhere by now, as `again` says, is read once more. `record` gets each result
-    that says something of a promise.
+    that says something of a promise. ConfigError if all were retired while they were read.
     """
     results = []
     for known in sorted(live, key=lambda c: -c.checkpoint.seq):
@@ -167,6 +172,10 @@ def drill(
         if record is not None and result.verdict in ("passed", "failed"):
             record(result)
         results.append(result)
+    if all(result.verdict == "retired" for result in results):
+        raise ConfigError(
+            "What there was has been retired while it was read.", hint="`ray-ckpt ls` shows what is live."
+        )
     return DrillReport(scenario=scenario, results=tuple(results), last_step=last_step)
 
 

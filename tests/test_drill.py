@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pyarrow.flight as flight
@@ -212,14 +213,31 @@ def test_what_no_promise_covers_fails_no_drill_and_is_not_recorded(nodes: Nodes)
     nodes.put(B, saved, 1)
     recorded: list[CheckpointDrill] = []
     report = run_drill(nodes, [live(saved, (A,), (B,), level=Level.LOCAL)], record=recorded.append)
-    assert report.passed and report.results[0].verdict == "not covered" and not recorded
+    assert not report.failed and not report.passed and not report.is_covered
+    assert report.results[0].verdict == "not covered" and not recorded
     assert report.resume is None and report.steps_lost == 35
 
 
 def test_what_is_retired_while_it_is_read_fails_nothing(nodes: Nodes, saved: SampleCheckpoint) -> None:
-    there = live(saved)  # and no file is there any more
-    report = run_drill(nodes, [there], again=lambda known: None)
-    assert report.passed and report.results[0].verdict == "retired"
+    there = live(sample(5))  # and no file is there any more
+    report = run_drill(nodes, [both(nodes, saved), there], again=lambda known: None)
+    assert report.passed and [r.verdict for r in report.results] == ["passed", "retired"]
+
+
+def test_a_drill_of_what_was_all_retired_has_not_passed(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    there = both(nodes, saved)
+    flip(nodes.folder(B, saved) / shard_file(0, 2))
+    with pytest.raises(ConfigError, match="has been retired while it was read"):
+        run_drill(nodes, [there], again=lambda known: None)
+
+
+def test_a_promise_that_was_retired_is_no_promise_tried(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    unsafe = live(sample(20), (A,), (B,), level=Level.LOCAL)
+    report = run_drill(
+        nodes, [live(saved), unsafe], again=lambda known: None if known != unsafe else (unsafe, nodes.reach)
+    )
+    assert [r.verdict for r in report.results] == ["not covered", "retired"]
+    assert not report.passed and not report.failed and not report.is_covered
 
 
 def test_what_moves_while_it_is_read_is_read_where_it_is(nodes: Nodes, saved: SampleCheckpoint) -> None:
@@ -319,6 +337,23 @@ def test_a_damaged_object_on_the_storage_path_fails_the_command(run: SampleRun) 
     assert result.exit_code == 1 and "remote-only: FAILED" in result.stdout
     assert re.search(rf"step 30: {shard_file(1, 2)}: \S+\[.*\] on remote .*: wrong digest", result.stdout)
     assert "would go on from step 10: 30 steps would be lost" in result.stdout
+
+
+def test_a_run_that_is_all_retired_while_it_is_read_is_no_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path, steps=(10,), durable=(10,))
+    flip(run.directory(10) / shard_file(1, 2))
+
+    def retired_meanwhile(*args: Any) -> CheckpointDrill:
+        run.log.append(records.Retired(attempt=run.checkpoints[10].attempt.attempt, reason="test"))
+        return rehearse(*args)
+
+    monkeypatch.setattr("ray_ckpt.drill.rehearse", retired_meanwhile)
+    with pytest.raises(SystemExit) as caught:
+        main(["drill", str(run.folder), "--remote-only"])
+    found = capsys.readouterr()
+    assert caught.value.code == 2 and "has been retired while it was read" in found.err and not found.out
 
 
 def test_nothing_to_prove_is_said(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def drill(
 
     Every byte is read as a restore reads it and compared with its digest. What the loss must not cost
     (replicated: as many copies as were promised; durable: all nodes) has to pass, or the exit code is 1;
-    what no promise covers is shown. No node, arena or file is touched. Results go to the run's log, but not
+    what no promise covers is shown. If all were retired while they were read, it is 2. No node, arena or file is touched. Results go to the run's log, but not
     without a cluster, where only `--remote-only` has something to read.
 
     Example: `ray-ckpt drill /shared/runs/gpt --lose-node 3f2a`
@@ -95,7 +95,7 @@ def drill(
         print_report(location.name, report)
     for reason in unrecorded:
         print(f"ray-ckpt: not in the run's log: {plain(reason)}", file=sys.stderr)
-    if not report.passed:
+    if report.failed:
         raise typer.Exit(EXIT_DAMAGED)
 
 
@@ -204,7 +204,7 @@ def _tiers_json(reads: Mapping[Tier, TierRead]) -> dict[str, dict[str, float]]:
 
 def print_report(run_name: str, report: DrillReport) -> None:
     console = stdout()
-    verdict = "passed" if report.passed else "FAILED"
+    verdict = "FAILED" if report.failed else "passed"
     if not report.is_covered:
         verdict = "no checkpoint must survive this loss"
     console.print(plain(f"run {run_name}  {report.scenario.name}: {verdict}"), soft_wrap=True)
