@@ -8,7 +8,7 @@ from ray_ckpt.actors.attach import find_service
 from ray_ckpt.actors.service import CALL_S, ask
 from ray_ckpt.actors.wire import DrillSources
 from ray_ckpt.core.drill import LiveCheckpoint, Scenario
-from ray_ckpt.drill import CheckpointDrill, DrillReport, Progress, Reach, choose, drill
+from ray_ckpt.drill import CheckpointDrill, DrillReport, Progress, Reach, drill
 from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.transport.sending import Limiter
@@ -74,10 +74,11 @@ class RunDrills(LiveRun):
     ) -> DrillReport:
         """Rehearse a loss for all live checkpoints, or those of one step, and note the results in the log."""
         return drill(
-            choose(self.sources.live, step),
+            self.sources.live,
             scenario,
             self.reach,
-            last_step=self.sources.last_step,
+            step=step,
+            last_step=self.sources.last_step or None,  # 0: no rank has told of one
             again=self.again,
             record=lambda result: self._record(scenario, result),
             progress=progress,

@@ -74,11 +74,12 @@ class CheckpointDrill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillReport:
-    """What came of a drill. `last_step` is the last step that the run has completed, as far as is known."""
+    """What came of a drill. `last_step` is the last step that the run has completed, None if not known."""
 
     scenario: Scenario
     results: tuple[CheckpointDrill, ...]
-    last_step: int
+    last_step: int | None
+    is_whole: bool  # of all live checkpoints, not of one step's alone
 
     @property
     def passed(self) -> bool:
@@ -96,16 +97,31 @@ class DrillReport:
         return any(result.is_covered for result in self.results if result.verdict != "retired")
 
     @property
-    def resume(self) -> CheckpointInfo | None:
-        """What a run would go on from after that loss; None if nothing of what was drilled is left."""
-        left = [r.checkpoint for r in self.results if r.verdict == "passed" and r.on_lineage]
-        return max(left, key=lambda c: c.seq, default=None)
+    def is_conclusive(self) -> bool:
+        """It tells what a run would go on from: it is whole, and nothing newer than what is left of the
+        lineage was retired while it was read."""
+        newest = self._newest_left()
+        return self.is_whole and (newest is None or newest.verdict == "passed")
 
     @property
-    def steps_lost(self) -> int:
-        """Completed steps that would have to be done again."""
+    def resume(self) -> CheckpointInfo | None:
+        """What a run would go on from after that loss; None if nothing is left, or it does not tell."""
+        newest = self._newest_left()
+        return newest.checkpoint if self.is_conclusive and newest is not None else None
+
+    @property
+    def steps_lost(self) -> int | None:
+        """Completed steps that would have to be done again, at least so many if the last one is not known;
+        None if it does not tell."""
+        if not self.is_conclusive:
+            return None
         newest = max((r.checkpoint.step for r in self.results if r.on_lineage), default=0)
-        return max(self.last_step, newest) - (self.resume.step if self.resume else 0)
+        return max(self.last_step or 0, newest) - (self.resume.step if self.resume else 0)
+
+    def _newest_left(self) -> CheckpointDrill | None:
+        """Of the lineage, what was retired included."""
+        left = [r for r in self.results if r.on_lineage and r.verdict in ("passed", "retired")]
+        return max(left, key=lambda r: r.checkpoint.seq, default=None)
 
     @property
     def reads(self) -> dict[Tier, TierRead]:
@@ -151,19 +167,22 @@ def drill(
     scenario: Scenario,
     reach: Reach,
     *,
-    last_step: int,
+    step: int | None = None,
+    last_step: int | None,
     again: Again,
     record: Callable[[CheckpointDrill], None] | None = None,
     progress: Progress | None = None,
 ) -> DrillReport:
-    """Rehearse the loss for each of `live`, one after the other; newest first, so that what matters most is
-    known first.
+    """Rehearse the loss for each of `live`, or those of one step, one after the other; newest first, so that
+    what matters most is known first.
 
     What fails and is held elsewhere by now, as `again` says, is read once more. `record` gets each result
-    that says something of a promise. ConfigError if all were retired while they were read.
+    that says something of a promise. ConfigError if there are none, or all were retired while they
+    were read.
     """
-    results = []
-    for known in sorted(live, key=lambda c: -c.checkpoint.seq):
+    live = tuple(live)
+    chosen, results = choose(live, step), list[CheckpointDrill]()
+    for known in sorted(chosen, key=lambda c: -c.checkpoint.seq):
         result = rehearse(known, scenario, reach, progress)
         if result.problems and (found := again(known)) != (known, reach):
             result = replace(result, verdict="retired")
@@ -176,7 +195,9 @@ def drill(
         raise ConfigError(
             "What there was has been retired while it was read.", hint="`ray-ckpt ls` shows what is live."
         )
-    return DrillReport(scenario=scenario, results=tuple(results), last_step=last_step)
+    return DrillReport(
+        scenario=scenario, results=tuple(results), last_step=last_step, is_whole=len(chosen) == len(live)
+    )
 
 
 def rehearse(

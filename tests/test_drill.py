@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ray_ckpt.cli import app, main
+from ray_ckpt.cli.drill import print_report
 from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node
 from ray_ckpt.drill import CheckpointDrill, DrillReport, Reach, choose, drill, rehearse
 from ray_ckpt.errors import ConfigError
@@ -224,6 +225,24 @@ def test_what_is_retired_while_it_is_read_fails_nothing(nodes: Nodes, saved: Sam
     assert report.passed and [r.verdict for r in report.results] == ["passed", "retired"]
 
 
+def test_a_drill_of_one_step_does_not_tell_what_a_run_would_go_on_from(nodes: Nodes) -> None:
+    known = [both(nodes, sample(step)) for step in (10, 30)]
+    report = run_drill(nodes, known, step=10)
+    assert report.passed and [r.checkpoint.step for r in report.results] == [10]
+    assert not report.is_conclusive and (report.resume, report.steps_lost) == (None, None)
+    alone = run_drill(nodes, known[:1], step=10)
+    assert alone.resume is not None and (alone.resume.step, alone.steps_lost) == (10, 25), (
+        "it is all there is"
+    )
+
+
+def test_what_is_left_is_not_told_if_the_newest_was_retired_meanwhile(nodes: Nodes) -> None:
+    older, newest = both(nodes, sample(10)), live(sample(30))
+    report = run_drill(nodes, [older, newest], again=lambda known: None)
+    assert [r.verdict for r in report.results] == ["retired", "passed"] and report.passed
+    assert not report.is_conclusive and (report.resume, report.steps_lost) == (None, None)
+
+
 def test_a_drill_of_what_was_all_retired_has_not_passed(nodes: Nodes, saved: SampleCheckpoint) -> None:
     there = both(nodes, saved)
     flip(nodes.folder(B, saved) / shard_file(0, 2))
@@ -291,17 +310,42 @@ def test_the_command_reads_what_the_storage_path_has_of_a_run(run: SampleRun) ->
         ("10", "passed"),
     ]
     assert "step 40: it is not on the storage path" in lines
-    assert lines[-1] == "After this loss a run would go on from step 30: 10 steps would be lost."
+    assert lines[-1] == "After this loss a run would go on from step 30: at least 10 steps would be lost."
     assert "not in the run's log" in result.stderr
 
 
 def test_the_command_as_json(run: SampleRun) -> None:
     document = json.loads(command(run.folder, "--remote-only", "--step", "30", "--json").stdout)
     assert (document["scenario"], document["passed"], document["recorded"]) == ("remote-only", True, False)
-    assert (document["resume_step"], document["steps_lost"]) == (30, 0)
+    assert (document["resume_step"], document["steps_lost"], document["last_step"]) == (None, None, None)
     [found] = document["checkpoints"]
     assert found["verdict"] == "passed" and found["tiers"]["remote"]["size_bytes"] > 10_000
     assert document["tiers"] == found["tiers"]
+    document = json.loads(command(run.folder, "--remote-only", "--json").stdout)
+    assert (document["resume_step"], document["steps_lost"], document["last_step"]) == (30, 10, None)
+
+
+def test_the_command_concludes_nothing_from_one_step(run: SampleRun) -> None:
+    result = command(run.folder, "--remote-only", "--step", "10")
+    assert result.exit_code == 0 and "remote-only: passed" in result.stdout
+    assert "go on from step" not in result.stdout and "be lost" not in result.stdout
+    assert "is told without --step" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("last_step", "text"),
+    [
+        (None, "step 30: no saved step would be lost; how many were trained since is not known."),
+        (30, "step 30: no step would be lost."),
+        (31, "step 30: 1 step would be lost."),
+        (35, "step 30: 5 steps would be lost."),
+    ],
+)
+def test_steps_that_are_lost_are_told_as_far_as_they_are_known(
+    nodes: Nodes, capsys: pytest.CaptureFixture[str], last_step: int | None, text: str
+) -> None:
+    print_report("gpt", run_drill(nodes, [both(nodes, sample(30))], last_step=last_step))
+    assert capsys.readouterr().out.splitlines()[-1] == f"After this loss a run would go on from {text}"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +380,7 @@ def test_a_damaged_object_on_the_storage_path_fails_the_command(run: SampleRun) 
     result = command(run.folder, "--remote-only")
     assert result.exit_code == 1 and "remote-only: FAILED" in result.stdout
     assert re.search(rf"step 30: {shard_file(1, 2)}: \S+\[.*\] on remote .*: wrong digest", result.stdout)
-    assert "would go on from step 10: 30 steps would be lost" in result.stdout
+    assert "would go on from step 10: at least 30 steps would be lost" in result.stdout
 
 
 def test_a_run_that_is_all_retired_while_it_is_read_is_no_proof(
@@ -360,7 +404,7 @@ def test_nothing_to_prove_is_said(tmp_path: Path) -> None:
     folder = write_run(tmp_path, steps=(10,), durable=()).folder
     result = command(folder, "--remote-only")
     assert result.exit_code == 0 and "no checkpoint must survive this loss" in result.stdout
-    assert "nothing of it is left to go on from: 10 steps would be lost" in result.stdout
+    assert "nothing of it is left to go on from: at least 10 steps would be lost" in result.stdout
 
 
 @pytest.mark.parametrize(

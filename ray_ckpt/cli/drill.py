@@ -18,6 +18,7 @@ from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node
 from ray_ckpt.drill import CheckpointDrill, DrillReport, Reach, TierRead, choose
 from ray_ckpt.drill import drill as read_what_is_left
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.report.facts import counted
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import Tier
@@ -75,8 +76,9 @@ def drill(
 
     Every byte is read as a restore reads it and compared with its digest. What the loss must not cost
     (replicated: as many copies as were promised; durable: all nodes) has to pass, or the exit code is 1;
-    what no promise covers is shown. If all were retired while they were read, it is 2. No node, arena or file is touched. Results go to the run's log, but not
-    without a cluster, where only `--remote-only` has something to read.
+    what no promise covers is shown. If all were retired while they were read, it is 2. What the run would go
+    on from is told of all live ones, not with `--step`. No node, arena or file is touched. Results go to the
+    run's log, but not without a cluster, where only `--remote-only` has something to read.
 
     Example: `ray-ckpt drill /shared/runs/gpt --lose-node 3f2a`
     """
@@ -112,7 +114,7 @@ def _without_cluster(
 ) -> DrillReport:
     catalog = Catalog(path, options)
     remote = RemoteTier(locate(catalog.where), options)
-    chosen = choose(_live(catalog), step)
+    live = _live(catalog)
     reach = Reach(remote=remote, limiter=Limiter(max_bytes_per_s))
 
     def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Reach] | None:
@@ -120,8 +122,10 @@ def _without_cluster(
         found = (c for c in _live(catalog) if c.checkpoint.id == known.checkpoint.id)
         return next(((c, reach) for c in found), None)
 
-    with readable(remote.root), byte_bar("drilling", _size(chosen)) as bar:
-        return read_what_is_left(chosen, REMOTE_ONLY, reach, last_step=0, again=again, progress=bar.advance)
+    with readable(remote.root), byte_bar("drilling", _size(choose(live, step))) as bar:
+        return read_what_is_left(
+            live, REMOTE_ONLY, reach, step=step, last_step=None, again=again, progress=bar.advance
+        )
 
 
 def _size(chosen: Iterable[LiveCheckpoint]) -> int:
@@ -175,6 +179,7 @@ def report_json(report: DrillReport) -> dict[str, Any]:
         "is_covered": report.is_covered,
         "resume_step": report.resume.step if report.resume is not None else None,
         "steps_lost": report.steps_lost,
+        "last_step": report.last_step,
         "tiers": _tiers_json(report.reads),
         "checkpoints": [_result_json(result) for result in report.results],
     }
@@ -233,9 +238,18 @@ def _read_text(read: TierRead | None, *, brief: bool) -> str:
 
 
 def _conclusion(report: DrillReport) -> str:
+    if not report.is_whole:
+        return "What a run would go on from after this loss is told without --step, of all live checkpoints."
+    if report.steps_lost is None:
+        return "What a run would go on from after this loss is not known: what was newer has been retired."
+    lost = _lost_text(report.steps_lost, is_least=report.last_step is None)
     if report.resume is None:
-        return (
-            f"After this loss nothing of it is left to go on from: {report.steps_lost} steps would be lost."
-        )
-    lost = f"{report.steps_lost} steps would be lost" if report.steps_lost else "no step would be lost"
+        return f"After this loss nothing of it is left to go on from: {lost}."
     return f"After this loss a run would go on from step {report.resume.step}: {lost}."
+
+
+def _lost_text(num_steps: int, *, is_least: bool) -> str:
+    if not num_steps:
+        rest = "no saved step would be lost; how many were trained since is not known"
+        return rest if is_least else "no step would be lost"
+    return f"{'at least ' if is_least else ''}{counted(num_steps, 'step')} would be lost"

@@ -36,7 +36,7 @@ def report(verdict: Verdict) -> DrillReport:
     result = CheckpointDrill(
         checkpoint=live(sample(10)).checkpoint, verdict=verdict, is_covered=True, on_lineage=True
     )
-    return DrillReport(scenario=REMOTE_ONLY, results=(result,), last_step=10)
+    return DrillReport(scenario=REMOTE_ONLY, results=(result,), last_step=10, is_whole=True)
 
 
 @pytest.mark.parametrize(
