@@ -86,8 +86,9 @@ class PlanReport:
     Ranks of any number together read `tensor_bytes` of tensors, and more where several want the same; the
     rest of `size_bytes` are headers, further copies, and the state file of each rank that saved.
 
-    A live checkpoint has `holders`. It can be restored from them together, so it may be `is_restorable` and
-    not `ok`: a copy is bad, or there are fewer than were promised.
+    It may be `is_restorable` and not `ok`: a file is there that is none of its own, or `checkpoint.json`,
+    which the restore of a run does not read, is bad. A live checkpoint has `holders`. It can be restored from
+    them together, also if a copy is bad, or there are fewer than were promised.
     """
 
     where: str
@@ -123,20 +124,25 @@ def verify_plan(
     element of every tensor exactly once, on all ranks' word for shapes and dtypes, so that it can be restored
     at any world size; that each file is there with its size; and that these are the files that `root_digest`
     was made of. Damage inside of a file is not seen: `verify_files` reads it all. Never raises for damage.
+
+    `root_digest` is the one in the log, which the fragments have to make; without it `checkpoint.json` says
+    what was committed.
     """
     check = PlanVerification(files, progress or (lambda nbytes: None))
     description = check.read_description()
-    fragments = check.read_fragments(description)
+    fragments = check.read_committed(description, root_digest)
     check.damages += check_group(description, fragments)
-    check.damages += check_tensors(fragments)
+    gaps = tuple(check_tensors(fragments))
+    check.damages += gaps
     check.check_sizes(description, fragments)
+    is_restorable = not gaps and check.is_restorable(description, fragments, root_digest)
     check.damages += check_listed(description, fragments, check.found, root_digest)
     if description is not None or fragments:
         check.check_unlisted()
     return plan_report(
         fragments,
         where=str(files.location),
-        is_restorable=not check.damages,
+        is_restorable=is_restorable,
         read_bytes=check.size_bytes,
         damages=check.damages,
     )
@@ -207,6 +213,37 @@ def check_listed(
 
 class PlanVerification(Verification):
     """One pass over what describes a checkpoint, or some of its fragments, at one place."""
+
+    def read_committed(
+        self, description: CheckpointDescription | None, root_digest: str | None
+    ) -> dict[str, Fragment]:
+        """The fragments by file name. What is intact is said by the log's `root_digest`, else by
+        `description`."""
+        if description is None or root_digest is None:
+            return self.read_fragments(description)
+        listed = [entry for entry in description.files if is_fragment(entry.name)]
+        read = self.read_named([(entry.name, None) for entry in listed])
+        for entry in listed:
+            if entry.name in read and self.found[entry.name] != entry:
+                self.report(entry.name, "digest", f"{names.CHECKPOINT_JSON} has it with other bytes.")
+        return read
+
+    def is_restorable(
+        self,
+        description: CheckpointDescription | None,
+        fragments: Mapping[str, Fragment],
+        root_digest: str | None,
+    ) -> bool:
+        """Whether `fragments` are what was committed, and each of their files is in order."""
+        witness = description if root_digest is None else None
+        if not _is_complete(fragments) or (witness is None and root_digest is None):
+            return False
+        files = {entry.name for fragment in fragments.values() for entry in fragment.files}
+        return not (
+            any(check_group(witness, fragments))
+            or any(check_listed(witness, fragments, self.found, root_digest))
+            or any(damage.file in files for damage in self.damages)
+        )
 
     def check_sizes(
         self, description: CheckpointDescription | None, fragments: Mapping[str, Fragment]

@@ -498,7 +498,7 @@ def test_verify_exits_with_1_and_names_file_and_slice(
     for args in ([run.folder], [run.folder, "--step", "50"], [run.folder, "--all"], [run.directory(50)]):
         code, out, _ = fails(capsys, "verify", *args)
         assert code == 1
-        assert f"{SHARD}: model.blocks.0.weight[4:8, 0:6]: " in out and "DAMAGED (1 findings)" in out
+        assert f"{SHARD}: model.blocks.0.weight[4:8, 0:6]: " in out and "DAMAGED (1 finding)" in out
     ray_ckpt_cli("verify", run.folder, "--step", 30)
 
 

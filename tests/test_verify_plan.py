@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def test_files_that_are_missing_cut_or_too_many_are_named(folder: Path) -> None:
     (folder / SHARD).unlink()
     (folder / state).write_bytes(b"short")
     (folder / names.shard_file(3, 4)).write_bytes(b"")
-    assert sorted(findings(plan(folder))) == sorted(
+    assert not plan(folder).is_restorable and sorted(findings(plan(folder))) == sorted(
         [(SHARD, "missing"), (state, "size"), (names.shard_file(3, 4), "unlisted")]
     )
 
@@ -139,7 +139,7 @@ def test_a_tensor_that_is_not_covered_exactly_is_named(
 ) -> None:
     rewrite(folder, run, change)
     [damage] = plan(folder).damages
-    assert damage.where == "coverage" and detail in damage.detail
+    assert not plan(folder).is_restorable and damage.where == "coverage" and detail in damage.detail
 
 
 def test_each_tensor_with_a_gap_is_named_and_counted(run: SampleRun, folder: Path) -> None:
@@ -163,17 +163,61 @@ def test_copies_of_a_slice_count_once_and_are_told_if_they_differ(tmp_path: Path
 
 
 def test_another_manifest_than_the_log_has_is_found(run: SampleRun, folder: Path) -> None:
-    [damage] = plan(folder, root_digest="0" * 32).damages
-    assert damage.where == "root digest" and "the log has" in damage.detail
+    report = plan(folder, root_digest="0" * 32)
+    [damage] = report.damages
+    assert not report.is_restorable and damage.where == "root digest" and "the log has" in damage.detail
     (folder / names.CHECKPOINT_JSON).unlink()
     report = plan(folder, root_digest=run.checkpoints[30].root_digest)
     assert findings(report) == [(names.CHECKPOINT_JSON, "missing")], "the fragments are the log's"
+
+
+def stray(folder: Path, run: SampleRun) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def no_description(folder: Path, run: SampleRun) -> None:
+    (folder / names.CHECKPOINT_JSON).unlink()
+
+
+def bad_description(folder: Path, run: SampleRun) -> None:
+    (folder / names.CHECKPOINT_JSON).write_bytes(b"{}")
+
+
+def another_description(folder: Path, run: SampleRun) -> None:
+    """Sealed, of the same files with other digests, and of one that nobody saved."""
+    entries = [replace(entry, digest="0" * 32) for entry in run.checkpoints[30].entries]
+    extra = FileEntry(name=names.shard_file(0, 4), size_bytes=8, digest="0" * 32)
+    described(folder, run, [*entries, extra])
+
+
+@pytest.mark.parametrize("harm", [stray, no_description, bad_description, another_description])
+def test_what_a_restore_does_not_need_is_told_and_it_can_be_restored(
+    run: SampleRun, folder: Path, harm: Callable[[Path, SampleRun], None]
+) -> None:
+    harm(folder, run)
+    root_digest = run.checkpoints[30].root_digest
+    report = plan(folder, root_digest=root_digest)
+    assert report.is_restorable and not report.ok
+    code, text = invoke(run.folder, "--step", 30, "--plan")
+    assert code == 1 and ": can be restored; its folder is not as it was saved (" in text
+    (folder / SHARD).unlink()
+    assert not plan(folder, root_digest=root_digest).is_restorable
+
+
+def test_without_the_log_the_folder_itself_has_to_say_what_was_committed(
+    run: SampleRun, folder: Path
+) -> None:
+    stray(folder, run)
+    assert plan(folder).is_restorable
+    (folder / names.CHECKPOINT_JSON).unlink()
+    assert not plan(folder).is_restorable
 
 
 def test_a_lost_fragment_leaves_nothing_proven(folder: Path) -> None:
     name = names.fragment_file(1, 2)
     (folder / name).unlink()
     report = plan(folder)
+    assert not report.is_restorable
     assert findings(report) == [(name, "missing")], "no tensor is blamed for it"
     assert any(item.num_covered < item.num_elements for item in report.items)
 
@@ -214,7 +258,7 @@ def test_the_command_as_json_and_its_exit_code(run: SampleRun, folder: Path) -> 
     assert code == 1 and found["damages"][0]["file"] == SHARD and found["world_sizes"] is None
     assert [node["ranks"] for node in found["nodes"]] == [[0], [1]]
     code, text = invoke(run.folder, "--plan")
-    assert code == 1 and "CANNOT BE RESTORED (1 findings)" in text and f"{SHARD}: missing" in text
+    assert code == 1 and "CANNOT BE RESTORED (1 finding)" in text and f"{SHARD}: missing" in text
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from ray_ckpt.cli.progress import byte_bar, count_bar
 from ray_ckpt.drill import choose
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names
+from ray_ckpt.report.facts import counted
 from ray_ckpt.types import Level
 from ray_ckpt.verify import CheckpointFiles, files_at, readable, verify_files
 from ray_ckpt.verify_copies import num_copies, verify_copies
@@ -68,7 +69,8 @@ def verify(
     With `--plan` it takes seconds, whatever the size: it reads the manifest, the list of files and their
     headers, and shows that every element of every tensor is there exactly once. Damage inside of files is
     not seen then. With `--address` also what is in the cluster only is proven: every copy on every node is
-    looked at. One that lacks something gives exit code 1, even if the others are enough to restore.
+    looked at. One that lacks something gives exit code 1, even if the others are enough to restore; so does a
+    file in the folder that is not the checkpoint's.
 
     Example: `ray-ckpt verify /shared/runs/gpt --all && echo "safe to delete the old run"`
     """
@@ -249,13 +251,14 @@ def _verdict(report: PlanReport) -> str:
         return "can be restored"
     verdict = "CANNOT BE RESTORED"
     if report.is_restorable:
-        verdict = "can be restored; copies are bad or missing"
-    return f"{verdict} ({report.num_damages} findings)"
+        what = "copies are bad or missing" if report.holders else "its folder is not as it was saved"
+        verdict = f"can be restored; {what}"
+    return f"{verdict} ({counted(report.num_damages, 'finding')})"
 
 
 def _print_report(report: VerifyReport) -> None:
     console = stdout()
-    verdict = "ok" if report.ok else f"DAMAGED ({len(report.damages)} findings)"
+    verdict = "ok" if report.ok else f"DAMAGED ({counted(len(report.damages), 'finding')})"
     read = f"{report.num_files} files, {report.num_slices} slices, {decimal(report.size_bytes)}"
     console.print(plain(f"{report.where}: {verdict}; read {read}"), soft_wrap=True)
     _print_damages(report.damages)
