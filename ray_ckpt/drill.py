@@ -1,23 +1,25 @@
 """Recovery drills: live checkpoints are read from what a loss would leave of them, and nothing is kept.
 
 Each byte comes the way that a restore takes it, with its tries and its next sources, and is compared with its
-digest; then it is dropped. What nodes hold is read from their agents, as a peer reads it. Nothing is written,
-and no node learns of a drill. Memory is bounded by the manifest of one node and by what the few threads of a
-`SourceReader` have in hand, whatever the size of the checkpoint.
+digest; then it is dropped. At the end the slices have to cover each tensor exactly. What nodes hold is read
+from their agents, as a peer reads it. Nothing is written, and no node learns of a drill. Memory is bounded by
+the manifest of one node, by as many slices as one may have, and by what the few threads of a `SourceReader`
+have in hand, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
+from zlib import crc32
 
 from ray_ckpt.core.drill import LiveCheckpoint, Remains, Scenario, remains
 from ray_ckpt.errors import CheckpointError, ConfigError
 from ray_ckpt.format.digest import digest, root_digest
-from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_fragment
+from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, MAX_ROWS, decode_fragment, uncovered
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.restore import Source, SourceReader
 from ray_ckpt.storage.remote import RemoteTier
@@ -28,6 +30,7 @@ from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, ManifestRow, RestoredPart, Tier
 
 MAX_PROBLEMS = 20  # named of one checkpoint; the rest would say the same
+MAX_SLICES = MAX_ROWS  # in hand, to see what they cover; of more, some tensors at a time: see `_uncovered`
 
 Verdict: TypeAlias = Literal["passed", "failed", "not covered", "retired"]
 """`failed`: it must survive the loss and does not. `not covered`: it does not survive, and need not.
@@ -219,6 +222,10 @@ def rehearse(
     return result
 
 
+Version: TypeAlias = tuple[FileEntry, Fragment]
+"""A fragment as some holder has it, with its file."""
+
+
 class _Sandbox:
     """The reading of one checkpoint, fragment after fragment."""
 
@@ -239,6 +246,8 @@ class _Sandbox:
         self._reads: dict[Tier, TierRead] = {}
         self._bad_fragments: list[str] = []  # notes about them
         self._lost: list[str] = []  # fragments that no source has
+        self._num_slices = 0
+        self._slices: list[ManifestRow] = []  # all of them, none if they are too many
 
     def read(self, result: CheckpointDrill) -> CheckpointDrill:
         """`result` with what reading it has shown."""
@@ -249,6 +258,8 @@ class _Sandbox:
         damage = [*self._lost, *self._reader.damage]
         if not damage and root_digest(entries) != self._left.checkpoint.root_digest:
             damage.append("the manifest is not the one that was committed")
+        if not damage:
+            damage = [*self._uncovered(), *self._lost]
         notes = [*self._bad_fragments, *self._reader.rejected]
         said = [line for line in damage if not any(note.startswith(line) for note in notes)]
         return replace(
@@ -261,18 +272,46 @@ class _Sandbox:
 
     def _read_fragment(self, index: int) -> list[FileEntry]:
         """Its files' entries, once their bytes have been compared; [] if no source has it."""
-        name, sources = fragment_file(index, self._left.checkpoint.num_nodes), self._sources_of(index)
-        found = self._manifest(name, sources, self._left.live.home(index))
+        found = self._version(index)
         if found is None:
-            self._lost.append(name if sources else f"{name}: no holder has an agent")
             return []
-        fragment, size_bytes, fragment_digest = found
-        self._sources.update({file.name: sources for file in fragment.files})
+        entry, fragment = found
+        self._keep_slices(fragment)
+        self._sources.update(dict.fromkeys((file.name for file in fragment.files), self._sources_of(index)))
         before, start_s = len(self._reader.parts), time.monotonic()
         self._reader.read(fragment.rows, self._sink)
         seconds = time.monotonic() - start_s
         self._tally(self._reader.parts[before:], seconds, self._left.live.home(index))
-        return [*fragment.files, FileEntry(name=name, size_bytes=size_bytes, digest=fragment_digest)]
+        return [*fragment.files, entry]
+
+    def _keep_slices(self, fragment: Fragment) -> None:
+        slices = _slices(fragment)
+        self._num_slices += len(slices)
+        self._slices += slices
+        if self._num_slices > MAX_SLICES:
+            self._slices.clear()
+
+    def _uncovered(self) -> Iterator[str]:
+        """Tensors that the slices do not cover exactly once.
+
+        If they are too many, the manifest is read again and again, each time for another part of the tensors.
+        """
+        num_turns = -(-self._num_slices // MAX_SLICES)
+        if num_turns <= 1:
+            yield from uncovered(self._slices)
+            return
+        for turn in range(num_turns):
+            found = list(uncovered(row for row in self._slices_again() if _turn_of(row, num_turns) == turn))
+            if self._lost:
+                return
+            yield from found
+
+    def _slices_again(self) -> Iterator[ManifestRow]:
+        for index in range(len(self._left.holders)):
+            found = self._version(index)
+            if found is None:
+                return
+            yield from _slices(found[1])
 
     def _sources_of(self, index: int) -> tuple[Source, ...]:
         """Where a fragment and its files are read, in a restore's order."""
@@ -286,21 +325,34 @@ class _Sandbox:
             found.append(Source(tier="remote", where=self._reach.remote.where))
         return tuple(found)
 
-    def _manifest(self, name: str, sources: Sequence[Source], home: str) -> tuple[Fragment, int, str] | None:
-        """The fragment from the first source that has it intact, with its size and digest."""
-        for source in sources:
+    def _version(self, index: int) -> Version | None:
+        """A fragment from the first source that has it intact; if none has, it is lost."""
+        found = next(self._versions(index), None)
+        if found is None:
+            name = fragment_file(index, self._left.checkpoint.num_nodes)
+            self._lost.append(name if self._sources_of(index) else f"{name}: no holder has an agent")
+        return found
+
+    def _versions(self, index: int) -> Iterator[Version]:
+        """A fragment from each source that has it intact, in a restore's order."""
+        name, home = fragment_file(index, self._left.checkpoint.num_nodes), self._left.live.home(index)
+        for source in self._sources_of(index):
             start_s = time.monotonic()
             try:
                 data = self._read_whole(name, source)
                 fragment = decode_fragment(data)
             except (OSError, EOFError, CheckpointError) as error:
-                self._bad_fragments.append(f"{name} on {source.tier} {source.where}: {error}")
+                self._note(f"{name} on {source.tier} {source.where}: {error}")
                 continue
             self._add(source.tier, source.where, home, len(data), time.monotonic() - start_s)
             self._reach.limiter.wait(len(data))
             self._count(len(data))
-            return fragment, len(data), digest(data)
-        return None
+            yield FileEntry(name=name, size_bytes=len(data), digest=digest(data)), fragment
+
+    def _note(self, note: str) -> None:
+        """Of a bad fragment, once."""
+        if note not in self._bad_fragments:
+            self._bad_fragments.append(note)
 
     def _read_whole(self, name: str, source: Source) -> bytes:
         directory, reach = self._attempt.directory, self._reach
@@ -345,6 +397,16 @@ class _Counted:
 
     def finish(self) -> None:
         pass
+
+
+def _slices(fragment: Fragment) -> list[ManifestRow]:
+    return [row for row in fragment.rows if row.slice is not None]
+
+
+def _turn_of(row: ManifestRow, num_turns: int) -> int:
+    """In which of so many turns the tensor of a slice is looked at."""
+    assert row.slice is not None
+    return crc32(f"{row.slice.item}\0{row.slice.key}".encode()) % num_turns
 
 
 def _short(node: str) -> str:

@@ -13,11 +13,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 
-from ray_ckpt.errors import CorruptionError, FormatError
+from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format import names
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.digest import root_digest as digest_of_files
-from ray_ckpt.format.manifest import CheckpointDescription, check_coverage
+from ray_ckpt.format.manifest import CheckpointDescription, by_tensor, uncovered
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow
 from ray_ckpt.verify import (
     ALL_FRAGMENTS,
@@ -186,11 +186,8 @@ def check_tensors(fragments: Mapping[str, Fragment]) -> Iterator[Damage]:
     """If all fragments are there, each tensor that is not covered exactly once."""
     if not _is_complete(fragments):
         return
-    for _, rows in _tensors(fragments):
-        try:
-            check_coverage(rows)
-        except FormatError as error:
-            yield Damage(file=ALL_FRAGMENTS, where="coverage", detail=str(error))
+    for detail in uncovered(_rows(fragments)):
+        yield Damage(file=ALL_FRAGMENTS, where="coverage", detail=detail)
 
 
 def check_listed(
@@ -276,19 +273,13 @@ class PlanVerification(Verification):
         return checked
 
 
-def _tensors(fragments: Mapping[str, Fragment]) -> Iterator[tuple[str, Sequence[ManifestRow]]]:
-    """The slices of each tensor, with its item."""
-    tensors: dict[tuple[str, str], list[ManifestRow]] = {}
-    for row in (row for fragment in fragments.values() for row in fragment.rows):
-        if row.slice is not None:
-            tensors.setdefault((row.slice.item, row.slice.key), []).append(row)
-    for (item, _), rows in sorted(tensors.items()):
-        yield item, rows
+def _rows(fragments: Mapping[str, Fragment]) -> Iterator[ManifestRow]:
+    return (row for fragment in fragments.values() for row in fragment.rows)
 
 
 def _items(fragments: Mapping[str, Fragment]) -> tuple[ItemCoverage, ...]:
     items: dict[str, ItemCoverage] = {}
-    for item, rows in _tensors(fragments):
+    for item, rows in by_tensor(_rows(fragments)):
         found = _tensor_coverage(item, rows)
         items[item] = items[item] + found if item in items else found
     return tuple(items.values())

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node
 from ray_ckpt.drill import CheckpointDrill, DrillReport, Reach, choose, drill, rehearse
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import records
+from ray_ckpt.format.manifest import encode_fragment, uncovered
 from ray_ckpt.format.names import fragment_file, make_attempt, shard_file
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote import open_store
@@ -29,7 +30,7 @@ from ray_ckpt.testing.strict_store import StrictStore
 from ray_ckpt.transport import client
 from ray_ckpt.transport.client import CALL_BASE_S, SLOWEST_BYTES_PER_S
 from ray_ckpt.transport.sending import BURST_S, MAX_SHARING, Limiter
-from ray_ckpt.types import Level
+from ray_ckpt.types import Level, ManifestRow
 from tests.peer_nodes import A, B, C, Nodes, both, flip, live, peer_nodes, sample
 from tests.sample_run import SampleCheckpoint, SampleRun, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
@@ -115,6 +116,65 @@ def test_a_manifest_of_other_bytes_is_no_proof(nodes: Nodes, saved: SampleCheckp
     other = replace(there, checkpoint=replace(there.checkpoint, root_digest="0" * 32))
     result = rehearse(other, LOSE_A, nodes.reach)
     assert result.verdict == "failed" and "not the one that was committed" in result.problems[0]
+
+
+def with_a_gap(saved: SampleCheckpoint) -> SampleCheckpoint:
+    """As a writer with a fault would leave it: a tensor is said to have a row more, and all digests fit."""
+
+    def taller(row: ManifestRow) -> ManifestRow:
+        part = row.slice
+        if part is None or part.key != "model.blocks.0.weight":
+            return row
+        shape = (part.global_shape[0] + 1, *part.global_shape[1:])
+        return replace(row, slice=replace(part, global_shape=shape))
+
+    fragments = tuple(replace(f, rows=tuple(map(taller, f.rows))) for f in saved.fragments)
+    changed = {fragment_file(f.node_index, f.num_nodes): encode_fragment(f) for f in fragments}
+    return replace(saved, fragments=fragments, files={**saved.files, **changed})
+
+
+def test_a_tensor_with_a_gap_fails_though_all_digests_fit(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    result = rehearse(both(nodes, with_a_gap(saved)), LOSE_A, nodes.reach)
+    assert result.verdict == "failed"
+    assert result.problems == ("6 elements of model.blocks.0.weight are in no slice.",)
+
+
+def test_of_many_slices_a_part_is_in_hand_at_a_time(
+    nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    def noted(rows: Iterable[ManifestRow]) -> Iterator[str]:
+        rows = list(rows)
+        seen.append([row.slice.key for row in rows if row.slice is not None])
+        yield from uncovered(rows)
+
+    monkeypatch.setattr("ray_ckpt.drill.uncovered", noted)
+    assert rehearse(both(nodes, saved), LOSE_A, nodes.reach).verdict == "passed"
+    [whole] = seen
+    monkeypatch.setattr("ray_ckpt.drill.MAX_SLICES", 4)
+    seen.clear()
+    assert rehearse(both(nodes, saved), LOSE_A, nodes.reach).verdict == "passed"
+    assert len(seen) == -(-len(whole) // 4) and max(map(len, seen)) < len(whole)
+    assert sorted(key for keys in seen for key in keys) == sorted(whole)
+    assert sum(len(set(keys)) for keys in seen) == len(set(whole)), "each tensor in one turn"
+    result = rehearse(both(nodes, with_a_gap(saved)), LOSE_A, nodes.reach)
+    assert result.problems == ("6 elements of model.blocks.0.weight are in no slice.",)
+
+
+def test_a_manifest_that_is_lost_while_it_is_read_again_leaves_no_gaps_to_tell(
+    nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, lost = both(nodes, saved), fragment_file(1, 2)
+
+    def removed(rows: Iterable[ManifestRow]) -> Iterator[str]:
+        (nodes.folder(B, saved) / lost).unlink(missing_ok=True)
+        yield from uncovered(rows)
+
+    monkeypatch.setattr("ray_ckpt.drill.MAX_SLICES", 4)
+    monkeypatch.setattr("ray_ckpt.drill.uncovered", removed)
+    result = rehearse(there, LOSE_A, nodes.reach)
+    assert result.verdict == "failed" and all(line.startswith(lost) for line in result.problems)
 
 
 def test_a_node_without_an_agent_is_told(nodes: Nodes, saved: SampleCheckpoint) -> None:

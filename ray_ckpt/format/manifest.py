@@ -8,7 +8,7 @@ when read, and when written: what a reader would refuse is never stored.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -247,6 +247,25 @@ def check_coverage(rows: Iterable[ManifestRow]) -> None:
         for part in parts.values():
             check_slice(part)
         _check_tiling(key, next(iter(parts.values())).global_shape, [r for r in parts if prod(r[1])])
+
+
+def uncovered(rows: Iterable[ManifestRow]) -> Iterator[str]:
+    """What `check_coverage` has against each tensor by itself, for people."""
+    for _, slices in by_tensor(rows):
+        try:
+            check_coverage(slices)
+        except FormatError as error:
+            yield str(error)
+
+
+def by_tensor(rows: Iterable[ManifestRow]) -> Iterator[tuple[str, Sequence[ManifestRow]]]:
+    """The slices of each tensor, with its item."""
+    tensors: dict[tuple[str, str], list[ManifestRow]] = {}
+    for row in rows:
+        if row.slice is not None:
+            tensors.setdefault((row.slice.item, row.slice.key), []).append(row)
+    for (item, _), slices in sorted(tensors.items()):
+        yield item, slices
 
 
 def _check_tiling(key: str, global_shape: tuple[int, ...], regions: Sequence[Region]) -> None:
