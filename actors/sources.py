@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ray_ckpt.actors.arena_memory import RankArena
-from ray_ckpt.core.messages import SessionPlan
+from ray_ckpt.core.messages import ResumePoint, SessionPlan
 from ray_ckpt.errors import CheckpointError, CorruptionError, RestoreError
 from ray_ckpt.format.digest import digest, root_digest
-from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_fragment
+from ray_ckpt.format.manifest import (
+    MAX_FRAGMENT_BYTES,
+    FragmentVersion,
+    choose_fragments,
+    decode_fragment,
+    version_files,
+)
 from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.restore import RestoreTicket, Source
 from ray_ckpt.storage.disks import Disks
@@ -18,7 +23,7 @@ from ray_ckpt.storage.remote import RemoteRef
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level
 
 
 class SourceFinder:
@@ -48,26 +53,17 @@ class SourceFinder:
         resume = plan.resume
         assert resume is not None
         checkpoint = resume.checkpoint
-        fragments: list[Fragment] = []
-        entries: list[FileEntry] = []
-        sources: dict[str, tuple[Source, ...]] = {}
-        for index, holders in enumerate(resume.holders):
-            name = fragment_file(index, checkpoint.num_nodes)
-            data = self._first_fragment(checkpoint.id, name, self._sources(checkpoint, name, holders))
-            fragment = decode_fragment(data)
-            fragments.append(fragment)
-            entries += [*fragment.files, FileEntry(name=name, size_bytes=len(data), digest=digest(data))]
-            for file in fragment.files:
-                sources[file.name] = self._sources(checkpoint, file.name, holders)
-        if root_digest(entries) != checkpoint.root_digest:
-            raise CorruptionError(
-                f"The manifest of step {checkpoint.step} is not the one that was committed."
-            )
+        manifest = self._manifest(resume)
+        sources = {
+            file.name: self._sources(checkpoint, file.name, holders)
+            for (_, fragment), holders in zip(manifest, resume.holders, strict=True)
+            for file in fragment.files
+        }
         return RestoreTicket(
             session=plan.session,
             epoch=plan.epoch,
             checkpoint=checkpoint,
-            fragments=tuple(fragments),
+            fragments=tuple(fragment for _, fragment in manifest),
             sources=sources,
             credentials=self._credentials,
             storage=self._storage,
@@ -94,14 +90,46 @@ class SourceFinder:
             found.append(Source(tier="remote", where=self._storage.open().where))
         return tuple(found)
 
-    def _first_fragment(self, attempt: AttemptId, name: str, sources: Iterable[Source]) -> bytes:
-        """The fragment's bytes from the first source whose bytes decode."""
-        for source in sources:
-            with contextlib.suppress(OSError, EOFError, CheckpointError):
-                data = self._read_whole(attempt, name, source)
-                decode_fragment(data)
-                return data
-        raise RestoreError(f"No source has {name} of step {attempt.step} intact.")
+    def _manifest(self, resume: ResumePoint) -> list[FragmentVersion]:
+        """Each fragment, by index, as it was committed. Holders are asked for more versions if the first that
+        can be read are not what the log has."""
+        checkpoint = resume.checkpoint
+        first: list[FragmentVersion] = []
+        for index in range(len(resume.holders)):
+            if (version := next(self._versions(resume, index), None)) is None:
+                name = fragment_file(index, checkpoint.num_nodes)
+                raise RestoreError(f"No source has {name} of step {checkpoint.step} intact.")
+            first.append(version)
+        if (
+            root_digest([file for version in first for file in version_files(version)])
+            == checkpoint.root_digest
+        ):
+            return first
+        versions = {
+            fragment_file(index, checkpoint.num_nodes): {
+                v[0].digest: v for v in self._versions(resume, index)
+            }
+            for index in range(len(resume.holders))
+        }
+        files = {name: {d: version_files(v) for d, v in found.items()} for name, found in versions.items()}
+        chosen = choose_fragments(files, checkpoint.root_digest)
+        if chosen is None:
+            raise CorruptionError(
+                f"The manifest of step {checkpoint.step} is not the one that was committed."
+            )
+        return [found[chosen[name]] for name, found in versions.items()]
+
+    def _versions(self, resume: ResumePoint, index: int) -> Iterator[FragmentVersion]:
+        """A fragment from each source whose bytes decode."""
+        checkpoint = resume.checkpoint
+        name = fragment_file(index, checkpoint.num_nodes)
+        for source in self._sources(checkpoint, name, resume.holders[index]):
+            try:
+                data = self._read_whole(checkpoint.id, name, source)
+                fragment = decode_fragment(data)
+            except (OSError, EOFError, CheckpointError):
+                continue
+            yield FileEntry(name=name, size_bytes=len(data), digest=digest(data)), fragment
 
     def _read_whole(self, attempt: AttemptId, name: str, source: Source) -> bytes:
         if source.tier == "remote":

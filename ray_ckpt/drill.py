@@ -19,7 +19,15 @@ from zlib import crc32
 from ray_ckpt.core.drill import LiveCheckpoint, Remains, Scenario, remains
 from ray_ckpt.errors import CheckpointError, ConfigError
 from ray_ckpt.format.digest import digest, root_digest
-from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, MAX_ROWS, decode_fragment, uncovered
+from ray_ckpt.format.manifest import (
+    MAX_FRAGMENT_BYTES,
+    MAX_ROWS,
+    FragmentVersion,
+    choose_fragments,
+    decode_fragment,
+    uncovered,
+    version_files,
+)
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.restore import Source, SourceReader
 from ray_ckpt.storage.remote import RemoteTier
@@ -222,15 +230,15 @@ def rehearse(
     return result
 
 
-Version: TypeAlias = tuple[FileEntry, Fragment]
-"""A fragment as some holder has it, with its file."""
-
-
 class _Sandbox:
     """The reading of one checkpoint, fragment after fragment."""
 
-    def __init__(self, left: Remains, reach: Reach, progress: Progress) -> None:
+    def __init__(
+        self, left: Remains, reach: Reach, progress: Progress, committed: Mapping[str, str] | None = None
+    ) -> None:
+        """`committed` are digests of fragments, by name, once it is known that holders have others, too."""
         self._left = left
+        self._committed = committed
         self._attempt = left.checkpoint.id
         self._reach = reach
         self._progress = progress
@@ -255,8 +263,11 @@ class _Sandbox:
         entries: list[FileEntry] = []
         for index in range(len(self._left.holders)):
             entries += self._read_fragment(index)
+        is_other = not self._lost and root_digest(entries) != self._left.checkpoint.root_digest
+        if is_other and self._committed is None and (chosen := self._choose()) is not None:
+            return _Sandbox(self._left, self._reach, self._progress, chosen).read(result)
         damage = [*self._lost, *self._reader.damage]
-        if not damage and root_digest(entries) != self._left.checkpoint.root_digest:
+        if not damage and is_other:
             damage.append("the manifest is not the one that was committed")
         if not damage:
             damage = [*self._uncovered(), *self._lost]
@@ -325,7 +336,7 @@ class _Sandbox:
             found.append(Source(tier="remote", where=self._reach.remote.where))
         return tuple(found)
 
-    def _version(self, index: int) -> Version | None:
+    def _version(self, index: int) -> FragmentVersion | None:
         """A fragment from the first source that has it intact; if none has, it is lost."""
         found = next(self._versions(index), None)
         if found is None:
@@ -333,7 +344,7 @@ class _Sandbox:
             self._lost.append(name if self._sources_of(index) else f"{name}: no holder has an agent")
         return found
 
-    def _versions(self, index: int) -> Iterator[Version]:
+    def _versions(self, index: int) -> Iterator[FragmentVersion]:
         """A fragment from each source that has it intact, in a restore's order."""
         name, home = fragment_file(index, self._left.checkpoint.num_nodes), self._left.live.home(index)
         for source in self._sources_of(index):
@@ -347,7 +358,21 @@ class _Sandbox:
             self._add(source.tier, source.where, home, len(data), time.monotonic() - start_s)
             self._reach.limiter.wait(len(data))
             self._count(len(data))
-            yield FileEntry(name=name, size_bytes=len(data), digest=digest(data)), fragment
+            entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
+            if self._committed is not None and entry.digest != self._committed[name]:
+                self._note(f"{name} on {source.tier} {source.where}: it is not the one that was committed")
+                continue
+            yield entry, fragment
+
+    def _choose(self) -> dict[str, str] | None:
+        """The digests of the fragments that make the log's root digest, as a restore finds them."""
+        versions = {
+            fragment_file(index, self._left.checkpoint.num_nodes): {
+                version[0].digest: version_files(version) for version in self._versions(index)
+            }
+            for index in range(len(self._left.holders))
+        }
+        return choose_fragments(versions, self._left.checkpoint.root_digest)
 
     def _note(self, note: str) -> None:
         """Of a bad fragment, once."""

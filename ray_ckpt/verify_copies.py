@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice, product
 from typing import TypeAlias, TypeVar
 
 from ray_ckpt.core.drill import LiveCheckpoint
 from ray_ckpt.drill import Again, Reach
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format import names
-from ray_ckpt.format.digest import root_digest
+from ray_ckpt.format.manifest import FragmentVersion, choose_fragments, version_files
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level
@@ -33,10 +32,6 @@ from ray_ckpt.view import CheckpointView
 from ray_ckpt.ways import Peers
 
 HOLDERS_AT_A_TIME = 8  # one that is frozen takes 30 s, and the others need not wait for it
-MAX_CHOICES = 64  # of manifests that differ between holders, until one is the log's: copies hardly ever do
-
-Version: TypeAlias = tuple[FileEntry, Fragment]
-"""A fragment as some holder has it, with its file."""
 
 Progress: TypeAlias = Callable[[int], None]
 """Called with the number of copies that were looked at since the last call."""
@@ -72,7 +67,7 @@ def _look(live: LiveCheckpoint, reach: Reach, progress: Progress) -> PlanReport:
     info = live.checkpoint
     wanted = tuple(names.fragment_file(index, info.num_nodes) for index in range(info.num_nodes))
     places = tuple(_places(live, wanted, reach))
-    versions: dict[str, dict[str, Version]] = {}  # of each fragment, by digest
+    versions: dict[str, dict[str, FragmentVersion]] = {}  # of each fragment, by digest
     for read in _each(_Place.read_fragments, places):
         for name, version in read.items():
             versions.setdefault(name, {}).setdefault(version[0].digest, version)
@@ -124,13 +119,16 @@ def _each(look: Callable[[_Place], R], places: Sequence[_Place]) -> Iterator[R]:
         pool.shutdown(cancel_futures=True)
 
 
-def _choose(versions: Mapping[str, Mapping[str, Version]], expected: str) -> dict[str, Version]:
+def _choose(
+    versions: Mapping[str, Mapping[str, FragmentVersion]], expected: str
+) -> dict[str, FragmentVersion]:
     """Of each fragment the version that makes the root digest with the others; else the first."""
-    found = sorted(versions)
-    for choice in islice(product(*(versions[name].values() for name in found)), MAX_CHOICES):
-        if root_digest([file for entry, f in choice for file in (entry, *f.files)]) == expected:
-            return dict(zip(found, choice, strict=True))
-    return {name: next(iter(versions[name].values())) for name in found}
+    files = {
+        name: {digest: version_files(version) for digest, version in found.items()}
+        for name, found in versions.items()
+    }
+    chosen = choose_fragments(files, expected) or {name: next(iter(found)) for name, found in files.items()}
+    return {name: versions[name][digest] for name, digest in chosen.items()}
 
 
 def _lost(name: str, fragment: Fragment | None, places: Iterable[_Place]) -> Iterator[Damage]:
@@ -173,7 +171,7 @@ class _Place:
         """It does not answer, so nothing is known of what it has."""
         return False
 
-    def read_fragments(self) -> dict[str, Version]:
+    def read_fragments(self) -> dict[str, FragmentVersion]:
         """Those that are readable here."""
         read = self._read_fragments()
         self._read = {name: self.check.found[name] for name in read}
@@ -182,7 +180,7 @@ class _Place:
     def _read_fragments(self) -> dict[str, Fragment]:
         return self.check.read_named([(name, None) for name in self.fragments])
 
-    def check_files(self, chosen: Mapping[str, Version]) -> int:
+    def check_files(self, chosen: Mapping[str, FragmentVersion]) -> int:
         """Compare what is here with the manifest that was `chosen`. How many copies that is."""
         mine = {name: chosen[name] for name in self.fragments if name in chosen}
         for name, (entry, _) in mine.items():
@@ -241,7 +239,7 @@ class _Storage(_Place):
         listed = {entry.name: entry for entry in description.files} if description is not None else {}
         return self.check.read_named([(name, listed.get(name)) for name in self.fragments])
 
-    def check_files(self, chosen: Mapping[str, Version]) -> int:
+    def check_files(self, chosen: Mapping[str, FragmentVersion]) -> int:
         count = super().check_files(chosen)
         self.check.check_unlisted()
         return count

@@ -118,6 +118,21 @@ def test_a_manifest_of_other_bytes_is_no_proof(nodes: Nodes, saved: SampleCheckp
     assert result.verdict == "failed" and "not the one that was committed" in result.problems[0]
 
 
+def test_of_manifests_that_differ_the_one_in_the_log_is_read(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    there, lose_c = both(nodes, saved), lose_node(C, [C])
+    for holder, index in ((A, 0), (B, 1)):  # which are read first
+        other = encode_fragment(replace(saved.fragments[index], metrics={"loss": 7.0}))
+        (nodes.folder(holder, saved) / fragment_file(index, 2)).write_bytes(other)
+    result = rehearse(there, lose_c, nodes.reach)
+    assert (result.verdict, result.problems) == ("passed", ())
+    assert [line.partition(":")[0] for line in result.notes] == [
+        f"{fragment_file(0, 2)} on peer {A[:12]}",
+        f"{fragment_file(1, 2)} on peer {B[:12]}",
+    ]
+    assert all("not the one that was committed" in line for line in result.notes)
+    assert rehearse(there, LOSE_A, nodes.reach).verdict == "failed", "B alone has no such fragment 1"
+
+
 def with_a_gap(saved: SampleCheckpoint) -> SampleCheckpoint:
     """As a writer with a fault would leave it: a tensor is said to have a row more, and all digests fit."""
 

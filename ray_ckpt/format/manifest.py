@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise, product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ MAX_FRAGMENT_BYTES = 64 * 2**20  # a million rows take about 40 MB; bounds what 
 MAX_UNPACKED_BYTES = 2**30  # of columns as the file declares them; against compressed nonsense
 MAX_ROWS = 1_000_000  # of one fragment: eight ranks with 125,000 slices each
 MAX_DESCRIPTION_BYTES = 64 * 2**20  # of checkpoint.json: about 300,000 files
+MAX_CHOICES = 64  # of fragments that differ between holders, until one is the log's: copies hardly ever do
 METADATA_KEY = b"ray_ckpt"
 
 _INT64S = pa.list_(pa.int64())
@@ -53,6 +54,10 @@ _ROW_COLUMNS = ("kind", "file", "byte_offset", "nbytes", "digest")
 _KINDS = {"shard": ("header", "slice"), "state": ("state",)}  # which rows a file may have, by its name
 
 Region: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a global tensor
+
+
+FragmentVersion: TypeAlias = tuple[FileEntry, Fragment]
+"""A fragment as one holder has it, with its own file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +198,28 @@ def _tuples(column: pa.ChunkedArray) -> list[tuple[int, ...] | None]:
             for (a, b), valid in zip(pairwise(ends), present, strict=True)
         ]
     return result
+
+
+def version_files(version: FragmentVersion) -> tuple[FileEntry, ...]:
+    """The fragment's own file and those that it lists."""
+    entry, fragment = version
+    return entry, *fragment.files
+
+
+def choose_fragments(
+    versions: Mapping[str, Mapping[str, Sequence[FileEntry]]], expected: str
+) -> dict[str, str] | None:
+    """Of each fragment, by name, the digest of the version that makes the root digest `expected` with the
+    others; None if none of the first MAX_CHOICES choices does.
+
+    `versions` have, by fragment and by digest, the `version_files`.
+    """
+    found = sorted(versions)
+    for choice in islice(product(*(versions[name] for name in found)), MAX_CHOICES):
+        chosen = dict(zip(found, choice, strict=True))
+        if root_digest([file for name in found for file in versions[name][chosen[name]]]) == expected:
+            return chosen
+    return None
 
 
 # checkpoint.json
