@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from ray_ckpt.actors import names
 from ray_ckpt.config import RunOptions
 
 ROOT = Path(__file__).parent.parent
-README, ARCHITECTURE, PROTOCOL = (
-    ROOT / name for name in ("README.md", "ARCHITECTURE.md", "ray_ckpt/core/PROTOCOL.md")
+README, ARCHITECTURE, PROTOCOL, RUNBOOK = (
+    ROOT / name for name in ("README.md", "ARCHITECTURE.md", "ray_ckpt/core/PROTOCOL.md", "actors/README.md")
 )
 DOCUMENTS = [
     README,
     ARCHITECTURE,
     PROTOCOL,
     ROOT / "CHANGELOG.md",
-    ROOT / "actors/README.md",
+    RUNBOOK,
     ROOT / "actors/TROUBLESHOOTING.md",
     ROOT / "docs/tour.md",
     ROOT / "ray_ckpt/format/FORMAT.md",
@@ -74,3 +75,10 @@ def test_a_wheel_has_every_package() -> None:
         ".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "ray_ckpt").rglob("__init__.py")
     }
     assert found | {"ray_ckpt.actors"} == set(listed)
+
+
+def test_the_runbook_has_the_actors_and_the_protocol_by_their_names() -> None:
+    text = RUNBOOK.read_text()
+    assert f"| `{names.COORDINATOR}` |" in text and f"| `{names.agent_name('<node id>')}` |" in text
+    versions = re.findall(r"(?:coordinator-v|agent-v|Another `PROTOCOL_VERSION` than )(\d+)", text)
+    assert len(versions) == 3 and set(versions) == {str(names.PROTOCOL_VERSION)}
