@@ -233,6 +233,15 @@ def _check_make(args: Sequence[str]) -> None:
         assert re.search(pattern, MAKEFILE, re.MULTILINE), arg
 
 
+def _check_pip(args: Sequence[str]) -> None:
+    """Parse a command of pip's, with pip's own parser; it is about this checkout."""
+    from pip._internal.commands import create_command
+
+    options, what = create_command(args[0]).parse_args(list(args[1:]))
+    assert set(what) <= {".", ".[dev]"}
+    assert all((ROOT / file).exists() for file in options.constraints)
+
+
 # Programs that are not ours and that not every machine has: nothing of them can be checked here.
 FOREIGN = {
     "aws": "Amazon's; a package of its own",
@@ -276,6 +285,8 @@ def _check_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Seque
         _check_command(tmp_path, monkeypatch, args[own + 1 :])
     elif program == "make":
         _check_make(args)
+    elif program == "pip":
+        _check_pip(args)
     else:
         assert program in FOREIGN, f"how is {program} checked?"
 

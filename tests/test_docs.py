@@ -27,6 +27,7 @@ DOCUMENTS = [
     ROOT / "ray_ckpt/format/FORMAT.md",
     *sorted((ROOT / "ray_ckpt/design").glob("*.md")),
 ]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 UNITS = {"": 1, "MiB": 2**20, "KiB": 2**10, "h": 3600}  # others are as in the code
 
 
@@ -70,7 +71,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
 
 
 def test_a_wheel_has_every_package() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    listed = PYPROJECT["tool"]["setuptools"]["packages"]
     found = {
         ".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "ray_ckpt").rglob("__init__.py")
     }
@@ -82,3 +83,23 @@ def test_the_runbook_has_the_actors_and_the_protocol_by_their_names() -> None:
     assert f"| `{names.COORDINATOR}` |" in text and f"| `{names.agent_name('<node id>')}` |" in text
     versions = re.findall(r"(?:coordinator-v|agent-v|Another `PROTOCOL_VERSION` than )(\d+)", text)
     assert len(versions) == 3 and set(versions) == {str(names.PROTOCOL_VERSION)}
+
+
+def test_the_readme_says_what_an_installation_needs_and_has() -> None:
+    project = PYPROJECT["project"]
+    text = README.read_text().split("\n## Install\n")[1].split("\n## ")[0]
+    pinned = [needed for needed in project["dependencies"] if re.match(r"(ray|torch)\b", needed)]
+    assert set(re.findall(r"`((?:ray|torch)[^`]*>=[^`]*)`", text)) == set(pinned)
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in text
+    assert f"ray_ckpt-{project['version']}-py3-none-any.whl" in text
+    for named in ("matplotlib", "duckdb"):
+        needing = [extra for extra in project["optional-dependencies"]["dev"] if extra.startswith(named)]
+        assert (
+            named in text and needing and not any(need.startswith(named) for need in project["dependencies"])
+        )
+    left = re.findall(r"`(jobs\.\w+)`", text)
+    assert left and not any(
+        package.startswith("jobs") for package in PYPROJECT["tool"]["setuptools"]["packages"]
+    )
+    missing = [name for name in left if not any((ROOT / "jobs").glob(f"{name.split('.')[1]}*"))]
+    assert not missing
