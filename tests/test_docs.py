@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import ray_ckpt
+from ray_ckpt import catalog
 from ray_ckpt.actors import names
+from ray_ckpt.client import RestoreInfo, SaveStats
 from ray_ckpt.config import RunOptions
+from ray_ckpt.train.check import ResumeCheck
+from ray_ckpt.types import RestoredPart
 
 ROOT = Path(__file__).parent.parent
 README, ARCHITECTURE, PROTOCOL, RUNBOOK = (
@@ -103,3 +108,19 @@ def test_the_readme_says_what_an_installation_needs_and_has() -> None:
     )
     missing = [name for name in left if not any((ROOT / "jobs").glob(f"{name.split('.')[1]}*"))]
     assert not missing
+
+
+def test_the_readme_has_every_public_name_and_what_calls_give() -> None:
+    text = README.read_text()
+    missing = [
+        name for name in ray_ckpt.__all__ if name != "__version__" and not re.search(rf"\b{name}\b", text)
+    ]
+    assert not missing
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", text.split('<a id="names">')[1], re.MULTILINE))
+    for row, kind in (("RestoreInfo", RestoreInfo), ("ResumeCheck", ResumeCheck), ("ckpt.stats", SaveStats)):
+        unnamed = [field.name for field in fields(kind) if f"`{field.name}`" not in rows[row]]
+        assert not unnamed, row
+    assert all(
+        f"`{field.name}`" in rows["RestoreInfo"] for field in fields(RestoredPart) if field.name != "file"
+    )
+    assert {"find_runs", "verify_directory"} <= {*catalog.__all__}
