@@ -125,7 +125,7 @@ class RunConflict(CheckpointError, RuntimeError):
 
 
 class RunInUse(RunConflict):
-    """Another launcher that is alive in this cluster has the run."""
+    """Another launcher that is alive in this cluster has the run; of `ray-ckpt`, somebody may have it."""
 
 
 class RunSuperseded(RunConflict):

@@ -11,6 +11,7 @@ import sys
 import uuid
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -21,6 +22,7 @@ import ray_ckpt
 from ray_ckpt.cli import app, main
 from ray_ckpt.cli import gc as cli_gc
 from ray_ckpt.cli import ls as cli_ls
+from ray_ckpt.cli.options import EXIT_INTERRUPTED
 from ray_ckpt.cli.output import FittedTable, add_row, make_table, stdout
 from ray_ckpt.cli.tree import MAX_SESSIONS
 from ray_ckpt.format import names, records
@@ -638,6 +640,16 @@ def test_damage_exits_with_1_in_every_command(run: SampleRun, capsys: pytest.Cap
         code, out, err = fails(capsys, command, run.folder)
         assert (code, out, err.count("\n")) == (1, "", 1)
         assert names.record_file(3) in err and "backup" in err
+
+
+def test_ctrl_c_exits_with_130(
+    run: SampleRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_ls, "Catalog", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit) as caught:
+        main(["ls", str(run.folder)])
+    assert caught.value.code == EXIT_INTERRUPTED == 130
+    assert capsys.readouterr().out == ""
 
 
 def test_output_that_nobody_takes_is_no_error(

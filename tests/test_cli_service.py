@@ -68,12 +68,12 @@ def as_json(*args: object) -> Any:
     return json.loads(ray_ckpt_cli(*args, "--json"))
 
 
-def fails(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    """The one line on stderr of a command that exits with 2."""
+def fails(capsys: pytest.CaptureFixture[str], *args: object, code: int = 2) -> str:
+    """The one line on stderr of a command that exits with `code`."""
     with pytest.raises(SystemExit) as caught:
         main([str(arg) for arg in args])
     output = capsys.readouterr()
-    assert (caught.value.code, output.out) == (2, "")
+    assert (caught.value.code, output.out) == (code, "")
     assert output.err.startswith("ray-ckpt: ") and output.err.count("\n") == 1
     return output.err
 
@@ -230,7 +230,7 @@ def test_a_log_that_is_not_quiet_may_have_a_service_out_of_reach(
     run = write_run(tmp_path / "at work")
     run.log.append(r.Note(text="a save"), time_s=time.time())
     for command in ("pin", "unpin"):
-        message = fails(capsys, command, run.folder, 10, "--owner", "a")
+        message = fails(capsys, command, run.folder, 10, "--owner", "a", code=1)
         assert "Run gpt may be at work" in message and "--even-if-at-work" in message
 
 

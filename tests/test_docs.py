@@ -8,18 +8,27 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import ray_ckpt
-from ray_ckpt import catalog
+from ray_ckpt import catalog, cli
 from ray_ckpt.actors import names
+from ray_ckpt.cli import app, options
 from ray_ckpt.client import RestoreInfo, SaveStats
 from ray_ckpt.config import RunOptions
 from ray_ckpt.train.check import ResumeCheck
 from ray_ckpt.types import RestoredPart
 
 ROOT = Path(__file__).parent.parent
-README, ARCHITECTURE, PROTOCOL, RUNBOOK = (
-    ROOT / name for name in ("README.md", "ARCHITECTURE.md", "ray_ckpt/core/PROTOCOL.md", "actors/README.md")
+README, ARCHITECTURE, PROTOCOL, RUNBOOK, TROUBLESHOOTING = (
+    ROOT / name
+    for name in (
+        "README.md",
+        "ARCHITECTURE.md",
+        "ray_ckpt/core/PROTOCOL.md",
+        "actors/README.md",
+        "actors/TROUBLESHOOTING.md",
+    )
 )
 DOCUMENTS = [
     README,
@@ -27,7 +36,7 @@ DOCUMENTS = [
     PROTOCOL,
     ROOT / "CHANGELOG.md",
     RUNBOOK,
-    ROOT / "actors/TROUBLESHOOTING.md",
+    TROUBLESHOOTING,
     ROOT / "docs/tour.md",
     ROOT / "ray_ckpt/format/FORMAT.md",
     *sorted((ROOT / "ray_ckpt/design").glob("*.md")),
@@ -124,3 +133,27 @@ def test_the_readme_has_every_public_name_and_what_calls_give() -> None:
         f"`{field.name}`" in rows["RestoreInfo"] for field in fields(RestoredPart) if field.name != "file"
     )
     assert {"find_runs", "verify_directory"} <= {*catalog.__all__}
+
+
+def test_all_texts_have_the_same_exit_codes() -> None:
+    codes = {0, *(value for name, value in vars(options).items() if name.startswith("EXIT_"))}
+    table = README.read_text().split('<a id="exit-codes">')[1].split("\n\n**")[0]
+    rows = {int(code): text for code, text in re.findall(r"^\| (\d+) \| (.+) \|$", table, re.MULTILINE)}
+    assert rows.keys() == codes
+    page = TROUBLESHOOTING.read_text().split("\n## Errors\n")[1].split("\n## ")[0].splitlines()[-1]
+    told = " ".join(CliRunner().invoke(app, ["--help"], terminal_width=200).stdout.split())
+    for text in (rows[1], page, told.split("Exit codes: ")[1]):
+        assert "damage" in text and "check" in text and "refus" in text, text
+    assert all(f"`{command}`" in rows[1] for command in ("rollback", "pin", "unpin", "down"))
+    assert re.findall(r"\b\d+\b", told.split("Exit codes: ")[1]) == [str(code) for code in sorted(codes)]
+    assert "(../README.md#exit-codes)" in page
+
+
+def test_the_readme_has_every_command_that_writes_to_a_storage_path() -> None:
+    writes = re.compile(r"^(?:from|import) .*\b(open_log|RunDrills|check_store)\b", re.MULTILINE)
+    modules = {
+        path.stem: path.read_text().replace("    from", "from") for path in Path(cli.__path__[0]).glob("*.py")
+    }
+    writing = {name for name, source in modules.items() if writes.search(source)}
+    sentence = README.read_text().split("changes nothing there, but for")[1].split(" Tables fit")[0]
+    assert set(re.findall(r"`(\w+)`", sentence)) - {"drilled", "unpin"} == writing

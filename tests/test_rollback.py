@@ -463,7 +463,7 @@ def test_it_asks_first(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_run_that_may_be_at_work_is_left_alone(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
     commit_now(run, 50)
     target = ("rollback", run.folder, "--before", 40, "--yes")
-    error = fails(capsys, *target)
+    error = fails(capsys, *target, code=1)
     assert "may be at work: its log has a record of" in error and "--even-if-at-work" in error
     assert len(Catalog(run.folder).sessions) == 1
     assert "a training that is at work is stopped" in command(*target, "--even-if-at-work")

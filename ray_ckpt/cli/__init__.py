@@ -2,7 +2,8 @@
 Ray cluster, on any node of that.
 
 What looks at a run needs no cluster and only reads, through the catalog. `rollback`, `pin` and `unpin` write
-to its log; pins through the service if that has the run. What asks the service loads Ray when it runs, not
+to its log, pins through the service if that has the run; a `drill` in a cluster has the service write there.
+What asks the service loads Ray when it runs, not
 before. Everything is there as JSON too, for scripts.
 """
 
@@ -34,10 +35,10 @@ from ray_ckpt.cli import (
     tree,
     verify,
 )
-from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_USAGE
+from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_REFUSED, EXIT_USAGE
 from ray_ckpt.cli.output import plain
 from ray_ckpt.cli.streams import end_when_unread
-from ray_ckpt.errors import CheckpointError, CorruptionError
+from ray_ckpt.errors import CheckpointError, CorruptionError, RunInUse
 
 NAME = "ray-ckpt"
 
@@ -50,13 +51,15 @@ app = typer.Typer(
     epilog="PATH is a folder or a URL: `/shared/runs/gpt`, `s3://bucket/runs/gpt`, `gs://bucket/runs/gpt`. "
     "Credentials come from the environment, a profile or a role. "
     "Commands of the service run on a node of its cluster; `status`, `pin` and `unpin` also without one. "
-    "Exit codes: 0 fine, 1 damage found, a failed check or a refusal, 2 wrong usage or nothing there.",
+    "Exit codes: 0 fine; 1 damage found, a failed check, or a refusal as a run or the service is at work; "
+    "2 wrong usage, nothing there, or another error; 130 after Ctrl-C; 141 if nobody reads the output.",
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The console script. Exits with 0, 1 (damage) or 2 (usage, or an error that its message explains); with
-    130 after Ctrl-C, and with 141, as by SIGPIPE, if nobody reads its stdout any more.
+    """The console script. Exits with 0, 1 (damage, a failed check, a refusal) or 2 (usage, or an error that
+    its message explains); with 130 after Ctrl-C, and with 141, as by SIGPIPE, if nobody reads its stdout any
+    more.
     """
     end_when_unread()
     try:
@@ -67,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail("Nothing was answered.", EXIT_USAGE)
     except CorruptionError as error:
         _fail(str(error), EXIT_DAMAGED)
+    except RunInUse as error:
+        _fail(str(error), EXIT_REFUSED)
     except CheckpointError as error:
         _fail(str(error), EXIT_USAGE)
     except OSError as error:

@@ -13,7 +13,9 @@ import typer
 from ray_ckpt.errors import ConfigError
 
 EXIT_DAMAGED = 1
+EXIT_REFUSED = 1  # a run or a service may be at work
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # typer's, after Ctrl-C
 EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell tells of a command that this signal has ended
 
 PathArgument = Annotated[

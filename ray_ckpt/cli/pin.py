@@ -58,7 +58,8 @@ def pin(
     """Keep a checkpoint whatever retention says, until a time or until `unpin`.
 
     By the service, if that of this cluster has the run open; else by two records on the log alone. Another
-    service that has the run, out of reach from here, would be disturbed by these: so the log must be quiet.
+    service that has the run, out of reach from here, would be disturbed by these: so the log must be quiet,
+    or it refuses, with exit code 1.
     What retention has given up is not brought back.
 
     Example: `ray-ckpt pin /shared/runs/gpt 3000 --owner paper --for 30d`

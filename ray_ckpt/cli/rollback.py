@@ -49,6 +49,7 @@ def rollback(
     For a loss spike, say. Later checkpoints stay until the first save of that training; then they are
     deleted, but for pinned ones. Until then, `--to` one of them undoes it. A training that is at work is
     stopped: it loses the run at its next save. The log is no proof: one that saves seldom looks idle.
+    While the log is young it refuses, with exit code 1.
 
     Example: `ray-ckpt rollback /shared/runs/gpt --before 3000`
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ray_ckpt.cli.live import NO_SERVICE, ask_overview, service_line
-from ray_ckpt.cli.options import EXIT_DAMAGED, AddressOption, JsonOption
+from ray_ckpt.cli.options import EXIT_REFUSED, AddressOption, JsonOption
 from ray_ckpt.cli.output import plain, print_json, stdout
 from ray_ckpt.errors import ServiceError, Unavailable
 
@@ -65,7 +65,7 @@ def down(
             raise
         except ServiceError as error:  # it is in use
             print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
-            raise typer.Exit(EXIT_DAMAGED) from None
+            raise typer.Exit(EXIT_REFUSED) from None
     if view is None:
         print_json({"ended": False}) if as_json else stdout().print(NO_SERVICE)
         return
