@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import socket
 import sys
@@ -32,20 +33,26 @@ _SERVICE = re.compile(r"coordinator-v(\d+)")
 
 
 @contextlib.contextmanager
-def attached(address: str | None = None) -> Iterator[None]:
+def attached(address: str | None = None) -> Iterator[str]:
     """This process is a driver of the cluster at `address`, or of the one that is found; as it was, if it is
-    one already. ConfigError if there is no cluster, Unavailable if it does not answer.
+    one already. Gives the cluster's address. ConfigError if there is no cluster, Unavailable if it does not
+    answer.
 
     Meanwhile stdout goes to stderr: Ray prints there whenever a process of the cluster dies.
     """
-    with contextlib.redirect_stdout(sys.stderr), _driver(address):
-        yield
+    with contextlib.redirect_stdout(sys.stderr), _driver(address) as where:
+        yield where
+
+
+def is_named(address: str | None) -> bool:
+    """Whether somebody has said which cluster it is, by `address` or RAY_ADDRESS; else one is looked for."""
+    return any(name not in (None, "", "auto") for name in (address, os.environ.get("RAY_ADDRESS")))
 
 
 @contextlib.contextmanager
-def _driver(address: str | None) -> Iterator[None]:
+def _driver(address: str | None) -> Iterator[str]:
     if ray.is_initialized():
-        yield
+        yield str(ray.get_runtime_context().gcs_address)
         return
     where = address if address not in (None, "", "auto") else ray_state.find_cluster()
     if where is None:
@@ -62,7 +69,7 @@ def _driver(address: str | None) -> Iterator[None]:
             hint="Run it on a node of the cluster, with the cluster's versions of Ray and Python.",
         ) from None
     try:
-        yield
+        yield where
     finally:
         ray.shutdown()
 

@@ -5,6 +5,7 @@ With a real service: `tests/cluster/test_service_commands.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,22 +13,25 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray._private.services as ray_services
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ray_ckpt import pins
 from ray_ckpt.actors import attach
 from ray_ckpt.actors.attach import check_versions
 from ray_ckpt.actors.names import PROTOCOL_VERSION
-from ray_ckpt.actors.wire import DiskView, LeavingView, NewestView, NodeView, RunView
+from ray_ckpt.actors.wire import DiskView, LeavingView, NewestView, NodeView, RunView, ServiceView
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli import app, main
+from ray_ckpt.cli import service as cli_service
 from ray_ckpt.cli.live import MAX_NODES, ranks_text, run_details, runs_named
 from ray_ckpt.cli.options import seconds
 from ray_ckpt.cli.top import frame
@@ -172,6 +176,84 @@ def test_status_of_a_path_is_what_the_log_says(run: SampleRun) -> None:
 
 def test_status_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "There is no run at" in fails(capsys, "status", tmp_path / "none")
+
+
+# -- ending a service --------------------------------------------------------------------------------
+
+ADDRESS = "10.0.0.1:6379"
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A cluster with a service that is found at ADDRESS. Returns how it was stopped: by force or not."""
+    found: list[bool] = []
+
+    @contextlib.contextmanager
+    def attached(address: str | None = None) -> Iterator[str]:
+        yield address or ADDRESS
+
+    def stop(_: object, *, force: bool) -> ServiceView:
+        found.append(force)
+        return service()
+
+    monkeypatch.setattr(attach, "attached", attached)
+    monkeypatch.setattr(attach, "find_service", object)
+    monkeypatch.setattr(attach, "stop", stop)
+    monkeypatch.delenv("RAY_ADDRESS")
+    return found
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_service, "is_anybody_there", lambda: True)
+
+
+def down(*args: str, answer: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["down", *args], input=answer)
+
+
+@pytest.mark.parametrize("args", [(), ("--yes",), ("--address", "10.0.0.2:6379")])
+def test_down_says_which_cluster_it_has_found(stopped: list[bool], args: tuple[str, ...]) -> None:
+    result = down(*args)
+    address = args[-1] if "--address" in args else ADDRESS
+    assert (result.exit_code, result.stderr) == (0, f"ray-ckpt: the Ray cluster at {address}\n")
+    assert result.stdout.startswith("Ended the coordinator") and stopped == [False]
+
+
+def test_down_asks_on_a_terminal_if_nobody_named_the_cluster(stopped: list[bool], terminal: None) -> None:
+    for answer in ("n\n", ""):
+        result = down(answer=answer)
+        assert isinstance(result.exception, ConfigError) and "Nothing was changed" in str(result.exception)
+        assert f"End the service of the Ray cluster at {ADDRESS}?" in result.stderr and not stopped
+    assert isinstance(down("--address", "auto", answer="n\n").exception, ConfigError), "that names none"
+    assert down(answer="y\n").exit_code == 0 and stopped == [False]
+
+
+@pytest.mark.parametrize("args", [("--yes",), ("--address", ADDRESS), ()])
+def test_down_does_not_ask_for_what_was_said(
+    stopped: list[bool], terminal: None, args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not args:
+        monkeypatch.setenv("RAY_ADDRESS", ADDRESS)
+    result = down(*args)
+    assert result.exit_code == 0 and "?" not in result.stderr and stopped == [False]
+
+
+def test_down_without_a_service_asks_nothing(
+    stopped: list[bool], terminal: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "find_service", lambda: None)
+    result = down()
+    assert (result.exit_code, result.stdout) == (0, "This Ray cluster has no checkpoint service.\n")
+    assert ADDRESS in result.stderr and "?" not in result.stderr
+
+
+def test_a_refusal_of_down_names_the_cluster(stopped: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ServiceError("The service is in use: run gpt is training.", hint="Give --force.")
+    monkeypatch.setattr(attach, "stop", Mock(side_effect=error))
+    result = down()
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[1] == f"ray-ckpt: {ADDRESS}: {error}"
 
 
 # -- pins on the log alone ---------------------------------------------------------------------------

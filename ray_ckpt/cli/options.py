@@ -31,6 +31,7 @@ StorageOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 RunArgument = Annotated[
     str | None,

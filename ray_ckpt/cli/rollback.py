@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, YesOption, store_options
 from ray_ckpt.cli.output import (
     add_row,
     is_narrow,
@@ -20,7 +20,8 @@ from ray_ckpt.cli.output import (
     stdout,
     when_text,
 )
-from ray_ckpt.errors import ConfigError, RunInUse
+from ray_ckpt.cli.questions import confirm
+from ray_ckpt.errors import RunInUse
 from ray_ckpt.rollback import QUIET_S, LogTail, Rollback, open_log, plan_rollback, roll_back
 from ray_ckpt.types import SessionInfo
 
@@ -34,7 +35,7 @@ def rollback(
         int | None,
         typer.Option(help="To exactly this step, on another branch if need be.", show_default=False),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: YesOption = False,
     even_if_at_work: Annotated[
         bool, typer.Option("--even-if-at-work", help="Also if a training may be at work; it is stopped.")
     ] = False,
@@ -68,7 +69,7 @@ def rollback(
         _print_plan(plan, notes)
     if not plan.is_done:
         if not yes:
-            _confirm(f"Go back to step {plan.checkpoint.step}?")
+            confirm(f"Go back to step {plan.checkpoint.step}?")
         tier.probe_log()
     session = roll_back(tier.log, plan, now_s=time.time())
     if as_json:
@@ -85,17 +86,6 @@ def rollback(
 def _last_record(tail: LogTail) -> str:
     past_s = max(0.0, time.time() - (tail.last_s or 0.0))
     return f"its log has a record of {past_s:.0f} s ago"
-
-
-def _confirm(question: str) -> None:
-    """ConfigError if the answer is not yes, or nobody is there to give one."""
-    try:
-        is_sure = typer.confirm(question, err=True)
-    except typer.Abort:
-        typer.echo(err=True)  # after the question
-        is_sure = False
-    if not is_sure:
-        raise ConfigError("Nothing was changed.", hint="Answer y, or give --yes.")
 
 
 def _print_plan(plan: Rollback, notes: Iterable[str]) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ray_ckpt.cli.live import NO_SERVICE, ask_overview, service_line
-from ray_ckpt.cli.options import EXIT_REFUSED, AddressOption, JsonOption
+from ray_ckpt.cli.options import EXIT_REFUSED, AddressOption, JsonOption, YesOption
 from ray_ckpt.cli.output import plain, print_json, stdout
+from ray_ckpt.cli.questions import confirm, is_anybody_there
 from ray_ckpt.errors import ServiceError, Unavailable
 
 if TYPE_CHECKING:
@@ -44,10 +45,12 @@ def down(
         bool,
         typer.Option("--force", help="Also if a group is at work, or the nodes have what nothing else has."),
     ] = False,
+    yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """End the checkpoint service of a Ray cluster: its agents, then the coordinator. Deletes nothing.
 
+    Says on stderr which cluster that is. On a terminal it asks, unless --address or RAY_ADDRESS names it.
     Refuses, with exit code 1, while a group is at work, and while the nodes' disks alone have a checkpoint
     that is newer than what is on the storage path, is pinned, or is on its way there. With --force it goes
     on: files stay on the disks, and the next service finds them there. A training that is at work goes on
@@ -57,14 +60,17 @@ def down(
     """
     from ray_ckpt.actors import attach
 
-    with attach.attached(address):
+    with attach.attached(address) as cluster:
+        print(f"ray-ckpt: the Ray cluster at {plain(cluster)}", file=sys.stderr)
         service = attach.find_service()
+        if service is not None and not yes and not attach.is_named(address) and is_anybody_there():
+            confirm(f"End the service of the Ray cluster at {plain(cluster)}?")
         try:
             view = None if service is None else attach.stop(service, force=force)
         except Unavailable:
             raise
         except ServiceError as error:  # it is in use
-            print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
+            print(f"ray-ckpt: {plain(f'{cluster}: {error}')}", file=sys.stderr)
             raise typer.Exit(EXIT_REFUSED) from None
     if view is None:
         print_json({"ended": False}) if as_json else stdout().print(NO_SERVICE)

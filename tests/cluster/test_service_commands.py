@@ -46,7 +46,8 @@ def process(cluster: LocalCluster, *args: str) -> Any:
     command = [sys.executable, "-m", "ray_ckpt.cli", *args, "--json"]
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
+    told = f"ray-ckpt: the Ray cluster at {cluster.address}\n" if args[0] == "down" else ""
+    assert (done.returncode, done.stderr) == (0, told)
     return json.loads(done.stdout)
 
 

@@ -1,0 +1,25 @@
+"""What commands ask before they change something."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ray_ckpt.errors import ConfigError
+
+
+def is_anybody_there() -> bool:
+    """Whether stdin is a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def confirm(question: str) -> None:
+    """ConfigError if the answer is not yes, or nobody is there to give one."""
+    try:
+        is_sure = typer.confirm(question, err=True)
+    except typer.Abort:
+        typer.echo(err=True)  # after the question
+        is_sure = False
+    if not is_sure:
+        raise ConfigError("Nothing was changed.", hint="Answer y, or give --yes.")
