@@ -78,7 +78,7 @@ def rollback(
     done = "was open already" if plan.is_done else "is open"
     stdout().print(
         f"Session {session.session} {done}; start a new training of the run: it goes on from step "
-        f"{plan.checkpoint.step}. It may be the one that had it, if that tries again.",
+        f"{plan.checkpoint.step}. The launcher that had the run before may also go on with it.",
         soft_wrap=True,
     )
 
