@@ -18,6 +18,7 @@ from ray_ckpt.client import RestoreInfo, SaveStats
 from ray_ckpt.config import RunOptions
 from ray_ckpt.train.check import ResumeCheck
 from ray_ckpt.types import RestoredPart
+from tests.code_blocks import our_commands
 
 ROOT = Path(__file__).parent.parent
 README, ARCHITECTURE, PROTOCOL, RUNBOOK, TROUBLESHOOTING = (
@@ -30,11 +31,12 @@ README, ARCHITECTURE, PROTOCOL, RUNBOOK, TROUBLESHOOTING = (
         "actors/TROUBLESHOOTING.md",
     )
 )
+CHANGELOG = ROOT / "CHANGELOG.md"
 DOCUMENTS = [
     README,
     ARCHITECTURE,
     PROTOCOL,
-    ROOT / "CHANGELOG.md",
+    CHANGELOG,
     RUNBOOK,
     TROUBLESHOOTING,
     ROOT / "docs/tour.md",
@@ -157,3 +159,22 @@ def test_the_readme_has_every_command_that_writes_to_a_storage_path() -> None:
     writing = {name for name, source in modules.items() if writes.search(source)}
     sentence = README.read_text().split("changes nothing there, but for")[1].split(" Tables fit")[0]
     assert set(re.findall(r"`(\w+)`", sentence)) - {"drilled", "unpin"} == writing
+
+
+def test_a_first_version_that_is_not_released_changes_nothing_that_somebody_has() -> None:
+    first, *later = re.split(r"^## ", CHANGELOG.read_text(), flags=re.MULTILINE)[:0:-1]
+    assert "First version." in first
+    if first.startswith("0.1.0 (unreleased)"):
+        assert not later
+        assert not re.findall(
+            r"^(?:Fixed|Changed|Removed|If you used)\b.*|\bare gone\b|\bis called\b", first, re.M
+        )
+
+
+def test_the_readme_says_which_commands_the_tour_shows_and_which_it_lists() -> None:
+    shown, listed = (ROOT / "docs/tour.md").read_text().split("\n## With a running service\n")
+    with_output = set(re.findall(r"^## (\w+)$", shown, re.MULTILINE))
+    only_listed = set(re.findall(r"^ray-ckpt (\w+)", listed, re.MULTILINE)) - with_output
+    assert with_output | only_listed == set(our_commands())
+    sentence = README.read_text().split("[A tour of the command line]")[1].split(" are listed there.")[0]
+    assert set(re.findall(r"`(\w+)`", sentence)) == only_listed

@@ -19,7 +19,7 @@ from ray_ckpt.core.retention import (
 
 NUM_CHECKPOINTS = 100_000
 QUICK_CHECKPOINTS = 2_000
-LIMIT_S = 1.0  # issue 3
+LIMIT_S = 1.0  # the coordinator does nothing else meanwhile
 DISK_BYTES = 10**16  # full, so that space is looked for as well
 
 
