@@ -178,3 +178,16 @@ def test_the_readme_says_which_commands_the_tour_shows_and_which_it_lists() -> N
     assert with_output | only_listed == set(our_commands())
     sentence = README.read_text().split("[A tour of the command line]")[1].split(" are listed there.")[0]
     assert set(re.findall(r"`(\w+)`", sentence)) == only_listed
+
+
+def test_the_architecture_has_the_rules_of_imports() -> None:
+    text = ARCHITECTURE.read_text().split("import-linter holds it")[1].split("The rules look at")[0]
+    layers, *told = re.split(r"; (?=\(\d\) )", text)
+    rules = PYPROJECT["tool"]["importlinter"]["contracts"]
+    rooms = [layer.replace("ray_ckpt.", "").split(" | ") for layer in rules[0]["layers"]]
+    assert [names.split(" | ") for names in re.findall(r"`([a-z_ |]+)`", layers.split("layers")[1])] == rooms
+    assert len(told) == len(rules) - 1
+    for sentence, rule in zip(told, rules[1:], strict=True):
+        modules = {module.removeprefix("ray_ckpt.") for module in rule["source_modules"]}
+        assert set(re.findall(r"`(\w+)`", sentence)) == modules
+        assert all(re.search(rf"\b{module}\b", sentence) for module in rule["forbidden_modules"])

@@ -136,3 +136,30 @@ def test_every_alert_is_there() -> None:
     }
     named = set(re.findall(r"`(RayCkpt\w+)`", PAGE.read_text()))
     assert alerts and named == alerts
+
+
+def test_every_entry_of_the_runbook_says_what_to_do_and_when_it_is_over() -> None:
+    runbook = RUNBOOK.read_text().split("\n## Runbook\n")[1].split("\n## ")[0]
+    entries = runbook.split("\n### ")[1:]
+    assert len(entries) > 20
+    for entry in entries:
+        assert "\n**Do.**" in entry and "\n**Over when**" in entry, entry.splitlines()[0]
+
+
+def _loggers() -> dict[str, bool]:
+    """Each logger of the library, and whether something is logged there as a warning or worse."""
+    found: dict[str, bool] = {}
+    for path in _sources():
+        source = path.read_text()
+        for name in re.findall(r'getLogger\("([\w.]+)"\)', source):
+            warns = re.search(rf"\blog\.({'|'.join(LOGGED)})\(", source) is not None
+            found[name] = found.get(name, False) or warns
+    return found
+
+
+def test_every_logger_is_in_the_runbook_and_those_that_warn_are_on_the_page() -> None:
+    loggers = _loggers()
+    table = RUNBOOK.read_text().split("\n## Logs\n")[1]
+    assert set(re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)) == loggers.keys()
+    heads = " ".join(re.findall(r"^Loggers? .*", PAGE.read_text(), re.MULTILINE))
+    assert {name for name, warns in loggers.items() if warns} <= set(re.findall(r"`([\w.]+)`", heads))
