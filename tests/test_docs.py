@@ -191,3 +191,13 @@ def test_the_architecture_has_the_rules_of_imports() -> None:
         modules = {module.removeprefix("ray_ckpt.") for module in rule["source_modules"]}
         assert set(re.findall(r"`(\w+)`", sentence)) == modules
         assert all(re.search(rf"\b{module}\b", sentence) for module in rule["forbidden_modules"])
+
+
+def test_the_readme_has_every_option_of_every_command() -> None:
+    text = README.read_text()
+    for name, command in our_commands().items():
+        options_of = {
+            option for parameter in command.params for option in parameter.opts if option[:2] == "--"
+        }
+        missing = {option for option in options_of if not re.search(rf"(?<![\w-]){option}(?![\w-])", text)}
+        assert not missing, name
