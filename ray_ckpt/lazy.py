@@ -277,7 +277,7 @@ def _span(part: Index, size: int) -> tuple[range, bool]:
             raise ValueError("the step of a slice must be greater than zero")
         return range(*part.indices(size)), True
     try:
-        if isinstance(part, bool):
+        if not _is_single(part):
             raise TypeError
         at = operator.index(part)
     except TypeError:
@@ -287,6 +287,12 @@ def _span(part: Index, size: int) -> tuple[range, bool]:
         raise IndexError(f"index {at} is out of bounds for a dimension of {size}")
     at %= size
     return range(at, at + 1), False
+
+
+def _is_single(part: Index) -> bool:
+    """Whether it is no array and no mask: `operator.index` takes a tensor of one element as an int."""
+    is_mask = isinstance(part, bool) or str(getattr(part, "dtype", "")).endswith("bool")
+    return not is_mask and not getattr(part, "ndim", 0)
 
 
 # Reading

@@ -124,6 +124,19 @@ def test_wrong_indices_are_refused(run: SampleRun) -> None:
             lazy[other]
 
 
+@pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["torch", "numpy"])
+def test_an_array_of_one_index_is_no_int(tmp_path: Path, make: Any) -> None:
+    """`operator.index` takes such a tensor; torch keeps its dimension, and takes a mask as one."""
+    whole = torch.arange(6.0).reshape(1, 3, 2)
+    lazy = write_tensor(tmp_path, whole, [np.s_[:, :, :]])[1]["model.w"]
+    for array in ([0], [[0]], [True], [False], True, False):
+        for index in (make(array), (..., make(array))):
+            with pytest.raises(TypeError, match=r"load\(\) first"):
+                lazy[index]
+    assert torch.equal(lazy[make(0), make(-1)], whole[0, -1])
+    assert torch.equal(lazy[0, np.int64(1)], whole[0, 1])
+
+
 def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = Reads(monkeypatch)
     whole = torch.zeros(64, 128 << 10)  # rows of 512 KiB
