@@ -2,7 +2,8 @@
 
     goodput = time of steps whose effect survived / wall time
 
-A step counts if the newest state comes from it, and once: what was lost and done again is badput. That is
+A step counts if the newest state comes from it, and once: what was lost and done again is badput, and so is
+what only lost checkpoints had, if the newest checkpoint is lost and a restart would go back behind it. That is
 the "runtime goodput" of Google's ml-goodput-measurement: productive step time / elapsed time, without the
 progress that a disruption wasted. It can rise while the job as a whole gets slower, by slower steps say, so
 wall time stands beside it. Wall time runs from the first session's opening to the last thing that a session
@@ -286,7 +287,7 @@ def _goodput(
         wall_s=tenures[-1].ended_s - tenures[0].opened_s if tenures else 0.0,
         productive=sum((part["productive"] for part in parts), ZERO),
         badput={cause: sum((part.get(cause, ZERO) for part in parts), ZERO) for cause in causes},
-        step=tenures[-1].last_step if tenures else 0,  # the last session is always on the lineage
+        step=next((_kept_step(t) for t in reversed(tenures) if t.kept), 0),
         steps_lost=sum(t.last_step - _kept_step(t) for t in tenures),
         step_s=pace.step_s,
         clock_back_s=clock_back_s,
@@ -303,7 +304,7 @@ def _tenures(
     commits: defaultdict[int, list[CheckpointInfo]] = defaultdict(list)
     for checkpoint in known.values():
         commits[checkpoint.id.session].append(checkpoint)
-    ends = _branch_points(sessions, known)
+    ends = _branch_points(sessions, known, commits)
     tenures: list[_Tenure] = []
     now_s, back_s = -math.inf, 0.0
 
@@ -350,18 +351,38 @@ def save_s(info: CheckpointInfo) -> float | None:
     return info.capture_s + info.local_s + (info.replicate_s or 0.0)
 
 
-def _branch_points(sessions: Sequence[SessionInfo], known: Mapping[str, CheckpointInfo]) -> dict[int, float]:
-    """The last session and its ancestors, each with its last record that the newest state comes from."""
+def _branch_points(
+    sessions: Sequence[SessionInfo],
+    known: Mapping[str, CheckpointInfo],
+    commits: Mapping[int, Sequence[CheckpointInfo]],
+) -> dict[int, float]:
+    """The last session and its ancestors, each with its last record that the newest state comes from.
+
+    -1 for those behind it of which nothing is left.
+    """
     by_number = {info.session: info for info in sessions}
     ends: dict[int, float] = {}
     info = sessions[-1] if sessions else None
-    last_seq = math.inf
+    last_seq, is_found = math.inf, False
     while info is not None and info.session not in ends:
+        if not is_found:
+            last_seq = _newest_left([c for c in commits.get(info.session, ()) if c.seq <= last_seq])
+            is_found = last_seq >= 0
         ends[info.session] = last_seq
         branch = known[info.resumed_from] if info.resumed_from else None
         info = by_number[branch.id.session] if branch else None
         last_seq = branch.seq if branch else -1
     return ends
+
+
+def _newest_left(commits: Sequence[CheckpointInfo]) -> int:
+    """The record of the checkpoint that the effect of a session's commits is left in; -1 if there is none.
+
+    What was retired or collected is in newer ones. If the newest is lost, a restart needs a live one.
+    """
+    if commits and commits[-1].state != "lost":
+        return commits[-1].seq
+    return max((c.seq for c in commits if c.state == "live"), default=-1)
 
 
 def _pace(tenures: Sequence[_Tenure]) -> _Pace:

@@ -83,6 +83,9 @@ class Log:
         self.commits.append(info)
         return info
 
+    def lost(self, *gone: CheckpointInfo) -> None:
+        self.commits = [replace(c, state="lost") if c in gone else c for c in self.commits]
+
     def goodput(self) -> Goodput:
         return estimate_goodput(self.sessions, self.commits)
 
@@ -170,6 +173,42 @@ def test_sessions_without_a_commit_are_lost_entirely() -> None:
     assert (found.step, found.wall_s) == (10, 130.0)
     assert [i.recovery for i in found.interruptions] == [None, None, None]
     assert [i.known_steps_lost for i in found.interruptions] == [10, 0, 0]
+
+
+def test_steps_that_only_lost_checkpoints_had_are_lost() -> None:
+    """All nodes are gone, and nothing was durable: a restart begins from scratch."""
+    log = Log().session(0.0)
+    saved = [log.commit(10.0 * k, 10 * k) for k in (1, 2, 3)]
+    log.ended("node", 30, first_s=0.0, last_s=30.0, stalled_s=0.0)
+    log.lost(*saved)
+    for found in (log.goodput(), log.measured()):
+        assert (found.productive.high, found.badput["lost_steps"].estimate) == (0.0, 30.0)
+        assert (found.step, found.steps_lost, found.wall_s) == (0, 30, 30.0)
+        assert not any(p.survived for p in found.progress)
+
+
+def test_behind_a_lost_checkpoint_the_newest_live_one_counts() -> None:
+    log = Log().session(0.0)
+    first, second, third = (log.commit(10.0 * k, 10 * k) for k in (1, 2, 3))
+    log.lost(second)
+    assert (log.goodput().step, log.goodput().steps_lost) == (30, 0), "its effect is in the third"
+    log.commits[1] = replace(log.commits[1], state="retired")
+    log.lost(third)
+    found = log.goodput()
+    assert (found.step, found.steps_lost) == (10, 20), "what was retired is no help"
+    assert (found.productive.estimate, found.badput["lost_steps"]) == (10.0, exactly(20.0))
+
+
+def test_what_a_kept_session_went_on_from_counts_though_it_is_lost() -> None:
+    log = Log().session(0.0)
+    first, last = log.commit(10.0, 10), log.commit(20.0, 20)
+    log.session(20.0, last)
+    newest = log.commit(30.0, 30)
+    log.lost(last)
+    assert (log.goodput().step, log.goodput().productive.estimate) == (30, 30.0)
+    log.lost(newest)
+    found = log.goodput()
+    assert (found.step, found.steps_lost, found.productive.estimate) == (first.step, 20, 10.0)
 
 
 def test_going_forward_to_a_higher_step_loses_none_by_number() -> None:
