@@ -1,7 +1,8 @@
 """One durable checkpoint as files that stock tools read: safetensors in Hugging Face's layout, or one `.pt`.
 
 Files are written under a temporary name and renamed when all of them are complete and every byte that was
-read has been compared with its digest; after an error nothing of them is left.
+read has been compared with its digest; after an error nothing of them is left. A folder that is already there
+stays the one that it is: it may be a mount, a link or the folder that somebody stands in.
 Hugging Face's layout: `model.safetensors`, or `model-00001-of-00002.safetensors` ... with
 `model.safetensors.index.json`, which names the file of each tensor; see
 https://huggingface.co/docs/safetensors and huggingface_hub.split_torch_state_dict_into_shards.
@@ -54,7 +55,7 @@ def export_safetensors(
     shards = _shards(tensors, max_file_bytes)
     headers = [_header(shard) for shard in shards]
     names = [_file_name(k, len(shards)) for k in range(len(shards))]
-    if out.exists() and not out.is_dir():
+    if os.path.lexists(out) and not out.is_dir():
         raise ConfigError(f"{out} is no folder.", hint="Give the folder for the safetensors files.")
     if out.is_dir() and any(out.iterdir()) and not force:
         raise ConfigError(f"{out} is not empty.", hint="Give another folder, or --force.")
@@ -201,10 +202,12 @@ def _file_name(index: int, count: int) -> str:
 
 @contextmanager
 def _temporary(out: Path) -> Iterator[Path]:
-    """A name beside `out` for what is not complete; whatever is left there goes."""
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"There is no folder {out.absolute().parent}.", hint="Make it first.")
-    path = out.absolute().with_name(f".{out.absolute().name}.{token_hex(4)}.tmp")
+    """A name beside `out`, or in the folder `out`, for what is not complete; whatever is left there goes."""
+    whole = out.absolute()
+    place = whole if whole.is_dir() else whole.parent
+    if not place.is_dir():
+        raise ConfigError(f"There is no folder {place}.", hint="Make it first.")
+    path = place / f".{whole.name}.{token_hex(4)}.tmp"
     try:
         yield path
     finally:
@@ -215,8 +218,8 @@ def _temporary(out: Path) -> Iterator[Path]:
 
 
 def _publish(folder: Path, out: Path) -> None:
-    """`folder` becomes `out`; of a folder with something in it, the files of an older export are replaced."""
-    if not out.is_dir() or not any(out.iterdir()):
+    """`folder` becomes `out`; if that is there, its files go into it, the index last, in place of older ones."""
+    if not out.is_dir():
         folder.rename(out.absolute())
         return
     for old in (*out.glob("model.safetensors"), *out.glob("model-*-of-*.safetensors"), out / INDEX_FILE):

@@ -116,6 +116,38 @@ def test_nothing_is_overwritten_without_force(
     assert export(run.folder, file, "--to", "torch", "--force") == 0
 
 
+def test_a_folder_that_is_there_is_filled_and_stays(
+    run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be a mount, which cannot be replaced, and whose bytes belong into it from the start."""
+    real, linked, here = tmp_path / "real", tmp_path / "linked", tmp_path / "here"
+    for folder in (real, here):
+        folder.mkdir()
+    linked.symlink_to(real)
+    before = {path: path.stat().st_ino for path in tmp_path.iterdir()}
+    beside: set[Path] = set()
+
+    def look(nbytes: int) -> None:
+        beside.update(tmp_path.iterdir())
+
+    files = export_safetensors(ray_ckpt.Catalog(run.folder)[30], linked, max_file_bytes=100, progress=look)
+    assert beside == set(before) and linked.is_symlink()
+    assert sorted(real.iterdir()) == sorted(real / file.name for file in files)
+    monkeypatch.chdir(here)
+    assert export(run.folder, ".") == 0
+    assert capsys.readouterr().out == "model.safetensors\n"
+    assert_saved(run, 30, load_file("model.safetensors"))
+    assert {path: path.stat().st_ino for path in tmp_path.iterdir()} == before
+
+
+def test_a_link_to_nothing_is_no_folder(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    assert export(run.folder, tmp_path / "out") == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
 def test_a_bucket_gives_what_a_folder_does(
     run: SampleRun, tmp_path: Path, strict: StrictStore, credentials: None, form: str
@@ -149,9 +181,13 @@ def test_damage_exits_with_1_and_leaves_nothing(
         data = bytearray(path.read_bytes())
         data[4100] ^= 1
         path.write_bytes(data)
+    (tmp_path / "there").mkdir()
     before = sorted(tmp_path.iterdir())
     assert export(run.folder, tmp_path / "out", "--to", form) == 1
     assert sorted(tmp_path.iterdir()) == before
+    if form == "safetensors":
+        assert export(run.folder, tmp_path / "there") == 1
+        assert not any((tmp_path / "there").iterdir())
     assert "shard-00001" in capsys.readouterr().err
 
 
