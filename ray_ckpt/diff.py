@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import astuple, dataclass, fields
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import islice, product
 from math import prod
@@ -37,6 +36,7 @@ from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.format.tree import TensorRef, decode_tree
+from ray_ckpt.lazy import named
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import plan_restore
 from ray_ckpt.types import ManifestRow, Slice
@@ -105,9 +105,9 @@ class ValueDiff:
 def compare(
     a: CheckpointView, b: CheckpointView, *, only: Iterable[str] = (), progress: Progress | None = None
 ) -> Comparison:
-    """What differs between two durable checkpoints, of tensors whose full names match one of `only`, or all.
+    """What differs between two durable checkpoints, of all tensors or of those that `only` names.
 
-    Reads the manifests, which the logs prove. ConfigError if a checkpoint is not on its storage path, or a
+    `only` has full names or patterns of them. Reads the manifests, which the logs prove. ConfigError if a checkpoint is not on its storage path, or a
     pattern matches nothing; CorruptionError if a manifest is damaged.
     """
     return Comparison(a, b, only=only, progress=progress)
@@ -205,18 +205,18 @@ _COLUMNS: Mapping[str, pa.DataType] = {
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
-    def fits(name: str, pattern: str) -> bool:
-        return name == pattern or fnmatchcase(name, pattern)
-
+    wanted: set[str] = set()
     for pattern in patterns:
-        if not any(fits(name, pattern) for name in names):
+        fitting = named(pattern, names)
+        if not fitting:
             items = sorted({name.partition(".")[0] for name in names})
             raise ConfigError(
                 f"No tensor of the two checkpoints is called {pattern!r}.",
                 hint=f"Items with tensors are {', '.join(items)}; give ITEM.*, say.",
                 pattern=pattern,
             )
-    return tuple(name for name in names if not patterns or any(fits(name, p) for p in patterns))
+        wanted.update(fitting)
+    return tuple(name for name in names if not patterns or name in wanted)
 
 
 def _status(a: _Tensor, b: _Tensor, *, is_equal: bool) -> Status:

@@ -16,7 +16,6 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -26,7 +25,7 @@ import numpy as np
 from ray_ckpt.catalog import Catalog, CheckpointView
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
-from ray_ckpt.lazy import LazyTensor, nearest
+from ray_ckpt.lazy import LazyTensor, named, nearest
 from ray_ckpt.opened import OpenedRun
 from ray_ckpt.verify import Progress
 
@@ -46,10 +45,10 @@ def export_safetensors(
 ) -> tuple[Path, ...]:
     """Whole tensors to the folder `out`; gives the files. Memory does not grow with the tensors.
 
-    With `item` those of one item, by their names in it; else all, by their full names. `only` are patterns of
-    full names. `progress` is told the bytes of each tensor. ConfigError: there are none, or `out` has
-    something in it; with `force` what an export may have left there is replaced. CorruptionError for damage,
-    OSError for `out`.
+    With `item` those of one item, by their names in it; else all, by their full names. `only` are full
+    names or patterns of them. `progress` is told the bytes of each tensor. ConfigError: there are none, or
+    `out` has something in it; with `force` what an export may have left there is replaced. CorruptionError
+    for damage, OSError for `out`.
     """
     tensors = _chosen(view, item, only)
     shards = _shards(tensors, max_file_bytes)
@@ -132,12 +131,13 @@ def _chosen(view: CheckpointView, item: str | None, only: Sequence[str]) -> dict
     if item is not None and item not in items:
         raise ConfigError(f"There is no item {item!r} with tensors.", hint=f"There are {', '.join(items)}.")
     found = {name: lazy for name, lazy in tensors.items() if item is None or lazy.item == item}
+    wanted: set[str] = set()
     for pattern in only:
-        if not any(fnmatchcase(name, pattern) for name in found):
+        fitting = named(pattern, found)
+        if not fitting:
             raise ConfigError(f"No tensor is called {pattern!r}.", hint=nearest(pattern, sorted(found)))
-    chosen = {
-        name: lazy for name, lazy in found.items() if not only or any(fnmatchcase(name, p) for p in only)
-    }
+        wanted.update(fitting)
+    chosen = {name: lazy for name, lazy in found.items() if not only or name in wanted}
     if not chosen:
         raise ConfigError("The checkpoint has no tensors.")
     return chosen if item is None else {lazy.short_name or item: lazy for lazy in chosen.values()}
@@ -218,7 +218,7 @@ def _temporary(out: Path) -> Iterator[Path]:
 
 
 def _publish(folder: Path, out: Path) -> None:
-    """`folder` becomes `out`; if that is there, its files go into it, the index last, in place of older ones."""
+    """`folder` becomes `out`; if that is there, its files replace those of an older export, the index last."""
     if not out.is_dir():
         folder.rename(out.absolute())
         return

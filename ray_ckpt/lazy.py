@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -238,6 +239,11 @@ class LazyTensor:
 
 
 _DAMAGED = "Run `ray-ckpt verify` on it, and read another step."
+
+
+def named(pattern: str, names: Collection[str]) -> tuple[str, ...]:
+    """The names that `pattern` means: itself if it is one, as `layers[0].w` may be, else those it matches."""
+    return (pattern,) if pattern in names else tuple(name for name in names if fnmatchcase(name, pattern))
 
 
 def nearest(wanted: str, names: Collection[str]) -> str:

@@ -17,14 +17,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, overload
 
 from ray_ckpt.catalog import Catalog, CheckpointView
 from ray_ckpt.errors import ConfigError, CorruptionError, RestoreError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import TensorRef, decode_tree
-from ray_ckpt.lazy import MAX_NEAREST, nearest
+from ray_ckpt.lazy import MAX_NEAREST, named, nearest
 from ray_ckpt.restore import ProgressLog, Source, SourceReader
 from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
 from ray_ckpt.verify import StoragePath
@@ -74,8 +73,8 @@ class OpenedRun:
 
         what:
             None gives {item: state}; the name of an item its state, which is what its `state_dict()` was when
-            it was saved (an optimizer's by names of parameters); a pattern of full names such as
-            "model.layers.*.weight", or several of them, {name: tensor}. Tensors are new ones on the CPU.
+            it was saved (an optimizer's by names of parameters); a full name, or a pattern of them such as
+            "model.layers.*.weight", or several, {name: tensor}. Tensors are new ones on the CPU.
         rank:
             Whose state, where ranks differ: data position, random state ("rng"), buffers, plain values.
         into:
@@ -254,7 +253,7 @@ class _Saved:
         names = sorted({row.slice.key for row in self._rows if row.slice is not None})
         chosen: set[str] = set()
         for pattern in patterns:
-            found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+            found = named(pattern, names)
             if not found:
                 raise ConfigError(
                     f"No tensor of step {self.info.step} is called {pattern!r}.",

@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 
 import ray_ckpt
 from ray_ckpt.cli import main
+from ray_ckpt.diff import compare
 from ray_ckpt.export import INDEX_FILE, export_safetensors
 from ray_ckpt.lazy import BLOCK_BYTES
 from ray_ckpt.testing.strict_store import Fault, Flip, Match, StrictStore
 from tests.sample_run import RankState, RunLog, SampleRun, assemble, write_run
+from tests.test_diff import save
 from tests.test_lazy import upload, write_tensor
 
 READ_AHEAD_BYTES = 96 << 20  # of a disk, and some slack
@@ -74,6 +76,22 @@ def test_patterns_choose(run: SampleRun, tmp_path: Path, capsys: pytest.CaptureF
     assert document["step"] == 30
     found = load_file(document["files"][0]["file"])
     assert set(found) == {"model.blocks.0.weight", "model.blocks.0.bias"}
+
+
+def test_a_name_that_looks_like_a_pattern_means_itself(tmp_path: Path) -> None:
+    """To every door; as a pattern it would mean the other tensor."""
+    log = RunLog(folder=tmp_path / "gpt")
+    log.create()
+    log.session(1, after=None, world_size=1, num_nodes=1)
+    name, other = "model.layers[0].w", "model.layers0.w"
+    save(log, 1, {name: torch.zeros(2), other: torch.ones(2)})
+    view = ray_ckpt.Catalog(log.folder)[1]
+    assert list(ray_ckpt.open(log.folder).load([name])) == [name]
+    assert compare(view, view, only=[name]).names == (name,)
+    export_safetensors(view, tmp_path / "out", only=[name])
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {name}
+    export_safetensors(view, tmp_path / "both", only=[name, "model.layers[0-9].w"])
+    assert set(load_file(tmp_path / "both" / "model.safetensors")) == {name, other}
 
 
 def test_torch_gives_plain_values_too(run: SampleRun, tmp_path: Path) -> None:

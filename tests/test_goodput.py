@@ -189,7 +189,7 @@ def test_steps_that_only_lost_checkpoints_had_are_lost() -> None:
 
 def test_behind_a_lost_checkpoint_the_newest_live_one_counts() -> None:
     log = Log().session(0.0)
-    first, second, third = (log.commit(10.0 * k, 10 * k) for k in (1, 2, 3))
+    _, second, third = (log.commit(10.0 * k, 10 * k) for k in (1, 2, 3))
     log.lost(second)
     assert (log.goodput().step, log.goodput().steps_lost) == (30, 0), "its effect is in the third"
     log.commits[1] = replace(log.commits[1], state="retired")

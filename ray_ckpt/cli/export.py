@@ -28,7 +28,9 @@ def export(
     out: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", help="A new or empty folder for safetensors, a new file for torch.", show_default=False
+            metavar="OUT",
+            help="A new or empty folder for safetensors, a new file for torch.",
+            show_default=False,
         ),
     ],
     to: Annotated[Form, typer.Option("--to", help="In which form.")] = Form.safetensors,
