@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import pyarrow as pa
 
@@ -237,7 +237,9 @@ class Catalog:
 
     # -- tables ------------------------------------------------------------------------------------------
 
-    def to_arrow(self, table: TableName = "checkpoints", *, steps: Collection[int] | None = None) -> pa.Table:
+    def to_arrow(
+        self, table: TableName = "checkpoints", *, steps: Iterable[SupportsIndex] | None = None
+    ) -> pa.Table:
         """One of the tables of the run, in log order; `write_parquet` writes all of them.
 
         checkpoints:
@@ -277,7 +279,9 @@ class Catalog:
             hint=f"There are {', '.join(TABLES)}; steps choose rows of the first three.",
         )
 
-    def to_pandas(self, table: TableName = "checkpoints", *, steps: Collection[int] | None = None) -> Any:
+    def to_pandas(
+        self, table: TableName = "checkpoints", *, steps: Iterable[SupportsIndex] | None = None
+    ) -> Any:
         """`to_arrow` as a pandas DataFrame."""
         return self.to_arrow(table, steps=steps).to_pandas()
 
@@ -292,7 +296,7 @@ class Catalog:
         self,
         folder: str | os.PathLike[str],
         *,
-        steps: Collection[int] | None = None,
+        steps: Iterable[SupportsIndex] | None = None,
         progress: Progress | None = None,
     ) -> dict[str, int]:
         """All tables as `<table>.parquet` in `folder`, which is made; gives the rows of each.
@@ -333,17 +337,18 @@ class Catalog:
     def _checkpoints(self, known: Sequence[CheckpointInfo], cuts: Mapping[str, Sequence[str]]) -> pa.Table:
         return checkpoints_table(known, self._history, on_storage=self._on_storage(known), cuts=cuts)
 
-    def durable(self, steps: Collection[int] | None = None) -> tuple[CheckpointView, ...]:
+    def durable(self, steps: Iterable[SupportsIndex] | None = None) -> tuple[CheckpointView, ...]:
         """The live durable checkpoints in log order, or those of `steps`: ConfigError if a step has none."""
+        wanted = None if steps is None else {operator.index(step) for step in steps}  # a Series, a generator
         found = [c for c in self.checkpoints if c.level is Level.DURABLE]
-        if missing := sorted(set(steps or ()) - {c.step for c in found}):
+        if missing := sorted((wanted or set()) - {c.step for c in found}):
             known = ", ".join(map(str, sorted({c.step for c in found})[-MAX_NEAREST:]))
             raise ConfigError(
                 f"Run {self.run_name} has no live durable checkpoint of step {missing[0]}.",
                 hint=f"The newest durable ones are {known}." if known else "None is durable.",
                 step=missing[0],
             )
-        return tuple(self._view(c, True) for c in found if steps is None or c.step in steps)
+        return tuple(self._view(c, True) for c in found if wanted is None or c.step in wanted)
 
 
 _MANIFEST_TABLES: Mapping[str, tuple[pa.Schema, Callable[[Fragment, FileEntry], pa.Table]]] = {

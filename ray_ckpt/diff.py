@@ -107,8 +107,9 @@ def compare(
 ) -> Comparison:
     """What differs between two durable checkpoints, of all tensors or of those that `only` names.
 
-    `only` has full names or patterns of them. Reads the manifests, which the logs prove. ConfigError if a checkpoint is not on its storage path, or a
-    pattern matches nothing; CorruptionError if a manifest is damaged.
+    `only` has full names or patterns of them. Reads the manifests, which the logs prove. ConfigError if a
+    checkpoint is not on its storage path, or a pattern matches nothing; CorruptionError if a manifest is
+    damaged.
     """
     return Comparison(a, b, only=only, progress=progress)
 

@@ -218,7 +218,7 @@ def _temporary(out: Path) -> Iterator[Path]:
 
 
 def _publish(folder: Path, out: Path) -> None:
-    """`folder` becomes `out`; if that is there, its files replace those of an older export, the index last."""
+    """`folder` becomes `out`; if that is there, its files replace an older export's, the index last."""
     if not out.is_dir():
         folder.rename(out.absolute())
         return

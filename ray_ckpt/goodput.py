@@ -2,12 +2,12 @@
 
     goodput = time of steps whose effect survived / wall time
 
-A step counts if the newest state comes from it, and once: what was lost and done again is badput. That is
-the "runtime goodput" of Google's ml-goodput-measurement: productive step time / elapsed time, without the
+A step counts if the newest state comes from it, and once: what was lost and done again is badput. That is the
+"runtime goodput" of Google's ml-goodput-measurement: productive step time / elapsed time, without the
 progress that a disruption wasted. If the newest checkpoint is lost, the newest state is that of the live one
 that a restart would go back to. Goodput can rise while the job as a whole gets slower, by slower steps say,
-so wall time stands beside it. Wall time runs from the first session's opening to the last thing that a session
-did by the log; what has happened since is not known.
+so wall time stands beside it. Wall time runs from the first session's opening to the last thing that a
+session did by the log; what has happened since is not known.
 
 **Measured** (`measure_goodput`), of a session that was told to its end (`SessionEnd`):
 

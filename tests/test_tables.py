@@ -209,6 +209,26 @@ def test_cuts_tell_how_tensors_are_cut(run: SampleRun) -> None:
     assert catalog.to_arrow()["cuts"].null_count == 6
 
 
+def test_steps_may_be_a_column_or_an_iterator(run: SampleRun, tmp_path: Path) -> None:
+    catalog = Catalog(run.folder)
+    frame = catalog.to_pandas()
+    column = frame["step"][frame["step"].isin([30, 50])]
+    for steps in (
+        column,
+        column.to_numpy(),
+        (step for step in (50, 30)),
+        {np.int32(30), 50},
+        np.array([30, 50]),
+    ):
+        assert [view.info.step for view in catalog.durable(steps)] == [30, 50]
+    assert catalog.to_arrow(steps=iter([50])).num_rows == 1
+    assert catalog.to_arrow("slices", steps=column.tail(1)).num_rows > 0
+    assert catalog.write_parquet(tmp_path / "out", steps=(step for step in (30, 50)))["shards"] > 0
+    assert catalog.durable(column.head(0)) == ()
+    with pytest.raises(ConfigError, match="step 20"):
+        catalog.durable(np.array([20, 30]))
+
+
 def cuts(parts: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]) -> tuple[str, ...]:
     """Of slices (name, global shape, offset, shape) of bytes."""
     found = Cuts()
