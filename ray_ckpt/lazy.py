@@ -62,6 +62,9 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
             raise ConfigError(f"No tensor is called {name!r}.", hint=nearest(str(name), sorted(self._rows)))
         return LazyTensor(self, name, self._rows[name])
 
+    def get(self, name: str, default: Any = None, /) -> Any:
+        return self[name] if name in self else default
+
     def __contains__(self, name: object) -> bool:
         return name in self._rows
 
@@ -114,7 +117,8 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
 class LazyTensor:
     """A tensor on the storage path. `lazy[0:10]` reads ten rows, `lazy.load()` all of it, both to the CPU.
 
-    `torch.as_tensor(lazy)` and `numpy.asarray(lazy)` load it too.
+    `torch.as_tensor(lazy)` and `numpy.asarray(lazy)` load it too, the latter bfloat16 and float8 only with a
+    dtype that numpy has: `numpy.asarray(lazy, numpy.float32)`.
     """
 
     def __init__(self, tensors: SavedTensors, name: str, rows: Sequence[ManifestRow]) -> None:
@@ -202,8 +206,14 @@ class LazyTensor:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if copy is False:
             raise ValueError("A tensor that has to be read cannot be had without a copy.")
-        array: npt.NDArray[Any] = self.load().numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        if not self.dtype_name.startswith(("BF", "F8")):
+            array: npt.NDArray[Any] = self.load().numpy()
+            return array if dtype is None else array.astype(dtype, copy=False)
+        if dtype is None:
+            hint = "`lazy.load().float()` or `numpy.asarray(lazy, numpy.float32)` has the same values."
+            raise ConfigError(f"{self.name} has the dtype {self.dtype_name}, which numpy has not.", hint=hint)
+        same: npt.NDArray[Any] = self.load().float().numpy()
+        return same.astype(dtype, copy=False)
 
     def _read(self, spans: Sequence[range]) -> torch.Tensor:
         """Of each dimension these indices, of which there may be none."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from ray_ckpt.capture.walk import DTYPE_NAMES
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.lazy import BLOCK_BYTES, GAP_BYTES, LazyTensor
@@ -51,12 +52,13 @@ def write_tensor(folder: Path, tensor: torch.Tensor, cuts: Sequence[tuple[slice,
         part = Slice(
             item="model",
             name="w",
-            dtype={torch.float32: "F32", torch.uint8: "U8"}[tensor.dtype],
+            dtype=DTYPE_NAMES[tensor.dtype],
             global_shape=tuple(tensor.shape),
             offset=tuple(start for start, _, _ in bounds),
             shape=tuple(stop - start for start, stop, _ in bounds),
         )
-        ranks.append(RankState(slices=[(part, tensor[cut].contiguous().numpy().tobytes())], items={}))
+        data = tensor[cut].contiguous().view(torch.uint8).numpy().tobytes()
+        ranks.append(RankState(slices=[(part, data)], items={}))
     saved = assemble(log.attempt(1, 1), ranks)
     log.commit(saved)
     log.drain(saved)
@@ -188,6 +190,9 @@ def test_wrong_names_list_the_nearest(run: SampleRun) -> None:
     with pytest.raises(ConfigError, match=r"nearest are model\.blocks\.0\.weight"):
         view["model.blocks.0.weigth"]
     assert WEIGHT in view and "nope" not in view
+    tensors, default = view.tensors(), object()
+    assert tensors.get("nope") is None and tensors.get("nope", default) is default
+    assert tensors.get(WEIGHT).shape == (8, 6)
     with pytest.raises(ConfigError, match="in the cluster only"):
         Catalog(run.folder)[20][WEIGHT]
 
@@ -199,6 +204,23 @@ def test_torch_and_numpy_take_it(run: SampleRun) -> None:
     assert len(lazy) == 8 and WEIGHT in repr(lazy) and "F32" in repr(lazy)
     half = Catalog(run.folder)[30]["model.head"]
     assert torch.as_tensor(half).dtype == half.dtype == torch.bfloat16
+
+
+def test_what_numpy_has_no_dtype_for_comes_through_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Reads(monkeypatch)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        whole = torch.arange(-3.0, 3.0).reshape(2, 3).to(dtype)
+        lazy = write_tensor(tmp_path / str(dtype), whole, [np.s_[:, :]])[1]["model.w"]
+        reads.found.clear()
+        with pytest.raises(ConfigError, match=r"numpy has not\. .*lazy\.load\(\)\.float\(\)"):
+            np.asarray(lazy)
+        assert reads.found == []
+        for wanted in (np.float32, np.float64, "int8"):
+            found = np.asarray(lazy, dtype=wanted)
+            assert found.dtype == wanted
+            np.testing.assert_array_equal(found, whole.float().numpy())
 
 
 def test_a_notebook_shows_it_without_reading(run: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
