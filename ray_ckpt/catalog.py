@@ -11,13 +11,14 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 import pyarrow as pa
 
 from ray_ckpt.core.history import SessionInfo
-from ray_ckpt.errors import ConfigError, FormatError
+from ray_ckpt.errors import CheckpointError, ConfigError, FormatError
 from ray_ckpt.format import names
 from ray_ckpt.lazy import MAX_NEAREST
 from ray_ckpt.location import Location
@@ -257,7 +258,8 @@ class Catalog:
             One row per file, and per saved slice, of the live durable checkpoints, from their manifests.
             Slices of many checkpoints take much memory, and `write_parquet` does not.
 
-        `steps` chooses live durable checkpoints, not for sessions and events. ConfigError; errors of
+        `steps` chooses live durable checkpoints, not for sessions and events; without it one that the run
+        deletes meanwhile is left out, and the log is read again. ConfigError; errors of
         `CheckpointView.fragments` where manifests are read.
         """
         match table:
@@ -267,9 +269,12 @@ class Catalog:
                 chosen = self.durable(steps)
                 return self._checkpoints([view.info for view in chosen], _cuts_of(chosen))
             case "shards" | "slices":
-                schema, found = _MANIFEST_TABLES[table]
-                parts = (found(*part) for view in self.durable(steps) for part in view.each_fragment())
-                return pa.concat_tables([schema.empty_table(), *parts])
+                schema, make = _MANIFEST_TABLES[table]
+                found = [schema.empty_table()]
+                for view in self.durable(steps):
+                    with self._unless_deleted(view, is_chosen=steps is not None):
+                        found += [make(*part) for part in view.each_fragment()]
+                return pa.concat_tables(found)
             case "sessions" if steps is None:
                 return sessions_table(self._history)
             case "events" if steps is None:
@@ -303,7 +308,8 @@ class Catalog:
 
         Files of these names are replaced, each when it is complete. `shards` and `slices` are those of the
         live durable checkpoints, or of `steps` among them, and `checkpoints` has the `cuts` of these. Each
-        manifest is read once, and memory does not grow with their number. `progress` is told of each
+        manifest is read once, and memory does not grow with their number. Without `steps` a checkpoint that
+        the run deletes meanwhile is left out, and the log is read again. `progress` is told of each
         checkpoint that was read. ConfigError if a step is not durable, OSError, and errors of
         `CheckpointView.fragments`.
         """
@@ -314,12 +320,15 @@ class Catalog:
             ParquetFile(out / "slices.parquet", SLICES) as slices,
         ):
             for view in chosen:
-                cut = Cuts()
-                for fragment, entry in view.each_fragment():
-                    shards.add(shards_table(fragment, entry))
-                    slices.add(slices_table(fragment))
-                    cut.add(fragment.rows)
-                cuts[view.info.id.attempt] = cut.texts()
+                with self._unless_deleted(view, is_chosen=steps is not None):
+                    cut, parts = Cuts(), []
+                    for fragment, entry in view.each_fragment():
+                        parts.append((shards_table(fragment, entry), slices_table(fragment)))
+                        cut.add(fragment.rows)
+                    for files, parts_of_tensors in parts:  # the manifest is complete
+                        shards.add(files)
+                        slices.add(parts_of_tensors)
+                    cuts[view.info.id.attempt] = cut.texts()
                 if progress is not None:
                     progress(1)
         rows = {"shards": shards.num_rows, "slices": slices.num_rows}
@@ -333,6 +342,18 @@ class Catalog:
                 file.add(table)
             rows[name] = table.num_rows
         return {name: rows[name] for name in TABLES}
+
+    @contextmanager
+    def _unless_deleted(self, view: CheckpointView, *, is_chosen: bool) -> Iterator[None]:
+        """A manifest that cannot be read is passed over if nobody has chosen it and it is no longer live."""
+        try:
+            yield
+        except CheckpointError:
+            if is_chosen:
+                raise
+            self.refresh()
+            if view.info.id in {info.id for info in self.checkpoints}:
+                raise
 
     def _checkpoints(self, known: Sequence[CheckpointInfo], cuts: Mapping[str, Sequence[str]]) -> pa.Table:
         return checkpoints_table(known, self._history, on_storage=self._on_storage(known), cuts=cuts)

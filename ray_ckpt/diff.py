@@ -39,7 +39,7 @@ from ray_ckpt.format.tree import TensorRef, decode_tree
 from ray_ckpt.lazy import named
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import plan_restore
-from ray_ckpt.types import ManifestRow, Slice
+from ray_ckpt.types import Fragment, ManifestRow, Slice
 from ray_ckpt.verify import CheckpointFile
 
 BAND_BYTES = 16 << 20  # of a tensor at a time, on each side: enough for a disk's and a store's full speed
@@ -108,8 +108,8 @@ def compare(
     """What differs between two durable checkpoints, of all tensors or of those that `only` names.
 
     `only` has full names or patterns of them. Reads the manifests, which the logs prove. ConfigError if a
-    checkpoint is not on its storage path, or a pattern matches nothing; CorruptionError if a manifest is
-    damaged.
+    checkpoint is not on its storage path or is deleted meanwhile, or a pattern matches nothing;
+    CorruptionError if a manifest is damaged.
     """
     return Comparison(a, b, only=only, progress=progress)
 
@@ -118,7 +118,8 @@ class Comparison:
     """Two checkpoints to compare. Iterate over it for one TensorDiff per name, in the order of names.
 
     `size_bytes` is what an iteration reads, of both sides together. Damage ends nothing: the tensor is
-    `damaged`. Where ranks had different tensors under one name, that of the lowest rank counts.
+    `damaged`. That the run has deleted a checkpoint meanwhile is a ConfigError. Where ranks had different
+    tensors under one name, that of the lowest rank counts.
     """
 
     def __init__(
@@ -248,19 +249,41 @@ class _Side:
 
     def __init__(self, label: str, view: CheckpointView, count: Progress) -> None:
         self.label = label
+        self._view = view
         self._world_size = view.info.world_size
         self._files = view.files()
         self._count = count
         self._lock = threading.Lock()
         self._opened: dict[str, CheckpointFile] = {}
+        self._missing: dict[str, bool] = {}  # files, and whether the checkpoint is deleted
         self._states: dict[str, ManifestRow] = {}
         self.rows: dict[str, list[ManifestRow]] = {}
-        for fragment in view.fragments():
+        for fragment in self._fragments():
             for row in fragment.rows:
                 if row.slice is not None:
                     self.rows.setdefault(row.slice.key, []).append(row)
                 elif row.kind == "state":
                     self._states[row.file] = row
+
+    def _fragments(self) -> tuple[Fragment, ...]:
+        try:
+            return self._view.fragments()
+        except CorruptionError as error:
+            self._check_deleted(str(error.fields.get("file")))
+            raise
+
+    def _check_deleted(self, missing: str) -> None:
+        """ConfigError if that a file is missing is retention's doing and no damage. Looks once for each."""
+        with self._lock:
+            if missing not in self._missing:
+                self._missing[missing] = self._view.is_deleted()
+            if self._missing[missing]:
+                step = self._view.info.step
+                raise ConfigError(
+                    f"{self.label}: step {step} in {self._view.where} has been deleted meanwhile.",
+                    hint="Compare another step.",
+                    step=step,
+                )
 
     def tensor(self, name: str) -> _Tensor | None:
         rows = self.rows.get(name)
@@ -296,6 +319,8 @@ class _Side:
                 self._read(file, offset, out)
                 break
             except (OSError, EOFError) as error:
+                if isinstance(error, FileNotFoundError):
+                    self._check_deleted(file)
                 if not tries_left or isinstance(error, FileNotFoundError):
                     text = f"{self.label}: {self._files.place(file)} cannot be read: {error}"
                     raise (EOFError if isinstance(error, EOFError) else OSError)(text) from error

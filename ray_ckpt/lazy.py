@@ -27,7 +27,7 @@ from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.plan.restore import Copy, Read, plan_restore
 from ray_ckpt.tables import MAX_HTML_ROWS, html_table
 from ray_ckpt.types import ManifestRow, Slice
-from ray_ckpt.verify import CheckpointFile, CheckpointFiles, readable
+from ray_ckpt.verify import PERHAPS_DELETED, CheckpointFile, CheckpointFiles, readable
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,9 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
         return LazyTensor(self, name, self._rows[name])
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        return self[name] if name in self else default
+        if name not in self:
+            return default
+        return self[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows
@@ -92,7 +94,9 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
             with readable(self._files.location):
                 file = self._files.open(name)
             if file is None:
-                raise CorruptionError(f"{self._files.place(name)} is missing.", hint=_DAMAGED, file=name)
+                raise CorruptionError(
+                    f"{self._files.place(name)} is missing.", hint=PERHAPS_DELETED, file=name
+                )
             self._opened[name] = file
         return self._opened[name]
 

@@ -39,6 +39,8 @@ FILES_AT_A_TIME = 4  # read by a thread each, with 72 MiB on their way at most: 
 StoragePath: TypeAlias = str | os.PathLike[str] | Location
 """A folder of this machine, absolute or not, or the URL of a place in a store."""
 
+PERHAPS_DELETED = "If it has been deleted since the log was read, read the log again."
+
 Progress: TypeAlias = Callable[[int], None]
 """Called with the number of bytes read since the last call; from several threads, one at a time."""
 
@@ -63,6 +65,8 @@ def readable(location: Location) -> Iterator[None]:
         hint = "Check bucket, endpoint and credentials; they come from the environment, a profile or a role."
         if location.is_posix:
             hint = "Checkpoints are private to the user that trained; read them as that user."
+        if isinstance(error, FileNotFoundError):
+            hint = PERHAPS_DELETED
         where = "" if str(location) in str(error) else f" {location}"
         message = f"The storage path{where} cannot be read: {error}."
         raise StoragePathError(message, hint=hint, path=str(location)) from error
@@ -111,7 +115,7 @@ class SavedFiles(ABC):
             if file is None:
                 raise CorruptionError(
                     f"{self.place(name)} is missing.",
-                    hint="If it has been deleted since the log was read, read the log again.",
+                    hint=PERHAPS_DELETED,
                     file=name,
                     where="missing",
                 )
@@ -123,8 +127,9 @@ class SavedFiles(ABC):
                 )
             return b"".join(map(bytes, file.read([(0, file.size_bytes)])))
         except (OSError, EOFError) as error:
+            hint = PERHAPS_DELETED if isinstance(error, FileNotFoundError) else ""
             raise CorruptionError(
-                f"{self.place(name)} cannot be read: {error}.", file=name, where="unreadable"
+                f"{self.place(name)} cannot be read: {error}.", hint=hint, file=name, where="unreadable"
             ) from error
 
 

@@ -27,10 +27,11 @@ from ray_ckpt.format.manifest import (
 )
 from ray_ckpt.lazy import LazyTensor, SavedTensors
 from ray_ckpt.location import Location
+from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.tables import MAX_HTML_ROWS, drain_s, html_table, metrics_text, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment
-from ray_ckpt.verify import CheckpointFiles, Damage, Progress, is_fragment, verify_files
+from ray_ckpt.verify import CheckpointFiles, Damage, Progress, is_fragment, readable, verify_files
 
 REQUESTS_AT_A_TIME = 16  # for small files of a store that answers late
 
@@ -118,6 +119,16 @@ class CheckpointView:
     def verify(self, progress: Progress | None = None) -> tuple[Damage, ...]:
         """Everything that is wrong with its files; empty if each byte is as it was saved."""
         return verify_files(self.files(), root_digest=self.info.root_digest, progress=progress).damages
+
+    def is_deleted(self) -> bool:
+        """Whether it is no longer live: the log is read again. StoragePathError; FormatError."""
+        if self.tier is None:
+            return self.info.state != "live"
+        with readable(self.tier.root):
+            history, found = read_run(self.tier.log)
+        for record, record_digest in found:
+            history.apply(record, record_digest)
+        return self.info.id.attempt not in {info.id.attempt for info in history.live()}
 
     def _repr_html_(self) -> str:
         """For a notebook: what the log says of it, escaped. No file of it is read."""

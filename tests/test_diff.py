@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import threading
 import tracemalloc
 import uuid
@@ -22,6 +23,7 @@ from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli import app
 from ray_ckpt.diff import BAND_BYTES, TensorDiff, compare, to_arrow
 from ray_ckpt.errors import ConfigError, CorruptionError
+from ray_ckpt.format import records
 from ray_ckpt.location import Location
 from ray_ckpt.plan.regions import Box, flat_parts
 from ray_ckpt.storage.remote import open_store
@@ -390,6 +392,24 @@ def test_a_shard_that_is_missing_or_cut_off_is_damage(log: RunLog) -> None:
     first.unlink()
     found = diffs(log)["model.w"]
     assert found.status == "damaged" and "missing" in found.detail
+
+
+@pytest.mark.parametrize("when", ["before", "between", "values"])
+def test_what_is_deleted_meanwhile_is_no_damage(log: RunLog, when: str) -> None:
+    for step in (1, 2):
+        save(log, step, {"model.w": torch.full((4,), float(step))}, values={"s": {"lr": step}})
+    a, b = Catalog(log.folder)[1], Catalog(log.folder)[2]
+    comparison = None if when == "before" else compare(a, b)
+    log.append(records.Retired(attempt=b.info.id.attempt, reason="old"))
+    assert b.path is not None
+    shutil.rmtree(b.path)
+    with pytest.raises(ConfigError, match=r"B: step 2 in .* has been deleted meanwhile"):
+        if comparison is None:
+            compare(a, b)
+        elif when == "values":
+            comparison.values()
+        else:
+            list(comparison)
 
 
 def test_damaged_values_are_an_error(log: RunLog) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
 import uuid
@@ -16,7 +17,7 @@ import torch
 
 from ray_ckpt.capture.walk import DTYPE_NAMES
 from ray_ckpt.catalog import Catalog
-from ray_ckpt.errors import ConfigError, CorruptionError
+from ray_ckpt.errors import ConfigError, CorruptionError, StoragePathError
 from ray_ckpt.lazy import BLOCK_BYTES, GAP_BYTES, LazyTensor
 from ray_ckpt.location import Location
 from ray_ckpt.storage.file_store import Blocks, PosixFiles
@@ -183,6 +184,17 @@ def test_missing_and_cut_files_are_named(run: SampleRun) -> None:
     path.unlink()
     with pytest.raises(CorruptionError, match=f"{row.file} is missing"):
         Catalog(run.folder)[30][WEIGHT].load()
+
+
+def test_what_is_deleted_meanwhile_is_said_as_that(run: SampleRun) -> None:
+    opened, unopened = (Catalog(run.folder)[30] for _ in range(2))
+    lazy = opened[WEIGHT]
+    lazy[0]
+    unread = unopened[WEIGHT]
+    shutil.rmtree(run.directory(30))
+    for read in (lazy.load, unread.load):
+        with pytest.raises((StoragePathError, CorruptionError), match="deleted since the log was read"):
+            read()
 
 
 def test_wrong_names_list_the_nearest(run: SampleRun) -> None:

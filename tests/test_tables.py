@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_ckpt import tables
+from ray_ckpt import view as view_module
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli import main
 from ray_ckpt.errors import ConfigError, CorruptionError
@@ -21,6 +23,7 @@ from ray_ckpt.format import records
 from ray_ckpt.format.digest import digest
 from ray_ckpt.tables import TABLES, Cuts
 from ray_ckpt.types import Level, ManifestRow, Slice
+from ray_ckpt.verify import CheckpointFiles
 from tests.sample_run import START_S, SampleRun, make_checkpoint, write_run
 
 
@@ -327,6 +330,47 @@ def test_damage_leaves_no_new_file_and_the_old_ones(run: SampleRun, tmp_path: Pa
     with pytest.raises(CorruptionError, match="manifest-00001-of-00002"):
         catalog.write_parquet(tmp_path / "out")
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def deletes(run: SampleRun, step: int, *, after: int) -> Callable[[CheckpointFiles, str, int], bytes]:
+    """`CheckpointFiles.read_whole`; when it has read so many files of `step`, retention deletes that."""
+    read, seen = CheckpointFiles.read_whole, []
+
+    def then_deleted(files: CheckpointFiles, name: str, max_bytes: int) -> bytes:
+        if str(files.location) == str(run.directory(step)):
+            if len(seen) == after:
+                run.log.append(records.Retired(attempt=run.checkpoints[step].attempt.attempt, reason="old"))
+                shutil.rmtree(run.directory(step))
+            seen.append(name)
+        return read(files, name, max_bytes)
+
+    return then_deleted
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_what_is_deleted_meanwhile_is_left_out(
+    run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    monkeypatch.setattr(view_module, "REQUESTS_AT_A_TIME", 1)
+    expected = Catalog(run.folder).to_arrow("slices", steps=[50]).num_rows
+    catalog = Catalog(run.folder)
+    monkeypatch.setattr(CheckpointFiles, "read_whole", deletes(run, 30, after=after))
+    if after == 2:
+        table = catalog.to_arrow("slices")
+        assert set(table["step"].to_pylist()) == {50} and table.num_rows == expected
+    seen: list[int] = []
+    assert catalog.write_parquet(tmp_path / "out", progress=seen.append)["slices"] == expected
+    checkpoints = pq.read_table(tmp_path / "out" / "checkpoints.parquet")
+    assert (30, "retired", None) in rows(checkpoints, "step", "state", "cuts")
+
+
+def test_a_chosen_step_that_is_deleted_meanwhile_is_an_error(
+    run: SampleRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = Catalog(run.folder)
+    monkeypatch.setattr(CheckpointFiles, "read_whole", deletes(run, 30, after=0))
+    with pytest.raises(CorruptionError, match="deleted since the log was read"):
+        catalog.to_arrow("slices", steps=[30])
 
 
 # The command
