@@ -7,6 +7,7 @@ error, never a shorter history.
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,6 +66,8 @@ __all__ = [
     "verify_directory",
 ]
 
+log = logging.getLogger("ray_ckpt")
+
 MAX_FOLDERS = 1000  # of a storage path that are looked into for runs
 _MAX_NAMED_RUNS = 10  # in a hint
 
@@ -76,14 +79,16 @@ class Catalog:
     """A run's log, read once from its newest snapshot on. `path` is `<storage_path>/<run>` or its `ray_ckpt`.
 
     It may be a folder or a URL, as the training's storage path; `storage_options` are those of RunOptions.
-    `catalog[30]` is the newest live checkpoint of step 30, the current lineage first; iterating gives the
-    live checkpoints in log order. Raises ConfigError if there is no run at `path` or no way to open it,
+    `catalog[30]` is the newest live checkpoint of step 30, the current lineage first; if that is in the
+    cluster only and another one of step 30 is durable, it is that one, and a warning says so. Iterating gives
+    the live checkpoints in log order. Raises ConfigError if there is no run at `path` or no way to open it,
     StoragePathError if its log cannot be read, FormatError if its log is damaged.
     """
 
     def __init__(self, path: StoragePath, storage_options: Mapping[str, str] | None = None) -> None:
         run = _run_at(locate(path), storage_options)
         self._tier = RemoteTier(run / names.SERVICE_DIR, storage_options)
+        self._warned: set[str] = set()  # attempts in whose place another one was given
         self.refresh()
 
     @property
@@ -153,10 +158,13 @@ class Catalog:
 
     def find(self, step: int, *, all: bool = False) -> CheckpointView | None:
         """The newest checkpoint of `step`: live before others, on the current lineage before others."""
-        found = [c for c in self.list(all=all) if c.step == step]
-        ends = self._history.branch_points()
-        found.sort(key=lambda c: (c.state == "live", c.seq <= ends.get(c.id.session, -1), c.seq))
+        found = self._newest_last(c for c in self.list(all=all) if c.step == step)
         return self.view(found[-1]) if found else None
+
+    def _newest_last(self, found: Iterable[CheckpointInfo]) -> Sequence[CheckpointInfo]:
+        """Checkpoints of one step, the one that it means last."""
+        ends = self._history.branch_points()
+        return sorted(found, key=lambda c: (c.state == "live", c.seq <= ends.get(c.id.session, -1), c.seq))
 
     def newest(self, level: Level = Level.LOCAL) -> CheckpointView | None:
         """The checkpoint to resume from, of those that have reached `level`; None if there is none."""
@@ -194,13 +202,32 @@ class Catalog:
     def __getitem__(self, step: int) -> CheckpointView:
         step = operator.index(step)  # numpy's integers too, as a table gives them
         if (view := self.find(step)) is not None:
-            return view
+            return self._durable_instead(view)
         steps = sorted({c.step for c in self.checkpoints}, key=lambda s: abs(s - step))[:5]
         raise ConfigError(
             f"Run {self.run_name} has no live checkpoint of step {step}.",
             hint=f"The nearest are {', '.join(map(str, sorted(steps)))}." if steps else "It has none at all.",
             step=step,
         )
+
+    def _durable_instead(self, view: CheckpointView) -> CheckpointView:
+        """`view` if it can be read here; else another live one of its step that can, if there is one."""
+        same = (c for c in self.checkpoints if c.step == view.info.step and c.level is Level.DURABLE)
+        durable = self._newest_last(same)
+        if view.tier is not None or not durable:
+            return view
+        found, attempt = self._view(durable[-1], True), view.info.id
+        if attempt.attempt not in self._warned:
+            self._warned.add(attempt.attempt)
+            log.warning(
+                "step %d: the newest checkpoint, of session %d, is in the cluster only; the durable one of "
+                "session %d is read (%s)",
+                attempt.step,
+                attempt.session,
+                found.info.id.session,
+                found.info.directory,
+            )
+        return found
 
     def __contains__(self, step: object) -> bool:
         return any(c.step == step for c in self.checkpoints)

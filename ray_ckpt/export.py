@@ -71,7 +71,7 @@ def export_safetensors(
 
 def export_torch(
     catalog: Catalog,
-    step: int,
+    view: CheckpointView,
     out: Path,
     *,
     item: str | None = None,
@@ -79,6 +79,8 @@ def export_torch(
     force: bool = False,
 ) -> tuple[Path, ...]:
     """The states of all items, {item: state}, or of one, or {full name: tensor} for patterns, as one file.
+
+    `view` is a live durable checkpoint of `catalog`.
 
     It is for `torch.load(weights_only=True)`, so arrays of numpy, such as its random state, become tensors.
     Values that ranks have of their own are those of rank 0. Takes as much memory as the state. ConfigError:
@@ -91,7 +93,7 @@ def export_torch(
         raise ConfigError(f"{out} exists.", hint="Give another name; --force replaces a file.")
     if item is not None and only:
         raise ConfigError("An item and patterns exclude each other in a .pt file.", hint="Give one of them.")
-    state = OpenedRun(catalog).choose(step).load(list(only) or item)
+    state = OpenedRun(catalog).at(view.info.id).load(list(only) or item)
     with _temporary(out) as file:
         torch.save(_without_numpy(state), file)
         try:

@@ -343,7 +343,7 @@ class _Saved:
             raise RestoreError(
                 f"{len(reader.damage)} parts of step {self.info.step} cannot be read, the first is "
                 f"{reader.damage[0]}: {notes}.",
-                hint="If the store is well and has it still, `ray-ckpt verify` shows the damage; load another step.",
+                hint="If the store is well and has it, `ray-ckpt verify` shows damage; load another step.",
                 damage=tuple(reader.damage),
             )
 

@@ -18,7 +18,7 @@ from ray_ckpt.diff import compare
 from ray_ckpt.export import INDEX_FILE, export_safetensors
 from ray_ckpt.lazy import BLOCK_BYTES
 from ray_ckpt.testing.strict_store import Fault, Flip, Match, StrictStore
-from tests.sample_run import RankState, RunLog, SampleRun, assemble, write_run
+from tests.sample_run import RankState, RunLog, SampleRun, assemble, make_checkpoint, write_run
 from tests.test_diff import save
 from tests.test_lazy import upload, write_tensor
 
@@ -68,6 +68,18 @@ def test_files_are_split_and_indexed(run: SampleRun, tmp_path: Path) -> None:
     }
     assert_saved(run, 10, found, "model.")
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+@pytest.mark.parametrize("step", [(), ("--step", 10)])
+def test_of_a_step_that_was_saved_twice_the_durable_one_is_taken(
+    tmp_path: Path, form: str, step: tuple[object, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second one is in the cluster only."""
+    run = write_run(tmp_path, steps=(10,), durable=(10,))
+    run.log.commit(make_checkpoint(run.log.attempt(1, 10)))
+    assert export(run.folder, tmp_path / "out", "--to", form, *step) == 0
+    assert ("the durable one of session 1 is read" in caplog.text) == bool(step)
 
 
 def test_patterns_choose(run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def export(
     patterns, limit = tuple(only or ()), size(max_file, option="--max-file")
     try:
         if to is Form.torch:
-            files = export_torch(catalog, view.info.step, out, item=item, only=patterns, force=force)
+            files = export_torch(catalog, view, out, item=item, only=patterns, force=force)
         else:
             with byte_bar("exporting") as bar:
                 files = export_safetensors(
