@@ -22,7 +22,7 @@ from ray_ckpt.core.history import SessionInfo
 from ray_ckpt.errors import CheckpointError, ConfigError, FormatError
 from ray_ckpt.format import names
 from ray_ckpt.lazy import MAX_NEAREST
-from ray_ckpt.location import Location
+from ray_ckpt.location import Location, without_tilde
 from ray_ckpt.storage.file_store import FileStore
 from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, read_run
 from ray_ckpt.storage.remote import RemoteTier, open_store
@@ -340,7 +340,7 @@ class Catalog:
         checkpoint that was read. ConfigError if a step is not durable, OSError, and errors of
         `CheckpointView.fragments`.
         """
-        chosen, cuts, out = self.durable(steps), {}, Path(folder)
+        chosen, cuts, out = self.durable(steps), {}, without_tilde(folder)
         out.mkdir(parents=True, exist_ok=True)
         with (
             ParquetFile(out / "shards.parquet", SHARDS) as shards,

@@ -170,10 +170,15 @@ def resolve_options(options: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _folder(path: str, text: str) -> str:
-    folder = Path(path)
+def without_tilde(path: str | os.PathLike[str]) -> Path:
+    """`path` with the home that a leading `~` or `~user` means, as it is if there is none."""
     with contextlib.suppress(RuntimeError):  # nobody of that name has a home
-        folder = folder.expanduser()
+        return Path(path).expanduser()
+    return Path(path)
+
+
+def _folder(path: str, text: str) -> str:
+    folder = without_tilde(path)
     if not folder.is_absolute():
         shown = "is no folder and no URL" if "@" in text or "://" in text else f"{text!r} is relative"
         raise ConfigError(

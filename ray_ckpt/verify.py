@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from ray_ckpt.errors import CorruptionError, FormatError, StoragePathError
@@ -29,7 +28,7 @@ from ray_ckpt.format.manifest import (
     decode_checkpoint,
     decode_fragment,
 )
-from ray_ckpt.location import Location
+from ray_ckpt.location import Location, without_tilde
 from ray_ckpt.storage.file_store import Blocks, FileStore
 from ray_ckpt.storage.remote import open_store
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow
@@ -53,7 +52,7 @@ def locate(path: StoragePath) -> Location:
     if isinstance(path, Location):
         return path
     text = os.fspath(path)
-    return Location.parse(text if "://" in text else Path(text).expanduser().absolute())
+    return Location.parse(text if "://" in text else without_tilde(text).absolute())
 
 
 @contextmanager

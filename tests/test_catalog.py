@@ -80,6 +80,13 @@ def test_a_run_is_read_from_its_folder_or_its_subfolder(branched: SampleRun) -> 
         assert catalog.path == branched.folder / "ray_ckpt"
 
 
+def test_a_tilde_of_nobody_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert locate("~nosuchuser/x").folder == tmp_path / "~nosuchuser" / "x"
+    with pytest.raises(ConfigError, match=r"no run at .*~nosuchuser"):
+        Catalog("~nosuchuser/x")
+
+
 def test_checkpoints_sessions_and_the_newest(branched: SampleRun) -> None:
     catalog = Catalog(branched.folder)
     assert [s.session for s in catalog.sessions] == [1, 2]

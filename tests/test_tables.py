@@ -364,6 +364,16 @@ def test_what_is_deleted_meanwhile_is_left_out(
     assert (30, "retired", None) in rows(checkpoints, "step", "state", "cuts")
 
 
+def test_the_folder_of_parquet_files_may_be_below_home(
+    run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(run.folder)
+    Catalog(run.folder).write_parquet("~/tabs", steps=[50])
+    assert ray_ckpt_cli("ls", run.folder, "--parquet=~/tabs") == 0
+    assert (tmp_path / "tabs" / "slices.parquet").exists() and not (run.folder / "~").exists()
+
+
 def test_a_chosen_step_that_is_deleted_meanwhile_is_an_error(
     run: SampleRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +17,7 @@ from ray_ckpt.cli.output import add_row, make_table, plain, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.diff import MAX_VALUES, Status, TensorDiff, ValueDiff, compare
 from ray_ckpt.errors import ConfigError, CorruptionError
+from ray_ckpt.location import without_tilde
 from ray_ckpt.origin import CheckpointUri
 
 _ORDER: Sequence[Status] = (
@@ -109,7 +109,7 @@ def _views(
 def _view(text: str, options: Mapping[str, str]) -> CheckpointView:
     """The checkpoint that a URI or a folder names. Options are for URLs."""
     is_url = "://" in text
-    uri = CheckpointUri.parse(text if is_url else str(Path(text).expanduser().absolute()))
+    uri = CheckpointUri.parse(text if is_url else str(without_tilde(text).absolute()))
     opened = uri.open(options if is_url else None)
     return opened.run.catalog.view(opened.info)
 

@@ -29,7 +29,7 @@ from ray_ckpt.cli.output import (
 )
 from ray_ckpt.cli.progress import count_bar
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError
-from ray_ckpt.location import Location
+from ray_ckpt.location import Location, without_tilde
 from ray_ckpt.types import CheckpointInfo
 from ray_ckpt.view import REQUESTS_AT_A_TIME
 
@@ -95,7 +95,7 @@ def _write_tables(catalog: Catalog, folder: Path, steps: Collection[int] | None,
         except CorruptionError as error:
             print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
             raise typer.Exit(EXIT_DAMAGED) from error
-    files = {name: str(folder / f"{name}.parquet") for name in num_rows}
+    files = {name: str(without_tilde(folder) / f"{name}.parquet") for name in num_rows}
     if as_json:
         rows = [{"table": name, "file": files[name], "rows": count} for name, count in num_rows.items()]
         print_json({"run_name": catalog.run_name, "run_uid": catalog.run_uid, "tables": rows})
