@@ -49,6 +49,7 @@ READ_TRIES = 2  # a connection may break in the middle of an answer; requests by
 MAX_VALUES = 1000  # that differ, of one comparison: more are read by nobody
 MAX_SEQUENCE = 16  # elements of a list that are compared one by one; a longer one is one value
 MAX_VALUE_CHARS = 60  # of a value that is shown
+DIGEST_CHARS = 8  # of two values that only their digests tell apart
 
 _DAMAGED = "`ray-ckpt verify` shows all damage."
 
@@ -637,7 +638,8 @@ def _value_diffs(a: Any, b: Any, path: str) -> Iterator[ValueDiff]:
             one, other = (side[index] if index < len(side) else _GONE for side in (a, b))
             yield from _value_diffs(one, other, f"{path}[{index}]")
     elif not _is_same(a, b):
-        yield ValueDiff(name=path, a=_shown(a), b=_shown(b))
+        text_a, text_b = _shown_apart(a, b)
+        yield ValueDiff(name=path, a=text_a, b=text_b)
 
 
 def _is_short(values: Sequence[Any]) -> bool:
@@ -660,3 +662,23 @@ def _shown(value: Any) -> str | None:
         return None
     text = f"tensor {value.key}" if isinstance(value, TensorRef) else _SHORT.repr(value)
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
+
+
+def _shown_apart(a: Any, b: Any) -> tuple[str | None, str | None]:
+    """Two values that differ; if they look the same when shortened, with the first place that does not."""
+    text_a, text_b = _shown(a), _shown(b)
+    if text_a != text_b:
+        return text_a, text_b
+    if not isinstance(a, list | tuple | str | bytes):
+        return f"{text_a} (digest {_digest_of(a)})", f"{text_b} (digest {_digest_of(b)})"
+    if len(a) != len(b):
+        return f"{text_a} ({len(a)} long)", f"{text_b} ({len(b)} long)"
+    at = next(k for k, pair in enumerate(zip(a, b, strict=True)) if not _is_same(*pair))
+    part_a, part_b = _shown_apart(a[at], b[at])
+    return f"{text_a} ([{at}]: {part_a})", f"{text_b} ([{at}]: {part_b})"
+
+
+def _digest_of(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return digest(f"{value.dtype} {value.shape} ".encode() + value.tobytes())[:DIGEST_CHARS]
+    return digest(repr(value).encode())[:DIGEST_CHARS]

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -21,7 +22,7 @@ import ray_ckpt.diff
 from ray_ckpt.capture.walk import DTYPE_NAMES
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli import app
-from ray_ckpt.diff import BAND_BYTES, TensorDiff, compare, to_arrow
+from ray_ckpt.diff import BAND_BYTES, MAX_VALUE_CHARS, TensorDiff, compare, to_arrow
 from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.format import records
 from ray_ckpt.location import Location
@@ -284,7 +285,7 @@ def test_values_of_rank_0_that_differ_are_named(log: RunLog) -> None:
     save(log, 2, {}, values=values)
     catalog = Catalog(log.folder)
     found = {diff.name: (diff.a, diff.b) for diff in compare(catalog[1], catalog[2]).values()}
-    assert found.pop("rng")[0] == "(0, 1, 2, 3, 4, 5, ...)"
+    assert found.pop("rng")[0] == "(0, 1, 2, 3, 4, 5, ...) ([624]: 624)"
     assert found == {
         "optimizer.param_groups[0].lr": ("0.1", "0.2"),
         "old": ("1", None),
@@ -410,6 +411,29 @@ def test_what_is_deleted_meanwhile_is_no_damage(log: RunLog, when: str) -> None:
             comparison.values()
         else:
             list(comparison)
+
+
+def test_long_values_are_shown_where_they_differ(log: RunLog) -> None:
+    numbers, letters = list(range(100)), "x" * 200
+    key = np.arange(624, dtype=np.uint32)
+    before = {"rng": numbers, "text": letters, "key": key, "seed": 7**100, "deep": [numbers, numbers]}
+    changed = {
+        "rng": [*numbers[:50], -1, *numbers[51:]],
+        "text": letters + "x",
+        "key": np.where(key == 300, np.uint32(0), key),
+        "seed": 7**100 + 10**40,
+        "deep": [numbers, [*numbers[:-1], "last"]],
+    }
+    for step, values in ((1, before), (2, changed)):
+        save(log, step, {"model.w": torch.zeros(1)}, values={"s": values})
+    catalog = Catalog(log.folder)
+    found = {diff.name.removeprefix("s."): diff for diff in compare(catalog[1], catalog[2]).values()}
+    assert all(diff.a and diff.b and diff.a != diff.b for diff in found.values()) and len(found) == 5
+    rng, text, deep = found["rng"], found["text"], found["deep[1]"]
+    assert (rng.a or "").endswith(" ([50]: 50)") and (rng.b or "").endswith(" ([50]: -1)")
+    assert (text.a or "").endswith(" (200 long)") and (text.b or "").endswith(" (201 long)")
+    assert (deep.a or "").endswith(" ([99]: 99)") and (deep.b or "").endswith(" ([99]: 'last')")
+    assert max(len(diff.b or "") for diff in found.values()) < 2 * MAX_VALUE_CHARS
 
 
 def test_damaged_values_are_an_error(log: RunLog) -> None:
