@@ -162,6 +162,14 @@ class LazyTensor:
             raise TypeError("len() of a tensor without dimensions")
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if not self.shape:
+            raise TypeError("iteration over a tensor without dimensions")
+        return (self[row] for row in range(len(self)))
+
+    def __contains__(self, value: object) -> bool:
+        raise TypeError(f"{self.name} is not read to look for a value; load() first")
+
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, shape={self.shape}, dtype={self.dtype_name}, nbytes={self.nbytes})"
 

@@ -58,7 +58,7 @@ def write_tensor(folder: Path, tensor: torch.Tensor, cuts: Sequence[tuple[slice,
             offset=tuple(start for start, _, _ in bounds),
             shape=tuple(stop - start for start, stop, _ in bounds),
         )
-        data = tensor[cut].contiguous().view(torch.uint8).numpy().tobytes()
+        data = tensor[cut].reshape(-1).view(torch.uint8).numpy().tobytes()
         ranks.append(RankState(slices=[(part, data)], items={}))
     saved = assemble(log.attempt(1, 1), ranks)
     log.commit(saved)
@@ -138,6 +138,19 @@ def test_an_array_of_one_index_is_no_int(tmp_path: Path, make: Any) -> None:
                 lazy[index]
     assert torch.equal(lazy[make(0), make(-1)], whole[0, -1])
     assert torch.equal(lazy[0, np.int64(1)], whole[0, 1])
+
+
+def test_rows_are_iterated_over_and_nothing_is_looked_for(tmp_path: Path) -> None:
+    whole = torch.arange(6.0).reshape(3, 2)
+    lazy = write_tensor(tmp_path / "rows", whole, [np.s_[:, :]])[1]["model.w"]
+    assert torch.equal(torch.stack(list(lazy)), whole)
+    assert list(lazy[0:0]) == []
+    scalar = write_tensor(tmp_path / "scalar", torch.tensor(7.0), [()])[1]["model.w"]
+    with pytest.raises(TypeError, match="without dimensions"):
+        iter(scalar)
+    for tensor in (lazy, scalar):
+        with pytest.raises(TypeError, match=r"load\(\) first"):
+            7.0 in tensor  # noqa: B015
 
 
 def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
