@@ -31,6 +31,7 @@ from ray_ckpt.verify import Progress
 
 MAX_FILE_BYTES = 5 * 10**9  # of tensors in one file, but for a single larger one: as Hugging Face has it
 INDEX_FILE = "model.safetensors.index.json"
+METADATA = "__metadata__"  # in a header: what is no tensor
 
 
 def export_safetensors(
@@ -160,9 +161,14 @@ def _shards(tensors: Mapping[str, LazyTensor], max_file_bytes: int) -> list[dict
 
 def _header(shard: Mapping[str, LazyTensor]) -> bytes:
     """Of a safetensors file: wide dtypes first, so that each tensor is aligned."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}
     at = 0
     for name, lazy in shard.items():
+        if name == METADATA:
+            raise ConfigError(
+                f"A safetensors file can have no tensor of the name {name}.",
+                hint="Export it by its full name, without --item, or with --to torch.",
+            )
         span = [at, at := at + lazy.nbytes]
         entries[name] = {"dtype": lazy.dtype_name, "shape": list(lazy.shape), "data_offsets": span}
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -106,6 +106,20 @@ def test_a_name_that_looks_like_a_pattern_means_itself(tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "both" / "model.safetensors")) == {name, other}
 
 
+def test_a_tensor_with_the_name_of_the_metadata_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone it would write a file that no reader opens; by its full name it is a tensor like others."""
+    log = RunLog(folder=tmp_path / "gpt")
+    log.create()
+    log.session(1, after=None, world_size=1, num_nodes=1)
+    save(log, 1, {"model.__metadata__": torch.ones(2), "model.w": torch.zeros(2)})
+    assert export(log.folder, tmp_path / "out", "--item", "model") == 2
+    assert "__metadata__" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert export(log.folder, tmp_path / "out") == 0
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"model.__metadata__", "model.w"}
+
+
 def test_torch_gives_plain_values_too(run: SampleRun, tmp_path: Path) -> None:
     assert export(run.folder, tmp_path / "all.pt", "--to", "torch") == 0
     found = torch.load(tmp_path / "all.pt", weights_only=True)
