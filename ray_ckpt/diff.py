@@ -104,13 +104,13 @@ class ValueDiff:
 
 
 def compare(
-    a: CheckpointView, b: CheckpointView, *, only: Iterable[str] = (), progress: Progress | None = None
+    a: CheckpointView, b: CheckpointView, *, only: str | Iterable[str] = (), progress: Progress | None = None
 ) -> Comparison:
     """What differs between two durable checkpoints, of all tensors or of those that `only` names.
 
-    `only` has full names or patterns of them. Reads the manifests, which the logs prove. ConfigError if a
-    checkpoint is not on its storage path or is deleted meanwhile, or a pattern matches nothing;
-    CorruptionError if a manifest is damaged.
+    `only` is a full name or a pattern, or several of them. Reads the manifests, which the logs prove.
+    ConfigError if a checkpoint is not on its storage path or is deleted meanwhile, or a pattern matches
+    nothing; CorruptionError if a manifest is damaged.
     """
     return Comparison(a, b, only=only, progress=progress)
 
@@ -128,13 +128,14 @@ class Comparison:
         a: CheckpointView,
         b: CheckpointView,
         *,
-        only: Iterable[str] = (),
+        only: str | Iterable[str] = (),
         progress: Progress | None = None,
     ) -> None:
         self._progress = progress or (lambda nbytes: None)
         self._lock = threading.Lock()
         self._a, self._b = (_Side(label, view, self._count) for label, view in (("A", a), ("B", b)))
-        self.names = _matching(sorted({*self._a.rows, *self._b.rows}), tuple(only))
+        patterns = (only,) if isinstance(only, str) else tuple(only)
+        self.names = _matching(sorted({*self._a.rows, *self._b.rows}), patterns)
 
     @property
     def size_bytes(self) -> int:

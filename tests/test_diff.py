@@ -306,6 +306,7 @@ def test_values_are_bounded_and_short(log: RunLog) -> None:
 def test_patterns_choose_tensors(log: RunLog) -> None:
     save(log, 1, random_state(1))
     assert list(diffs(log, b=1, only=["model.sc*", "model.cube"])) == ["model.cube", "model.scalar"]
+    assert list(diffs(log, b=1, only="model.sc*")) == ["model.scalar"], "no pattern for each letter"
     with pytest.raises(ConfigError, match="'nope'"):
         diffs(log, b=1, only=["model.*", "nope"])
 

@@ -298,6 +298,13 @@ def test_copies_on_nodes_alone_are_a_warning(tmp_path: Path) -> None:
     assert to_json(found)["in_cluster_steps"] == [10, 20, 30, 40]
 
 
+def test_with_a_reader_whose_clock_is_behind_nothing_is_yet_to_come(night: Story) -> None:
+    report = night.report(after_s=-3600)
+    texts = [verdict["text"] for verdict in to_json(report)["verdicts"]]
+    assert "saved 0.0 s before this report" in texts[0] and "0.0 s since the last checkpoint" in texts[1]
+    assert not re.search(r"(^|[ >(])-[0-9.]+ (ms|s|min|h|d)\b", " ".join(texts) + page(report))
+
+
 def test_silence_for_three_intervals_is_a_warning(night: Story) -> None:
     assert to_json(night.report(after_s=330))["verdicts"][1]["tone"] == "warn"
 

@@ -187,6 +187,10 @@ class RunReport:
         """That a restart would go on from; 0 if it would begin from scratch."""
         return self.lineage[-1].step if self.lineage else 0
 
+    def age_s(self, time_s: float) -> float:
+        """Seconds from a Unix time until now; 0 by a clock that is behind the log's."""
+        return max(0.0, self.now_s - time_s)
+
     @cached_property
     def phases(self) -> Sequence[Phase]:
         told = (_phase(name, what, (read(info) for info in self.checkpoints)) for name, what, read in PHASES)
@@ -257,7 +261,7 @@ def _protection(report: RunReport) -> Verdict:
     if newest is None:
         tone: Tone = "bad" if report.checkpoints else "warn"
         return Verdict(tone=tone, title=title, head="scratch", text="The run has no live checkpoint.")
-    age = f"saved {span(report.now_s - newest.committed_at_s)} before this report"
+    age = f"saved {span(report.age_s(newest.committed_at_s))} before this report"
     head = f"step {newest.step}"
     safer = [info for info in report.lineage if info.level > newest.level]
     behind = ""
@@ -289,7 +293,7 @@ def _training(report: RunReport) -> Verdict | None:
     if last.ended is None:
         told = [info for info in report.checkpoints if info.id.session == last.session]
         seen_s = told[-1].committed_at_s if told else last.opened_at_s
-        quiet_s = report.now_s - seen_s
+        quiet_s = report.age_s(seen_s)
         usual = report.interval_s
         is_late = usual is not None and quiet_s > OVERDUE * usual
         rhythm = "" if usual is None else f", where one came about every {span(usual)}"
@@ -350,12 +354,12 @@ def _checks(report: RunReport) -> Verdict:
         default=None,
     )
     verified = max((info.verified_at_s for info in report.checkpoints if info.verified_at_s), default=None)
-    scrub = "No scrub yet." if verified is None else f"Last scrub {span(report.now_s - verified)} ago."
+    scrub = "No scrub yet." if verified is None else f"Last scrub {span(report.age_s(verified))} ago."
     title = "Recovery drill"
     if drilled is None:
         return Verdict(tone="plain", title=title, head="none yet", text=scrub)
     passed = drilled.drill.startswith("passed")
-    at = span(report.now_s - (drilled.drilled_at_s or 0.0))
+    at = span(report.age_s(drilled.drilled_at_s or 0.0))
     text = f"Step {drilled.step}, {at} ago: {said(drilled.drill)}. {scrub}"
     head = "passed" if passed else "failed"
     return Verdict(tone="good" if passed else "bad", title=title, head=head, text=text)
