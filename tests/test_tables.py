@@ -216,13 +216,8 @@ def test_steps_may_be_a_column_or_an_iterator(run: SampleRun, tmp_path: Path) ->
     catalog = Catalog(run.folder)
     frame = catalog.to_pandas()
     column = frame["step"][frame["step"].isin([30, 50])]
-    for steps in (
-        column,
-        column.to_numpy(),
-        (step for step in (50, 30)),
-        {np.int32(30), 50},
-        np.array([30, 50]),
-    ):
+    several: list[Any] = [column, column.to_numpy(), (n for n in (50, 30)), {np.int32(30), 50}]
+    for steps in several:
         assert [view.info.step for view in catalog.durable(steps)] == [30, 50]
     assert catalog.to_arrow(steps=iter([50])).num_rows == 1
     assert catalog.to_arrow("slices", steps=column.tail(1)).num_rows > 0
@@ -334,7 +329,8 @@ def test_damage_leaves_no_new_file_and_the_old_ones(run: SampleRun, tmp_path: Pa
 
 def deletes(run: SampleRun, step: int, *, after: int) -> Callable[[CheckpointFiles, str, int], bytes]:
     """`CheckpointFiles.read_whole`; when it has read so many files of `step`, retention deletes that."""
-    read, seen = CheckpointFiles.read_whole, []
+    read = CheckpointFiles.read_whole
+    seen: list[str] = []
 
     def then_deleted(files: CheckpointFiles, name: str, max_bytes: int) -> bytes:
         if str(files.location) == str(run.directory(step)):
