@@ -55,7 +55,9 @@ def test_a_new_driver_resumes_exactly_and_ray_sees_our_checkpoints(
     result = build_trainer(tiny_args(tmp_path, "broken", 12, *args)).fit()
     assert history(calm) == history(broken)
     ends = [session.ended for session in Catalog(tmp_path / "broken").sessions]
-    assert [(end.cause, end.step) for end in ends if end] == [("process", 6), ("finished", 12)]
+    first, last = filter(None, ends)
+    assert (first.cause, last.cause, last.step) == ("process", "finished", 12)
+    assert 4 <= first.step <= 6, "what its ranks had told, which they do once a second and at each save"
 
     assert result.checkpoint is not None and result.metrics is not None
     assert result.metrics["step"] == 12
