@@ -55,9 +55,7 @@ def test_a_new_driver_resumes_exactly_and_ray_sees_our_checkpoints(
     result = build_trainer(tiny_args(tmp_path, "broken", 12, *args)).fit()
     assert history(calm) == history(broken)
     ends = [session.ended for session in Catalog(tmp_path / "broken").sessions]
-    first, last = filter(None, ends)
-    assert (first.cause, last.cause, last.step) == ("process", "finished", 12)
-    assert 4 <= first.step <= 6, "what its ranks had told, which they do once a second and at each save"
+    assert [(end.cause, end.step) for end in ends if end] == [("process", 6), ("finished", 12)]
 
     assert result.checkpoint is not None and result.metrics is not None
     assert result.metrics["step"] == 12
@@ -72,6 +70,8 @@ def test_a_new_driver_resumes_exactly_and_ray_sees_our_checkpoints(
 
 def _until_step_six(config: dict[str, Any]) -> None:
     """The main job's loop, with a failure after step 6 that no restart survives."""
+    import time
+
     import ray_ckpt
     from jobs.train_gpt import train_loop
 
@@ -80,6 +80,7 @@ def _until_step_six(config: dict[str, Any]) -> None:
     def step(self: Any, number: int, metrics: Any = None) -> None:
         original(self, number, metrics)
         if number == 6:
+            time.sleep(3.0)  # ranks tell where they are once a second, and agents gather that for another
             raise RuntimeError("out of luck")
 
     ray_ckpt.Checkpointer.step = step  # type: ignore[method-assign,assignment]
