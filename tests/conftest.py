@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from ray_ckpt.notices import METADATA_ENV
 
-pytest_plugins = ["tests.servers.fixtures"]
+pytest_plugins = ["tests.peer_nodes", "tests.servers.fixtures"]
 
 os.environ.pop("COLUMNS", None)  # how wide the terminal is that tests were started in; tests set their own
 os.environ[METADATA_ENV] = "off"  # no test may ask a cloud's service; those of notices set their own
@@ -16,3 +19,13 @@ os.environ[METADATA_ENV] = "off"  # no test may ask a cloud's service; those of 
 # Machines are slow and shared: no test may fail because an example took long.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def _the_same_draws_each_time() -> None:
+    """A test that draws from the process's own generators draws the same in every run, wherever it runs."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 from ray_ckpt.core.drill import LiveCheckpoint
 from ray_ckpt.drill import Reach
@@ -46,13 +48,13 @@ class Nodes:
         return Reach(endpoints=self.endpoints, credentials=KEYS.credentials(UID), remote=remote)
 
 
-@contextmanager
-def peer_nodes(root: Path) -> Iterator[Nodes]:
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
     """A, B and C, which hold nothing yet."""
     with ExitStack() as stack:
-        nodes = Nodes(root)
+        nodes = Nodes(tmp_path)
         for node in (A, B, C):
-            server = PeerServer("127.0.0.1", keys=KEYS, files=Folder(root / node))
+            server = PeerServer("127.0.0.1", keys=KEYS, files=Folder(tmp_path / node))
             stack.callback(server.shutdown)
             nodes.endpoints[node] = server.endpoint
         yield nodes

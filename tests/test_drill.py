@@ -31,16 +31,10 @@ from ray_ckpt.transport import client
 from ray_ckpt.transport.client import CALL_BASE_S, SLOWEST_BYTES_PER_S
 from ray_ckpt.transport.sending import BURST_S, MAX_SHARING, Limiter
 from ray_ckpt.types import Level, ManifestRow
-from tests.peer_nodes import A, B, C, Nodes, both, flip, live, peer_nodes, sample
+from tests.peer_nodes import A, B, C, Nodes, both, flip, live, sample
 from tests.sample_run import SampleCheckpoint, SampleRun, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
 from tests.transport.peers import UID
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with peer_nodes(tmp_path) as nodes:
-        yield nodes
 
 
 @pytest.fixture

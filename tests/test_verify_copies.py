@@ -6,7 +6,7 @@ import errno
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,19 +24,13 @@ from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import Level
 from ray_ckpt.verify_copies import num_copies, verify_copies
 from ray_ckpt.verify_plan import PlanReport
-from tests.peer_nodes import A, B, C, Nodes, both, flip, live, peer_nodes
+from tests.peer_nodes import A, B, C, Nodes, both, flip, live
 from tests.sample_run import SampleCheckpoint, make_checkpoint
 from tests.transport.peers import UID, Folder
 
 SHARD, OTHER_SHARD = shard_file(0, 2), shard_file(1, 2)
 FRAGMENT = fragment_file(0, 2)
 NODE_A, NODE_B = f"node {A[:12]}", f"node {B[:12]}"
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with peer_nodes(tmp_path) as nodes:
-        yield nodes
 
 
 @pytest.fixture

@@ -70,11 +70,14 @@ def _suspects() -> list[Any]:
     torchdata = sys.modules.get("torchdata.stateful_dataloader")
     if torchdata is not None:
         classes.append(torchdata.StatefulDataLoader)
-    wanted = set()
+    wanted: dict[int, type] = {}
     while classes:
-        wanted.add(id(kind := classes.popleft()))
+        kind = classes.popleft()
+        wanted[id(kind)] = kind
         classes.extend(type.__subclasses__(kind))
-    return [obj for obj in gc.get_objects() if id(type(obj)) in wanted]
+    # An object refers to its class. Not from a list of all objects: while it lives, a tuple that another
+    # thread is just making has a second holder, and CPython fails that thread (_PyTuple_Resize).
+    return [obj for obj in gc.get_referrers(*wanted.values()) if id(type(obj)) in wanted]
 
 
 def _held_by(roots: Iterable[object]) -> set[int]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,15 +15,9 @@ from ray_ckpt.format.names import fragment_file
 from ray_ckpt.restore import RestoreTicket
 from ray_ckpt.storage.disks import Disks
 from ray_ckpt.storage.remote import RemoteRef
-from tests.peer_nodes import A, B, C, Nodes, both, live, peer_nodes, sample
+from tests.peer_nodes import A, B, C, Nodes, both, live, sample
 from tests.sample_run import SampleCheckpoint
 from tests.transport.peers import KEYS, UID
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with peer_nodes(tmp_path) as nodes:
-        yield nodes
 
 
 @pytest.fixture

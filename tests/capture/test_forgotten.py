@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -189,6 +191,32 @@ def test_objects_that_lie_or_raise_or_are_half_made_do_no_harm(
     scheduler = lr_scheduler.StepLR(optimizer, 3)
     assert len(unregistered(objects | {"state": Holder(strangers=strangers[:3])})) == 1
     assert scheduler.step_size == 3 and len(strangers) == 8
+
+
+def test_other_threads_may_make_tuples_meanwhile(objects: dict[str, object]) -> None:
+    """A tuple that grows may have one holder only: a list of all that the collector tracks breaks it."""
+    others = [Holder() for _ in range(100_000)]
+    stop, errors = threading.Event(), list[SystemError]()
+
+    def make_tuples() -> None:
+        try:
+            while not stop.is_set():
+                assert len(tuple(index for index in range(100))) == 100
+        except SystemError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=make_tuples)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # the threads take turns inside a tuple too
+    try:
+        thread.start()
+        for _ in range(30):
+            assert unregistered(objects) == []
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval_s)
+    assert not errors and len(others) == 100_000
 
 
 def test_the_answer_and_its_time_are_bounded(

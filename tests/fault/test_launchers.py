@@ -48,12 +48,12 @@ def test_a_launcher_that_died_for_good_leaves_word_of_how_its_session_ended(
         with driver(cluster, rig.job, PAIR):
             rig.wait_commits(2)
         with train_gpt(cluster, tmp_path, "first"):
-            wait_for(lambda: any(line["step"] >= 12 for line in losses(tmp_path / "first.jsonl")))
+            wait_for(lambda: any(line["step"] >= 30 for line in losses(tmp_path / "first.jsonl")))
         wait_for(lambda: _ends(tmp_path)[-1] is not None, what="the end of the session")
         ended = _ends(tmp_path)[-1]
         last_step = max(line["step"] for line in losses(tmp_path / "first.jsonl"))
         assert ended is not None and ended.cause == "launcher"
-        assert 0 < ended.step <= last_step, "what its ranks had told, which they do once a second"
+        assert 12 <= ended.step <= last_step, "what its ranks had told, once a second"
         assert rig.catalog.sessions[-1].ended is None
         with train_gpt(cluster, tmp_path, "second") as second:
             assert second.wait(LONG_S) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import time
 from pathlib import Path
 
@@ -67,12 +68,13 @@ def test_the_layout_on_the_storage_path(root: Path, tmp_path: Path) -> None:
 def test_a_file_of_the_disk_goes_there_whole_or_not_at_all(
     tier: RemoteTier, root: Path, tmp_path: Path
 ) -> None:
-    entry, path = staged(tmp_path, os.urandom(3_000_001))
+    entry, path = staged(tmp_path, random.randbytes(3_000_001))
     for _ in range(2):
         assert tier.put_file(DIRECTORY, entry, path) == entry.size_bytes
     assert b"".join(map(bytes, tier.blocks(DIRECTORY, SHARD))) == path.read_bytes()
     tier.delete(DIRECTORY)
-    path.write_bytes(b"x" + path.read_bytes()[1:])
+    whole = path.read_bytes()
+    path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     with pytest.raises(CorruptionError):
         tier.put_file(DIRECTORY, entry, path)
     assert tier.files_of(DIRECTORY) == {} and list(tier.uploads()) == []
@@ -97,7 +99,7 @@ def test_what_compresses_is_stored_compressed_and_read_as_it_was(
 
 
 def test_compression_that_does_not_pay_is_left_out(tier: RemoteTier, root: Path, tmp_path: Path) -> None:
-    entry, path = staged(tmp_path, os.urandom(5 << 20))
+    entry, path = staged(tmp_path, random.randbytes(5 << 20))
     assert tier.put_file(DIRECTORY, entry, path, level=1) == entry.size_bytes
     assert names_in(root / "checkpoints" / DIRECTORY) == [SHARD]
 
