@@ -33,14 +33,27 @@ _STEP = re.compile(r"step:(\d{1,12})\Z")
 
 
 def staging_roots(option: str | tuple[str, ...] | None, node_id: str) -> tuple[Path, ...]:
-    """The staging folders of a node: its environment's, or the option's, or the default."""
+    """The staging folders of a node: its environment's, or the option's, or the default.
+
+    ConfigError if one begins with the home of somebody who has none on this node.
+    """
     texts: tuple[str, ...]
     if wanted := os.environ.get(STAGING_ENV):
         texts = tuple(part for part in wanted.split(":") if part)
     else:
         texts = (option,) if isinstance(option, str) else option or (f"/tmp/ray_ckpt-{os.getuid()}",)
-    roots = (Path(text.replace("{node_id}", node_id)).expanduser().absolute() for text in texts)
-    return tuple(dict.fromkeys(roots))
+    return tuple(dict.fromkeys(_staging_root(text.replace("{node_id}", node_id)) for text in texts))
+
+
+def _staging_root(text: str) -> Path:
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"The staging folder {text} is in a home that this node does not know.",
+            hint="Give the whole path, in RunOptions(staging=...) or RAY_CKPT_STAGING.",
+            path=text,
+        ) from error
 
 
 def is_encrypted() -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from ray_ckpt.verify import Progress
 
 MAX_FILE_BYTES = 5 * 10**9  # of tensors in one file, but for a single larger one: as Hugging Face has it
 INDEX_FILE = "model.safetensors.index.json"
+_EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")  # what an export writes
 METADATA = "__metadata__"  # in a header: what is no tensor
 
 
@@ -230,8 +232,9 @@ def _publish(folder: Path, out: Path) -> None:
     if not out.is_dir():
         folder.rename(out.absolute())
         return
-    for old in (*out.glob("model.safetensors"), *out.glob("model-*-of-*.safetensors"), out / INDEX_FILE):
-        old.unlink(missing_ok=True)
+    for old in out.iterdir():
+        if _EXPORTED.fullmatch(old.name):
+            old.unlink()
     for file in sorted(folder.iterdir()):
         file.replace(out / file.name)
 

@@ -29,6 +29,7 @@ from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote import open_store
 from ray_ckpt.testing.strict_store import StrictStore
+from ray_ckpt.verify import CheckpointFiles
 from tests.sample_run import RECORD_S, SampleRun, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
 
@@ -526,6 +527,41 @@ def test_verify_of_a_copy_needs_no_log(
     code, out, _ = fails(capsys, "verify", copy)
     assert code == 1 and f"{names.CHECKPOINT_JSON}: missing" in out
     assert fails(capsys, "verify", copy, "--all")[0] == 2
+
+
+@pytest.fixture
+def deleted_when_read(run: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention deletes step 30 as soon as anything is read."""
+    read = CheckpointFiles.read_whole
+
+    def then_deleted(files: CheckpointFiles, name: str, max_bytes: int) -> bytes:
+        if run.directory(30).exists():
+            run.log.append(records.Retired(attempt=run.checkpoints[30].attempt.attempt, reason="old"))
+            shutil.rmtree(run.directory(30))
+        return read(files, name, max_bytes)
+
+    monkeypatch.setattr(CheckpointFiles, "read_whole", then_deleted)
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan",)])
+@pytest.mark.usefixtures("deleted_when_read")
+def test_verify_leaves_out_what_the_run_deletes_meanwhile(
+    run: SampleRun, capsys: pytest.CaptureFixture[str], plan: tuple[str, ...]
+) -> None:
+    out = ray_ckpt_cli("verify", run.folder, "--all", *plan)
+    assert str(run.directory(50)) in out and str(run.directory(30)) not in out
+    shutil.rmtree(run.directory(50))  # by nobody who may
+    code, out, _ = fails(capsys, "verify", run.folder, "--all", *plan)
+    assert code == 1 and str(run.directory(50)) in out
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan",)])
+@pytest.mark.usefixtures("deleted_when_read")
+def test_verify_says_that_its_only_step_was_retired_meanwhile(
+    run: SampleRun, capsys: pytest.CaptureFixture[str], plan: tuple[str, ...]
+) -> None:
+    code, out, err = fails(capsys, "verify", run.folder, "--step", 30, *plan)
+    assert (code, out) == (2, "") and "has been retired while it was looked at" in err
 
 
 def test_verify_without_anything_to_verify_exits_with_2(

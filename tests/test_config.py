@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ray_ckpt.config import MAX_METRIC_NAME, MAX_MILESTONES, RunOptions
+from ray_ckpt.config import MAX_METRIC_NAME, MAX_MILESTONES, RunOptions, staging_roots
 from ray_ckpt.errors import ConfigError
 
 
@@ -74,6 +75,13 @@ def test_an_impossible_option_is_refused_by_name(option: str, value: Any) -> Non
         RunOptions.parse(**{"total_steps": 100, option: value})
     assert caught.value.fields["option"] == option
     assert str(caught.value).startswith(f"{option} is {value!r}. Set it to ")
+
+
+def test_a_staging_folder_in_the_home_of_nobody_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert staging_roots(("~/a", "/b/{node_id}", "~/a"), "n1") == (Path("/home/me/a"), Path("/b/n1"))
+    with pytest.raises(ConfigError, match="~nobody-at-all/nvme is in a home"):
+        staging_roots("~nobody-at-all/nvme", "n1")
 
 
 def test_milestones_need_the_length_of_the_run() -> None:

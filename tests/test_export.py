@@ -151,12 +151,14 @@ def test_nothing_is_overwritten_without_force(
 ) -> None:
     out, file = tmp_path / "out", tmp_path / "out.pt"
     assert export(run.folder, out, "--max-file", "100B") == export(run.folder, file, "--to", "torch") == 0
-    (out / "mine.txt").touch()
+    others = ["mine.txt", "model-a-of-b.safetensors", "model-00001-of-00002.safetensors.old"]
+    for name in others:
+        (out / name).touch()
     for args in ((out,), (file, "--to", "torch"), (file,), (out, "--to", "torch", "--force")):
         assert export(run.folder, *args) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert export(run.folder, out, "--force") == 0
-    assert sorted(path.name for path in out.iterdir()) == ["mine.txt", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == sorted([*others, "model.safetensors"])
     assert export(run.folder, file, "--to", "torch", "--force") == 0
 
 

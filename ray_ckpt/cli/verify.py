@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.filesize import decimal
@@ -15,13 +15,15 @@ from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_
 from ray_ckpt.cli.output import add_row, damage_json, make_table, plain, print_json, report_json, stdout
 from ray_ckpt.cli.progress import byte_bar, count_bar
 from ray_ckpt.drill import choose
-from ray_ckpt.errors import ConfigError
+from ray_ckpt.errors import CheckpointError, ConfigError
 from ray_ckpt.format import names
 from ray_ckpt.report.facts import counted
-from ray_ckpt.types import Level
+from ray_ckpt.types import AttemptId, Level
 from ray_ckpt.verify import CheckpointFiles, files_at, readable, verify_files
 from ray_ckpt.verify_copies import num_copies, verify_copies
 from ray_ckpt.verify_plan import Holder, PlanReport, verify_plan
+
+R = TypeVar("R", VerifyReport, PlanReport)
 
 
 def verify(
@@ -64,7 +66,7 @@ def verify(
     """Read every byte of a checkpoint and compare it with its digest.
 
     Prints a line per damage: file, tensor slice, what is wrong. Exits with 0 if all is as it was saved,
-    1 if anything is damaged, 2 if there is nothing to verify.
+    1 if anything is damaged, 2 if there is nothing to verify. What a run retires meanwhile is left out.
 
     With `--plan` it takes seconds, whatever the size: it reads the manifest, the list of files and their
     headers, and shows that every element of every tensor is there exactly once. Damage inside of files is
@@ -87,14 +89,13 @@ def verify(
         return
     targets = _targets(path, store_options(storage_option), step, all)
     if plan:
-        plans = [verify_plan(target.files, root_digest=target.root_digest) for target in targets]
+        plans = _reports(targets, lambda t: verify_plan(t.files, root_digest=t.root_digest))
         _show_plans(plans, nodes, as_json)
         return
-    reports: list[VerifyReport] = []
     with byte_bar("verifying", sum(target.size_bytes for target in targets)) as bar:
-        for target in targets:
-            report = verify_files(target.files, root_digest=target.root_digest, progress=bar.advance)
-            reports.append(report)
+        reports = _reports(
+            targets, lambda t: verify_files(t.files, root_digest=t.root_digest, progress=bar.advance)
+        )
     if as_json:
         print_json({"ok": _all_ok(reports), "checkpoints": [report_json(r) for r in reports]})
     else:
@@ -108,7 +109,7 @@ def _all_ok(reports: Iterable[VerifyReport | PlanReport]) -> bool:
     return all(report.ok for report in reports)
 
 
-def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> tuple[PlanReport, ...]:
+def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> Sequence[PlanReport]:
     """Of live checkpoints, with what nodes hold of them."""
     from ray_ckpt.actors.attach import attached  # Ray takes seconds to import
     from ray_ckpt.actors.drill import LiveRun
@@ -120,7 +121,16 @@ def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> t
             chosen = (tuple(known for known in chosen if known.on_lineage) or chosen)[-1:]
         with count_bar("verifying copies", sum(map(num_copies, chosen))) as bar:
             looked = [verify_copies(c, run.reach, again=run.again, progress=bar.advance) for c in chosen]
-    reports = tuple(report for report in looked if report is not None)
+    return _unless_all_retired([report for report in looked if report is not None])
+
+
+def _reports(targets: Iterable[_Target], look: Callable[[_Target], R]) -> Sequence[R]:
+    """Of all but those whose files the run may have deleted while they were looked at."""
+    found = ((target, look(target)) for target in targets)
+    return _unless_all_retired([report for target, report in found if report.ok or target.is_live()])
+
+
+def _unless_all_retired(reports: Sequence[R]) -> Sequence[R]:
     if not reports:
         raise ConfigError(
             "What there was has been retired while it was looked at.",
@@ -146,6 +156,19 @@ class _Target:
     files: CheckpointFiles
     root_digest: str | None
     size_bytes: int
+    attempt: AttemptId | None = None
+    catalog: Catalog | None = None
+    """None: of a folder that is no run's."""
+
+    def is_live(self) -> bool:
+        """By the log as it is now; where nobody can say it has none, or one that cannot be read, it is."""
+        if self.catalog is None:
+            return True
+        try:
+            self.catalog.refresh()
+        except CheckpointError:
+            return True
+        return self.attempt in {info.id for info in self.catalog.checkpoints}
 
 
 def _targets(path: str, options: Mapping[str, str], step: int | None, all: bool) -> tuple[_Target, ...]:
@@ -172,7 +195,13 @@ def _targets(path: str, options: Mapping[str, str], step: int | None, all: bool)
             "`--plan --address auto` proves on the cluster what its nodes hold.",
         )
     return tuple(
-        _Target(files=view.files(), root_digest=view.info.root_digest, size_bytes=view.info.size_bytes)
+        _Target(
+            files=view.files(),
+            root_digest=view.info.root_digest,
+            size_bytes=view.info.size_bytes,
+            attempt=view.info.id,
+            catalog=catalog,
+        )
         for view in durable
     )
 
