@@ -47,7 +47,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.claim import RunMark, check_claim, check_marks
 from ray_ckpt.core.coordinator import CLOCK_S
 from ray_ckpt.core.drill import live_checkpoints
-from ray_ckpt.core.requests import checkpoint_to_pin
+from ray_ckpt.core.requests import checkpoint_to_pin, checkpoint_to_unpin
 from ray_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -445,7 +445,7 @@ class Coordinator:
 
     async def unpin(self, key: str, step: int, owner: str) -> CheckpointInfo:
         run = self._run(key)
-        attempt = checkpoint_to_pin(run.machine.history, step).id.attempt
+        attempt = checkpoint_to_unpin(run.machine.history, step, owner).id.attempt
         await self._ask(run, lambda token: m.UnpinAsked(token=token, attempt=attempt, owner=owner))
         return run.machine.history.checkpoints[attempt]
 

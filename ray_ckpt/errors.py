@@ -15,6 +15,7 @@
     |- InsufficientSpace (OSError)       too little disk or memory, named in bytes
     |- CorruptionError (ValueError)      stored bytes differ from their digest; names file and slice
     |  |- FormatError                    bytes that are not a valid file of this format
+    |     |- NewerFormat                 a file or record that a newer ray_ckpt wrote; nothing is damaged
     |- RestoreError (RuntimeError)       nothing intact is left to restore from
     |- ResumeError (RuntimeError)        a resumed run is not the run that it resumes
     |- Unprotected (RuntimeError)        training has gone on for too long without a new checkpoint
@@ -106,6 +107,10 @@ class CorruptionError(CheckpointError, ValueError):
 
 class FormatError(CorruptionError):
     """Bytes that are not a valid file of this format."""
+
+
+class NewerFormat(FormatError):
+    """Written by a newer ray_ckpt, whose version can read it."""
 
 
 class RestoreError(CheckpointError, RuntimeError):

@@ -28,6 +28,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
 from ray_ckpt.lazy import LazyTensor, named, nearest
 from ray_ckpt.opened import OpenedRun
+from ray_ckpt.output_file import output_file, whole_file
 from ray_ckpt.verify import Progress
 
 MAX_FILE_BYTES = 5 * 10**9  # of tensors in one file, but for a single larger one: as Hugging Face has it
@@ -62,7 +63,6 @@ def export_safetensors(
     if out.is_dir() and any(out.iterdir()) and not force:
         raise ConfigError(f"{out} is not empty.", hint="Give another folder, or --force.")
     with _temporary(out) as folder:
-        folder.mkdir()
         for name, header, shard in zip(names, headers, shards, strict=True):
             _write(folder / name, header, shard, progress or (lambda nbytes: None))
         if len(shards) > 1:
@@ -92,13 +92,14 @@ def export_torch(
     """
     import torch
 
-    if out.is_dir() or (out.exists() and not force):
-        raise ConfigError(f"{out} exists.", hint="Give another name; --force replaces a file.")
+    target = output_file(out, force=force)
     if item is not None and only:
         raise ConfigError("An item and patterns exclude each other in a .pt file.", hint="Give one of them.")
     state = OpenedRun(catalog).at(view.info.id).load(list(only) or item)
-    with _temporary(out) as file:
-        torch.save(_without_numpy(state), file)
+    with whole_file(target) as file:
+        with file.open("wb") as opened:  # torch's own way to open it has no OSError
+            torch.save(_without_numpy(state), opened)
+            os.fsync(opened.fileno())
         try:
             torch.load(file, weights_only=True, mmap=True)
         except Exception as error:  # whatever its unpickler raises
@@ -106,8 +107,6 @@ def export_torch(
                 "The state has values that torch.load(weights_only=True) refuses.",
                 hint="Export one item, such as the model.",
             ) from error
-        _sync(file)
-        file.replace(out)
     return (out,)
 
 
@@ -212,19 +211,17 @@ def _file_name(index: int, count: int) -> str:
 
 @contextmanager
 def _temporary(out: Path) -> Iterator[Path]:
-    """A name beside `out`, or in the folder `out`, for what is not complete; whatever is left there goes."""
+    """A folder beside `out`, or in `out`, for what is not complete; whatever is left there goes."""
     whole = out.absolute()
     place = whole if whole.is_dir() else whole.parent
     if not place.is_dir():
         raise ConfigError(f"There is no folder {place}.", hint="Make it first.")
     path = place / f".{whole.name}.{token_hex(4)}.tmp"
     try:
+        path.mkdir()
         yield path
     finally:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _publish(folder: Path, out: Path) -> None:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.core.requests import checkpoint_to_pin
+from ray_ckpt.core.requests import checkpoint_to_pin, checkpoint_to_unpin
 from ray_ckpt.format import records as r
 from ray_ckpt.rollback import PIN_WRITER, write_ops
 from ray_ckpt.storage.log_store import LogStore
@@ -48,8 +48,10 @@ def unpin(
     now_s: float,
     pause: Callable[[float], None] = time.sleep,
 ) -> CheckpointInfo:
-    """End what `pin` began. Nothing is written if `owner` does not hold it."""
-    checkpoint = checkpoint_to_pin(history, step)
+    """End what `pin` began. Nothing is written if `owner` does not hold it. ConfigError if the step has never
+    had a checkpoint; else the errors of `rollback.write_ops`.
+    """
+    checkpoint = checkpoint_to_unpin(history, step, owner)
     if owner not in checkpoint.pins:
         return checkpoint
     return _write(log, history, r.Unpin(attempt=checkpoint.id.attempt, owner=owner), now_s, pause)

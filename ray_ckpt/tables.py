@@ -395,7 +395,8 @@ class ParquetFile:
         self.num_rows = 0
         self._path = path
         self._temporary = path.with_name(f".{path.name}.{token_hex(4)}.tmp")
-        self._writer = pq.ParquetWriter(self._temporary, schema, compression="zstd")
+        self._file = self._temporary.open("wb")  # pyarrow takes some names for URLs
+        self._writer = pq.ParquetWriter(self._file, schema, compression="zstd")
         self._waiting: list[pa.Table] = []
         self._num_waiting = 0  # rows
 
@@ -419,9 +420,11 @@ class ParquetFile:
             if kind is None:
                 self._write()
             self._writer.close()
+            self._file.close()
             if kind is None:
                 self._temporary.replace(self._path)
         finally:
+            self._file.close()
             self._temporary.unlink(missing_ok=True)
 
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
-from ray_ckpt.errors import ConfigError, CorruptionError
+from ray_ckpt.errors import ConfigError, CorruptionError, FormatError
 from ray_ckpt.format import names
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import (
@@ -157,7 +157,12 @@ class CheckpointView:
         return tier.root / names.CHECKPOINTS_DIR / self.info.directory
 
     def _description(self, files: CheckpointFiles) -> CheckpointDescription:
-        description = decode_checkpoint(files.read_whole(names.CHECKPOINT_JSON, MAX_DESCRIPTION_BYTES))
+        data = files.read_whole(names.CHECKPOINT_JSON, MAX_DESCRIPTION_BYTES)
+        try:
+            description = decode_checkpoint(data)
+        except FormatError as error:
+            where = files.place(names.CHECKPOINT_JSON)
+            raise type(error)(f"{where}: {error.message}", hint=error.hint or _DAMAGED) from error
         if (description.attempt, description.root_digest) != (self.info.id, self.info.root_digest):
             raise CorruptionError(
                 f"{files.place(names.CHECKPOINT_JSON)} does not describe what the log committed.",

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ray_ckpt.cli import app, main
 from ray_ckpt.cli import gc as cli_gc
 from ray_ckpt.cli import ls as cli_ls
 from ray_ckpt.cli.options import EXIT_INTERRUPTED
-from ray_ckpt.cli.output import FittedTable, add_row, make_table, stdout
+from ray_ckpt.cli.output import FittedTable, add_row, make_table, stdout, when_text
 from ray_ckpt.cli.tree import MAX_SESSIONS
 from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
@@ -107,15 +108,29 @@ def test_ls_as_json(run: SampleRun) -> None:
     assert document["checkpoints"][1]["path"] is None
 
 
-def test_ls_of_a_storage_path_lists_its_runs(run: SampleRun, tmp_path: Path) -> None:
+def test_what_a_newer_version_wrote_is_no_damage(
+    run: SampleRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.log.append(records.Note(text="of tomorrow"))
+    monkeypatch.delitem(records.OPS, "note")
+    for args in (["ls", run.folder], ["verify", run.folder], ["tree", run.folder]):
+        code, out, err = fails(capsys, *args)
+        assert (code, out) == (2, "") and "which a newer ray_ckpt wrote" in err
+    assert "which a newer ray_ckpt wrote" in ray_ckpt_cli("ls", run.folder.parent)
+
+
+def test_ls_of_a_storage_path_lists_its_runs(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(tmp_path, "local", steps=(5,), durable=(), replicas=0)
     write_run(tmp_path, "unused", steps=())
     write_run(tmp_path, "torn")
     (tmp_path / "torn" / "ray_ckpt" / "log" / names.record_file(2)).unlink()
-    text = ray_ckpt_cli("ls", tmp_path)
-    assert "local, in cluster" in text and "no record 2" in text
-    runs = {r["run_name"]: r for r in as_json("ls", tmp_path)["runs"]}
-    assert list(runs) == ["gpt", "local", "torn", "unused"]
+    code, text, _ = fails(capsys, "ls", tmp_path)
+    assert code == 1 and "local, in cluster" in text and "no record 2" in text
+    code, text, _ = fails(capsys, "ls", tmp_path, "--json")
+    runs = {r["run_name"]: r for r in json.loads(text)["runs"]}
+    assert code == 1 and list(runs) == ["gpt", "local", "torn", "unused"]
     assert (runs["gpt"]["live_checkpoints"], runs["gpt"]["newest_step"]) == (4, 50)
     assert runs["unused"]["newest_step"] is None and "error" in runs["torn"]
 
@@ -470,11 +485,12 @@ def test_gc_says_why_it_does_not(run: SampleRun, tmp_path: Path, capsys: pytest.
         ([run.folder, "--dry-run"], "names no retention policy. Give one by options"),
         (
             [run.folder, "--dry-run", "--keep-best", "loss:least:2"],
-            "keep_best is ('loss', 'least', 2). Set it to",
+            "Give METRIC:MODE:COUNT",
         ),
         ([run.folder, "--dry-run", "--keep-best", "loss:2"], "Give METRIC:MODE:COUNT"),
         ([run.folder, "--dry-run", "--keep-last", 0], "keep_last is 0. Set it to"),
-        ([run.folder, "--dry-run", "--keep-milestone", 0.5], "needs total_steps"),
+        ([run.folder, "--dry-run", "--keep-milestone", 0.5], "--keep-milestone and --total-steps go"),
+        ([run.folder, "--dry-run", "--total-steps", 90], "--keep-milestone and --total-steps go"),
         ([tmp_path / "nothing", "--dry-run", "--keep-last", 1], "There is no run at"),
     ):
         code, out, err = fails(capsys, "gc", *args)
@@ -516,6 +532,14 @@ def test_verify_as_json(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> N
         (str(run.directory(50)), True),
     ]
     assert [(d["file"], d["where"]) for d in document["checkpoints"][0]["damages"]] == [(SHARD, "missing")]
+
+
+def test_verify_of_all_names_what_is_in_the_cluster_only(run: SampleRun) -> None:
+    for args in (("--all",), ("--all", "--plan")):
+        text = ray_ckpt_cli("verify", run.folder, *args)
+        assert "Not looked at: 1 step in the cluster only (40)." in text
+        assert as_json("verify", run.folder, *args)["in_cluster_only"] == [40]
+    assert as_json("verify", run.folder)["in_cluster_only"] == []
 
 
 def test_verify_of_a_copy_needs_no_log(
@@ -732,6 +756,22 @@ def test_a_full_disk_is_one_line_of_error(run: SampleRun, args: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, text=True, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (2, "ray-ckpt: stdout: No space left on device\n")
+
+
+@pytest.mark.parametrize("args", ["ls {run}", "show {run} 60"])
+def test_what_an_encoding_does_not_have_is_escaped(run: SampleRun, args: str) -> None:
+    saved = make_checkpoint(run.log.attempt(1, 60), metrics={"損失": 0.5})
+    run.log.commit(saved)
+    command = [sys.executable, "-m", "ray_ckpt.cli", *args.format(run=run.folder).split()]
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, capture_output=True, env=env)
+    assert (done.returncode, done.stderr) == (0, b"") and rb"\u640d\u5931" in done.stdout
+
+
+def test_a_time_that_has_not_come_is_not_past() -> None:
+    assert when_text(time.time() + 2.5 * 3600).startswith("in 2 h, 20")
+    assert when_text(time.time() + 2.5 * 86400, brief=True) == "in 2 d"
+    assert when_text(time.time() - 2.5 * 3600, brief=True) == "2 h ago"
 
 
 def test_what_is_left_in_a_pipes_buffer_ends_a_command_when_it_shuts_down() -> None:

@@ -281,6 +281,26 @@ def test_pins_of_several_owners_end_one_by_one(run: SampleRun) -> None:
     assert "Step 10 is not pinned." in ray_ckpt_cli("unpin", run.folder, 10, "--owner", "b", *again)
 
 
+def test_an_unpin_with_nothing_to_do_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """However young the log is, and whatever became of the checkpoint."""
+    run = write_run(tmp_path, retired=[20])
+    run.log.append(r.Note(text="a save"), time_s=time.time())
+    before = ops_of(run.folder)
+    for step in (10, 20):
+        assert f"Step {step} is not pinned." in ray_ckpt_cli("unpin", run.folder, step, "--owner", "me")
+    assert ops_of(run.folder) == before
+    assert "no live checkpoint of step 25" in fails(capsys, "unpin", run.folder, 25, "--owner", "me")
+
+
+def test_an_unpin_ends_the_pin_that_its_owner_has(tmp_path: Path) -> None:
+    """Not that of the newest checkpoint of the step."""
+    run = write_run(tmp_path, resume_at=10, resumed_steps=(20,))
+    older, _ = (c for c in Catalog(run.folder).checkpoints if c.step == 20)
+    run.log.append(r.Pin(attempt=older.id.attempt, owner="a", expires_at_s=None))
+    assert "Step 20 is not pinned." in ray_ckpt_cli("unpin", run.folder, 20, "--owner", "a")
+    assert ops_of(run.folder)[-1] == r.Unpin(attempt=older.id.attempt, owner="a")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -310,6 +330,7 @@ def test_a_log_that_is_not_quiet_may_have_a_service_out_of_reach(
     ray_ckpt_cli("pin", run.folder, 10, "--owner", "b")  # a pin is no sign of one
     ray_ckpt_cli("unpin", run.folder, 10, "--owner", "b")
     run = write_run(tmp_path / "at work")
+    run.log.append(r.Pin(attempt=run.checkpoints[10].attempt.attempt, owner="a", expires_at_s=None))
     run.log.append(r.Note(text="a save"), time_s=time.time())
     for command in ("pin", "unpin"):
         message = fails(capsys, command, run.folder, 10, "--owner", "a", code=1)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -160,6 +163,16 @@ def test_nothing_is_overwritten_without_force(
     assert export(run.folder, out, "--force") == 0
     assert sorted(path.name for path in out.iterdir()) == sorted([*others, "model.safetensors"])
     assert export(run.folder, file, "--to", "torch", "--force") == 0
+
+
+def test_a_disk_that_takes_no_more_is_no_damage(run: SampleRun, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ray_ckpt.cli", "export", str(run.folder), "out.pt", "--to", "torch"]
+    limit = (resource.RLIMIT_FSIZE, (1000, 1000))
+    done = subprocess.run(
+        command, cwd=tmp_path, text=True, capture_output=True, preexec_fn=lambda: resource.setrlimit(*limit)
+    )
+    assert (done.returncode, done.stdout) == (2, "") and "File too large" in done.stderr
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.glob("*.pt")) + list(tmp_path.glob(".*"))
 
 
 def test_a_folder_that_is_there_is_filled_and_stays(

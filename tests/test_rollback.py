@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -462,6 +465,24 @@ def test_it_asks_first(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(text[text.index("{") :])["step"] == 30  # before it, the answer as it was typed
 
 
+def test_ctrl_c_at_the_question_is_that(run: SampleRun) -> None:
+    args = [sys.executable, "-m", "ray_ckpt.cli", "rollback", str(run.folder), "--before", "40"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(args, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stderr.read(len("Go back to step 30?")) == b"Go back to step 30?"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert len(Catalog(run.folder).sessions) == 1
+
+
+def test_tree_tells_a_rollback_from_a_training(run: SampleRun) -> None:
+    command("rollback", run.folder, "--to", 20, "--yes")
+    (line,) = (line for line in command("tree", run.folder).splitlines() if "session 2" in line)
+    assert "session 2  rolled back to step 20 of session 1" in line and "ranks" not in line
+    sessions = json.loads(command("tree", run.folder, "--json"))["sessions"]
+    assert [session["is_rollback"] for session in sessions] == [False, True]
+
+
 def test_a_run_that_may_be_at_work_is_left_alone(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
     commit_now(run, 50)
     target = ("rollback", run.folder, "--before", 40, "--yes")
@@ -476,6 +497,15 @@ def test_how_long_a_run_is_quiet_can_be_said(run: SampleRun) -> None:
     commit_now(run, 50)
     command("rollback", run.folder, "--before", 40, "--yes", "--quiet-s", 0)
     assert Catalog(run.folder).lineage[-1].step == 30
+
+
+@pytest.mark.parametrize("quiet_s", ["nan", "inf", "-1"])
+def test_no_number_of_seconds_switches_the_look_off(
+    run: SampleRun, capsys: pytest.CaptureFixture[str], quiet_s: str
+) -> None:
+    commit_now(run, 50)
+    error = fails(capsys, "rollback", run.folder, "--before", 40, "--yes", f"--quiet-s={quiet_s}")
+    assert "--quiet-s is" in error and len(Catalog(run.folder).sessions) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -393,6 +394,27 @@ def test_ls_writes_parquet(run: SampleRun, tmp_path: Path, capsys: pytest.Captur
     captured = capsys.readouterr()
     assert str(out / "slices.parquet") in captured.out and captured.err == ""
     assert set(pq.read_table(out / "slices.parquet")["step"].to_pylist()) == {30}
+
+
+@pytest.mark.parametrize("folder", ["foo:bar", "T14:00", "caf\udce9"])
+def test_ls_writes_parquet_into_a_folder_of_any_name(
+    run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """pyarrow takes a relative path with a colon for a URL."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), errors="backslashreplace"))
+    assert ray_ckpt_cli("ls", run.folder, "--parquet", folder, "--step", 30) == 0
+    assert sorted(path.name for path in (tmp_path / folder).iterdir()) == sorted(
+        f"{t}.parquet" for t in TABLES
+    )
+
+
+def test_ls_writes_parquet_to_no_url(
+    run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ray_ckpt_cli("ls", run.folder, "--parquet", "s3://bucket/tables") == 2
+    assert "is no folder" in capsys.readouterr().err and sorted(tmp_path.iterdir()) == [run.folder]
 
 
 def test_ls_says_what_keeps_it_from_writing(

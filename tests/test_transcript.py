@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_ckpt.cli import main, output
+from ray_ckpt.cli import main, output, rollback
 from ray_ckpt.format import records
 from tests.code_blocks import ON_A_CLUSTER, our_commands
 from tests.sample_run import START_S, SampleRun, write_run
@@ -112,7 +112,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SampleRun]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    monkeypatch.setattr(output, "time", SimpleNamespace(time=lambda: NOW_S))
+    for module in (output, rollback):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW_S))
     found = write_run(
         tmp_path / "runs",
         durable=(10, 30, 50),

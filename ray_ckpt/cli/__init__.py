@@ -38,7 +38,7 @@ from ray_ckpt.cli import (
 from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_REFUSED, EXIT_USAGE
 from ray_ckpt.cli.output import plain
 from ray_ckpt.cli.streams import end_when_unread
-from ray_ckpt.errors import CheckpointError, CorruptionError, RunInUse
+from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, RunInUse
 
 NAME = "ray-ckpt"
 
@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(_usage_text(error), EXIT_USAGE)
     except typer.Abort:  # of a question
         _fail("Nothing was answered.", EXIT_USAGE)
+    except NewerFormat as error:
+        _fail(str(error), EXIT_USAGE)
     except CorruptionError as error:
         _fail(str(error), EXIT_DAMAGED)
     except RunInUse as error:

@@ -29,6 +29,7 @@ _ORDER: Sequence[Status] = (
     "changed",
     "equal",
 )  # of the table, and summary
+MAX_STEP_DIGITS = 19  # of 64 bits
 _NUMBERS = ("relative", "max_abs", "cosine", "norm_a", "norm_b", "norm_diff")
 
 
@@ -93,9 +94,10 @@ def _views(
     first: str, second: str, third: int | None, options: Mapping[str, str]
 ) -> tuple[CheckpointView, CheckpointView]:
     if third is not None:
-        if not second.isdecimal():
+        if not (second.isdecimal() and len(second) <= MAX_STEP_DIGITS):
             raise ConfigError(
-                f"{second!r} is no step.", hint="Give PATH STEP STEP, or two checkpoints such as PATH@STEP."
+                f"{second[:80]!r} is no step.",
+                hint="Give PATH STEP STEP, or two checkpoints such as PATH@STEP.",
             )
         catalog = Catalog(first, options)
         return catalog[int(second)], catalog[third]

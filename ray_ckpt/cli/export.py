@@ -45,7 +45,9 @@ def export(
         typer.Option(metavar="PATTERN", help="Tensors of these full names. Repeatable.", show_default=False),
     ] = None,
     max_file: Annotated[str, typer.Option(help="Of safetensors: tensors in one file.")] = "5GB",
-    force: Annotated[bool, typer.Option("--force", help="Replace what an export has left in OUT.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an older export in OUT, or the file.")
+    ] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -53,7 +55,7 @@ def export(
 
     `safetensors` gives a folder in Hugging Face's layout and needs little memory; `torch` gives one file for
     `torch.load(weights_only=True)`, with plain values too, and takes as much memory as the state. Exits with
-    1 if the checkpoint is damaged; then nothing is left.
+    1 if what it reads of the checkpoint is damaged; then nothing is left.
 
     Example: `ray-ckpt export /shared/runs/gpt gpt-3000 --step 3000 --item model`
     """

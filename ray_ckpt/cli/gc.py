@@ -76,6 +76,8 @@ def gc(
             "Checkpoints are deleted only by the service of a running training.",
             hint="Add --dry-run to see what it would delete, and why.",
         )
+    if bool(keep_milestones) != (total_steps is not None):
+        raise ConfigError("--keep-milestone and --total-steps go together.", hint="Give both, or neither.")
     catalog = Catalog(path, store_options(storage_option))
     options = {
         "keep_last": keep_last,
@@ -107,7 +109,7 @@ def _best(text: str) -> tuple[str, str, int]:
     """`loss:min:2` as the option of a run."""
     head, _, count = text.rpartition(":")
     metric, _, mode = head.rpartition(":")
-    if not metric or not re.fullmatch("[0-9]{1,9}", count):
+    if not metric or mode not in ("min", "max") or not re.fullmatch("[1-9][0-9]{0,8}", count):
         hint = "Give METRIC:MODE:COUNT, such as loss:min:2."
         raise ConfigError(f"--keep-best is {text!r}.", hint=hint, option="keep_best")
     return metric, mode, int(count)

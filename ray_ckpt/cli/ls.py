@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from ray_ckpt.cli.output import (
     when_text,
 )
 from ray_ckpt.cli.progress import count_bar
-from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, NewerFormat
 from ray_ckpt.location import Location, without_tilde
 from ray_ckpt.types import CheckpointInfo
 from ray_ckpt.view import REQUESTS_AT_A_TIME
@@ -67,7 +68,7 @@ def ls(
     `*` marks the newest checkpoint, which a restart resumes from; `+` the others on its lineage.
 
     With `--parquet` all tables of one run: checkpoints, sessions, events, and shards and slices of what is
-    durable. Exits with 1 if a manifest is damaged.
+    durable. Exits with 1 if a manifest, or the log of a run, is damaged.
 
     Example: `ray-ckpt ls /shared/runs/gpt --all`
     """
@@ -75,6 +76,8 @@ def ls(
     if step and parquet is None:
         raise ConfigError("--step goes with --parquet.", hint="`ray-ckpt show` tells of one step.")
     if parquet is not None:
+        if re.match("[a-z0-9]+:/", str(parquet)):  # as a Path has it
+            raise ConfigError(f"{parquet} is no folder.", hint="Give a folder of this machine.")
         _write_tables(Catalog(path, options), parquet, step or None, as_json)
         return
     try:
@@ -83,7 +86,10 @@ def ls(
         if not (runs := find_runs(path, options)):
             raise
         with ThreadPoolExecutor(REQUESTS_AT_A_TIME) as pool:
-            _list_runs(list(pool.map(lambda run: _run_summary(run, options), runs)), as_json)
+            rows = list(pool.map(lambda run: _run_summary(run, options), runs))
+        _list_runs(rows, as_json)
+        if any(row.get("damaged") for row in rows):
+            raise typer.Exit(EXIT_DAMAGED) from None
     else:
         _list_checkpoints(catalog, all, as_json)
 
@@ -174,7 +180,8 @@ def _run_summary(run: Location, options: Mapping[str, str]) -> dict[str, Any]:
     try:
         catalog = Catalog(run, options)
     except CheckpointError as error:
-        return {"run_name": run.name, "error": error.message}
+        is_damaged = isinstance(error, CorruptionError) and not isinstance(error, NewerFormat)
+        return {"run_name": run.name, "error": error.message, "hint": error.hint, "damaged": is_damaged}
     newest = catalog.newest()
     return {
         "run_name": run.name,

@@ -31,6 +31,7 @@ MAX_WORD = 24  # columns for a word, which is folded if it is longer
 MIN_WORD = 8  # columns to which words and names are broken before a line is longer than its terminal
 
 MAX_ROWS = 1000  # checkpoints in a table, the newest: each takes 0.6 ms to lay out, and nobody reads more
+MAX_STEPS = 10  # in a line
 
 _NUMBER_OR_ID = re.compile(r"\W*\d|[0-9a-f]{12}\b")  # how such a word begins
 _AGO = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -224,6 +225,13 @@ def level_text(info: CheckpointInfo, *, brief: bool = False) -> str:
     return f"{info.level.label}{copies}" + (", in cluster" if info.state == "live" and not brief else "")
 
 
+def steps_text(steps: Iterable[int]) -> str:
+    """`20, 40`, each once; of many the newest: `..., 1080, 1090`."""
+    known = sorted(set(steps))
+    shown = ", ".join(map(str, known[-MAX_STEPS:]))
+    return f"..., {shown}" if len(known) > MAX_STEPS else shown
+
+
 def metrics_text(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.5g}" for name, value in sorted(metrics.items()))
 
@@ -247,7 +255,10 @@ def when_text(time_s: float, *, brief: bool = False) -> str:
     """
     if to_datetime(time_s) is None:
         return "?"
-    ago = f"{span_text(time.time() - time_s)} ago"
+    past_s = time.time() - time_s
+    ago = (
+        f"{span_text(past_s)} ago" if past_s >= 0 else f"in {span_text(-past_s)}"
+    )  # by a clock that is ahead
     return ago if brief else f"{ago}, {moment_text(time_s)}"
 
 

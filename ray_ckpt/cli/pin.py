@@ -19,6 +19,7 @@ from ray_ckpt.cli.options import (
     store_options,
 )
 from ray_ckpt.cli.output import pins_text, plain, print_json, stdout
+from ray_ckpt.core.requests import checkpoint_to_unpin
 from ray_ckpt.errors import ConfigError, RunInUse
 from ray_ckpt.rollback import open_log
 from ray_ckpt.types import CheckpointInfo
@@ -95,8 +96,12 @@ def unpin(
     options = store_options(storage_option)
     found = _by_service("unpin", path, address, step, owner)
     if found is None:
-        tier, history = _quiet_log(path, options, even_if_at_work)
-        _tell(pins.unpin(tier.log, history, step=step, owner=owner, now_s=time.time()), "log", as_json)
+        _, tail = open_log(path, options)
+        known = checkpoint_to_unpin(tail.history, step, owner)
+        if owner in known.pins:
+            tier, history = _quiet_log(path, options, even_if_at_work)
+            known = pins.unpin(tier.log, history, step=step, owner=owner, now_s=time.time())
+        _tell(known, "log", as_json)
     else:
         _tell(found, "service", as_json)
 

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from ray_ckpt.cli.options import EXIT_INTERRUPTED
 from ray_ckpt.errors import ConfigError
 
 
@@ -15,11 +16,13 @@ def is_anybody_there() -> bool:
 
 
 def confirm(question: str) -> None:
-    """ConfigError if the answer is not yes, or nobody is there to give one."""
+    """ConfigError if the answer is not yes, or nobody is there to give one; exits with 130 after Ctrl-C."""
     try:
         is_sure = typer.confirm(question, err=True)
-    except typer.Abort:
+    except typer.Abort as error:
         typer.echo(err=True)  # after the question
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise typer.Exit(EXIT_INTERRUPTED) from error
         is_sure = False
     if not is_sure:
         raise ConfigError("Nothing was changed.", hint="Answer y, or give --yes.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import plain, print_json, stdout
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.output_file import output_file, whole_file
 from ray_ckpt.report import page, read_report, to_json
 
 
@@ -35,26 +35,12 @@ def report(
     """
     if html is None and not as_json:
         raise ConfigError("Nothing to write.", hint="Give --html FILE, --json, or both.")
-    if html is not None and html.is_dir():
-        raise ConfigError(f"{html} is a folder.", hint="Give the name of a file in it.", path=str(html))
-    if html is not None and html.exists() and not force:
-        raise ConfigError(f"{html} is there already.", hint="Give --force to replace it.", path=str(html))
-    if html is not None and not html.parent.is_dir():
-        raise ConfigError(f"There is no folder {html.parent}.", hint="Make it first.", path=str(html.parent))
+    file = None if html is None else output_file(html, force=force)
     found = read_report(Catalog(path, store_options(storage_option)), time.time())
-    if html is not None:
-        _write(html, page(found))
+    if file is not None:
+        with whole_file(file) as temporary:
+            temporary.write_text(page(found), encoding="utf-8")
     if as_json:
         print_json(to_json(found))
     else:
         stdout().print(plain(str(html)), soft_wrap=True)
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing, so that nobody who looks meanwhile sees half a page. OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

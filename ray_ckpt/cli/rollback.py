@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from ray_ckpt.cli.output import (
     when_text,
 )
 from ray_ckpt.cli.questions import confirm
-from ray_ckpt.errors import RunInUse
+from ray_ckpt.errors import ConfigError, RunInUse
 from ray_ckpt.rollback import QUIET_S, LogTail, Rollback, open_log, plan_rollback, roll_back
 from ray_ckpt.types import SessionInfo
 
@@ -54,6 +55,8 @@ def rollback(
 
     Example: `ray-ckpt rollback /shared/runs/gpt --before 3000`
     """
+    if not 0 <= quiet_s < math.inf:
+        raise ConfigError(f"--quiet-s is {quiet_s}.", hint="Give seconds; --even-if-at-work does not wait.")
     tier, tail = open_log(path, store_options(storage_option))
     plan = plan_rollback(tail.history, before=before, to=to)
     is_at_work = tail.is_at_work(time.time(), quiet_s)

@@ -20,7 +20,7 @@ from ray_ckpt.cli.live import (
     service_if_any,
 )
 from ray_ckpt.cli.options import AddressOption, JsonOption, RunArgument, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, make_table, plain, print_json, span_text, stdout
+from ray_ckpt.cli.output import add_row, make_table, plain, print_json, span_text, stdout, steps_text
 from ray_ckpt.errors import ConfigError, ServiceError
 from ray_ckpt.types import Level
 
@@ -103,5 +103,5 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
         add_row(table, level, known["step"] if known else "-", span_text(known["age_s"]) if known else "-")
     console.print(table)
     if document["in_cluster_only"]:
-        steps = ", ".join(map(str, document["in_cluster_only"]))
+        steps = steps_text(document["in_cluster_only"])
         console.print(f"not on the storage path: step(s) {steps}", soft_wrap=True)

@@ -42,7 +42,8 @@ def end_when_unread() -> None:
     """Let this process end without a trace once its stdout cannot be written, also while it shuts down, and
     go on without its stderr.
 
-    A stream that is closed, or that something else stands in for, stays as it is.
+    What their encoding does not have is written as an escape. A stream that is closed, or that something
+    else stands in for, stays as it is.
     """
     for name, kind in (("stdout", _Stdout), ("stderr", _Stderr)):
         stream = getattr(sys, name)
@@ -55,7 +56,7 @@ def _over(raw: io.RawIOBase, stream: io.TextIOWrapper) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
@@ -9,16 +10,25 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.filesize import decimal
 
-from ray_ckpt.catalog import Catalog, Damage, VerifyReport
+from ray_ckpt.catalog import Catalog, CheckpointView, Damage, VerifyReport
 from ray_ckpt.cli.live import run_location
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, damage_json, make_table, plain, print_json, report_json, stdout
+from ray_ckpt.cli.output import (
+    add_row,
+    damage_json,
+    make_table,
+    plain,
+    print_json,
+    report_json,
+    stdout,
+    steps_text,
+)
 from ray_ckpt.cli.progress import byte_bar, count_bar
 from ray_ckpt.drill import choose
 from ray_ckpt.errors import CheckpointError, ConfigError
 from ray_ckpt.format import names
 from ray_ckpt.report.facts import counted
-from ray_ckpt.types import AttemptId, Level
+from ray_ckpt.types import Level
 from ray_ckpt.verify import CheckpointFiles, files_at, readable, verify_files
 from ray_ckpt.verify_copies import num_copies, verify_copies
 from ray_ckpt.verify_plan import Holder, PlanReport, verify_plan
@@ -72,7 +82,7 @@ def verify(
     headers, and shows that every element of every tensor is there exactly once. Damage inside of files is
     not seen then. With `--address` also what is in the cluster only is proven: every copy on every node is
     looked at. One that lacks something gives exit code 1, even if the others are enough to restore; so does a
-    file in the folder that is not the checkpoint's.
+    file in the folder that a reader might take for the checkpoint's and is not.
 
     Example: `ray-ckpt verify /shared/runs/gpt --all && echo "safe to delete the old run"`
     """
@@ -87,20 +97,22 @@ def verify(
     if address is not None:
         _show_plans(_plans_in_cluster(path, step, all, address), nodes, as_json)
         return
-    targets = _targets(path, store_options(storage_option), step, all)
+    targets, left_out = _targets(path, store_options(storage_option), step, all)
     if plan:
         plans = _reports(targets, lambda t: verify_plan(t.files, root_digest=t.root_digest))
-        _show_plans(plans, nodes, as_json)
+        _show_plans(plans, nodes, as_json, left_out)
         return
     with byte_bar("verifying", sum(target.size_bytes for target in targets)) as bar:
         reports = _reports(
             targets, lambda t: verify_files(t.files, root_digest=t.root_digest, progress=bar.advance)
         )
     if as_json:
-        print_json({"ok": _all_ok(reports), "checkpoints": [report_json(r) for r in reports]})
+        document = {"ok": _all_ok(reports), "checkpoints": [report_json(r) for r in reports]}
+        print_json(document | {"in_cluster_only": left_out})
     else:
         for report in reports:
             _print_report(report)
+        _print_left_out(left_out)
     if not _all_ok(reports):
         raise typer.Exit(EXIT_DAMAGED)
 
@@ -127,7 +139,7 @@ def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> S
 def _reports(targets: Iterable[_Target], look: Callable[[_Target], R]) -> Sequence[R]:
     """Of all but those whose files the run may have deleted while they were looked at."""
     found = ((target, look(target)) for target in targets)
-    return _unless_all_retired([report for target, report in found if report.ok or target.is_live()])
+    return _unless_all_retired([report for target, report in found if report.ok or not target.is_deleted()])
 
 
 def _unless_all_retired(reports: Sequence[R]) -> Sequence[R]:
@@ -139,12 +151,16 @@ def _unless_all_retired(reports: Sequence[R]) -> Sequence[R]:
     return reports
 
 
-def _show_plans(reports: Sequence[PlanReport], nodes: bool, as_json: bool) -> None:
+def _show_plans(
+    reports: Sequence[PlanReport], nodes: bool, as_json: bool, left_out: Sequence[int] = ()
+) -> None:
     if as_json:
-        print_json({"ok": _all_ok(reports), "checkpoints": [_plan_json(r, nodes) for r in reports]})
+        document = {"ok": _all_ok(reports), "checkpoints": [_plan_json(r, nodes) for r in reports]}
+        print_json(document | {"in_cluster_only": left_out})
     else:
         for report in reports:
             _print_plan(report, nodes)
+        _print_left_out(left_out)
     if not _all_ok(reports):
         raise typer.Exit(EXIT_DAMAGED)
 
@@ -156,22 +172,20 @@ class _Target:
     files: CheckpointFiles
     root_digest: str | None
     size_bytes: int
-    attempt: AttemptId | None = None
-    catalog: Catalog | None = None
+    view: CheckpointView | None = None
     """None: of a folder that is no run's."""
 
-    def is_live(self) -> bool:
-        """By the log as it is now; where nobody can say it has none, or one that cannot be read, it is."""
-        if self.catalog is None:
-            return True
-        try:
-            self.catalog.refresh()
-        except CheckpointError:
-            return True
-        return self.attempt in {info.id for info in self.catalog.checkpoints}
+    def is_deleted(self) -> bool:
+        """As far as the log, as it is now, can be read."""
+        with contextlib.suppress(CheckpointError):
+            return self.view is not None and self.view.is_deleted()
+        return False
 
 
-def _targets(path: str, options: Mapping[str, str], step: int | None, all: bool) -> tuple[_Target, ...]:
+def _targets(
+    path: str, options: Mapping[str, str], step: int | None, all: bool
+) -> tuple[Sequence[_Target], Sequence[int]]:
+    """With `all` also the steps whose checkpoint is live and cannot be read here."""
     files = files_at(path, options)
     with readable(files.location):
         is_checkpoint, size_bytes = _is_checkpoint(files), files.size_bytes
@@ -180,7 +194,7 @@ def _targets(path: str, options: Mapping[str, str], step: int | None, all: bool)
             raise ConfigError(
                 f"{path} is one checkpoint.", hint="Leave out --step and --all, or name its run."
             )
-        return (_Target(files=files, root_digest=None, size_bytes=size_bytes),)
+        return [_Target(files=files, root_digest=None, size_bytes=size_bytes)], []
     catalog = Catalog(path, options)
     durable = [view for view in catalog if view.where is not None]
     if step is not None:
@@ -194,16 +208,17 @@ def _targets(path: str, options: Mapping[str, str], step: int | None, all: bool)
             hint="Only durable ones can be read here, see `ray-ckpt ls`; "
             "`--plan --address auto` proves on the cluster what its nodes hold.",
         )
-    return tuple(
+    left_out = sorted({view.info.step for view in catalog if view.where is None}) if all else []
+    targets = [
         _Target(
             files=view.files(),
             root_digest=view.info.root_digest,
             size_bytes=view.info.size_bytes,
-            attempt=view.info.id,
-            catalog=catalog,
+            view=view,
         )
         for view in durable
-    )
+    ]
+    return targets, left_out
 
 
 def _is_checkpoint(files: CheckpointFiles) -> bool:
@@ -291,6 +306,12 @@ def _print_report(report: VerifyReport) -> None:
     read = f"{report.num_files} files, {report.num_slices} slices, {decimal(report.size_bytes)}"
     console.print(plain(f"{report.where}: {verdict}; read {read}"), soft_wrap=True)
     _print_damages(report.damages)
+
+
+def _print_left_out(steps: Sequence[int]) -> None:
+    if steps:
+        count = counted(len(steps), "step")
+        stdout().print(f"Not looked at: {count} in the cluster only ({steps_text(steps)}).", soft_wrap=True)
 
 
 def _print_damages(damages: Iterable[Damage], at: str = "") -> None:

@@ -6,7 +6,7 @@ order in which they came. Metrics for a save that is on its way wait until it ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,7 +27,7 @@ Asked: TypeAlias = m.PinAsked | m.UnpinAsked | m.AnnotateAsked | m.DrillEnded
 
 
 def checkpoint_to_pin(history: RunHistory, step: int) -> CheckpointInfo:
-    """The newest live checkpoint of a step: what a pin or an unpin of that step means.
+    """The newest live checkpoint of a step: what a pin of that step means.
 
     ConfigError if there is none; it says what has become of it, and which there are.
     """
@@ -35,13 +35,28 @@ def checkpoint_to_pin(history: RunHistory, step: int) -> CheckpointInfo:
     live = [c for c in known if c.state == "live"]
     if live:
         return live[-1]
+    raise _not_live(history, step, known)
+
+
+def checkpoint_to_unpin(history: RunHistory, step: int, owner: str) -> CheckpointInfo:
+    """The newest checkpoint of a step that `owner` holds, a live one before others; if none, the newest.
+
+    ConfigError if the step has never had one.
+    """
+    known = [c for c in history.checkpoints.values() if c.step == step]
+    if not known:
+        raise _not_live(history, step, known)
+    return max(known, key=lambda c: (owner in c.pins, c.state == "live", c.seq))
+
+
+def _not_live(history: RunHistory, step: int, known: Sequence[CheckpointInfo]) -> ConfigError:
     steps = sorted({c.step for c in history.live()}, key=lambda other: abs(other - step))[:MAX_NAMED]
     there = f"It has steps {', '.join(map(str, sorted(steps)))}." if steps else "It has none at all."
     if not known:
-        raise ConfigError(f"Run {history.run_name} has no live checkpoint of step {step}.", hint=there)
+        return ConfigError(f"Run {history.run_name} has no live checkpoint of step {step}.", hint=there)
     state = known[-1].state
     final = "" if state == "lost" else "Retirement is final. "
-    raise ConfigError(
+    return ConfigError(
         f"Run {history.run_name} has no live checkpoint of step {step}: it is {state}.", hint=final + there
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
-from ray_ckpt.errors import FormatError
+from ray_ckpt.errors import FormatError, NewerFormat
 from ray_ckpt.format.digest import digest
 
 FORMAT_VERSION = 1
@@ -79,10 +79,10 @@ def check_size(data: bytes, *, what: str, max_bytes: int) -> None:
 
 
 def check_version(value: object, what: str) -> None:
-    """FormatError unless this code reads format `value`."""
+    """NewerFormat unless this code reads format `value`; FormatError if it is none."""
     version = integer(value, f"{what}: format", low=1)
     if version > FORMAT_VERSION:
-        raise FormatError(
+        raise NewerFormat(
             f"{what} is in format {version}; this ray_ckpt reads up to format {FORMAT_VERSION}.",
             hint=f"Read it with a ray_ckpt that knows format {version}.",
             format=version,

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_ckpt.errors import ConfigError, FormatError
+from ray_ckpt.errors import ConfigError, FormatError, NewerFormat
 from ray_ckpt.format import jsontext
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.names import check_run_name, check_run_uid
@@ -430,7 +430,7 @@ def _check_whole(snapshot: LogSnapshot) -> None:
 def _check_names(found: Iterable[str], expected: set[str], what: str) -> None:
     if set(found) != expected:
         names = ", ".join(sorted(set(found) ^ expected))
-        raise FormatError(
+        raise NewerFormat(
             f"{what} does not have the fields of this version: {names[:200]}.",
             hint="Open this run with the version of ray_ckpt that wrote it, or a newer one.",
         )

@@ -235,7 +235,7 @@ def read_log(store: LogStore, *, start: int = 0) -> Records:
         except FormatError as error:
             hint = error.hint or "Bring that file back from a backup; nothing after it can be trusted."
             message = f"Record {name} of the log cannot be read. {error.message}"
-            raise FormatError(message, hint=hint, **error.fields) from error
+            raise type(error)(message, hint=hint, **error.fields) from error
         found.append((record, digest(data)))
     return tuple(found)
 
