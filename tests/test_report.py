@@ -136,6 +136,11 @@ class Story(RunLog):
             self.append(end)
         return attempts
 
+    @property
+    def newest(self) -> str:
+        """The attempt that a restart goes on from."""
+        return self.history.lineage()[-1].id.attempt
+
     def saved(self, session: int, step: int, chance: random.Random, *, durable: bool) -> str:
         attempt = self.attempt(session, step)
         began_s = self.now_s
@@ -286,6 +291,45 @@ def test_a_run_that_is_down_says_so() -> None:
     ]
     (trouble,) = told["interruptions"]
     assert (trouble["next_session"], trouble["recovery"], trouble["steps_lost"]["high"]) == (None, None, 30)
+
+
+def crashed_again(*ends: str | None) -> Story:
+    """A node is lost; then a session without a step for each of `ends`, a minute apart."""
+    log = failed_story()
+    for number, cause in enumerate(ends):
+        log.now_s += 30
+        log.trained(2 + number, start=300, steps=0, resumed_from=log.newest, ended=cause, down_s=30)
+    return log
+
+
+def again_after(log: Story) -> list[str]:
+    """The column of the interruptions, the last one first."""
+    table = page(log.report()).split('id="interruptions"')[1].split("</section>")[0]
+    return [row.split("</td>")[4].rpartition(">")[2] for row in table.split("<tr")[2:]]
+
+
+def test_the_recovery_goes_through_sessions_without_a_step() -> None:
+    log = crashed_again("process")
+    log.now_s += 60
+    opened_s = log.now_s
+    log.trained(3, start=300, steps=6000, resumed_from=log.newest, seed=3)
+    first, second = log.report().troubles
+    assert first.recovery is not None and second.recovery is not None
+    lost_s, died_s = (each.ended_s for each in (first, second))
+    assert first.recovery.estimate - second.recovery.estimate == pytest.approx(died_s - lost_s)
+    assert first.recovery.low - second.recovery.low == pytest.approx(died_s - lost_s)
+    assert second.recovery.low >= opened_s - died_s and not first.is_waiting
+    told = to_json(log.report())["verdicts"][2]
+    assert told["tone"] == "plain" and "Training again after" in told["text"]
+
+
+def test_before_its_first_commit_nothing_is_known_of_an_open_session() -> None:
+    log = crashed_again(None)
+    told = to_json(log.report())["verdicts"][2]
+    assert told["text"].endswith("No commit since.") and again_after(log) == ["no commit yet"]
+    assert again_after(crashed_again("process", None)) == ["no commit yet", "none: it ended first"]
+    assert again_after(crashed_again("process")) == ["not yet", "none: it ended first"]
+    assert again_after(crashed_again("finished")) == ["none: it ended first"]
 
 
 def test_copies_on_nodes_alone_are_a_warning(tmp_path: Path) -> None:
@@ -478,6 +522,8 @@ def test_every_log_of_chance_has_a_page(seed: int) -> None:
     )
     assert set(SECTIONS) <= set(parsed(page(found)).ids)
     json.dumps(to_json(found), allow_nan=False)
+    for time in (trouble.recovery for trouble in found.troubles if trouble.recovery):
+        assert -1e-3 < time.low <= time.estimate + 1e-3 and time.estimate <= time.high + 1e-3
 
 
 # The command

@@ -63,8 +63,10 @@ class Event:
 class Trouble:
     """The end of a session and what came of it; `next_session` is None while none has followed.
 
-    `steps_lost` are steps, `recovery` seconds; see `goodput.Interruption`. `restore_s` is from the next
-    session's opening until it had its state, `read_bytes` what it read for that, by tier.
+    `steps_lost` are steps, `recovery` seconds; see `goodput.Interruption`. `recovery` goes on through sessions
+    without a step, up to the first step of a later one, and is None if there is none. Then `is_waiting` says
+    whether the session that was to go on may have one yet. `restore_s` is from the next session's opening until it had its state,
+    `read_bytes` what it read for that, by tier.
     """
 
     cause: EndCause | None
@@ -73,6 +75,7 @@ class Trouble:
     next_session: int | None
     steps_lost: Seconds | None
     recovery: Seconds | None
+    is_waiting: bool
     restore_s: float | None
     read_bytes: Mapping[str, float]
 
@@ -157,13 +160,14 @@ class RunReport:
                 session=each.after_session,
                 next_session=each.session,
                 steps_lost=each.steps_lost,
-                recovery=each.recovery,
+                recovery=self._recovery(number),
+                is_waiting=self._is_waiting(number),
                 restore_s=None
                 if known[each.session].restored_at_s is None
                 else times[each.session].ready_s - times[each.session].opened_s,
                 read_bytes=known[each.session].read_bytes,
             )
-            for each in found.interruptions
+            for number, each in enumerate(found.interruptions)
         ]
         last = self.sessions[-1] if self.sessions else None
         if last is not None and last.ended is not None and last.ended.cause in FAILURES:
@@ -176,11 +180,52 @@ class RunReport:
                     next_session=None,
                     steps_lost=Seconds(left, left, left),
                     recovery=None,
+                    is_waiting=True,
                     restore_s=None,
                     read_bytes={},
                 )
             )
         return troubles
+
+    @cached_property
+    def _stepped_after(self) -> Sequence[int | None]:
+        """For each interruption the first one, itself or later, whose next session has stepped."""
+        found: list[int | None] = []
+        first: int | None = None
+        for number, each in reversed(list(enumerate(self.goodput.interruptions))):
+            first = number if each.recovery is not None else first
+            found.append(first)
+        return found[::-1]
+
+    def _recovery(self, number: int) -> Seconds | None:
+        """The time without steps from interruption `number` on, through sessions that had none."""
+        each, stepped = self.goodput.interruptions[number], self._stepped_after[number]
+        if stepped is None or stepped == number:
+            return each.recovery
+        last = self.goodput.interruptions[stepped]
+        assert last.recovery is not None
+        old, times = self.goodput.tenures[number], self.goodput.tenures[stepped]
+        between_s = (
+            times.last_s - each.opened_at_s
+        )  # sessions without a step, until the last of them was down
+        down_s = each.opened_at_s - old.last_s
+        end = self.sessions[number].ended
+        is_told = old.measured or (end is not None and end.last_at_s is not None)
+        if is_told or old.session not in self._committed:
+            down = Seconds(down_s, down_s, down_s)
+        else:
+            down = Seconds(0.0, down_s, each.opened_at_s - each.last_known_s)
+        return down + Seconds(between_s, between_s, between_s) + last.recovery
+
+    def _is_waiting(self, number: int) -> bool:
+        """Whether the session after an interruption is the last one and open, without a commit so far."""
+        is_last = number + 2 == len(self.sessions)
+        return is_last and self.sessions[-1].ended is None and self._stepped_after[number] is None
+
+    @cached_property
+    def _committed(self) -> frozenset[int]:
+        """Sessions that have committed something."""
+        return frozenset(info.id.session for info in self.checkpoints)
 
     @property
     def newest_step(self) -> int:
@@ -322,7 +367,7 @@ def _last_trouble(report: RunReport) -> Verdict | None:
     last = failed[-1]
     cause = CAUSE_TEXT[last.cause].capitalize() if last.cause else ""
     lost = "an unknown number of" if last.steps_lost is None else steps_text(last.steps_lost)
-    again = "It has not stepped since."
+    again = "No commit since."
     tone: Tone = "warn"
     if last.recovery is not None:
         again = f"Training again after {span(last.recovery.estimate)}."

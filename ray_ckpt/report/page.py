@@ -256,10 +256,19 @@ def _trouble(trouble: Trouble, report: RunReport) -> tuple[str | Html, ...]:
         moment(trouble.ended_s),
         f"{trouble.session} to {went_on}",
         lost,
-        "not yet" if trouble.recovery is None else _time(trouble.recovery),
+        _again(trouble),
         "" if trouble.restore_s is None else span(trouble.restore_s),
         tiers_text(trouble.read_bytes) if trouble.read_bytes else "",
     )
+
+
+def _again(trouble: Trouble) -> str:
+    """When training went on. The log knows no step of an open session before its first commit."""
+    if trouble.recovery is not None:
+        return _time(trouble.recovery)
+    if trouble.next_session is None:
+        return "not yet"
+    return "no commit yet" if trouble.is_waiting else "none: it ended first"
 
 
 # Saves
