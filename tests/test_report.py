@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli import app
+from ray_ckpt.core.claim import ROLLBACK_PREFIX
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names, records
 from ray_ckpt.format.digest import digest
 from ray_ckpt.report import Event, RunReport, page, read_report, to_json
-from ray_ckpt.report.facts import drawn_events
+from ray_ckpt.report.facts import drawn_events, measured_percent
 from ray_ckpt.report.timeline import whole
 from ray_ckpt.storage.log_store import Outcome, write_snapshot
 from ray_ckpt.tables import events_table
@@ -330,6 +331,81 @@ def test_before_its_first_commit_nothing_is_known_of_an_open_session() -> None:
     assert again_after(crashed_again("process", None)) == ["no commit yet", "none: it ended first"]
     assert again_after(crashed_again("process")) == ["not yet", "none: it ended first"]
     assert again_after(crashed_again("finished")) == ["none: it ended first"]
+
+
+def rolled_back(log: Story, session: int) -> Story:
+    """Somebody goes back to the newest checkpoint, as session `session`."""
+    log.append(records.Epoch(service=f"{ROLLBACK_PREFIX}story"))
+    log.append(
+        records.Session(
+            session=session,
+            service=f"{ROLLBACK_PREFIX}story",
+            after=session - 1,
+            resumed_from=log.newest,
+            world_size=16,
+            num_nodes=4,
+        )
+    )
+    return log
+
+
+def test_a_rollback_is_no_session_that_hangs_or_ended() -> None:
+    log = Story()
+    log.create()
+    log.trained(1, start=0, steps=330, ended="finished", seed=1)
+    report = rolled_back(log, 2).report(after_s=86400)
+    told = to_json(report)["verdicts"]
+    assert (told[1]["tone"], told[1]["head"]) == ("plain", "rolled back to step 300")
+    assert told[1]["text"].endswith("nobody has opened the run since.")
+    text = page(report)
+    assert "session 2: rolled back, and nobody has opened the run since" in text, "the timeline"
+    assert "a rollback to step 300 of session 1" in text
+    assert "no word since" not in text and "no word of its end" not in text
+    log.now_s += 3600
+    log.trained(3, start=300, steps=100, resumed_from=log.newest)
+    (planned,) = log.report().troubles
+    assert (planned.session, planned.cause) == (1, "finished")
+    assert to_json(log.report())["verdicts"][2]["text"] == "No session has failed."
+
+
+def test_the_recovery_goes_through_a_rollback() -> None:
+    log = rolled_back(failed_story(), 2)
+    assert again_after(log) == ["no commit yet"]
+    log.now_s += 3600
+    log.trained(3, start=300, steps=100, resumed_from=log.newest)
+    (trouble,) = log.report().troubles
+    assert (trouble.session, trouble.next_session) == (1, 2)
+    assert trouble.recovery is not None and 3600 < trouble.recovery.low <= trouble.recovery.high < 3800
+
+
+def test_one_of_a_kind_is_not_many() -> None:
+    log = Story()
+    log.create()
+    log.trained(1, start=0, steps=61, seed=1)
+    log.trained(2, start=60, steps=61, resumed_from=log.newest, seed=2)
+    assert to_json(log.report())["verdicts"][2]["text"] == "1 session ended without a word why."
+    log = Story()
+    log.create()
+    log.trained(1, start=0, steps=61, ended="node", seed=1)
+    found = log.report()
+    small = replace(found, sessions=[replace(found.sessions[0], world_size=1, num_nodes=1)])
+    told = to_json(small)["verdicts"]
+    assert told[2]["head"] == "lost 1 step" and "1 rank on 1 node;" in page(small)
+
+
+def test_what_is_measured_is_rounded_down() -> None:
+    found = tell_story().report().goodput
+    shares = [measured_percent(replace(found, measured_s=found.wall_s * part)) for part in (0.9965, 0.99951)]
+    assert shares == [99, 100]
+
+
+def test_clocks_that_jumped_are_told_of() -> None:
+    log = failed_story()
+    log.now_s -= 86400
+    log.trained(2, start=300, steps=100, resumed_from=log.newest, seed=2)
+    said = "Clocks jumped by up to 24.0 h; times around there are wrong by that much."
+    assert page(log.report()).count(said) == 2, "in the first lines, and where goodput is"
+    assert "Clocks" not in page(tell_story().report())
 
 
 def test_copies_on_nodes_alone_are_a_warning(tmp_path: Path) -> None:

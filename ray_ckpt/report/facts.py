@@ -7,6 +7,7 @@ scrubs and drills that the log tells of. `now_s` is the reader's clock.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_ckpt.catalog import Catalog
+from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
 from ray_ckpt.goodput import Goodput, Seconds, estimate_goodput, measure_goodput, save_s
@@ -34,6 +36,8 @@ MAX_DRILLS = 10  # checkpoints whose drill is named, the newest ones
 MAX_METRICS = 3  # of a checkpoint, by name
 OVERDUE = 3.0  # usual intervals without a checkpoint, until an open session gets a warning
 RECENT_SAVES = 50  # by which the usual interval goes
+ALL_MEASURED = 99.95  # percent of the wall time: the rest is printed as nothing anyway
+CLOCK_S = 1.0  # that clocks may go back without a word: by less they are set right all the time
 
 Tone: TypeAlias = Literal["good", "warn", "bad", "plain"]
 
@@ -63,10 +67,10 @@ class Event:
 class Trouble:
     """The end of a session and what came of it; `next_session` is None while none has followed.
 
-    `steps_lost` are steps, `recovery` seconds; see `goodput.Interruption`. `recovery` goes on through sessions
-    without a step, up to the first step of a later one, and is None if there is none. Then `is_waiting` says
-    whether the session that was to go on may have one yet. `restore_s` is from the next session's opening until it had its state,
-    `read_bytes` what it read for that, by tier.
+    `steps_lost` are steps, `recovery` seconds; see `goodput.Interruption`. `recovery` goes on through
+    sessions without a step, up to the first step of a later one, and is None if there is none. Then
+    `is_waiting` says whether the session that was to go on may have one yet. `restore_s` is from the next
+    session's opening until it had its state, `read_bytes` what it read for that, by tier.
     """
 
     cause: EndCause | None
@@ -149,7 +153,10 @@ class RunReport:
 
     @cached_property
     def troubles(self) -> Sequence[Trouble]:
-        """What ended sessions, in their order; the last one's end too, if it failed."""
+        """What ended sessions, in their order; the last one's end too, if it failed.
+
+        Nobody trains in the session of a rollback, so its end interrupts nothing.
+        """
         found = self.goodput
         known = {info.session: info for info in self.sessions}
         times = {tenure.session: tenure for tenure in found.tenures}
@@ -168,6 +175,7 @@ class RunReport:
                 read_bytes=known[each.session].read_bytes,
             )
             for number, each in enumerate(found.interruptions)
+            if not is_rollback(known[each.after_session].service)
         ]
         last = self.sessions[-1] if self.sessions else None
         if last is not None and last.ended is not None and last.ended.cause in FAILURES:
@@ -218,9 +226,14 @@ class RunReport:
         return down + Seconds(between_s, between_s, between_s) + last.recovery
 
     def _is_waiting(self, number: int) -> bool:
-        """Whether the session after an interruption is the last one and open, without a commit so far."""
-        is_last = number + 2 == len(self.sessions)
-        return is_last and self.sessions[-1].ended is None and self._stepped_after[number] is None
+        """Whether the session after an interruption is the last one and open, without a commit so far.
+
+        Between the two there may be rollbacks; after the last one somebody may go on.
+        """
+        last = len(self.sessions) - 1
+        later = range(number + 1, last)
+        trained = next((k for k in later if not is_rollback(self.sessions[k].service)), last)
+        return trained == last and self.sessions[last].ended is None and self._stepped_after[number] is None
 
     @cached_property
     def _committed(self) -> frozenset[int]:
@@ -334,7 +347,12 @@ def _training(report: RunReport) -> Verdict | None:
         return Verdict(tone="plain", title="Training", head="has not begun", text="The run has no session.")
     last = report.sessions[-1]
     title = f"Training, session {last.session}"
-    ranks = f"{last.world_size} ranks on {last.num_nodes} nodes"
+    if is_rollback(last.service):
+        text = f"At {moment(last.opened_at_s)}, and nobody has opened the run since."
+        return Verdict(
+            tone="plain", title=title, head=f"rolled back to {source_text(report, last)}", text=text
+        )
+    ranks = group_text(last)
     if last.ended is None:
         told = [info for info in report.checkpoints if info.id.session == last.session]
         seen_s = told[-1].committed_at_s if told else last.opened_at_s
@@ -362,11 +380,16 @@ def _last_trouble(report: RunReport) -> Verdict | None:
     failed = [t for t in report.troubles if t.cause in FAILURES]
     if not failed:
         unknown = sum(t.cause is None for t in report.troubles)
-        text = f"{unknown} sessions ended without a word why." if unknown else "No session has failed."
+        text = "No session has failed."
+        if unknown:
+            text = f"{counted(unknown, 'session')} ended without a word why."
         return Verdict(tone="plain", title="Last failure", head="none known", text=text)
     last = failed[-1]
     cause = CAUSE_TEXT[last.cause].capitalize() if last.cause else ""
-    lost = "an unknown number of" if last.steps_lost is None else steps_text(last.steps_lost)
+    lost = "an unknown number of steps"
+    if last.steps_lost is not None:
+        number = steps_text(last.steps_lost)
+        lost = f"{number} step{'' if number == '1' else 's'}"
     again = "No commit since."
     tone: Tone = "warn"
     if last.recovery is not None:
@@ -376,7 +399,7 @@ def _last_trouble(report: RunReport) -> Verdict | None:
         again, tone = "Nothing has followed.", "bad"
     read = f" It read {tiers_text(last.read_bytes)}." if last.read_bytes else ""
     text = f"{cause} at {moment(last.ended_s)}. {again}{read}"
-    return Verdict(tone=tone, title=f"Last failure, of {len(failed)}", head=f"lost {lost} steps", text=text)
+    return Verdict(tone=tone, title=f"Last failure, of {len(failed)}", head=f"lost {lost}", text=text)
 
 
 def _share(report: RunReport) -> Verdict | None:
@@ -385,10 +408,11 @@ def _share(report: RunReport) -> Verdict | None:
         return None
     worst = max(report.goodput.badput, key=lambda cause: report.goodput.badput[cause].estimate)
     worst_s = report.goodput.badput[worst].estimate
-    share = 100 * report.goodput.measured_s / report.goodput.wall_s
     text = f"Of {span(report.goodput.wall_s)}. "
     text += f"Most of the rest: {worst.replace('_', ' ')}, {span(worst_s)}. " if worst_s else ""
-    text += "Measured." if share >= 99.95 else f"{share:.0f} % measured, the rest estimated."
+    share = measured_percent(report.goodput)
+    text += "Measured." if share == 100 else f"{share} % measured, the rest estimated."
+    text += f" {clocks}" if (clocks := clocks_text(report.goodput)) else ""
     return Verdict(tone="plain", title="Goodput", head=f"{100 * ratios.estimate:.1f} %", text=text)
 
 
@@ -426,6 +450,30 @@ def span(time_s: float) -> str:
 def counted(count: int, what: str) -> str:
     """`1 step`, `1,200 steps`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def measured_percent(found: Goodput) -> int:
+    """How much of the wall time is measured, rounded down; from ALL_MEASURED on it is 100."""
+    share = 100 * found.measured_s / found.wall_s
+    return 100 if share >= ALL_MEASURED else math.floor(share)
+
+
+def clocks_text(found: Goodput) -> str:
+    """What clocks that went back do to the times; nothing if they went back by no more than they may."""
+    if found.clock_back_s < CLOCK_S:
+        return ""
+    return f"Clocks jumped by up to {span(found.clock_back_s)}; times around there are wrong by that much."
+
+
+def group_text(info: SessionInfo) -> str:
+    """`16 ranks on 4 nodes`."""
+    return f"{counted(info.world_size, 'rank')} on {counted(info.num_nodes, 'node')}"
+
+
+def source_text(report: RunReport, info: SessionInfo) -> str:
+    """What a session went on from: `step 2,820`, or `scratch`."""
+    source = report.by_attempt.get(info.resumed_from or "")
+    return "scratch" if source is None else f"step {source.step:,}"
 
 
 def moment(time_s: float) -> str:

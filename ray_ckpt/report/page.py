@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import ray_ckpt
+from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.goodput import MEASURED_CAUSES, Goodput, Seconds, save_s
 from ray_ckpt.report.facts import (
@@ -23,7 +24,10 @@ from ray_ckpt.report.facts import (
     RunReport,
     Tone,
     Trouble,
+    clocks_text,
     counted,
+    group_text,
+    measured_percent,
     moment,
     size,
     span,
@@ -162,12 +166,14 @@ def _goodput(report: RunReport) -> Html:
     found, other = report.goodput, report.by_commits
     if not found.wall_s:
         return _section("goodput", "Goodput", el("p", "The log has one moment: nothing to measure yet."))
-    told = 100 * found.measured_s / found.wall_s
+    told = measured_percent(found)
     about = (
         f"Goodput is the time of steps whose effect survived, as a part of {span(found.wall_s)} of wall time."
     )
-    if told < 99.95:
-        about += f" {told:.0f} % of the wall time is measured; the rest is estimated, between two bounds."
+    if told < 100:
+        about += f" {told} % of the wall time is measured; the rest is estimated, between two bounds."
+    if clocks := clocks_text(found):
+        about += f" {clocks}"
     times = {"productive": found.productive, **found.badput}
     rows = [
         (
@@ -490,13 +496,16 @@ def _ancestors(report: RunReport) -> set[int]:
 def _session(session: SessionInfo, source: CheckpointInfo | None, count: int) -> str:
     begun = "from scratch"
     if source is not None:
-        begun = f"from step {source.step:,} of session {source.id.session}"
+        way = "to" if is_rollback(session.service) else "from"
+        begun = f"{way} step {source.step:,} of session {source.id.session}"
+    name, opened = f"session {session.session}", moment(session.opened_at_s)
+    if is_rollback(session.service):
+        return f"{name}, a rollback {begun}; {opened}; nobody trained in it"
     ended = "no word of its end"
     if session.ended is not None:
         ended = f"{CAUSE_TEXT[session.ended.cause]} at step {session.ended.step:,}"
-    ranks = f"{session.world_size} ranks on {session.num_nodes} nodes"
     saved = counted(count, "checkpoint")
-    return f"session {session.session}, {begun}; {moment(session.opened_at_s)}; {ranks}; {saved}; {ended}"
+    return f"{name}, {begun}; {opened}; {group_text(session)}; {saved}; {ended}"
 
 
 # Parts
