@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import nbformat
 import pytest
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 from jobs import demo_s3, s3_server
 from ray_ckpt import Catalog
@@ -19,6 +21,7 @@ from ray_ckpt.location import Location
 from ray_ckpt.storage.remote import open_store
 from ray_ckpt.types import Level
 from tests.sample_run import copy_to, write_run
+from tests.test_report import Story, rolled_back
 from tests.trained_run import DURABLE, FAILED_AT, RESUMED_AT, STEPS, write_trained_run
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
@@ -108,6 +111,43 @@ def test_the_goodput_notebook_runs_on_a_log_without_measurements(
 ) -> None:
     executed = execute(kernel, "goodput_and_cadence", write_run(tmp_path).folder)
     assert "a stall of 0.500 s (assumed" in executed.text
+
+
+def test_the_goodput_notebook_counts_failures_alone(kernel: KernelManager, tmp_path: Path) -> None:
+    """Not what a person wanted, nor the night until somebody went on; nodes as each session had them."""
+    log = Story()
+    log.create()
+    log.trained(1, start=0, steps=120, ended="node", down_s=60, seed=1)
+    log.trained(2, start=120, steps=120, resumed_from=log.newest, ended="finished", down_s=36_000, seed=2)
+    log = rolled_back(log, 3)
+    log.trained(4, start=240, steps=120, resumed_from=log.newest, num_nodes=8, seed=4)
+    executed = execute(kernel, "goodput_and_cadence", log.write(tmp_path))
+    found = re.search(r"failures: (.*) in (.*) node-hours; a restart takes (.*) s", executed.text)
+    assert found and found[1] == "1"
+    node_hours = (2 * 4 + 8) * 120 * 1.5 / 3600
+    assert float(found[2]) == pytest.approx(node_hours, rel=0.3)
+    assert 60 < float(found[3]) < 120
+
+
+@pytest.mark.parametrize(
+    ("name", "num_sessions", "said"),
+    [
+        ("explore_catalog", 1, "The run has no checkpoint yet"),
+        ("goodput_and_cadence", 0, "There is no time to look at"),
+        ("goodput_and_cadence", 1, "There is no time to look at"),
+        ("goodput_and_cadence", 2, "The run has no checkpoint yet"),
+    ],
+)
+def test_a_notebook_says_that_a_run_has_too_little(
+    kernel: KernelManager, tmp_path: Path, name: str, num_sessions: int, said: str
+) -> None:
+    log = Story()
+    log.create()
+    for session in range(1, num_sessions + 1):
+        log.trained(session, start=0, steps=5)
+    with pytest.raises(CellExecutionError) as caught:
+        execute(kernel, name, log.write(tmp_path))
+    assert caught.value.ename == "AssertionError" and said in caught.value.evalue
 
 
 def test_the_evaluation_notebook_runs(kernel: KernelManager, trained: Path) -> None:

@@ -91,6 +91,7 @@ class Story(RunLog):
         *,
         start: int,
         steps: int,
+        num_nodes: int = 4,
         step_s: float = 1.5,
         every: int = 60,
         durable_every: int = 300,
@@ -110,7 +111,7 @@ class Story(RunLog):
                 after=session - 1 or None,
                 resumed_from=resumed_from,
                 world_size=16,
-                num_nodes=4,
+                num_nodes=num_nodes,
             )
         )
         if resumed_from is not None:
