@@ -152,6 +152,7 @@ class CheckpointInfo:
     pins: Mapping[str, float | None] = field(default_factory=dict)  # owner -> Unix time when it ends
     verified_at_s: float | None = None  # Unix time of the last scrub that found every copy good
     durable_at_s: float | None = None  # Unix time at which it was on the storage path entirely
+    replicated_at_s: float | None = None  # Unix time at which copies on other nodes were proven first
     mesh: str = ""  # this and the next three: `SaveFacts` of the save
     stall_s: float | None = None
     capture_s: float | None = None

@@ -20,9 +20,10 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names, records
 from ray_ckpt.format.digest import digest
+from ray_ckpt.format.snapshot import decode_snapshot, encode_snapshot
 from ray_ckpt.report import Event, RunReport, page, read_report, to_json
 from ray_ckpt.report.facts import drawn_events, measured_percent
-from ray_ckpt.report.timeline import whole
+from ray_ckpt.report.timeline import MAX_DRAWN, around_last_failure, reached_s, whole
 from ray_ckpt.storage.log_store import Outcome, write_snapshot
 from ray_ckpt.tables import events_table
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
@@ -430,6 +431,18 @@ def test_silence_for_three_intervals_is_a_warning(night: Story) -> None:
     assert to_json(night.report(after_s=330))["verdicts"][1]["tone"] == "warn"
 
 
+def test_a_failure_before_all_sessions_that_are_drawn_has_a_picture() -> None:
+    """Or none; but no window that ends before it begins."""
+    log = failed_story()
+    for session in range(2, 2 + MAX_DRAWN + 10):
+        log.now_s += 60
+        log.trained(session, start=300, steps=60, resumed_from=log.newest, seed=session)
+    window, everything = around_last_failure(log.report()), whole(log.report())
+    assert window is not None and everything is not None
+    (failure,) = [trouble for trouble in log.report().troubles if trouble.cause == "node"]
+    assert failure.ended_s in window and window.end_s < everything.start_s
+
+
 def test_what_happened_long_after_does_not_squeeze_the_timeline() -> None:
     log = failed_story()
     log.append(records.Note(text="a month later"))
@@ -449,6 +462,37 @@ def test_what_becomes_durable_after_the_end_is_on_the_timeline() -> None:
     log.append(records.Promote(attempt=attempt, level=Level.DURABLE, replicas=1))
     window = whole(log.report())
     assert window is not None and log.now_s in window
+
+
+def test_copies_that_come_later_are_drawn_when_they_came() -> None:
+    log = Story()
+    log.create()
+    log.trained(1, start=0, steps=61)
+    alone = log.attempt(1, 62)
+    op = records.Commit(
+        session=1,
+        step=62,
+        attempt=alone.attempt,
+        level=Level.LOCAL,
+        replicas=0,
+        world_size=16,
+        num_nodes=4,
+        size_bytes=10**9,
+        root_digest="0" * 32,
+        metrics={},
+    )
+    log.append(op)
+    assert reached_s(log.history.checkpoints[alone.attempt], Level.REPLICATED) is None
+    log.now_s += 3000
+    log.append(records.Promote(attempt=alone.attempt, level=Level.REPLICATED, replicas=1))
+    copied_s = log.now_s
+    log.now_s += 60
+    log.append(records.Promote(attempt=alone.attempt, level=Level.DURABLE, replicas=2))
+    with_copies, found = log.report().checkpoints
+    assert reached_s(with_copies, Level.REPLICATED) == with_copies.committed_at_s
+    assert reached_s(found, Level.REPLICATED) == copied_s
+    stored = encode_snapshot(log.history.to_snapshot(log.now_s))
+    assert decode_snapshot(stored).checkpoints == tuple(log.history.checkpoints.values())
 
 
 def test_a_run_without_sessions_or_saves_has_a_page(tmp_path: Path) -> None:
@@ -525,6 +569,7 @@ def long_run(num_checkpoints: int, num_sessions: int) -> RunReport:
                     committed_at_s=now_s,
                     metrics={f"metric {n}": float(n) for n in range(5)},
                     replicas=1,
+                    replicated_at_s=now_s,
                     durable_at_s=now_s + 20.0,
                     stall_s=0.1,
                     capture_s=1.0,

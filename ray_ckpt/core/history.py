@@ -219,11 +219,13 @@ def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
             durable_s = old.durable_at_s
             if level is Level.DURABLE and durable_s is None:
                 durable_s = time_s
+            replicated_s = time_s if copies and not old.replicas else old.replicated_at_s
             return replace(
                 old,
                 level=max(old.level, level),
                 replicas=max(old.replicas, copies),
                 durable_at_s=durable_s,
+                replicated_at_s=replicated_s,
             )
         case Lost():
             return replace(old, state="lost")
@@ -279,6 +281,7 @@ def _committed(op: Commit, record: LogRecord, run_uid: str, session: SessionInfo
         committed_at_s=record.time_s,
         metrics=op.metrics,
         replicas=op.replicas,
+        replicated_at_s=record.time_s if op.replicas else None,
         mesh=op.mesh or "",
         stall_s=op.stall_s,
         capture_s=op.capture_s,

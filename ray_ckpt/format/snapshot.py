@@ -47,6 +47,7 @@ COLUMNS = pa.schema(
         pa.field("committed_at_s", pa.float64()),
         pa.field("verified_at_s", pa.float64()),
         pa.field("durable_at_s", pa.float64()),
+        pa.field("replicated_at_s", pa.float64()),
         pa.field("mesh", pa.string()),
         pa.field("stall_s", pa.float64()),
         pa.field("capture_s", pa.float64()),
@@ -60,7 +61,15 @@ COLUMNS = pa.schema(
 )
 """The columns of a snapshot; null are only those of `_NULLABLE`, and ends of pins."""
 
-_SECONDS = ("durable_at_s", "stall_s", "capture_s", "local_s", "replicate_s", "drilled_at_s")
+_SECONDS = (
+    "durable_at_s",
+    "replicated_at_s",
+    "stall_s",
+    "capture_s",
+    "local_s",
+    "replicate_s",
+    "drilled_at_s",
+)
 _LATER: Mapping[str, float | str | None] = {**dict.fromkeys(_SECONDS), "mesh": "", "drill": ""}
 """Columns that a snapshot of before them does not have, with the value that stands for it."""
 
@@ -181,6 +190,7 @@ def _columns(checkpoints: Sequence[CheckpointInfo]) -> Columns:
         "committed_at_s": [c.committed_at_s for c in checkpoints],
         "verified_at_s": [c.verified_at_s for c in checkpoints],
         "durable_at_s": [c.durable_at_s for c in checkpoints],
+        "replicated_at_s": [c.replicated_at_s for c in checkpoints],
         "mesh": [c.mesh for c in checkpoints],
         "stall_s": [c.stall_s for c in checkpoints],
         "capture_s": [c.capture_s for c in checkpoints],
@@ -238,6 +248,7 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
             pins=pins,
             verified_at_s=verified_s,
             durable_at_s=durable_s,
+            replicated_at_s=replicated_s,
             mesh=mesh,
             stall_s=stall_s,
             capture_s=capture_s,
@@ -261,6 +272,7 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
             committed_s,
             verified_s,
             durable_s,
+            replicated_s,
             mesh,
             stall_s,
             capture_s,

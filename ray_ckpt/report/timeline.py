@@ -93,7 +93,10 @@ def _last_known_s(report: RunReport) -> float:
 
 
 def around_last_failure(report: RunReport) -> Window | None:
-    """The last failure with some saves before and after; None if that is most of the run anyway."""
+    """The last failure with some saves before and after; None if that is most of the run anyway.
+
+    It may have been before all sessions that the whole is drawn of.
+    """
     everything = whole(report)
     failed = [trouble for trouble in report.troubles if trouble.cause in FAILURES]
     if everything is None or not failed:
@@ -104,7 +107,7 @@ def around_last_failure(report: RunReport) -> Window | None:
     start_s, end_s = last.ended_s - room_s, min(back_s + room_s, everything.end_s)
     if end_s - start_s > ZOOM_BELOW * everything.length_s:
         return None
-    return Window(start_s=max(start_s, everything.start_s), end_s=end_s)
+    return Window(start_s=max(start_s, report.goodput.tenures[0].opened_s), end_s=end_s)
 
 
 def draw(report: RunReport, window: Window, name: str) -> Html:
@@ -345,7 +348,7 @@ def reached_s(info: CheckpointInfo, level: Level) -> float | None:
         return info.durable_at_s if info.level is Level.DURABLE else None
     if level is Level.LOCAL:
         return info.committed_at_s - (info.replicate_s or 0.0)
-    return info.committed_at_s if info.replicas else None
+    return info.replicated_at_s
 
 
 def _restored(report: RunReport, window: Window) -> Iterator[Mark]:
