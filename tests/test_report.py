@@ -23,7 +23,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.snapshot import decode_snapshot, encode_snapshot
 from ray_ckpt.report import Event, RunReport, page, read_report, to_json
 from ray_ckpt.report.facts import drawn_events, measured_percent
-from ray_ckpt.report.timeline import MAX_DRAWN, around_last_failure, reached_s, whole
+from ray_ckpt.report.timeline import MAX_DRAWN, around_last_failure, part, reached_s, whole
 from ray_ckpt.storage.log_store import Outcome, write_snapshot
 from ray_ckpt.tables import events_table
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
@@ -462,6 +462,35 @@ def test_what_becomes_durable_after_the_end_is_on_the_timeline() -> None:
     log.append(records.Promote(attempt=attempt, level=Level.DURABLE, replicas=1))
     window = whole(log.report())
     assert window is not None and log.now_s in window
+
+
+def test_the_bar_is_named_by_what_it_is() -> None:
+    def name(log: Story) -> str:
+        return (
+            page(log.report()).split('id="goodput"')[1].split("lane-name")[1].partition("<")[0].lstrip('">')
+        )
+
+    log = Story()
+    log.create()
+    log.trained(1, start=0, steps=130, seed=1)
+    assert name(log) == "estimated"
+    assert name(tell_story()) == "partly measured"
+    assert name(failed_story()) == "measured"
+
+
+def test_parts_can_be_told_without_colours() -> None:
+    """Those side by side by a gap, lost steps by a hatch, which stays within its part."""
+    bars = "".join(part("productive", "kept", x=0, y=0, width=50, height=20))
+    bars += "".join(part("lost_steps", "lost", x=50, y=0, width=30, height=20))
+    root = ElementTree.fromstring(f"<svg>{bars}</svg>")
+    assert [rect.get("width") for rect in root.iter("rect")] == ["49", "29"]
+    (hatch,) = root.iter("path")
+    numbers = [float(number) for number in re.findall(r"[0-9.]+", hatch.get("d") or "")]
+    assert len(numbers) > 20
+    assert all(50 <= x <= 79 for x in numbers[::2]) and all(0 <= y <= 20 for y in numbers[1::2])
+    report = tell_story().report()
+    lost = page(report).count('class="c-lost_steps"')
+    assert lost and page(report).count('class="hatch"') == lost
 
 
 def test_copies_that_come_later_are_drawn_when_they_came() -> None:

@@ -348,10 +348,10 @@ def _training(report: RunReport) -> Verdict | None:
     last = report.sessions[-1]
     title = f"Training, session {last.session}"
     if is_rollback(last.service):
+        source = report.by_attempt.get(last.resumed_from or "")
+        head = f"rolled back to step {source.step}" if source else "rolled back"
         text = f"At {moment(last.opened_at_s)}, and nobody has opened the run since."
-        return Verdict(
-            tone="plain", title=title, head=f"rolled back to {source_text(report, last)}", text=text
-        )
+        return Verdict(tone="plain", title=title, head=head, text=text)
     ranks = group_text(last)
     if last.ended is None:
         told = [info for info in report.checkpoints if info.id.session == last.session]
@@ -468,12 +468,6 @@ def clocks_text(found: Goodput) -> str:
 def group_text(info: SessionInfo) -> str:
     """`16 ranks on 4 nodes`."""
     return f"{counted(info.world_size, 'rank')} on {counted(info.num_nodes, 'node')}"
-
-
-def source_text(report: RunReport, info: SessionInfo) -> str:
-    """What a session went on from: `step 2,820`, or `scratch`."""
-    source = report.by_attempt.get(info.resumed_from or "")
-    return "scratch" if source is None else f"step {source.step:,}"
 
 
 def moment(time_s: float) -> str:

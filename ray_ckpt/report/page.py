@@ -37,13 +37,13 @@ from ray_ckpt.report.facts import (
 )
 from ray_ckpt.report.markup import Html, el, join, said
 from ray_ckpt.report.style import STYLE
-from ray_ckpt.report.timeline import MAX_DRAWN, around_last_failure, draw, whole
+from ray_ckpt.report.timeline import MAX_DRAWN, around_last_failure, draw, part, whole
 from ray_ckpt.tables import drain_s
 from ray_ckpt.types import CheckpointInfo, Level, SessionInfo
 
 MAX_SAVES = 12  # drawn phase by phase, the last ones
 MAX_DEPTH = 10  # of the lineage's branches, as they are indented
-BAR_W, BAR_H, BAR_LEFT = 1120.0, 20.0, 104.0
+BAR_W, BAR_H, BAR_LEFT = 1120.0, 20.0, 112.0
 SAME_S = 0.05  # bounds that are closer are printed as one time
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -187,11 +187,11 @@ def _goodput(report: RunReport) -> Html:
     ]
     bars = el(
         "svg",
-        *_bar("measured", found, 0.0),
+        *_bar("measured" if told == 100 else "partly measured" if told else "estimated", found, 0.0),
         *_bar("by commits", other, BAR_H + 10),
         viewBox=f"0 0 {BAR_W:.0f} {2 * BAR_H + 14:.0f}",
         role="img",
-        aria_label="Where the time went, measured and by commits alone",
+        aria_label="Where the time went, with what sessions have told and by commits alone",
     )
     return _section(
         "goodput",
@@ -214,17 +214,17 @@ def _bar(name: str, found: Goodput, top: float) -> Iterator[Html]:
         width = whole_w * time.estimate / found.wall_s
         if width > 0:
             text = f"{cause.replace('_', ' ')}: {span(time.estimate)}"
-            title = el("title", f"{text}, {100 * time.estimate / found.wall_s:.1f} %")
-            yield el("rect", title, x=x, y=top, width=width, height=BAR_H, class_=_colour(cause))
+            text += f", {100 * time.estimate / found.wall_s:.1f} %"
+            yield from part(_kind(cause), text, x=x, y=top, width=width, height=BAR_H)
         x += width
 
 
-def _colour(cause: str) -> str:
-    return "c-down" if cause.startswith("down") else f"c-{cause}"
+def _kind(cause: str) -> str:
+    return "down" if cause.startswith("down") else cause
 
 
 def _keyed(cause: str, text: str) -> Html:
-    return join((el("span", class_=f"key {_colour(cause)}"), text))
+    return join((el("span", class_=f"key c-{_kind(cause)}"), text))
 
 
 def _time(time: Seconds) -> str:

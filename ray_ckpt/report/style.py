@@ -1,4 +1,8 @@
-"""How the page looks: light or dark as the reader's system is, and readable without colours too."""
+"""How the page looks: light or dark as the reader's system is.
+
+Without colours too what survived can be told from what did not: lost steps are hatched, or a dashed line, and
+parts that lie side by side have a gap. Which part is which the reader points at, or finds in the tables.
+"""
 
 STYLE = """
 :root { color-scheme: light dark;
@@ -61,6 +65,8 @@ svg .lane-name { fill: var(--ink); } svg .note { font-size: 11.5px; } svg .bad {
 .c-productive { fill: var(--productive); background: var(--productive); }
 .c-stalls { fill: var(--stalls); background: var(--stalls); }
 .c-lost_steps { fill: var(--lost); background: var(--lost); }
+.hatch { stroke: var(--card); stroke-width: 1.6; fill: none; pointer-events: none; }
+.key.c-lost_steps { background: repeating-linear-gradient(135deg, var(--lost) 0 3px, var(--card) 3px 4.5px); }
 .c-down { fill: var(--down); background: var(--down); }
 .c-no_commit { fill: var(--nothing); background: var(--nothing); }
 .c-open { fill: var(--faint); background: var(--faint); stroke: var(--line); border: 1px solid var(--line); }

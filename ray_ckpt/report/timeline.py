@@ -29,6 +29,8 @@ CURVE_Y, CURVE_H = 70.0, 190.0
 LANE_H = 24.0
 MARK_W = 3.0
 MIN_W = 0.8  # of what has a length: that much can be seen
+GAP_W, MIN_GAPPED_W = 1.0, 3.0  # between parts side by side, taken from those that are wide enough
+HATCH_W = 6.0  # from one line of a hatch to the next
 LABEL_GAP = 64.0  # between two labels, so that none lies on another
 CHAR_W = 6.3  # of a letter of a label, about
 ZOOM_BELOW = 1 / 3  # of the whole: a part that is longer is not drawn on its own
@@ -223,7 +225,27 @@ def _stretch(kind: str, start_s: float, end_s: float, text: str, window: Window)
         return
     x = window.x(start_s)
     width = max(window.x(end_s) - x, MIN_W)
-    yield el("rect", el("title", text), x=x, y=BAND_Y, width=width, height=BAND_H, class_=f"c-{kind}")
+    yield from part(kind, text, x=x, y=BAND_Y, width=width, height=BAND_H)
+
+
+def part(kind: str, text: str, *, x: float, y: float, width: float, height: float) -> Iterator[Html]:
+    """One of several that lie side by side; a gap before the next one and a hatch do without colours."""
+    if width > MIN_GAPPED_W:
+        width -= GAP_W
+    yield el("rect", el("title", text), x=x, y=y, width=width, height=height, class_=f"c-{kind}")
+    if kind == "lost_steps":
+        lines = "".join(_hatch(x, y, width, height))
+        yield el("path", d=lines, class_="hatch")
+
+
+def _hatch(x: float, y: float, width: float, height: float) -> Iterator[str]:
+    """Lines that rise from left to right, as far as they are within the part."""
+    for number in range(math.ceil((width + height) / HATCH_W)):
+        foot = x - height + (number + 0.5) * HATCH_W  # where the line would begin at the lower edge
+        left, right = max(foot, x), min(foot + height, x + width)
+        if left < right:
+            bottom, top = y + height - (left - foot), y + height - (right - foot)
+            yield f"M{left:.1f} {bottom:.1f}L{right:.1f} {top:.1f}"
 
 
 def _failures(tenures: Sequence[Tenure], window: Window) -> Iterator[Html]:
