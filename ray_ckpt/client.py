@@ -211,19 +211,25 @@ class Checkpointer:
         ticket = self._link.ticket()
         while True:
             self._session, self._epoch = ticket.session, ticket.epoch
-            report, load = self._resumer.all_of(ticket)
+            origin = None
+            if ticket.checkpoint is None:
+                origin = self._link.origin(ticket.session, ticket.epoch)
+            report, load = self._resumer.all_of(ticket) if origin is None else self._begin_from(origin)
             again = self._link.restored(ticket.session, report)
             if again is None:
                 break
             log.warning("step %s has no intact copy of a part; falling back", _step_of(ticket))
             ticket = again
-        info = None if ticket.checkpoint is None else _restore_info(ticket.checkpoint, report)
+        info = None
         if ticket.checkpoint is not None:
+            info = _restore_info(ticket.checkpoint, report)
             if is_uri(self._link.options.resume) and self._link.identity.rank == 0:
                 log.warning("the run goes on from its own newest checkpoint, not from what `resume` names")
             self._warn_of_other_world(ticket.checkpoint)
-        elif (origin := self._link.origin(ticket.session, ticket.epoch)) is not None:
-            info, load = self._begin_from(origin)
+        elif origin is not None and origin.checkpoint is not None:
+            info = replace(_restore_info(origin.checkpoint, report), step=report.origin_step or 0)
+            if report.origin_step is not None:
+                self._warn_of_other_world(origin.checkpoint)
         load()
         if info is not None:
             info = replace(info, changed=self._changed(built))
@@ -296,7 +302,7 @@ class Checkpointer:
         whole = with_predictions(walked, self._items, ranks=identity.ranks)
         return build_layout(live.slice for live in whole.owned(identity.rank))
 
-    def _begin_from(self, ticket: RestoreTicket) -> tuple[RestoreInfo, Callable[[], None]]:
+    def _begin_from(self, ticket: RestoreTicket) -> tuple[RankRestore, Callable[[], None]]:
         """Read what a run without a checkpoint begins with; see `origin`."""
         options, checkpoint = self._link.options, ticket.checkpoint
         assert checkpoint is not None
@@ -312,10 +318,7 @@ class Checkpointer:
                 hint="`ray-ckpt verify` shows the damage; name another checkpoint.",
                 damage=report.damage,
             )
-        if is_resumed:
-            self._warn_of_other_world(checkpoint)
-        info = _restore_info(checkpoint, report)
-        return (info if is_resumed else replace(info, step=0)), load
+        return replace(report, origin_step=checkpoint.step if is_resumed else None), load
 
     def _warn_of_other_world(self, checkpoint: CheckpointInfo) -> None:
         identity = self._link.identity

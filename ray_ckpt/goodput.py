@@ -32,7 +32,8 @@ much of the wall is measured.
 - From the last commit of a session to the opening of the next one it trained on, died, and was missed. The
   estimate of the steps in there is half an interval between saves, what a failure costs on average when it
   comes at any time (Young 1974), and never more than there was time.
-- A session from scratch is taken to begin at step 0, also one that began with a checkpoint of another run.
+- A session from scratch is taken to begin at step 0, or at that of another run's checkpoint which it went on
+  from, if its log tells it.
 - A run that somebody ended and prolonged looks as one that failed; a rollback is a session of its own.
 - Times are those of coordinators' clocks. One that went back is taken as standing still.
 
@@ -320,7 +321,7 @@ def _tenures(
         if tenures:
             tenures[-1] = replace(tenures[-1], ended_s=opened_s)
         restored_s = None if info.restored_at_s is None else moment(info.restored_at_s)
-        first = known[info.resumed_from].step if info.resumed_from else 0
+        first = known[info.resumed_from].step if info.resumed_from else info.origin_step or 0
         done = first
         points: list[_Commit] = []
         for checkpoint in commits[info.session]:

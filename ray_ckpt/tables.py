@@ -138,6 +138,7 @@ def sessions_rows(history: RunHistory) -> dict[int, dict[str, Any]]:
             "parent": info.parent,
             "resumed_from": info.resumed_from,
             "resumed_from_step": source.step if source else None,
+            "origin_step": info.origin_step,
             "branch": branches[number],
             "on_lineage": number in ends,
             "world_size": info.world_size,
@@ -164,6 +165,7 @@ _SESSION = (
     ("parent", pa.int64()),
     ("resumed_from", pa.string()),
     ("resumed_from_step", pa.int64()),
+    ("origin_step", pa.int64()),
     ("branch", pa.int64()),
     ("on_lineage", pa.bool_()),
     ("world_size", pa.int64()),
@@ -257,9 +259,11 @@ def _event_text(op: records.Op, history: RunHistory) -> str:
             return ", ".join(f"{name}={value:g}" for name, value in metrics.items())
         case records.Lost(reason=reason) | records.Retired(reason=reason):
             return reason
-        case records.Restored(session=session, seconds=seconds, read_bytes=read):
+        case records.Restored(session=session, seconds=seconds, read_bytes=read, origin_step=origin_step):
             source = history.sessions[session].resumed_from
-            what = "another run" if source is None else f"step {history.checkpoints[source].step}"
+            what = "another run" if origin_step is None else f"step {origin_step} of another run"
+            if source is not None:
+                what = f"step {history.checkpoints[source].step}"
             parts = ", ".join(f"{size:,.0f} bytes from {tier}" for tier, size in sorted(read.items()))
             return f"restored {what} in {seconds:.2f} s: {parts}"
         case records.Ended(cause=cause, step=step):

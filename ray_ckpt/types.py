@@ -209,6 +209,7 @@ class SessionInfo:
     restored_at_s: float | None = None  # when all ranks had their state; None: nothing was restored
     read_bytes: Mapping[str, float] = field(default_factory=dict)  # by that restore, from each tier
     ended: SessionEnd | None = None  # None: it is at work, or its coordinator died with it
+    origin_step: int | None = None  # that of another run's checkpoint which it went on from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,12 +242,16 @@ class RestoredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRestore:
-    """A rank's report after a restore: what it read, how long that took, and what no source could give."""
+    """A rank's report after a restore: what it read, how long that took, and what no source could give.
+
+    `origin_step` is that of another run's checkpoint which it goes on from, by `resume=URI`.
+    """
 
     rank: int
     parts: tuple[RestoredPart, ...] = ()
     seconds: float = 0.0
     damage: tuple[str, ...] = ()
+    origin_step: int | None = None
 
 
 ARENA_PAGE_BYTES = 4096  # an arena's state page; the shard file follows it

@@ -43,8 +43,8 @@ class Log:
         )
         return self
 
-    def restored(self, at_s: float) -> Log:
-        self.sessions[-1] = replace(self.sessions[-1], restored_at_s=at_s)
+    def restored(self, at_s: float, origin_step: int | None = None) -> Log:
+        self.sessions[-1] = replace(self.sessions[-1], restored_at_s=at_s, origin_step=origin_step)
         return self
 
     def ended(
@@ -391,6 +391,20 @@ def test_times_that_contradict_the_order_of_things_are_cut() -> None:
     found = log.measured()
     assert found.badput["startup"] == exactly(50.0) and found.badput["stalls"] == exactly(0.0)
     assert found.wall_s == 60.0
+
+
+def test_steps_of_another_run_are_neither_done_nor_lost() -> None:
+    """It goes on from step 50,000 of another run, and loses 80 steps of 2 s and what it began with."""
+    log = Log().session(0.0).restored(30.0, origin_step=50_000)
+    log.ended("node", 50_080, first_s=40.0, last_s=200.0, stalled_s=0.0)
+    log.session(260.0).restored(290.0, origin_step=50_000)
+    log.commit(400.0, 50_050, lag_s=0.0)
+    log.ended("finished", 50_050, first_s=300.0, last_s=400.0, stalled_s=0.0)
+    found = log.measured()
+    assert found.interruptions[0].steps_lost == exactly(80)
+    assert (found.badput["lost_steps"], found.productive) == (exactly(160.0), exactly(100.0))
+    assert found.step_s == pytest.approx(2.0) and found.step == 50_050
+    assert [p.step for p in found.progress][:2] == [50_000, 50_000]
 
 
 @dataclass

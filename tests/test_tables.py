@@ -22,6 +22,7 @@ from ray_ckpt.cli import main
 from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.format import records
 from ray_ckpt.format.digest import digest
+from ray_ckpt.report import page, read_report
 from ray_ckpt.tables import TABLES, Cuts
 from ray_ckpt.types import Level, ManifestRow, Slice
 from ray_ckpt.verify import CheckpointFiles
@@ -142,6 +143,24 @@ def test_sessions_have_their_lineage_restore_and_end(run: SampleRun) -> None:
     restored = "restored step 30 in 1.25 s: 7 bytes from peer, 5 bytes from remote"
     assert texts[-2:] == [restored, "node, at step 57"]
     assert list(catalog.to_pandas("sessions")["branch"]) == [1, 2]
+
+
+def test_a_session_says_which_step_of_another_run_it_went_on_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path, steps=())
+    run.log.append(records.Restored(session=1, seconds=2.0, read_bytes={"remote": 5.0}, origin_step=50_000))
+    catalog = Catalog(run.folder)
+    (session,) = catalog.to_arrow("sessions").to_pylist()
+    assert (session["resumed_from_step"], session["origin_step"]) == (None, 50_000)
+    assert catalog.events()["text"].to_pylist()[-1] == (
+        "restored step 50000 of another run in 2.00 s: 5 bytes from remote"
+    )
+    assert ray_ckpt_cli("tree", run.folder) == 0
+    assert "session 1  from step 50000 of another run" in capsys.readouterr().out
+    found = read_report(catalog, START_S + 60)
+    assert "session 1, from step 50,000 of another run" in page(found)
+    assert found.newest_step == 50_000, "a restart begins with the same one"
 
 
 def test_a_branch_goes_on_from_its_last_commit_and_begins_anywhere_else(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ class _Lineage:
             "resumed_from": None
             if origin is None
             else {"step": origin.step, "attempt": origin.id.attempt, "session": origin.id.session},
+            "origin_step": session.origin_step,
             "world_size": session.world_size,
             "num_nodes": session.num_nodes,
             "opened_at_s": session.opened_at_s,
@@ -169,6 +170,8 @@ def _draw_checkpoints(node: Tree, lineage: _Lineage, session: SessionInfo, all: 
 
 def _session_text(session: SessionInfo, origin: CheckpointInfo | None) -> str:
     begun = "from scratch"
+    if session.origin_step is not None:
+        begun = f"from step {session.origin_step} of another run"
     if origin is not None:
         verb = "rolled back to" if is_rollback(session.service) else "from"
         gone = "" if origin.state == "live" else f", now {origin.state}"

@@ -567,6 +567,7 @@ class RunMachine:
 
     @_on.register
     def _(self, event: m.NodeRestored) -> Iterator[m.Effect]:
+        self._tenure.restored(event)
         yield from self._groups.node_restored(event)
 
     @_on.register

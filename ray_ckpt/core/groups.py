@@ -306,8 +306,7 @@ class Groups:
         if not damage or plan.resume is None:
             is_new, self._told_go = self._told_go != plan.age, plan.age
             self.is_training, self.restores = True, tuple(ranks)
-            if plan.resume is not None and is_new:
-                restored = _restored(plan.session, ranks)
+            if is_new and (restored := _restored(plan, ranks)) is not None:
                 self._context.ledger.append(restored)
                 self._context.measure(telemetry.RESTORES, restored.seconds)
                 for tier, size in restored.read_bytes.items():
@@ -351,8 +350,16 @@ class Groups:
                 yield m.DeleteStrays(node_id=node, directories=gone)
 
 
-def _restored(session: int, ranks: Collection[RankRestore]) -> r.Restored:
+def _restored(plan: m.SessionPlan, ranks: Collection[RankRestore]) -> r.Restored | None:
+    """The record of what a group has read: a checkpoint, or one of another run. None: it read nothing."""
+    if plan.resume is None and not any(rank.parts or rank.origin_step is not None for rank in ranks):
+        return None
     tiers: dict[str, float] = {}
     for part in (part for rank in ranks for part in rank.parts):
         tiers[part.tier] = tiers.get(part.tier, 0) + part.size_bytes
-    return r.Restored(session=session, seconds=max(rank.seconds for rank in ranks), read_bytes=tiers)
+    return r.Restored(
+        session=plan.session,
+        seconds=max(rank.seconds for rank in ranks),
+        read_bytes=tiers,
+        origin_step=max((k.origin_step for k in ranks if k.origin_step is not None), default=None),
+    )

@@ -256,7 +256,7 @@ def _opened(op: Session, time_s: float) -> SessionInfo:
 
 def _told(old: SessionInfo, op: Restored | Ended, time_s: float) -> SessionInfo:
     if isinstance(op, Restored):
-        return replace(old, restored_at_s=time_s, read_bytes=op.read_bytes)
+        return replace(old, restored_at_s=time_s, read_bytes=op.read_bytes, origin_step=op.origin_step)
     end = SessionEnd(
         cause=op.cause,
         step=op.step,

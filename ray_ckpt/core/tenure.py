@@ -25,8 +25,7 @@ class Tenure:
 
     def _begin(self, plan: m.SessionPlan | None) -> None:
         self._age = plan.age if plan else None
-        self._base = plan.resume.checkpoint.step if plan and plan.resume else 0
-        self._step = self._base
+        self._base = self._step = self._first_step(plan)
         self._last_at_s: float | None = None
         self._first: tuple[int, float] | None = (
             None  # the first step that was told, and when it was completed
@@ -39,6 +38,13 @@ class Tenure:
         self._left: set[str] = set()  # nodes that were leaving; some may have stayed
         self._is_ended = False
 
+    def _first_step(self, plan: m.SessionPlan | None) -> int:
+        """That it goes on from: of its checkpoint, or of another run's, which the log tells of."""
+        if plan is None or plan.resume is not None:
+            return plan.resume.checkpoint.step if plan and plan.resume else 0
+        known = self._context.history.sessions.get(plan.session)
+        return (known.origin_step or 0) if known is not None else 0
+
     def _enter(self) -> None:
         plan = self._context.plan
         if plan is not None and plan.age != self._age:
@@ -49,6 +55,13 @@ class Tenure:
         """It has been told how the session at work ended."""
         plan = self._context.plan
         return plan is not None and plan.age == self._age and self._is_ended
+
+    def restored(self, event: m.NodeRestored) -> None:
+        """Ranks that begin with another run's checkpoint say its step, before any of them makes one."""
+        self._enter()
+        steps = [rank.origin_step for rank in event.ranks if rank.origin_step is not None]
+        if event.age == self._age and steps and self._last_at_s is None:
+            self._base = self._step = max(steps)
 
     def progressed(self, event: m.RanksProgressed, wall_s: float) -> None:
         """`wall_s` is Unix time."""

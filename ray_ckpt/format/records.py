@@ -149,14 +149,16 @@ class Annotated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """All ranks of a session have the state of the checkpoint that it resumes from.
+    """All ranks of a session have the state of the checkpoint that it resumes from, or begins with.
 
-    `seconds` is the slowest rank's time, `read_bytes` what all of them read, by tier.
+    `seconds` is the slowest rank's time, `read_bytes` what all of them read, by tier. `origin_step` is
+    the step of another run's checkpoint which training goes on from.
     """
 
     session: int
     seconds: float
     read_bytes: Mapping[str, float]
+    origin_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,6 +400,7 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "world_size": _count,
     "num_nodes": _count,
     "step": _step,
+    "origin_step": _optional(_step),
     "attempt": _attempt,
     "level": _level,
     "replicas": jsontext.integer,

@@ -382,7 +382,10 @@ _SESSION_DEFAULTS = {f.name: f.default for f in fields(SessionInfo) if f.default
 
 
 def _session_json(session: SessionInfo) -> dict[str, Any]:
-    return asdict(session) | {"read_bytes": jsontext.metrics_json(session.read_bytes)}
+    entry = asdict(session) | {"read_bytes": jsontext.metrics_json(session.read_bytes)}
+    if session.origin_step is None:  # what most have not; readers from before that field take the rest
+        del entry["origin_step"]
+    return entry
 
 
 def _session(value: object) -> SessionInfo:
@@ -405,6 +408,9 @@ def _session(value: object) -> SessionInfo:
         restored_at_s=_seconds(entry["restored_at_s"], "restored_at_s"),
         read_bytes=jsontext.metrics(entry["read_bytes"], "read_bytes"),
         ended=None if entry["ended"] is None else _session_end(entry["ended"]),
+        origin_step=None
+        if entry["origin_step"] is None
+        else jsontext.integer(entry["origin_step"], "origin_step", high=MAX_STEP),
     )
 
 

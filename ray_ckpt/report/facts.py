@@ -242,8 +242,10 @@ class RunReport:
 
     @property
     def newest_step(self) -> int:
-        """That a restart would go on from; 0 if it would begin from scratch."""
-        return self.lineage[-1].step if self.lineage else 0
+        """That a restart would go on from, also of another run; 0 if it would begin from scratch."""
+        if self.lineage:
+            return self.lineage[-1].step
+        return (self.sessions[-1].origin_step or 0) if self.sessions else 0
 
     def age_s(self, time_s: float) -> float:
         """Seconds from a Unix time until now; 0 by a clock that is behind the log's."""
@@ -555,6 +557,7 @@ def _session_json(info: SessionInfo, report: RunReport) -> dict[str, Any]:
         "session": info.session,
         "resumed_from_session": source.id.session if source else None,
         "resumed_from_step": source.step if source else None,
+        "origin_step": info.origin_step,
         "world_size": info.world_size,
         "num_nodes": info.num_nodes,
         "opened_at_s": info.opened_at_s,

@@ -495,6 +495,8 @@ def _ancestors(report: RunReport) -> set[int]:
 
 def _session(session: SessionInfo, source: CheckpointInfo | None, count: int) -> str:
     begun = "from scratch"
+    if session.origin_step is not None:
+        begun = f"from step {session.origin_step:,} of another run"
     if source is not None:
         way = "to" if is_rollback(session.service) else "from"
         begun = f"{way} step {source.step:,} of session {source.id.session}"

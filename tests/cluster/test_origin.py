@@ -63,6 +63,8 @@ def test_a_run_goes_on_from_a_checkpoint_of_another(group: RankGroup, storage: s
     assert branch == [losses[8:14] for losses in calm], "the same run as the one that it comes from"
     newest = Catalog(f"{storage}/branch").newest()
     assert newest is not None and newest.info.step == 14
+    (session,) = Catalog(f"{storage}/branch").sessions
+    assert session.origin_step == 8 and session.read_bytes["remote"] > 0
     # Once it has checkpoints of its own it goes on from these, with the same options.
     assert group.run(train, "branch", storage, 16, {"resume": f"{source}@8"}) == [r[14:] for r in calm]
 

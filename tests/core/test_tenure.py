@@ -259,3 +259,38 @@ def test_saves_that_take_longer_than_the_time_between_them_are_counted_and_said_
         warnings += [e.text for e in effects if isinstance(e, m.Warn)]
     assert len(samples(run, telemetry.SLOW_SAVES)) == 2
     assert len([text for text in warnings if "take longer" in text]) == 1
+
+
+def begin_from_another_run(run: Harness, step: int) -> None:
+    run.tell(run.group("ab"))
+    for node in run.plan.nodes:
+        event = run.restored(node.node_id)
+        ranks = tuple(replace(rank, origin_step=step, seconds=4.0) for rank in event.ranks)
+        run.tell(replace(event, ranks=ranks))
+
+
+def test_the_steps_of_another_run_are_none_of_the_session() -> None:
+    """It goes on from step 50,000 of another run: 80 steps of 2 s, the first one at once."""
+    run = Harness("ab")
+    begin_from_another_run(run, 50_000)
+    (restored,) = [op for op in run.records if isinstance(op, r.Restored)]
+    assert (restored.session, restored.seconds, restored.origin_step) == (1, 4.0, 50_000)
+    restored_s = START_S + run.now_s
+    told(run, 50_000)
+    run.tick(160.0)
+    told(run, 50_080)
+    run.tick(10.0)
+    run.open("ab")
+    (ended,) = ends(run)
+    assert ended.step == 50_080
+    assert ended.last_at_s == pytest.approx(restored_s + 160.0, abs=1.0)
+    assert ended.first_at_s == pytest.approx(restored_s, abs=1.0)
+
+
+def test_a_session_that_made_no_step_after_another_runs_ends_where_it_began() -> None:
+    run = Harness("ab")
+    begin_from_another_run(run, 50_000)
+    run.open("ab")
+    (ended,) = ends(run)
+    assert (ended.step, ended.first_at_s, ended.last_at_s) == (50_000, None, None)
+    assert run.plan.resume is None, "the next one begins as this one did"

@@ -103,6 +103,13 @@ def test_round_trip() -> None:
     assert encode_snapshot(SNAPSHOT) == encode_snapshot(SNAPSHOT)
 
 
+def test_only_a_session_that_began_with_another_run_has_its_step() -> None:
+    """Readers from before that field refuse one that they do not know."""
+    begun = changed(sessions=(a_session(1, origin_step=50_000), a_session(2)), checkpoints=())
+    data = encode_snapshot(begun)
+    assert decode_snapshot(data) == begun and data.count(b'"origin_step"') == 1
+
+
 def test_nan_metrics_come_back() -> None:
     back = decode_snapshot(
         encode_snapshot(changed((checkpoint(3, metrics={"loss": math.nan}),), sessions=(a_session(1),)))

@@ -1,0 +1,90 @@
+"""What a rank tells of another run's checkpoint that it begins with; `tests/cluster` restores real ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from ray_ckpt.client import Checkpointer
+from ray_ckpt.config import RunOptions
+from ray_ckpt.connection import Connection, set_connection
+from ray_ckpt.errors import RestoreError
+from ray_ckpt.format.names import make_attempt
+from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.resume import Load, Resumer
+from ray_ckpt.types import CheckpointInfo, Level, RankRestore, RestoredPart
+from tests.capture.local import LocalLink
+
+UID = "1" * 32
+STEP = 50_000
+
+
+@dataclass
+class Begins(LocalLink):
+    """The run has no checkpoint, and its options name one of another run."""
+
+    told: list[RankRestore] = field(default_factory=list)
+
+    def origin(self, session: int, epoch: int) -> RestoreTicket:
+        checkpoint = CheckpointInfo(
+            id=make_attempt(run_uid=UID, session=1, step=STEP, attempt=1),
+            seq=1,
+            level=Level.DURABLE,
+            world_size=1,
+            num_nodes=1,
+            size_bytes=1,
+            root_digest=UID,
+            committed_at_s=0.0,
+            metrics={},
+        )
+        return replace(self.ticket(), checkpoint=checkpoint)
+
+    def restored(self, session: int, report: RankRestore) -> None:
+        self.told.append(report)
+
+
+PART = RestoredPart(file="shard", tier="remote", where="s3://bucket", size_bytes=7, seconds=1.0)
+
+
+def read(monkeypatch: pytest.MonkeyPatch, report: RankRestore) -> None:
+    def answer(resumer: Resumer, ticket: RestoreTicket, *args: object) -> tuple[RankRestore, Load]:
+        return report, lambda: None
+
+    monkeypatch.setattr(Resumer, "all_of", answer)
+    monkeypatch.setattr(Resumer, "some_of", answer)
+
+
+def restore(link: Begins) -> int:
+    """The step that it says it has restored."""
+    set_connection(Connection(link=link))
+    ckpt = Checkpointer(model=torch.nn.Linear(4, 4))
+    set_connection(Connection())
+    try:
+        info = ckpt.restore()
+        assert info is not None and info.parts == (PART,)
+        return info.step
+    finally:
+        ckpt.close()
+
+
+@pytest.mark.parametrize(
+    "options, step",
+    [({"resume": "s3://bucket/other"}, STEP), ({"init_from": "s3://bucket/other"}, None)],
+)
+def test_a_rank_tells_what_it_began_with(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, str], step: int | None
+) -> None:
+    read(monkeypatch, RankRestore(rank=0, parts=(PART,), seconds=2.0))
+    link = Begins(options=RunOptions(**options))  # type: ignore[arg-type]
+    assert restore(link) == (step or 0)
+    assert link.told == [RankRestore(rank=0, parts=(PART,), seconds=2.0, origin_step=step)]
+
+
+def test_nobody_is_told_to_go_before_all_have_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    read(monkeypatch, RankRestore(rank=0, parts=(PART,), damage=("shard",)))
+    link = Begins(options=RunOptions(resume="s3://bucket/other"))
+    with pytest.raises(RestoreError, match="cannot begin with step 50000"):
+        restore(link)
+    assert link.told == []
