@@ -7,7 +7,8 @@ A step counts if the newest state comes from it, and once: what was lost and don
 progress that a disruption wasted. If the newest checkpoint is lost, the newest state is that of the live one
 that a restart would go back to. Goodput can rise while the job as a whole gets slower, by slower steps say,
 so wall time stands beside it. Wall time runs from the first session's opening to the last thing that a
-session did by the log; what has happened since is not known.
+session did by the log; what has happened since is not known. From the end of a session that had finished to
+the next one nobody wanted to train: that time is no part of it (`not_counted_s`).
 
 **Measured** (`measure_goodput`), of a session that was told to its end (`SessionEnd`):
 
@@ -17,11 +18,13 @@ session did by the log; what has happened since is not known.
   less what capture, writing and copying took. Where that is not known, or the commit came after the last step
   (a coordinator may find a save later), steps are taken to have been equally long.
 - Evaluation, slow data and all else between its first and its last step are time of steps.
+- In a session that a rollback opened nobody trains: the run is down, for the cause of the end before it.
 - Clocks of ranks and coordinators are taken to agree; what contradicts the order of things is cut.
 
-Of a session without these facts (an older log, a coordinator that died with it) the estimate stands in, from
-the moment on at which it had its state, and up to its last step, if these are known. `measured_s` says how
-much of the wall is measured.
+Of a session without these facts (an older log, a coordinator that died with it, one that is at work) the
+estimate stands in, from the moment on at which it had its state, and up to its last step, if these are known;
+for how long its saves held up training is told by their commits. `measured_s` says how much of the wall is
+measured; a session around which a clock jumped by more than CLOCK_SLACK_S is not.
 
 **Estimated** (`estimate_goodput`), from the opening of each session and the time and step of each commit:
 
@@ -34,8 +37,8 @@ much of the wall is measured.
   comes at any time (Young 1974), and never more than there was time.
 - A session from scratch is taken to begin at step 0, or at that of another run's checkpoint which it went on
   from, if its log tells it.
-- A run that somebody ended and prolonged looks as one that failed; a rollback is a session of its own.
-- Times are those of coordinators' clocks. One that went back is taken as standing still.
+- Times are those of coordinators' clocks. One that went back is taken as standing still; a single moment
+  that is ahead of those that follow it is taken as the next one.
 
 So each time is an estimate between two bounds that hold whatever pace and interval the estimate assumes; what
 is measured has equal ones. The estimates of goodput and of all causes of badput add up to the wall time.
@@ -47,7 +50,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import NamedTuple, TypeAlias
 
 from ray_ckpt.types import END_CAUSES, CheckpointInfo, EndCause, SessionEnd, SessionInfo
@@ -90,6 +93,8 @@ MEASURED_CAUSES: Mapping[str, str] = {
 }
 """Of badput, as `measure_goodput` tells them apart."""
 
+CLOCK_SLACK_S = 1.0  # by which clocks of coordinators may differ; what they tell is no finer
+
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
@@ -113,7 +118,8 @@ class Interruption:
     `last_known_s` and `opened_at_s` are Unix times: the last that the log knows of the session before, and
     the opening of the one after. `known_steps_lost` were committed and are not in what was restored; going on
     from a higher step loses none. `steps_lost` adds those that no commit tells of. `recovery` is the time
-    without steps until the next session's first one, None where none of its steps is known.
+    without steps until the next session's first one, None where none of its steps is known; what is not
+    counted is not in it. Before one with `is_rollback` lies a session of a rollback: nobody trained in it.
     """
 
     after_session: int
@@ -124,6 +130,7 @@ class Interruption:
     steps_lost: Seconds | None  # in steps, not seconds; None where the pace is not known
     recovery: Seconds | None
     cause: EndCause | None = None
+    is_rollback: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +171,8 @@ class Goodput:
 
     `step` is the newest on the lineage; `steps_lost` were committed and are not on it. `step_s` is the mean
     time of a step, between commits or as measured. `clock_back_s` is by how much clocks went back, at most at
-    a time. `measured_s` is the part of the wall time that is not estimated.
+    a time; times around there are wrong by up to that much. `measured_s` is the part of the wall time that is
+    not estimated. `not_counted_s` lies between sessions and is no part of it: the run had finished.
     """
 
     wall_s: float
@@ -178,6 +186,7 @@ class Goodput:
     progress: Sequence[Progress]
     tenures: Sequence[Tenure]
     measured_s: float = 0.0
+    not_counted_s: float = 0.0
 
     @property
     def lost(self) -> Seconds:
@@ -205,7 +214,10 @@ class _Commit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tenure:
-    """A session with its commits, times and steps in order. `kept`: how many commits are on the lineage."""
+    """A session with its commits, times and steps in order. `kept`: how many commits are on the lineage.
+
+    `cause` is that of its end; of a rollback's that of the session before. `is_jumpy`: a clock jumped.
+    """
 
     session: int
     opened_s: float
@@ -215,6 +227,9 @@ class _Tenure:
     commits: tuple[_Commit, ...]
     kept: int
     end: SessionEnd | None
+    cause: EndCause | None
+    is_rollback: bool
+    is_jumpy: bool
 
     @property
     def last_step(self) -> int:
@@ -230,10 +245,6 @@ class _Tenure:
         if not self.commits:
             return 0.0, 0
         return self.last_s - self.commits[0].time_s, self.last_step - self.commits[0].step
-
-    @property
-    def cause(self) -> EndCause | None:
-        return self.end.cause if self.end else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,13 +276,17 @@ def measure_goodput(sessions: Sequence[SessionInfo], checkpoints: Iterable[Check
     found_of = [_told(tenure) or _partly_told(tenure, pace) for tenure in tenures]
     parts, times = [part for part, _, _ in found_of], [time for _, time, _ in found_of]
     found = _goodput(tenures, parts, times, MEASURED_CAUSES, pace, clock_back_s)
-    steps = sum(t.last_step - t.first_step for t in times if t.measured)
-    trained_s = sum(t.last_s - t.first_s for t in times if t.measured)
-    stalled_s = sum((p["stalls"].estimate for p in parts if "stalls" in p), 0.0)
+    sure = [t.measured and not tenure.is_jumpy for tenure, t in zip(tenures, times, strict=True)]
+    steps = sum(t.last_step - t.first_step for t in compress(times, sure))
+    trained_s = sum(t.last_s - t.first_s for t in compress(times, sure))
+    stalled_s = sum(part.get("stalls", ZERO).estimate for part in compress(parts, sure))
     return replace(
         found,
         step_s=_ratio(trained_s - stalled_s, steps) or found.step_s,
-        measured_s=sum(known_s for _, _, known_s in found_of),
+        measured_s=sum(
+            known_s for tenure, (_, _, known_s) in zip(tenures, found_of, strict=True) if not tenure.is_jumpy
+        ),
+        tenures=[replace(t, measured=is_sure) for t, is_sure in zip(times, sure, strict=True)],
     )
 
 
@@ -284,8 +299,9 @@ def _goodput(
     clock_back_s: float,
 ) -> Goodput:
     whole = list(zip(tenures, parts, times, strict=True))
+    idle_s = sum(new.opened_s - old.ended_s for old, new in pairwise(tenures))
     return Goodput(
-        wall_s=tenures[-1].ended_s - tenures[0].opened_s if tenures else 0.0,
+        wall_s=tenures[-1].ended_s - tenures[0].opened_s - idle_s if tenures else 0.0,
         productive=sum((part["productive"] for part in parts), ZERO),
         badput={cause: sum((part.get(cause, ZERO) for part in parts), ZERO) for cause in causes},
         step=next((_kept_step(t) for t in reversed(tenures) if t.kept), 0),
@@ -295,6 +311,7 @@ def _goodput(
         interruptions=[_interruption(*pair, pace) for pair in pairwise(whole)],
         progress=[point for tenure, _, time in whole for point in _progress(tenure, time)],
         tenures=times,
+        not_counted_s=idle_s,
     )
 
 
@@ -306,43 +323,81 @@ def _tenures(
     for checkpoint in known.values():
         commits[checkpoint.id.session].append(checkpoint)
     ends = _branch_points(sessions, known, commits)
+    told_s = list(_moments(sessions, commits))
+    in_order_s, back_s = _in_order(told_s)
+    moved = [abs(b - a) > CLOCK_SLACK_S for a, b in zip(told_s, in_order_s, strict=True)]
     tenures: list[_Tenure] = []
-    now_s, back_s = -math.inf, 0.0
-
-    def moment(time_s: float) -> float:
-        nonlocal now_s, back_s
-        if time_s < now_s:
-            back_s = max(back_s, now_s - time_s)
-        now_s = max(now_s, time_s)
-        return now_s
-
+    at = 0  # of the session's first moment
+    cause: EndCause | None = None
     for info in sessions:
-        opened_s = moment(info.opened_at_s)
+        own = commits[info.session]
+        has_restore = info.restored_at_s is not None
+        count = 1 + has_restore + len(own)
+        times_s = in_order_s[at : at + count]
+        opened_s, is_jumpy = times_s[0], any(moved[at : at + count + 1])  # with the opening of the next one
+        at += count
         if tenures:
-            tenures[-1] = replace(tenures[-1], ended_s=opened_s)
-        restored_s = None if info.restored_at_s is None else moment(info.restored_at_s)
+            tenures[-1] = _until(tenures[-1], opened_s)
         first = known[info.resumed_from].step if info.resumed_from else info.origin_step or 0
         done = first
         points: list[_Commit] = []
-        for checkpoint in commits[info.session]:
+        for checkpoint, time_s in zip(own, times_s[1 + has_restore :], strict=True):
             done = max(done, checkpoint.step)
-            time_s = moment(checkpoint.committed_at_s)
             points.append(_Commit(time_s, done, save_s(checkpoint), checkpoint.stall_s))
         last_at_s = info.ended.last_at_s if info.ended else None
+        if not info.is_rollback:
+            cause = info.ended.cause if info.ended else None
         end = ends.get(info.session, -1)
         tenures.append(
             _Tenure(
                 session=info.session,
                 opened_s=opened_s,
-                restored_s=restored_s,
-                ended_s=max(now_s, last_at_s or now_s),
+                restored_s=times_s[1] if has_restore else None,
+                ended_s=max(times_s[-1], last_at_s or times_s[-1]),
                 first_step=first,
                 commits=tuple(points),
-                kept=sum(c.seq <= end for c in commits[info.session]),
+                kept=sum(c.seq <= end for c in own),
                 end=info.ended,
+                cause=cause,
+                is_rollback=info.is_rollback,
+                is_jumpy=is_jumpy,
             )
         )
     return tenures, back_s
+
+
+def _until(tenure: _Tenure, opened_s: float) -> _Tenure:
+    """It lasts until the next one opens; if it had finished, until the last thing that it did."""
+    is_over = tenure.cause == "finished"
+    return replace(tenure, ended_s=min(tenure.ended_s, opened_s) if is_over else opened_s)
+
+
+def _moments(
+    sessions: Sequence[SessionInfo], commits: Mapping[int, Sequence[CheckpointInfo]]
+) -> Iterable[float]:
+    """All that the log tells of its sessions, in its order: opening, restore and commits of each."""
+    for info in sessions:
+        yield info.opened_at_s
+        if info.restored_at_s is not None:
+            yield info.restored_at_s
+        yield from (checkpoint.committed_at_s for checkpoint in commits.get(info.session, ()))
+
+
+def _in_order(told_s: Sequence[float]) -> tuple[list[float], float]:
+    """Moments by a clock that never goes back, and by how much theirs did at most.
+
+    One that is ahead of the next two, where these are not before the one before it, was stamped by a clock
+    that was wrong: it is the next one's.
+    """
+    times_s: list[float] = []
+    back_s, newest_s = 0.0, -math.inf
+    for number, time_s in enumerate(told_s):
+        back_s, newest_s = max(back_s, newest_s - time_s), max(newest_s, time_s)
+        last_s, later_s = (times_s[-1] if times_s else -math.inf), told_s[number + 1 : number + 3]
+        if later_s and last_s <= min(later_s) and max(later_s) < time_s:
+            time_s = later_s[0]
+        times_s.append(max(last_s, time_s))
+    return times_s, back_s
 
 
 def save_s(info: CheckpointInfo) -> float | None:
@@ -400,8 +455,30 @@ def _pace(tenures: Sequence[_Tenure]) -> _Pace:
 
 def _told(tenure: _Tenure) -> tuple[_Parts, Tenure, float] | None:
     """What became of the time of a session, and how much of it is measured: all. None if it was not told."""
+    if tenure.is_rollback:
+        whole_s = tenure.ended_s - tenure.opened_s
+        down = f"down_{tenure.cause or 'unknown'}"
+        return {"productive": ZERO, down: _exactly(whole_s)}, _idle_times(tenure), whole_s
     times = _told_times(tenure)
     return None if times is None else (_measured(tenure, times), times, times.closed_s - times.opened_s)
+
+
+def _idle_times(tenure: _Tenure) -> Tenure:
+    """The moments of a session in which nobody trained."""
+    s = tenure.opened_s
+    return Tenure(
+        session=tenure.session,
+        opened_s=s,
+        ready_s=s,
+        first_s=s,
+        survived_s=s,
+        last_s=s,
+        closed_s=tenure.ended_s,
+        first_step=tenure.first_step,
+        last_step=tenure.first_step,
+        cause=tenure.cause,
+        measured=True,
+    )
 
 
 def _partly_told(tenure: _Tenure, pace: _Pace) -> tuple[_Parts, Tenure, float]:
@@ -415,7 +492,26 @@ def _partly_told(tenure: _Tenure, pace: _Pace) -> tuple[_Parts, Tenure, float]:
     down = f"down_{tenure.cause or 'unknown'}"
     part = {down if cause == "down" else cause: time for cause, time in guess.items()}
     part["restore"] = _exactly(ready_s - tenure.opened_s)
+    kept_s, gone_s = _stalls_between_commits(tenure)
+    part["productive"] = _less(part["productive"], kept_s)
+    if gone_s:
+        part["lost_steps"] = _less(part["lost_steps"], gone_s)
+    part["stalls"] = _exactly(kept_s + gone_s)
     return part, _estimated_times(tenure, ready_s, guess), known_s
+
+
+def _stalls_between_commits(tenure: _Tenure) -> tuple[float, float]:
+    """For how long saves held up the steps that survived, and those that did not, by what commits tell.
+
+    The last one's lies in a time that is guessed.
+    """
+    times_s = [commit.time_s for commit in tenure.commits]
+    stalls_s = [commit.stall_s or 0.0 for commit in tenure.commits]
+    newest = max(0, tenure.kept - 1)  # of those that survived
+    if not times_s:
+        return 0.0, 0.0
+    kept_s = min(sum(stalls_s[:newest]), times_s[newest] - times_s[0])
+    return kept_s, min(sum(stalls_s[newest:-1]), times_s[-1] - times_s[newest])
 
 
 def _told_times(tenure: _Tenure) -> Tenure | None:
@@ -428,7 +524,7 @@ def _told_times(tenure: _Tenure) -> Tenure | None:
         return None
     ready_s = tenure.opened_s if tenure.restored_s is None else tenure.restored_s
     if end.first_at_s is None or end.last_at_s is None:
-        if tenure.commits or end.step > tenure.first_step:
+        if max(end.step, tenure.last_step) > tenure.first_step:
             return None  # there were steps; a coordinator died in between
         first_s = last_s = survived_s = ready_s
     else:
@@ -507,7 +603,7 @@ def _estimated(
     """
     if not tenure.commits:
         whole = _exactly(tenure.ended_s - ready_s)
-        return {"productive": ZERO, "no_commit": whole}
+        return {"productive": ZERO, "down" if tenure.is_rollback else "no_commit": whole}
     first_s, first_step = tenure.commits[0][:2]
     before_s = first_s - ready_s
     step_s = _ratio(*tenure.span) or pace.step_s
@@ -555,7 +651,7 @@ def _interruption(
 ) -> Interruption:
     (old, old_parts, old_times), (new, new_parts, new_times) = before, after
     known = max(0, old.last_step - new.first_step)
-    if _told_step(old):
+    if old.end is not None or old.is_rollback:
         steps_lost: Seconds | None = _exactly(max(0, old_times.last_step - new.first_step))
     else:
         steps_lost = _guessed_steps(old, old_times, known, pace)
@@ -570,7 +666,8 @@ def _interruption(
         recovery=_idle(old_parts, ("down", "no_commit")) + _idle(new_parts, ("restore", "startup"))
         if trained
         else None,
-        cause=old.cause,
+        cause=None if old.is_rollback else old.cause,
+        is_rollback=old.is_rollback,
     )
 
 
@@ -622,6 +719,10 @@ def _kept_step(tenure: _Tenure) -> int:
 
 def _exactly(time_s: float) -> Seconds:
     return Seconds(time_s, time_s, time_s)
+
+
+def _less(time: Seconds, part_s: float) -> Seconds:
+    return Seconds(time.low - part_s, time.estimate - part_s, time.high - part_s)
 
 
 def _within(value: float, low: float, high: float) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ray_ckpt.catalog import Catalog
-from ray_ckpt.core.claim import ROLLBACK_PREFIX, is_rollback
+from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.core.history import RunHistory, SessionInfo
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, StoragePathError, Unavailable
 from ray_ckpt.format import names
@@ -23,7 +23,7 @@ from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.storage.log_store import LogStore, Outcome, create_record, read_run
 from ray_ckpt.storage.remote import RemoteTier
-from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.types import ROLLBACK_PREFIX, CheckpointInfo, Level
 from ray_ckpt.verify import StoragePath, locate, readable
 
 QUIET_S = 120.0  # without a record, before a run is taken to be idle: some saves of most trainings

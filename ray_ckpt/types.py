@@ -192,6 +192,9 @@ class SessionEnd:
     stalled_s: float | None = None
 
 
+ROLLBACK_PREFIX = "rollback-"  # of the service that a rollback is for itself; a cluster's is a bare uuid
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
     """One training group's tenure; `parent` and `resumed_from` give the branch of the lineage it is on."""
@@ -210,6 +213,11 @@ class SessionInfo:
     read_bytes: Mapping[str, float] = field(default_factory=dict)  # by that restore, from each tier
     ended: SessionEnd | None = None  # None: it is at work, or its coordinator died with it
     origin_step: int | None = None  # that of another run's checkpoint which it went on from
+
+    @property
+    def is_rollback(self) -> bool:
+        """Nobody trains in it: it says what the next one goes on from."""
+        return self.service.startswith(ROLLBACK_PREFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ class Log:
         self.commits: list[CheckpointInfo] = []
         self.seq = 1
 
-    def session(self, at_s: float, resumed: CheckpointInfo | None = None) -> Log:
+    def session(self, at_s: float, resumed: CheckpointInfo | None = None, service: str = "cluster") -> Log:
         self.seq += 1
         self.sessions.append(
             SessionInfo(
@@ -39,6 +39,7 @@ class Log:
                 world_size=1,
                 num_nodes=1,
                 opened_at_s=at_s,
+                service=service,
             )
         )
         return self
@@ -407,6 +408,120 @@ def test_steps_of_another_run_are_neither_done_nor_lost() -> None:
     assert [p.step for p in found.progress][:2] == [50_000, 50_000]
 
 
+def test_a_session_that_told_of_no_step_has_lost_none() -> None:
+    """The run begins anew twice, and of each 60 s none were steps."""
+    log = Log().session(0.0).ended("process", 0, None, None)
+    log.session(60.0).ended("node", 0, None, None)
+    log.session(120.0)
+    for step in (10, 20):
+        last = log.commit(120.0 + step, step)
+    log.ended("process", 20, first_s=120.0, last_s=140.0, stalled_s=0.0)
+    log.session(150.0, last).ended("process", 20, None, None).session(210.0, last)
+    found = log.measured()
+    assert [i.steps_lost for i in found.interruptions] == [exactly(0)] * 4
+    assert found.badput["down_process"] == exactly(60.0 + 10.0 + 60.0)
+    assert found.badput["down_node"] == exactly(60.0) and found.measured_s == found.wall_s
+
+
+def test_a_save_before_the_first_step_is_no_word_of_a_step() -> None:
+    log = Log().session(0.0)
+    begun = log.commit(5.0, 0)
+    log.ended("process", 0, None, None).session(60.0, begun)
+    found = log.measured()
+    assert found.badput["down_process"] == exactly(60.0) and found.measured_s == 60.0
+
+
+def test_stalls_of_a_session_at_work_are_told_by_its_commits() -> None:
+    """The newest save's stall lies in time that is guessed."""
+    log = Log().session(0.0).restored(10.0)
+    saved = [log.commit(at_s, step, stall_s=1.5) for at_s, step in ((30.0, 10), (40.0, 20), (50.0, 30))]
+    found = log.measured()
+    assert found.badput["stalls"] == exactly(3.0)
+    assert found.productive == Seconds(17.0, 17.0 + 10.0, 17.0 + 20.0)
+    log.session(60.0, saved[1])
+    log.commit(70.0, 30)
+    found = log.measured()
+    assert found.badput["stalls"] == exactly(3.0) and found.badput["lost_steps"].low == 10.0 - 1.5
+    total = found.productive.estimate + sum(c.estimate for c in found.badput.values())
+    assert total == pytest.approx(found.wall_s)
+
+
+@pytest.mark.parametrize("cause", ["process", None])
+def test_nobody_trains_in_a_rollback(cause: EndCause | None) -> None:
+    """Somebody goes back on Friday, and trains again on Monday: what was lost is what came after step 10."""
+    log = Log().session(0.0)
+    first = log.commit(10.0, 10)
+    log.commit(20.0, 20)
+    if cause:
+        log.ended(cause, 20, first_s=0.0, last_s=20.0, stalled_s=0.0)
+    weekend_s = 200_000.0
+    log.session(30.0, first, "rollback-1").session(40.0, first, "rollback-2").session(weekend_s, first)
+    log.commit(weekend_s + 10.0, 20)
+    down = exactly(weekend_s - 30.0)
+    for found, name in ((log.measured(), f"down_{cause or 'unknown'}"), (log.goodput(), "down")):
+        before, again, after = found.interruptions
+        assert (again.steps_lost, after.steps_lost) == (exactly(0), exactly(0))
+        assert before.steps_lost is not None and before.steps_lost.high <= 20
+        assert [i.is_rollback for i in found.interruptions] == [False, True, True]
+        assert (after.cause, before.cause, before.recovery) == (None, cause, None)
+        assert found.badput[name].estimate == pytest.approx(down.estimate + 10.0, abs=5.0)
+        assert found.badput["no_commit"] == exactly(0.0)
+
+
+def test_the_time_after_a_run_had_finished_is_not_counted() -> None:
+    """It trained for 100 s, its last commit came 2 s later, and five days later somebody prolonged it."""
+    days_s = 5 * 86400.0
+    log = Log().session(0.0)
+    last = log.commit(102.0, 100, lag_s=2.0)
+    log.ended("finished", 100, first_s=0.0, last_s=100.0, stalled_s=0.0)
+    log.session(days_s, last, "rollback-1").session(days_s + 50.0, last).restored(days_s + 60.0)
+    log.ended("finished", 200, first_s=days_s + 60.0, last_s=days_s + 160.0, stalled_s=0.0)
+    log.commit(days_s + 160.0, 200, lag_s=0.0)
+    found = log.measured()
+    assert found.wall_s == found.measured_s == pytest.approx(102.0 + 110.0)
+    assert found.not_counted_s == pytest.approx(days_s + 50.0 - 102.0)
+    assert found.badput["down_finished"].estimate == pytest.approx(2.0)
+    assert found.ratios is not None and found.ratios.estimate == pytest.approx(200.0 / 212.0)
+    assert found.interruptions[1].recovery == exactly(10.0)
+    assert log.goodput().not_counted_s == found.not_counted_s
+
+
+@pytest.mark.parametrize("ahead", range(4))
+def test_one_moment_that_is_a_day_ahead_is_no_day(ahead: int) -> None:
+    log = Log().session(1000.0)
+    for number, (time_s, step) in enumerate(((1100.0, 10), (1200.0, 20), (1300.0, 30), (1400.0, 40))):
+        last = log.commit(time_s + (86400.0 if number == ahead else 0.0), step)
+    log.session(1500.0, last)
+    log.commit(1600.0, 50)
+    log.commit(1700.0, 60)
+    found = log.measured()
+    assert (found.wall_s, found.step) == (700.0, 60)
+    assert found.clock_back_s > 86000.0
+
+
+def test_what_lies_around_a_jump_of_a_clock_is_not_measured() -> None:
+    log = Log()
+    for at_s in (0.0, 100.0, 200.0):
+        log.session(at_s, log.commits[-1] if log.commits else None)
+        step = len(log.sessions) * 10
+        log.commit(at_s + 50.0 + (3600.0 if at_s == 100.0 else 0.0), step, lag_s=0.0)
+        log.ended("process", step, first_s=at_s, last_s=at_s + 90.0, stalled_s=0.0)
+    log.session(300.0, log.commits[-1])
+    found = log.measured()
+    assert (found.wall_s, found.measured_s, found.clock_back_s) == (300.0, 200.0, 3550.0)
+    assert [t.measured for t in found.tenures[:3]] == [True, False, True]
+    found = replace_times(log, by_s=-0.5).measured()
+    assert 0.0 < found.clock_back_s < 1.0 and found.measured_s == found.wall_s, "clocks are no better"
+
+
+def replace_times(log: Log, by_s: float) -> Log:
+    """The same with every moment right but the second session's opening."""
+    log.commits = [replace(c, committed_at_s=100.0 * k + 50.0) for k, c in enumerate(log.commits)]
+    log.commits[0] = replace(log.commits[0], committed_at_s=100.0)
+    log.sessions[1] = replace(log.sessions[1], opened_at_s=100.0 + by_s)
+    return log
+
+
 @dataclass
 class Truth:
     """A simulated training's log, and what truly became of its time."""
@@ -418,6 +533,7 @@ class Truth:
     steps_lost: list[int] = field(default_factory=list)
     recovery_s: list[float] = field(default_factory=list)
     sessions: int = 0
+    not_counted_s: float = 0.0
 
 
 SKEW_S = 0.2  # of a rank's clock against the coordinator's
@@ -445,7 +561,7 @@ def simulate(seed: int, *, told: float = 1.0) -> Truth:
         now_s += restore_s + startup_s
         truth.spent["restore"] += restore_s
         truth.spent["startup"] += startup_s
-        if down_s:
+        if number > 1:
             truth.recovery_s.append(down_s + restore_s + startup_s)
         skew_s = chance.uniform(-SKEW_S, SKEW_S)
         first_s, own, stalled_s = now_s, [], 0.0
@@ -461,7 +577,7 @@ def simulate(seed: int, *, told: float = 1.0) -> Truth:
                 stalled_s += stall_s
         last_s = now_s
         cause = chance.choice(END_CAUSES)
-        down_s = chance.uniform(40, 400) + (every * step_s if cause == "finished" else 0.0)
+        gap_s = down_s = chance.uniform(40, 400) + (every * step_s if cause == "finished" else 0.0)
         commits = []
         for at_s, at_step, lag_s, stall_s, count in pending:
             if at_s <= last_s or cause == "finished":
@@ -472,7 +588,10 @@ def simulate(seed: int, *, told: float = 1.0) -> Truth:
         elif chance.random() < 0.5:
             log.ended(cause, step, None, last_s + skew_s)  # its coordinator was restarted
         truth.spent["stalls"] += stalled_s
-        now_s += down_s
+        now_s += gap_s
+        if cause == "finished":  # after its last commit nobody wanted to train
+            down_s = max([last_s, *(c.committed_at_s for c in commits)]) - last_s
+            truth.not_counted_s += gap_s - down_s
         truth.spent[f"down_{cause}"] += down_s
         truth.spent["lost_steps"] += sum(t for t, _ in own)
         old = chance.choice(log.commits) if log.commits else None  # on another branch, it may be
@@ -480,6 +599,7 @@ def simulate(seed: int, *, told: float = 1.0) -> Truth:
         truth.steps_lost.append(max(0, step - (saved.step if saved else 0)))
         truth.sessions = number
         last_cause, final_down_s = cause, down_s
+        final_gap_s = gap_s - down_s
     # the newest state is the last checkpoint of the last session, or what that one resumed from
     final = truth.log.commits[-1] if commits else None
     kept = done[final.id.attempt] if final else (past if saved is None else done[saved.id.attempt])
@@ -488,6 +608,7 @@ def simulate(seed: int, *, told: float = 1.0) -> Truth:
     truth.spent["lost_steps"] -= truth.useful_s
     end_s = max(last_s, truth.log.commits[-1].committed_at_s) if commits else last_s
     truth.spent[f"down_{last_cause}"] += end_s - last_s - final_down_s
+    truth.not_counted_s -= final_gap_s
     truth.steps_lost.pop()
     return truth
 
@@ -502,6 +623,7 @@ def test_measured_goodput_is_that_of_a_simulated_run(seed: int) -> None:
     for cause, spent_s in truth.spent.items():
         assert found.badput[cause].estimate == near(spent_s, abs=slack_s), cause
     assert found.measured_s == near(found.wall_s)
+    assert found.not_counted_s == near(truth.not_counted_s, abs=slack_s)
     assert [i.steps_lost.estimate for i in found.interruptions if i.steps_lost] == truth.steps_lost
     recovered = [i.recovery.estimate for i in found.interruptions if i.recovery]
     assert recovered == near(truth.recovery_s, abs=2 * SKEW_S + 1e-3)
@@ -535,7 +657,8 @@ def impossible_facts(chance: random.Random, info: SessionInfo) -> dict[str, Any]
         stalled_s=chance.choice((0.0, 7.0, 1e6, None)),
     )
     restored_s = chance.choice((None, near_s, info.opened_at_s + 3.0))
-    return {"restored_at_s": restored_s, "ended": chance.choice((end, None))}
+    service = chance.choice(("cluster", "cluster", "rollback-1"))
+    return {"restored_at_s": restored_s, "ended": chance.choice((end, None)), "service": service}
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -635,3 +758,21 @@ def test_a_clock_that_went_back_makes_no_steps_undone() -> None:
     log.session(30.0, last)
     (failure,) = log.measured().interruptions
     assert failure.steps_lost is not None and failure.steps_lost.estimate == 0.0
+
+
+def test_the_command_says_what_is_not_counted(tmp_path: Path) -> None:
+    """The first session finishes with its last commit at 120; the second one opens a minute later."""
+    log = RunLog(folder=tmp_path / "gpt")
+    log.create()
+    log.session(1, after=None, world_size=2, num_nodes=2)
+    saved = make_checkpoint(log.attempt(1, 80))
+    log.commit(saved)
+    at = {"first_at_s": START_S + 60, "last_at_s": START_S + log.seq * 30 - 30, "stalled_s": 0.0}
+    log.append(records.Ended(session=1, cause="finished", step=80, **at))
+    log.append(records.Session(session=2, service="s", after=1, resumed_from=None, world_size=2, num_nodes=2))
+    text = run_cli("goodput", tmp_path / "gpt")
+    assert "not counted: " in text and " after it had finished" in text
+    document = json.loads(run_cli("goodput", tmp_path / "gpt", "--json"))
+    assert document["not_counted_s"] == 60.0 and document["badput_s"]["down_finished"]["high"] == 0.0
+    report = json.loads(run_cli("report", tmp_path / "gpt", "--json"))
+    assert (report["goodput"]["not_counted_s"], report["goodput"]["clock_back_s"]) == (60.0, 0.0)

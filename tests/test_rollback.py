@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli import app, main
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.claim import ROLLBACK_PREFIX, RunMark, check_claim, check_marks
+from ray_ckpt.core.claim import RunMark, check_claim, check_marks
 from ray_ckpt.errors import ConfigError, Fenced, RunSuperseded, StoragePathError, Unavailable
 from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
@@ -35,7 +35,7 @@ from ray_ckpt.rollback import (
 from ray_ckpt.storage.log_store import MemoryLogStore, Outcome
 from ray_ckpt.storage.remote import open_store
 from ray_ckpt.testing.strict_store import StrictStore
-from ray_ckpt.types import SessionInfo
+from ray_ckpt.types import ROLLBACK_PREFIX, SessionInfo
 from tests.core.driver import RUN, RUN_UID, SERVICE, START_S, Harness, of, one
 from tests.sample_run import RECORD_S, SampleRun, copy_to, make_checkpoint, write_run
 from tests.sample_run import START_S as SAMPLE_S

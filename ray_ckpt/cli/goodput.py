@@ -26,9 +26,9 @@ from ray_ckpt.goodput import (
 MAX_SHOWN = 50  # interruptions in a table, the last ones; JSON has all
 FIGURE_INCHES = (8, 5)
 DPI = 120
-HOUR_S = 3600.0
+HOUR_S, DAY_S = 3600.0, 86400.0
 UNITS = (
-    ("days", 172800.0, 86400.0),
+    ("days", 2 * DAY_S, DAY_S),
     ("hours", 7200.0, HOUR_S),
     ("minutes", 120.0, 60.0),
 )  # from, seconds in it
@@ -63,7 +63,8 @@ def goodput(
 
     Measured, where sessions have told of their restores, first and last steps, stalls and ends. Where none
     has (an older log, a coordinator that died with its session), an estimate between two bounds stands in.
-    Beside it stands what openings of sessions and commits alone would say; there, stalls count as steps.
+    Beside it stands what openings of sessions and commits alone would say; there, stalls count as steps. The
+    time after a session that had finished, until somebody prolonged the run, is not counted.
 
     Example: `ray-ckpt goodput /shared/runs/gpt --plot goodput.png`
     """
@@ -83,6 +84,7 @@ def _json(found: Goodput) -> dict[str, Any]:
     return {
         **_times_json(found),
         "measured_s": found.measured_s,
+        "not_counted_s": found.not_counted_s,
         "step": found.step,
         "steps_lost": found.steps_lost,
         "step_s": found.step_s,
@@ -123,10 +125,13 @@ def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput)
     if found.measured_s < found.wall_s:
         note = "What nobody has told of is estimated, between two bounds; see `ray_ckpt/goodput.py`."
         console.print(note, soft_wrap=True)
+    if found.not_counted_s:
+        console.print(f"not counted: {_span(found.not_counted_s)} after it had finished", soft_wrap=True)
     if found.interruptions:
         _print_interruptions(console, found)
     if found.clock_back_s:
-        note = f"Clocks went back by up to {_span(found.clock_back_s)}; that time is missing here."
+        size = _span(found.clock_back_s)
+        note = f"Clocks differed or jumped by up to {size}; times around there are wrong by up to that much."
         console.print(note, soft_wrap=True)
 
 
@@ -152,7 +157,8 @@ def _print_interruptions(console: Console, found: Goodput) -> None:
         recovery = "none: no steps" if each.recovery is None else _estimate(each.recovery)
         sessions = f"{each.after_session} to {each.session}"
         moments = (moment_text(each.last_known_s), moment_text(each.opened_at_s))
-        add_row(table, sessions, each.cause or "unknown", *moments, _steps(each), recovery)
+        cause = "rollback" if each.is_rollback else each.cause or "unknown"
+        add_row(table, sessions, cause, *moments, _steps(each), recovery)
     console.print(table)
 
 
@@ -177,8 +183,8 @@ def _estimate(time: Seconds) -> str:
 
 
 def _span(time_s: float) -> str:
-    """`12.3 s`, `4.5 min`, `6.7 h`."""
-    for unit_s, unit in ((HOUR_S, "h"), (60.0, "min")):
+    """`12.3 s`, `4.5 min`, `6.7 h`, `3.2 d`."""
+    for unit_s, unit in ((DAY_S, "d"), (HOUR_S, "h"), (60.0, "min")):
         if time_s >= 2 * unit_s:
             return f"{time_s / unit_s:.1f} {unit}"
     return f"{time_s:.1f} s"

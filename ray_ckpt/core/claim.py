@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from ray_ckpt.config import Resume
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import RunConflict, RunSuperseded
-
-ROLLBACK_PREFIX = "rollback-"  # of the service that a rollback is for itself; a cluster's is a bare uuid
+from ray_ckpt.types import ROLLBACK_PREFIX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

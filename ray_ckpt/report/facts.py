@@ -519,6 +519,8 @@ def to_json(report: RunReport) -> dict[str, Any]:
             "ratio": None if found.ratios is None else dataclasses.asdict(found.ratios),
             "wall_s": found.wall_s,
             "measured_s": found.measured_s,
+            "not_counted_s": found.not_counted_s,
+            "clock_back_s": found.clock_back_s,
             "productive_s": dataclasses.asdict(found.productive),
             "badput_s": {cause: dataclasses.asdict(time) for cause, time in found.badput.items()},
         },
