@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import tzset
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ray_ckpt.cli import app
+from ray_ckpt.cli.goodput import _beginnings, _print, draw
+from ray_ckpt.cli.output import moment_text
+from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names, records
 from ray_ckpt.goodput import CAUSES, MEASURED_CAUSES, Goodput, Seconds, estimate_goodput, measure_goodput
 from ray_ckpt.types import END_CAUSES, CheckpointInfo, EndCause, Level, SessionEnd, SessionInfo
@@ -745,6 +751,126 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     run = write_run(tmp_path, resume_at=30, resumed_steps=(40, 50))
     run_cli("goodput", run.folder, "--plot", tmp_path / "goodput.png")
     assert (tmp_path / "goodput.png").read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.glob(".goodput*")) == []
+
+
+def test_the_plot_replaces_no_file_unasked(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run, file = write_run(tmp_path, resume_at=30, resumed_steps=(40, 50)), tmp_path / "mine.png"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match=r"mine\.png is there already") as caught:
+        run_cli("goodput", run.folder, "--plot", file)
+    assert "--force" in caught.value.hint and file.read_text() == "mine"
+    run_cli("goodput", run.folder, "--plot", file, "--force")
+    assert file.read_bytes().startswith(b"\x89PNG")
+    for name in ("goodput.svg", "goodput", "goodput.png.txt"):
+        with pytest.raises(ConfigError, match="is no name of a PNG"):
+            run_cli("goodput", run.folder, "--plot", tmp_path / name)
+        assert not (tmp_path / name).exists()
+    with pytest.raises(ConfigError, match="There is no folder"):
+        run_cli("goodput", run.folder, "--plot", tmp_path / "no folder" / "goodput.png")
+
+
+def title_of(monkeypatch: pytest.MonkeyPatch, run_name: str, found: Goodput) -> tuple[str, bool]:
+    """The picture's title, and whether all that is drawn lies in the picture."""
+    from matplotlib import figure as figures
+
+    seen: list[tuple[str, bool]] = []
+    save = figures.Figure.savefig
+
+    def savefig(figure: figures.Figure, *args: Any, **options: Any) -> None:
+        save(figure, *args, **options)
+        axis = figure.axes[0]
+        box = axis.title.get_window_extent()
+        seen.append((axis.get_title(), box.x0 >= 0 and box.x1 <= figure.bbox.x1))
+
+    monkeypatch.setattr(figures.Figure, "savefig", savefig)
+    assert draw(run_name, found).startswith(b"\x89PNG")
+    return seen[0]
+
+
+def test_the_picture_says_how_sure_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has told of one commit: all of its time may have been steps, or nearly none."""
+    pytest.importorskip("matplotlib")
+    log = Log().session(0.0)
+    log.commit(100.0, 10)
+    title, is_inside = title_of(monkeypatch, "W" * 99 + "$" * 101, log.measured())
+    assert "goodput 100.0 % (0.0 to 100.0 %)  measured 0 % of it" in title and is_inside
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_picture_of_no_time_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    for log in (Log(), Log().session(5.0)):
+        title, _ = title_of(monkeypatch, "gpt", log.measured())
+        assert title == "gpt\ngoodput unknown: the log has one moment"
+
+
+def test_days_that_are_not_counted_are_not_drawn() -> None:
+    log = Log().session(0.0)
+    last = log.commit(100.0, 10)
+    log.ended("finished", 10, first_s=0.0, last_s=100.0, stalled_s=0.0)
+    log.session(86400.0, last)
+    log.commit(86500.0, 20)
+    assert _beginnings(log.measured()) == {1: 0.0, 2: 86300.0}
+
+
+def said(log: Log) -> str:
+    """What the command prints of it."""
+    out = io.StringIO()
+    _print(Console(file=out, width=200), "gpt", log.measured(), log.goodput())
+    return out.getvalue()
+
+
+def test_what_is_not_all_measured_is_not_called_so() -> None:
+    """Of 1000 s the restore of the last session is known, and not what it did for 3.5 s since."""
+    log = Log().session(0.0)
+    last = log.commit(900.0, 10)
+    log.ended("process", 10, first_s=0.0, last_s=900.0, stalled_s=0.0)
+    log.session(900.0, last).restored(996.5)
+    log.commit(1000.0, 11)
+    text = said(log)
+    assert "measured 99 % of it" in text and "What nobody has told of is estimated" in text
+    assert "cause " in text and " measured " not in text.splitlines()[3], "the column has estimates too"
+
+
+def test_one_committed_step_is_no_steps() -> None:
+    log = Log().session(0.0)
+    first = log.commit(10.0, 10)
+    log.commit(20.0, 11)
+    log.session(30.0, first)
+    assert "step 10, 1 committed step lost;" in said(log)
+
+
+@pytest.mark.parametrize("jump_s", [86400.0, -86400.0])
+def test_a_jump_of_a_clock_is_said_in_either_direction(jump_s: float) -> None:
+    log = Log().session(1e6)
+    log.commit(1e6 + 60.0, 10)
+    log.commit(1e6 + 120.0 + jump_s, 20)
+    log.commit(1e6 + 180.0, 30)
+    log.commit(1e6 + 240.0, 40)
+    text = said(log)
+    assert "Clocks differed or jumped by up to 24.0 h; times around there are wrong" in text
+    assert "wall 4.0 min" in text and "missing" not in text
+
+
+@pytest.mark.parametrize(
+    "zone, text",
+    [
+        ("UTC", "2026-09-21 14:13:20Z"),
+        ("Europe/Berlin", "2026-09-21 16:13:20+02"),
+        ("Asia/Kolkata", "2026-09-21 19:43:20+05:30"),
+        ("America/St_Johns", "2026-09-21 11:43:20-02:30"),
+    ],
+)
+def test_a_time_names_its_zone(monkeypatch: pytest.MonkeyPatch, zone: str, text: str) -> None:
+    try:
+        with monkeypatch.context() as patch:
+            patch.setenv("TZ", zone)
+            tzset()
+            assert moment_text(1_790_000_000.0) == text
+    finally:
+        tzset()
 
 
 def test_a_clock_that_went_back_makes_no_steps_undone() -> None:

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli import app
-from ray_ckpt.core.claim import ROLLBACK_PREFIX
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names, records
@@ -26,7 +25,7 @@ from ray_ckpt.report.facts import drawn_events, measured_percent
 from ray_ckpt.report.timeline import MAX_DRAWN, around_last_failure, part, reached_s, whole
 from ray_ckpt.storage.log_store import Outcome, write_snapshot
 from ray_ckpt.tables import events_table
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
+from ray_ckpt.types import ROLLBACK_PREFIX, AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
 from tests.sample_run import RunLog, write_run
 from tests.test_goodput import impossible_facts, random_log
 

@@ -159,7 +159,7 @@ def transcript(name: str, run: SampleRun, folder: Path, capsys: pytest.CaptureFi
             main(shlex.split(line.replace(SHARED, str(folder))))
         printed = capsys.readouterr()
         text = (printed.out + printed.err).replace(str(folder), SHARED)
-        text = re.sub(r"\d+ s ago, (?!2026-09)[\d-]+ [\d:]+", "0 s ago, now", text)  # what a rollback wrote
+        text = re.sub(r"\d+ s ago, (?!2026-09)[\d-]+ [\d:]+Z", "0 s ago, now", text)  # what a rollback wrote
         text = re.sub("─{4,}", "────", re.sub(r" +$", "", text, flags=re.MULTILINE))
         code = f"[exit code {ended.value.code}]\n" if ended.value.code else ""
         yield f"$ ray-ckpt {line}\n{NORMALISE.get(name, str)(text)}{code}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +24,8 @@ from ray_ckpt.goodput import (
     estimate_goodput,
     measure_goodput,
 )
+from ray_ckpt.output_file import output_file, whole_file
+from ray_ckpt.report.facts import counted
 
 MAX_SHOWN = 50  # interruptions in a table, the last ones; JSON has all
 FIGURE_INCHES = (8, 5)
@@ -47,6 +51,8 @@ COLOURS = {
     "down_unknown": "#cfd5da",
     "no_commit": "#d9b3a6",
 }  # of MEASURED_CAUSES
+ROUNDING = 1e-6  # sums of seconds are no more exact
+MAX_TITLE = 60  # characters of a run's name in a picture, which is no wider
 SAME_S = 0.05  # a time that is printed alike is not printed as bounds
 
 
@@ -54,8 +60,11 @@ def goodput(
     path: PathArgument,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Write a PNG there: steps over time, and the parts.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Write a PNG there: steps over time, and the parts.", show_default=False
+        ),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,11 +77,15 @@ def goodput(
 
     Example: `ray-ckpt goodput /shared/runs/gpt --plot goodput.png`
     """
+    if plot is not None and plot.suffix.lower() != ".png":
+        raise ConfigError(f"{plot} is no name of a PNG.", hint="Let it end in .png.", path=str(plot))
+    file = None if plot is None else output_file(plot, force=force)
     catalog = Catalog(path, store_options(storage_option))
     known = catalog.list(all=True)
     found, by_commits = measure_goodput(catalog.sessions, known), estimate_goodput(catalog.sessions, known)
-    if plot is not None:
-        write_plot(plot, catalog.run_name, found)
+    if file is not None:
+        with whole_file(file) as temporary:
+            temporary.write_bytes(draw(catalog.run_name, found))
     if as_json:
         run = {"run_name": catalog.run_name, "run_uid": catalog.run_uid}
         print_json({**run, **_json(found), "by_commits": _times_json(by_commits)})
@@ -105,15 +118,12 @@ def _times_json(found: Goodput) -> dict[str, Any]:
 
 
 def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput) -> None:
-    ratios = found.ratios
-    share = "unknown: the log has one moment" if ratios is None else _percent(ratios)
-    told = f"  measured {100 * found.measured_s / found.wall_s:.0f} % of it" if found.wall_s else ""
-    wall = f"wall {_span(found.wall_s)}"
-    console.print(plain(f"run {run_name}  goodput {share}  {wall}{told}"), soft_wrap=True)
+    headline = f"run {run_name}  {_share(found)}  wall {_span(found.wall_s)}{_told(found)}"
+    console.print(plain(headline), soft_wrap=True)
     pace = "unknown" if found.step_s is None else f"{found.step_s:.3g} s"
-    more = f", {found.steps_lost} committed steps lost" if found.steps_lost else ""
+    more = f", {counted(found.steps_lost, 'committed step')} lost" if found.steps_lost else ""
     console.print(f"step {found.step}{more}; a step takes {pace}", soft_wrap=True)
-    headers = ("time", "measured", "share", "by commits alone", "what")
+    headers = ("cause", "time", "share", "by commits alone", "what")
     table = make_table(*headers, right=(1, 2, 3), whole=(1, 2, 3), gives_way=(3, 4))
     rows = [("goodput", found.productive, "steps whose effect survived")]
     rows += [(cause, time, MEASURED_CAUSES[cause]) for cause, time in found.badput.items()]
@@ -122,7 +132,7 @@ def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput)
         if time.high or not name.startswith("down_"):
             add_row(table, name, _estimate(time), part, _by_commits(name, by_commits), what)
     console.print(table)
-    if found.measured_s < found.wall_s:
+    if found.wall_s and _told_percent(found) < 100:
         note = "What nobody has told of is estimated, between two bounds; see `ray_ckpt/goodput.py`."
         console.print(note, soft_wrap=True)
     if found.not_counted_s:
@@ -149,8 +159,8 @@ def _by_commits(name: str, found: Goodput) -> str:
 def _print_interruptions(console: Console, found: Goodput) -> None:
     shown = found.interruptions[-MAX_SHOWN:]
     if len(shown) < len(found.interruptions):
-        hidden = len(found.interruptions) - len(shown)
-        console.print(f"{hidden} earlier interruptions are in --json only.", soft_wrap=True)
+        hidden = counted(len(found.interruptions) - len(shown), "earlier interruption")
+        console.print(f"Without {hidden}; --json has all.", soft_wrap=True)
     headers = ("sessions", "cause", "last known", "next one opened", "steps lost", "time to recover")
     table = make_table(*headers, right=(4, 5), whole=(0, 2, 3, 4), gives_way=(2, 3))
     for each in shown:
@@ -169,6 +179,21 @@ def _steps(each: Interruption) -> str:
     if lost.low == lost.high:
         return f"{lost.estimate:.0f}"
     return f"{lost.estimate:.0f} ({lost.low:.0f} to {lost.high:.0f})"
+
+
+def _share(found: Goodput) -> str:
+    """`goodput 43.2 % (40.1 to 45.0 %)`."""
+    ratios = found.ratios
+    return f"goodput {'unknown: the log has one moment' if ratios is None else _percent(ratios)}"
+
+
+def _told(found: Goodput) -> str:
+    return f"  measured {_told_percent(found)} % of it" if found.wall_s else ""
+
+
+def _told_percent(found: Goodput) -> int:
+    """Of the wall time what is measured, rounded down: 100 is all of it."""
+    return math.floor(100 * found.measured_s / found.wall_s + ROUNDING)
 
 
 def _percent(ratios: Seconds) -> str:
@@ -190,9 +215,10 @@ def _span(time_s: float) -> str:
     return f"{time_s:.1f} s"
 
 
-def write_plot(path: Path, run_name: str, found: Goodput) -> None:
-    """A PNG: steps over time, green where they survived, and the parts of the wall time below. ConfigError
-    without matplotlib, OSError if the file cannot be written."""
+def draw(run_name: str, found: Goodput) -> bytes:
+    """A PNG: steps over time, green where they survived, and the parts of the wall time below. Time that is
+    not counted is left out. ConfigError without matplotlib.
+    """
     try:
         import matplotlib
     except ImportError as error:
@@ -204,21 +230,23 @@ def write_plot(path: Path, run_name: str, found: Goodput) -> None:
     figure, (steps, parts) = pyplot.subplots(
         2, 1, figsize=FIGURE_INCHES, gridspec_kw={"height_ratios": (4, 1)}
     )
-    start_s = found.progress[0].time_s if found.progress else 0.0
+    begins_s = _beginnings(found)
     unit, _, unit_s = next((u for u in UNITS if found.wall_s >= u[1]), ("seconds", 0.0, 1.0))
     lines, colours = [], []
     for before, after in pairwise(found.progress):
         if before.session == after.session and after.step > before.step:
-            lines.append([((point.time_s - start_s) / unit_s, point.step) for point in (before, after)])
+            begin_s = begins_s[after.session]
+            lines.append([((point.time_s - begin_s) / unit_s, point.step) for point in (before, after)])
             colours.append(GOOD if after.survived else LOST)
     steps.add_collection(LineCollection(lines, colors=colours, linewidths=1.2))
     steps.autoscale_view()
-    openings = [(each.opened_at_s - start_s) / unit_s for each in found.interruptions]
+    openings = [(each.opened_at_s - begins_s[each.session]) / unit_s for each in found.interruptions]
     whole = steps.get_xaxis_transform()
     steps.vlines(openings, 0, 1, transform=whole, color="0.7", linewidth=0.8, linestyle=":")
     steps.set_xlabel(unit, fontsize=8)
     steps.set_ylabel("step", fontsize=8)
-    steps.set_title(plain(run_name).replace("$", r"\$"), fontsize=9)
+    title = f"{_short(plain(run_name))}\n{_share(found)}{_told(found)}"
+    steps.set_title(title.replace("$", r"\$"), fontsize=9)
     left = 0.0
     spent = {"goodput": found.productive, **found.badput}
     for name, time in spent.items():
@@ -230,9 +258,28 @@ def write_plot(path: Path, run_name: str, found: Goodput) -> None:
     parts.set_xlim(0, 100)
     parts.set_yticks([])
     parts.set_xlabel("% of wall time", fontsize=8)
-    parts.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    if left:
+        parts.legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     for axis in (steps, parts):
         axis.tick_params(labelsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=DPI, format="png")
+    data = io.BytesIO()
+    figure.savefig(data, dpi=DPI, format="png")
     pyplot.close(figure)
+    return data.getvalue()
+
+
+def _beginnings(found: Goodput) -> dict[int, float]:
+    """Of each session the Unix time from which its part of the wall time is drawn."""
+    begin_s = found.tenures[0].opened_s if found.tenures else 0.0
+    begins_s = {tenure.session: begin_s for tenure in found.tenures[:1]}
+    for before, after in pairwise(found.tenures):
+        begin_s += after.opened_s - before.closed_s
+        begins_s[after.session] = begin_s
+    return begins_s
+
+
+def _short(name: str) -> str:
+    """Its beginning and its end, if it is too long for a picture."""
+    half = (MAX_TITLE - 3) // 2
+    return name if len(name) <= MAX_TITLE else f"{name[:half]}...{name[-half:]}"

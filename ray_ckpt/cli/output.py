@@ -237,7 +237,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def pins_text(info: CheckpointInfo) -> str:
-    """`eval, nightly until 2026-09-21 14:13:20, old (expired)`."""
+    """`eval, nightly until 2026-09-21 14:13:20+02, old (expired)`."""
     holding = pinned_by(info, time.time())
     return ", ".join(
         f"{owner} (expired)"
@@ -250,9 +250,7 @@ def pins_text(info: CheckpointInfo) -> str:
 
 
 def when_text(time_s: float, *, brief: bool = False) -> str:
-    """`3 min ago, 2026-09-21 14:13:20` in the local time zone, briefly `3 min ago`; `?` for what no calendar
-    holds.
-    """
+    """`3 min ago, 2026-09-21 14:13:20+02`, briefly `3 min ago`; `?` for what no calendar holds."""
     if to_datetime(time_s) is None:
         return "?"
     past_s = time.time() - time_s
@@ -269,5 +267,10 @@ def span_text(span_s: float) -> str:
 
 
 def moment_text(time_s: float) -> str:
+    """`2026-09-21 14:13:20+02`: local time and how far it is ahead of UTC, as ISO 8601 has it; `Z` is UTC."""
     moment = to_datetime(time_s)
-    return "?" if moment is None else f"{moment.astimezone():%Y-%m-%d %H:%M:%S}"
+    if moment is None:
+        return "?"
+    zone = f"{moment.astimezone():%z}"  # +0200
+    zone = "Z" if zone == "+0000" else zone[:3] if zone[3:] == "00" else f"{zone[:3]}:{zone[3:]}"
+    return f"{moment.astimezone():%Y-%m-%d %H:%M:%S}{zone}"

@@ -13,7 +13,6 @@ from rich.tree import Tree
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import level_text, plain, print_json, stdout, when_text
-from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.types import CheckpointInfo, SessionInfo
 
 MAX_SESSIONS = 100  # that are drawn unless all are asked for: a few screens
@@ -116,7 +115,7 @@ class _Lineage:
             "world_size": session.world_size,
             "num_nodes": session.num_nodes,
             "opened_at_s": session.opened_at_s,
-            "is_rollback": is_rollback(session.service),
+            "is_rollback": session.is_rollback,
             "on_lineage": session.session in self.on_lineage,
             "checkpoints": [
                 {
@@ -173,10 +172,10 @@ def _session_text(session: SessionInfo, origin: CheckpointInfo | None) -> str:
     if session.origin_step is not None:
         begun = f"from step {session.origin_step} of another run"
     if origin is not None:
-        verb = "rolled back to" if is_rollback(session.service) else "from"
+        verb = "rolled back to" if session.is_rollback else "from"
         gone = "" if origin.state == "live" else f", now {origin.state}"
         begun = f"{verb} step {origin.step} of session {origin.id.session}{gone}"
-    if is_rollback(session.service):  # nobody trains in it
+    if session.is_rollback:  # nobody trains in it
         return f"session {session.session}  {begun}  {when_text(session.opened_at_s)}"
     ranks = f"{session.world_size} ranks on {session.num_nodes} nodes"
     return f"session {session.session}  {begun}  {ranks}  {when_text(session.opened_at_s)}"

@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_ckpt.catalog import Catalog
-from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
 from ray_ckpt.goodput import Goodput, Seconds, estimate_goodput, measure_goodput, save_s
@@ -175,7 +174,7 @@ class RunReport:
                 read_bytes=known[each.session].read_bytes,
             )
             for number, each in enumerate(found.interruptions)
-            if not is_rollback(known[each.after_session].service)
+            if not known[each.after_session].is_rollback
         ]
         last = self.sessions[-1] if self.sessions else None
         if last is not None and last.ended is not None and last.ended.cause in FAILURES:
@@ -232,7 +231,7 @@ class RunReport:
         """
         last = len(self.sessions) - 1
         later = range(number + 1, last)
-        trained = next((k for k in later if not is_rollback(self.sessions[k].service)), last)
+        trained = next((k for k in later if not self.sessions[k].is_rollback), last)
         return trained == last and self.sessions[last].ended is None and self._stepped_after[number] is None
 
     @cached_property
@@ -349,7 +348,7 @@ def _training(report: RunReport) -> Verdict | None:
         return Verdict(tone="plain", title="Training", head="has not begun", text="The run has no session.")
     last = report.sessions[-1]
     title = f"Training, session {last.session}"
-    if is_rollback(last.service):
+    if last.is_rollback:
         source = report.by_attempt.get(last.resumed_from or "")
         head = f"rolled back to step {source.step}" if source else "rolled back"
         text = f"At {moment(last.opened_at_s)}, and nobody has opened the run since."

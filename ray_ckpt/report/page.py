@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import ray_ckpt
-from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.goodput import MEASURED_CAUSES, Goodput, Seconds, save_s
 from ray_ckpt.report.facts import (
@@ -498,10 +497,10 @@ def _session(session: SessionInfo, source: CheckpointInfo | None, count: int) ->
     if session.origin_step is not None:
         begun = f"from step {session.origin_step:,} of another run"
     if source is not None:
-        way = "to" if is_rollback(session.service) else "from"
+        way = "to" if session.is_rollback else "from"
         begun = f"{way} step {source.step:,} of session {source.id.session}"
     name, opened = f"session {session.session}", moment(session.opened_at_s)
-    if is_rollback(session.service):
+    if session.is_rollback:
         return f"{name}, a rollback {begun}; {opened}; nobody trained in it"
     ended = "no word of its end"
     if session.ended is not None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
 
-from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.goodput import Progress, Tenure
 from ray_ckpt.report.facts import CAUSE_TEXT, FAILURES, RunReport, moment, span, tiers_text
 from ray_ckpt.report.markup import Html, el, said
@@ -187,7 +186,7 @@ def _band(report: RunReport, tenures: Sequence[Tenure], window: Window) -> Itera
 def _since(tenure: Tenure, info: SessionInfo, now_s: float, window: Window) -> Iterator[Html]:
     """After all that the last session has told: nothing has followed it, or it is still open."""
     since = f"since {moment(tenure.closed_s)}"
-    if is_rollback(info.service):
+    if info.is_rollback:
         text = f"session {info.session}: rolled back, and nobody has opened the run {since}"
         yield from _stretch("down", tenure.closed_s, now_s, text, window)
     elif tenure.cause in FAILURES:
@@ -206,7 +205,7 @@ def _stretches(tenure: Tenure, info: SessionInfo) -> Iterator[tuple[str, float, 
     closing = ("down", f"no steps: {after}{about}")
     if tenure.last_step == tenure.first_step and not tenure.measured:
         closing = ("no_commit", "it committed nothing, and nobody has told")
-    if is_rollback(info.service):
+    if info.is_rollback:
         closing = ("no_commit", "a rollback; nobody trained in it")
     moments = (
         ("restore", tenure.opened_s, tenure.ready_s, f"restore{read}"),
