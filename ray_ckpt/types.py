@@ -172,6 +172,7 @@ class CheckpointInfo:
 
 EndCause: TypeAlias = Literal["finished", "process", "node", "preemption", "replaced", "launcher"]
 END_CAUSES: tuple[EndCause, ...] = get_args(EndCause)
+FAILURES: frozenset[EndCause | None] = frozenset(("process", "node", "preemption", "launcher"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

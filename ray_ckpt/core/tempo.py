@@ -11,6 +11,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.pace import FailureRate, Pace
+from ray_ckpt.types import FAILURES
 
 COUNTED_S = 1.0  # of training at a time: this is asked with each event
 
@@ -98,15 +99,22 @@ class Tempo:
 
 
 def failures_in(history: RunHistory) -> FailureRate:
-    """Sessions that another one followed, against the node-seconds from each one's begin to its last commit.
+    """Sessions that failed, against the node-seconds from each one's begin to the last that is known of it.
 
-    The log does not tell a failure from an end by will; a run that is prolonged counts one too many.
+    One that another has followed without a word of its end failed too: its coordinator went with it. That of
+    a rollback cannot.
     """
-    last_s = {session.session: session.opened_at_s for session in history.sessions.values()}
+    sessions = [session for session in history.sessions.values() if not session.is_rollback]
+    last_s = {session.session: session.opened_at_s for session in sessions}
     for checkpoint in history.checkpoints.values():
         last_s[checkpoint.id.session] = max(last_s[checkpoint.id.session], checkpoint.committed_at_s)
-    exposed_s = sum(
-        (last_s[session.session] - session.opened_at_s) * session.num_nodes
-        for session in history.sessions.values()
-    )
-    return FailureRate(count=max(len(history.sessions) - 1, 0), exposed_s=max(exposed_s, 0.0))
+    count, exposed_s = 0, 0.0
+    for session in sessions:
+        until_s = last_s[session.session]
+        if session.ended is not None:
+            until_s = max(until_s, session.ended.last_at_s or 0.0)
+            count += session.ended.cause in FAILURES
+        else:
+            count += session is not sessions[-1]
+        exposed_s += max(0.0, until_s - session.opened_at_s) * session.num_nodes
+    return FailureRate(count=count, exposed_s=exposed_s)

@@ -24,7 +24,7 @@ from ray_ckpt.format import jsontext
 from ray_ckpt.goodput import Goodput, Seconds, estimate_goodput, measure_goodput, save_s
 from ray_ckpt.report.markup import said
 from ray_ckpt.tables import drain_s, to_datetime
-from ray_ckpt.types import CheckpointInfo, EndCause, Level, SessionInfo
+from ray_ckpt.types import FAILURES, CheckpointInfo, EndCause, Level, SessionInfo
 
 MAX_EVENTS = 20_000  # that are taken from the log, the newest; a page draws them in bins anyway
 MAX_CHECKPOINTS = 40  # rows of the table, the newest ones
@@ -48,7 +48,6 @@ CAUSE_TEXT: Mapping[EndCause, str] = {
     "replaced": "replaced by another launcher",
     "launcher": "launcher died or was stopped",
 }
-FAILURES: frozenset[EndCause | None] = frozenset(("process", "node", "preemption", "launcher"))
 _DRAWN_OPS = ("retired", "collected", "lost", "pin", "unpin", "verified", "drilled", "note")
 
 

@@ -12,7 +12,6 @@ from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.goodput import MEASURED_CAUSES, Goodput, Seconds, save_s
 from ray_ckpt.report.facts import (
     CAUSE_TEXT,
-    FAILURES,
     MAX_CHECKPOINTS,
     MAX_DRILLS,
     MAX_EVENTS,
@@ -38,7 +37,7 @@ from ray_ckpt.report.markup import Html, el, join, said
 from ray_ckpt.report.style import STYLE
 from ray_ckpt.report.timeline import MAX_DRAWN, around_last_failure, draw, part, whole
 from ray_ckpt.tables import drain_s
-from ray_ckpt.types import CheckpointInfo, Level, SessionInfo
+from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 
 MAX_SAVES = 12  # drawn phase by phase, the last ones
 MAX_DEPTH = 10  # of the lineage's branches, as they are indented

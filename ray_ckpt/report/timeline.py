@@ -14,10 +14,10 @@ from functools import partial
 from itertools import groupby, pairwise
 
 from ray_ckpt.goodput import Progress, Tenure
-from ray_ckpt.report.facts import CAUSE_TEXT, FAILURES, RunReport, moment, span, tiers_text
+from ray_ckpt.report.facts import CAUSE_TEXT, RunReport, moment, span, tiers_text
 from ray_ckpt.report.markup import Html, el, said
 from ray_ckpt.tables import to_datetime
-from ray_ckpt.types import CheckpointInfo, Level, SessionInfo
+from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 
 WIDTH = 1120.0  # of the picture, in its own units, about pixels
 LEFT, RIGHT = 104.0, 16.0  # of the plot, for the names of the lanes
