@@ -886,6 +886,19 @@ def test_a_clock_that_went_back_makes_no_steps_undone() -> None:
     assert failure.steps_lost is not None and failure.steps_lost.estimate == 0.0
 
 
+def test_commits_alone_do_not_see_a_crash_loop_as_down(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10,))
+    newest = run.checkpoints[10]
+    for number in range(2, 6):
+        end = records.Ended(
+            session=number - 1, cause="process", step=10, first_at_s=None, last_at_s=None, stalled_s=None
+        )
+        run.log.append(end)
+        run.log.session(number, after=newest, world_size=2, num_nodes=2)
+    (line,) = (line for line in run_cli("goodput", run.folder).splitlines() if "down_process" in line)
+    assert "in no_commit, too" in line
+
+
 def test_the_command_says_what_is_not_counted(tmp_path: Path) -> None:
     """The first session finishes with its last commit at 120; the second one opens a minute later."""
     log = RunLog(folder=tmp_path / "gpt")

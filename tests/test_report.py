@@ -379,6 +379,34 @@ def test_the_recovery_goes_through_a_rollback() -> None:
     assert trouble.recovery is not None and 3600 < trouble.recovery.low <= trouble.recovery.high < 3800
 
 
+def test_a_day_without_a_checkpoint_is_a_warning_without_a_known_cadence_too() -> None:
+    log = Story()
+    log.create()
+    log.trained(1, start=0, steps=30)
+    for after_s, tone in ((3600.0, "good"), (2 * 86400.0, "warn")):
+        told = to_json(log.report(after_s))["verdicts"][1]
+        assert (told["tone"], "may be stuck" in told["text"]) == (tone, tone == "warn")
+
+
+def test_a_run_that_went_on_from_another_one_is_not_from_scratch() -> None:
+    log = Story()
+    log.create()
+    log.trained(1, start=0, steps=1)
+    log.append(records.Restored(session=1, seconds=3.0, read_bytes={"remote": 1e9}, origin_step=50_000))
+    report = log.report()
+    assert to_json(report)["verdicts"][0]["head"] == "step 50000 of another run"
+    assert "session 1: step 50000 of another run in " in page(report)
+
+
+def test_time_that_is_not_counted_is_said() -> None:
+    log = Story()
+    log.create()
+    log.trained(1, start=0, steps=330, ended="finished")
+    log.now_s += 2 * 86400
+    log.trained(2, start=300, steps=100, resumed_from=log.newest)
+    assert "Not counted: 2.0 d after it had finished." in page(log.report())
+
+
 def test_one_of_a_kind_is_not_many() -> None:
     log = Story()
     log.create()

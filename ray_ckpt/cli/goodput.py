@@ -130,7 +130,7 @@ def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput)
     for name, time, what in rows:
         part = f"{100 * time.estimate / found.wall_s:.1f} %" if found.wall_s else ""
         if time.high or not name.startswith("down_"):
-            add_row(table, name, _estimate(time), part, _by_commits(name, by_commits), what)
+            add_row(table, name, _estimate(time), part, _by_commits(name, time, by_commits), what)
     console.print(table)
     if found.wall_s and _told_percent(found) < 100:
         note = "What nobody has told of is estimated, between two bounds; see `ray_ckpt/goodput.py`."
@@ -145,14 +145,15 @@ def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput)
         console.print(note, soft_wrap=True)
 
 
-def _by_commits(name: str, found: Goodput) -> str:
+def _by_commits(name: str, time: Seconds, found: Goodput) -> str:
     """What commits alone say of it."""
     if name == "goodput":
         return _estimate(found.productive)
     if name in found.badput:
         return _estimate(found.badput[name])
     if name.startswith("down_"):
-        return f"of {_estimate(found.badput['down'])}"
+        down = found.badput["down"]
+        return f"of {_estimate(down)}" if time.estimate <= down.high else "in no_commit, too"
     return {"restore": "in startup", "stalls": "in goodput"}[name]
 
 

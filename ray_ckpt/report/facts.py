@@ -33,6 +33,7 @@ MAX_SESSIONS = 100  # of the lineage, the last ones
 MAX_IN_CLUSTER = 20  # checkpoints that are named, the newest ones
 MAX_DRILLS = 10  # checkpoints whose drill is named, the newest ones
 MAX_METRICS = 3  # of a checkpoint, by name
+MAX_QUIET_S = 86_400.0  # without a checkpoint until then, if none tells how often they come
 OVERDUE = 3.0  # usual intervals without a checkpoint, until an open session gets a warning
 RECENT_SAVES = 50  # by which the usual interval goes
 ALL_MEASURED = 99.95  # percent of the wall time: the rest is printed as nothing anyway
@@ -318,7 +319,8 @@ def _protection(report: RunReport) -> Verdict:
     newest = report.lineage[-1] if report.lineage else None
     if newest is None:
         tone: Tone = "bad" if report.checkpoints else "warn"
-        return Verdict(tone=tone, title=title, head="scratch", text="The run has no live checkpoint.")
+        head = f"step {report.newest_step} of another run" if report.newest_step else "scratch"
+        return Verdict(tone=tone, title=title, head=head, text="The run has no live checkpoint.")
     age = f"saved {span(report.age_s(newest.committed_at_s))} before this report"
     head = f"step {newest.step}"
     safer = [info for info in report.lineage if info.level > newest.level]
@@ -358,7 +360,7 @@ def _training(report: RunReport) -> Verdict | None:
         seen_s = told[-1].committed_at_s if told else last.opened_at_s
         quiet_s = report.age_s(seen_s)
         usual = report.interval_s
-        is_late = usual is not None and quiet_s > OVERDUE * usual
+        is_late = quiet_s > (MAX_QUIET_S if usual is None else OVERDUE * usual)
         rhythm = "" if usual is None else f", where one came about every {span(usual)}"
         what = "the last checkpoint" if told else "it opened"
         text = f"{ranks}. {span(quiet_s)} since {what}{rhythm}."

@@ -170,6 +170,8 @@ def _goodput(report: RunReport) -> Html:
     )
     if told < 100:
         about += f" {told} % of the wall time is measured; the rest is estimated, between two bounds."
+    if found.not_counted_s:
+        about += f" Not counted: {span(found.not_counted_s)} after it had finished."
     if clocks := clocks_text(found):
         about += f" {clocks}"
     times = {"productive": found.productive, **found.badput}

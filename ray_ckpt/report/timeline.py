@@ -381,7 +381,9 @@ def _restored(report: RunReport, window: Window) -> Iterator[Mark]:
 
 
 def _restored_text(info: SessionInfo, source: CheckpointInfo | None, took_s: float) -> str:
-    step = f"step {source.step}" if source else "state"
+    step = "state" if info.origin_step is None else f"step {info.origin_step} of another run"
+    if source is not None:
+        step = f"step {source.step}"
     return f"session {info.session}: {step} in {span(took_s)}, {tiers_text(info.read_bytes)}"
 
 
