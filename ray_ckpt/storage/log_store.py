@@ -150,6 +150,7 @@ def probe(directory: Path) -> None:
     """Prove that the file system of `directory` can hold a commit log; StoragePathError if it cannot."""
     try:
         files.make_dirs(directory)
+        files.write_temporary(directory, [b"1"]).unlink()  # says why if it cannot: a create does not
     except OSError as error:
         raise not_writable(str(directory), error) from error
     probe_store(PosixLogStore(directory), where=str(directory))

@@ -411,7 +411,7 @@ def test_the_probe_refuses_a_path_that_is_read_only(tmp_path: Path, monkeypatch:
         return opened(path, flags, *args)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StoragePathError):
+    with pytest.raises(StoragePathError, match=r"cannot be written: .*denied"):
         probe(tmp_path)
 
 
