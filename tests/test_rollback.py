@@ -461,6 +461,8 @@ def test_it_asks_first(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> No
         assert isinstance(result.exception, ConfigError) and "Nothing was changed" in str(result.exception)
         assert "Go back to step 30?" in result.stderr
     assert len(Catalog(run.folder).sessions) == 1
+    result = CliRunner().invoke(app, ["rollback", str(run.folder), "--before", "40", "--json"], input="n\n")
+    assert "left aside" in result.stderr and "session 2 goes on from step 30" in result.stderr
     text = command("rollback", run.folder, "--before", 40, "--json", answer="y\n")
     assert json.loads(text[text.index("{") :])["step"] == 30  # before it, the answer as it was typed
 

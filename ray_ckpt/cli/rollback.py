@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, YesOption, store_options
 from ray_ckpt.cli.output import (
@@ -68,10 +69,13 @@ def rollback(
     notes = [*plan.notes()]
     if is_at_work:
         notes.append(f"{_last_record(tail)}: a training that is at work is stopped.".capitalize())
+    is_asked = not plan.is_done and not yes
     if not as_json:
-        _print_plan(plan, notes)
+        _print_plan(stdout(), plan, notes)
+    elif is_asked:  # who is asked must know what
+        _print_plan(Console(stderr=True, markup=False, highlight=False, emoji=False), plan, notes)
     if not plan.is_done:
-        if not yes:
+        if is_asked:
             confirm(f"Go back to step {plan.checkpoint.step}?")
         tier.probe_log()
     session = roll_back(tier.log, plan, now_s=time.time())
@@ -91,8 +95,7 @@ def _last_record(tail: LogTail) -> str:
     return f"its log has a record of {past_s:.0f} s ago"
 
 
-def _print_plan(plan: Rollback, notes: Iterable[str]) -> None:
-    console = stdout()
+def _print_plan(console: Console, plan: Rollback, notes: Iterable[str]) -> None:
     brief = is_narrow(console)
     history, info = plan.history, plan.checkpoint
     console.print(plain(f"run {history.run_name}  uid {history.run_uid}"), soft_wrap=True)
