@@ -432,7 +432,7 @@ def test_clocks_that_jumped_are_told_of() -> None:
     log = failed_story()
     log.now_s -= 86400
     log.trained(2, start=300, steps=100, resumed_from=log.newest, seed=2)
-    said = "Clocks jumped by up to 24.0 h; times around there are wrong by that much."
+    said = "Clocks differed or jumped by up to 24.0 h; times around there are wrong by up to that much."
     assert page(log.report()).count(said) == 2, "in the first lines, and where goodput is"
     assert "Clocks" not in page(tell_story().report())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +24,7 @@ from ray_ckpt.goodput import (
     measure_goodput,
 )
 from ray_ckpt.output_file import output_file, whole_file
-from ray_ckpt.report.facts import counted
+from ray_ckpt.report.facts import clocks_text, counted, measured_percent, span
 
 MAX_SHOWN = 50  # interruptions in a table, the last ones; JSON has all
 FIGURE_INCHES = (8, 5)
@@ -51,7 +50,6 @@ COLOURS = {
     "down_unknown": "#cfd5da",
     "no_commit": "#d9b3a6",
 }  # of MEASURED_CAUSES
-ROUNDING = 1e-6  # sums of seconds are no more exact
 MAX_TITLE = 60  # characters of a run's name in a picture, which is no wider
 SAME_S = 0.05  # a time that is printed alike is not printed as bounds
 
@@ -118,7 +116,7 @@ def _times_json(found: Goodput) -> dict[str, Any]:
 
 
 def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput) -> None:
-    headline = f"run {run_name}  {_share(found)}  wall {_span(found.wall_s)}{_told(found)}"
+    headline = f"run {run_name}  {_share(found)}  wall {span(found.wall_s)}{_told(found)}"
     console.print(plain(headline), soft_wrap=True)
     pace = "unknown" if found.step_s is None else f"{found.step_s:.3g} s"
     more = f", {counted(found.steps_lost, 'committed step')} lost" if found.steps_lost else ""
@@ -132,17 +130,15 @@ def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput)
         if time.high or not name.startswith("down_"):
             add_row(table, name, _estimate(time), part, _by_commits(name, time, by_commits), what)
     console.print(table)
-    if found.wall_s and _told_percent(found) < 100:
+    if found.wall_s and measured_percent(found) < 100:
         note = "What nobody has told of is estimated, between two bounds; see `ray_ckpt/goodput.py`."
         console.print(note, soft_wrap=True)
     if found.not_counted_s:
-        console.print(f"not counted: {_span(found.not_counted_s)} after it had finished", soft_wrap=True)
+        console.print(f"not counted: {span(found.not_counted_s)} after it had finished", soft_wrap=True)
     if found.interruptions:
         _print_interruptions(console, found)
-    if found.clock_back_s:
-        size = _span(found.clock_back_s)
-        note = f"Clocks differed or jumped by up to {size}; times around there are wrong by up to that much."
-        console.print(note, soft_wrap=True)
+    if clocks := clocks_text(found):
+        console.print(clocks, soft_wrap=True)
 
 
 def _by_commits(name: str, time: Seconds, found: Goodput) -> str:
@@ -189,12 +185,7 @@ def _share(found: Goodput) -> str:
 
 
 def _told(found: Goodput) -> str:
-    return f"  measured {_told_percent(found)} % of it" if found.wall_s else ""
-
-
-def _told_percent(found: Goodput) -> int:
-    """Of the wall time what is measured, rounded down: 100 is all of it."""
-    return math.floor(100 * found.measured_s / found.wall_s + ROUNDING)
+    return f"  measured {measured_percent(found)} % of it" if found.wall_s else ""
 
 
 def _percent(ratios: Seconds) -> str:
@@ -204,16 +195,8 @@ def _percent(ratios: Seconds) -> str:
 
 def _estimate(time: Seconds) -> str:
     if time.high - time.low < SAME_S:
-        return _span(time.estimate)
-    return f"{_span(time.estimate)} ({_span(time.low)} to {_span(time.high)})"
-
-
-def _span(time_s: float) -> str:
-    """`12.3 s`, `4.5 min`, `6.7 h`, `3.2 d`."""
-    for unit_s, unit in ((DAY_S, "d"), (HOUR_S, "h"), (60.0, "min")):
-        if time_s >= 2 * unit_s:
-            return f"{time_s / unit_s:.1f} {unit}"
-    return f"{time_s:.1f} s"
+        return span(time.estimate)
+    return f"{span(time.estimate)} ({span(time.low)} to {span(time.high)})"
 
 
 def draw(run_name: str, found: Goodput) -> bytes:

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
-from ray_ckpt.goodput import Goodput, Seconds, estimate_goodput, measure_goodput, save_s
+from ray_ckpt.goodput import CLOCK_SLACK_S, Goodput, Seconds, estimate_goodput, measure_goodput, save_s
 from ray_ckpt.report.markup import said
 from ray_ckpt.tables import drain_s, to_datetime
 from ray_ckpt.types import FAILURES, CheckpointInfo, EndCause, Level, SessionInfo
@@ -37,7 +37,6 @@ MAX_QUIET_S = 86_400.0  # without a checkpoint until then, if none tells how oft
 OVERDUE = 3.0  # usual intervals without a checkpoint, until an open session gets a warning
 RECENT_SAVES = 50  # by which the usual interval goes
 ALL_MEASURED = 99.95  # percent of the wall time: the rest is printed as nothing anyway
-CLOCK_S = 1.0  # that clocks may go back without a word: by less they are set right all the time
 
 Tone: TypeAlias = Literal["good", "warn", "bad", "plain"]
 
@@ -461,10 +460,13 @@ def measured_percent(found: Goodput) -> int:
 
 
 def clocks_text(found: Goodput) -> str:
-    """What clocks that went back do to the times; nothing if they went back by no more than they may."""
-    if found.clock_back_s < CLOCK_S:
+    """What clocks that jumped do to the times; nothing if they did by no more than they may differ."""
+    if found.clock_back_s <= CLOCK_SLACK_S:
         return ""
-    return f"Clocks jumped by up to {span(found.clock_back_s)}; times around there are wrong by that much."
+    return (
+        f"Clocks differed or jumped by up to {span(found.clock_back_s)}; "
+        "times around there are wrong by up to that much."
+    )
 
 
 def group_text(info: SessionInfo) -> str:
