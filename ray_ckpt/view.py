@@ -162,7 +162,8 @@ class CheckpointView:
             description = decode_checkpoint(data)
         except FormatError as error:
             where = files.place(names.CHECKPOINT_JSON)
-            raise type(error)(f"{where}: {error.message}", hint=error.hint or _DAMAGED) from error
+            hint = error.hint or _DAMAGED
+            raise type(error)(f"{where}: {error.message}", hint=hint, **error.fields) from error
         if (description.attempt, description.root_digest) != (self.info.id, self.info.root_digest):
             raise CorruptionError(
                 f"{files.place(names.CHECKPOINT_JSON)} does not describe what the log committed.",

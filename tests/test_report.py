@@ -407,6 +407,18 @@ def test_time_that_is_not_counted_is_said() -> None:
     assert "Not counted: 2.0 d after it had finished." in page(log.report())
 
 
+def test_no_recovery_has_time_that_is_not_counted() -> None:
+    """Prolonged after two days by a session without a step, and then by one that trains."""
+    log = Story()
+    log.create()
+    log.trained(1, start=0, steps=330, ended="finished")
+    log.now_s += 2 * 86400
+    log.trained(2, start=300, steps=0, resumed_from=log.newest, ended="process", down_s=60.0)
+    log.trained(3, start=300, steps=100, resumed_from=log.newest)
+    planned = log.report().troubles[0]
+    assert planned.recovery is not None and 60 <= planned.recovery.low <= planned.recovery.high < 300
+
+
 def test_one_of_a_kind_is_not_many() -> None:
     log = Story()
     log.create()

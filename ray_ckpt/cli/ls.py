@@ -49,7 +49,8 @@ def ls(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Write tables of the run there as Parquet files, for DuckDB or pandas, and list these.",
+            help="Write tables of the run there as Parquet files, for DuckDB or pandas, in place of older "
+            "ones, and list these.",
             show_default=False,
         ),
     ] = None,

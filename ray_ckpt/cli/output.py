@@ -254,9 +254,7 @@ def when_text(time_s: float, *, brief: bool = False) -> str:
     if to_datetime(time_s) is None:
         return "?"
     past_s = time.time() - time_s
-    ago = (
-        f"{span_text(past_s)} ago" if past_s >= 0 else f"in {span_text(-past_s)}"
-    )  # by a clock that is ahead
+    ago = f"{span_text(past_s)} ago" if past_s >= 0 else f"in {span_text(-past_s)}"  # by a clock ahead
     return ago if brief else f"{ago}, {moment_text(time_s)}"
 
 

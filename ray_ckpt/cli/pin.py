@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +20,8 @@ from ray_ckpt.cli.options import (
 from ray_ckpt.cli.output import pins_text, plain, print_json, stdout
 from ray_ckpt.core.requests import checkpoint_to_unpin
 from ray_ckpt.errors import ConfigError, RunInUse
-from ray_ckpt.rollback import open_log
+from ray_ckpt.rollback import LogTail, open_log
+from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.types import CheckpointInfo
 
 MAX_OWNER = 200  # characters; it stands in the log and in tables
@@ -70,10 +70,11 @@ def pin(
     options = store_options(storage_option)
     found = _by_service("pin", path, address, step, owner, for_s)
     if found is None:
-        tier, history = _quiet_log(path, options, even_if_at_work)
+        tier, tail = open_log(path, options)
+        _check_quiet(tier, tail, even_if_at_work)
         now_s = time.time()
         until_s = None if for_s is None else now_s + for_s
-        info = pins.pin(tier.log, history, step=step, owner=owner, expires_at_s=until_s, now_s=now_s)
+        info = pins.pin(tier.log, tail.history, step=step, owner=owner, expires_at_s=until_s, now_s=now_s)
         _tell(info, "log", as_json)
     else:
         _tell(found, "service", as_json)
@@ -96,12 +97,11 @@ def unpin(
     options = store_options(storage_option)
     found = _by_service("unpin", path, address, step, owner)
     if found is None:
-        _, tail = open_log(path, options)
-        known = checkpoint_to_unpin(tail.history, step, owner)
-        if owner in known.pins:
-            tier, history = _quiet_log(path, options, even_if_at_work)
-            known = pins.unpin(tier.log, history, step=step, owner=owner, now_s=time.time())
-        _tell(known, "log", as_json)
+        tier, tail = open_log(path, options)
+        if owner in checkpoint_to_unpin(tail.history, step, owner).pins:
+            _check_quiet(tier, tail, even_if_at_work)
+        info = pins.unpin(tier.log, tail.history, step=step, owner=owner, now_s=time.time())
+        _tell(info, "log", as_json)
     else:
         _tell(found, "service", as_json)
 
@@ -127,9 +127,8 @@ def _by_service(method: str, path: str, address: str | None, step: int, *args: A
         return info
 
 
-def _quiet_log(path: str, options: Mapping[str, str], even_if_at_work: bool) -> tuple[Any, Any]:
-    """The run's storage path, and its history. RunInUse if somebody may be at work on it."""
-    tier, tail = open_log(path, options)
+def _check_quiet(tier: RemoteTier, tail: LogTail, even_if_at_work: bool) -> None:
+    """RunInUse if somebody may be at work on the run, StoragePathError if its log cannot be written."""
     if tail.is_at_work(time.time()) and not even_if_at_work:
         past_s = max(0.0, time.time() - (tail.last_s or 0.0))
         raise RunInUse(
@@ -138,7 +137,6 @@ def _quiet_log(path: str, options: Mapping[str, str], even_if_at_work: bool) -> 
             "--even-if-at-work.",
         )
     tier.probe_log()
-    return tier, tail.history
 
 
 def _tell(info: CheckpointInfo, by: str, as_json: bool) -> None:

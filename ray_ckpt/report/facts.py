@@ -204,23 +204,26 @@ class RunReport:
         return found[::-1]
 
     def _recovery(self, number: int) -> Seconds | None:
-        """The time without steps from interruption `number` on, through sessions that had none."""
+        """The time without steps from interruption `number` on, through sessions that had none; what is not
+        counted is not in it.
+        """
         each, stepped = self.goodput.interruptions[number], self._stepped_after[number]
         if stepped is None or stepped == number:
             return each.recovery
         last = self.goodput.interruptions[stepped]
         assert last.recovery is not None
         old, times = self.goodput.tenures[number], self.goodput.tenures[stepped]
-        between_s = (
-            times.last_s - each.opened_at_s
-        )  # sessions without a step, until the last of them was down
-        down_s = each.opened_at_s - old.last_s
+        passed = self.goodput.tenures[number : stepped + 1]
+        gaps_s = [later.opened_s - earlier.closed_s for earlier, later in pairwise(passed)]  # not counted
+        down_s = each.opened_at_s - old.last_s - gaps_s[0]
+        # sessions without a step, until the last of them was down
+        between_s = times.last_s - each.opened_at_s - sum(gaps_s[1:])
         end = self.sessions[number].ended
         is_told = old.measured or (end is not None and end.last_at_s is not None)
         if is_told or old.session not in self._committed:
             down = Seconds(down_s, down_s, down_s)
         else:
-            down = Seconds(0.0, down_s, each.opened_at_s - each.last_known_s)
+            down = Seconds(0.0, down_s, each.opened_at_s - each.last_known_s - gaps_s[0])
         return down + Seconds(between_s, between_s, between_s) + last.recovery
 
     def _is_waiting(self, number: int) -> bool:
