@@ -32,7 +32,7 @@ from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import Walked, walk
 from ray_ckpt.config import MAX_METRIC_NAME, is_uri
 from ray_ckpt.connection import Connection, ProgressThread, get_connection
-from ray_ckpt.core.messages import RankProgress
+from ray_ckpt.core.messages import STILL_WRITING, RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.data import is_bound_to_world_size
 from ray_ckpt.errors import (
@@ -573,7 +573,7 @@ class Checkpointer:
         saved = False
         if not saver.wait_free(max_block_s):
             self.stats.skipped += 1
-            self._stay_out(attempt, "the save before it is still being written")
+            self._stay_out(attempt, STILL_WRITING)
         else:
             try:
                 self._capture(attempt, metrics, start_s)

@@ -54,7 +54,9 @@ PHASE = Metric(
     ("phase",),
     _LONG,
 )
-SLOW_SAVES = Metric("slow_saves", "counter", "Saves that took longer than the interval between saves.")
+SKIPPED_SAVES = Metric(
+    "skipped_saves", "counter", "Saves skipped because the one before was still being written; also dropped."
+)
 SAVE_BYTES = Metric(
     "save_bytes", "counter", "Bytes written by saves; tier: local, peer, remote.", ("tier", "node")
 )

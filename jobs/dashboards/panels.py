@@ -175,10 +175,10 @@ SAVES = Row(
         ),
         Panel(
             "Saves per hour",
-            "committed, dropped, and those that took longer than the interval.",
+            "committed, dropped, and of these the skipped ones: the save before was still being written.",
             (
                 Query(_grown("ray_ckpt_saves_total", "run, outcome"), "{{run}} {{outcome}}"),
-                Query(_grown("ray_ckpt_slow_saves_total"), "{{run}} longer than the interval"),
+                Query(_grown("ray_ckpt_skipped_saves_total"), "{{run}} skipped"),
             ),
         ),
         Panel(

@@ -320,7 +320,6 @@ class RunMachine:
 
     def _committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         yield from self._saves.committed(checkpoint)
-        yield from self._warn_of_slow_saves()
         if not self._agreement.is_urgent(checkpoint.id):  # what one costs in an emergency is no measure
             self._tempo.committed(self._saves.latency_s)
         if self._is_due(checkpoint):
@@ -336,16 +335,6 @@ class RunMachine:
         by_time_s, every = self._tempo.interval_s or 0.0, self.options.steps_between_saves
         by_steps_s = (every or 0) * self._saves.step_s
         return min((s for s in (by_time_s, by_steps_s) if s > 0), default=0.0)
-
-    def _warn_of_slow_saves(self) -> Iterator[m.Effect]:
-        """One save is in flight per rank: those that are due meanwhile are skipped, or hold training up."""
-        save_s, interval_s = self._saves.last_save_s, self.save_interval_s
-        if 0 < interval_s < save_s:
-            self._context.measure(telemetry.SLOW_SAVES)
-            yield from self._context.warn_once(
-                "Saves take longer than the time between them, so some are skipped: "
-                "save less often, or see where the time goes with `ray-ckpt show`."
-            )
 
     def _is_due(self, checkpoint: CheckpointInfo) -> bool:
         every_s = self._tempo.remote_interval_s

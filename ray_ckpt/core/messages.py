@@ -16,6 +16,8 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRest
 Token: TypeAlias = str  # names a caller that waits for a reply
 Age: TypeAlias = tuple[int, int]  # which session: the epoch in which it was begun, and its number
 
+STILL_WRITING = "the save before it is still being written"  # why a rank skips a save; counted by this text
+
 # -- values ------------------------------------------------------------------------------------------
 
 
@@ -215,7 +217,7 @@ class ReplicaEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRefused:
-    """Ranks of a node did not take part in an attempt (busy, disk full, ...)."""
+    """Ranks of a node did not take part in an attempt (`STILL_WRITING`, disk full, ...)."""
 
     attempt: AttemptId
     ranks: tuple[int, ...]

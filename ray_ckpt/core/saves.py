@@ -35,6 +35,8 @@ class Saves:
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
         self.last_save_s = 0.0  # from the beginning of the last save to its commit; 0: there was none
         self._ended_step = 0  # the highest step of the session whose attempt was committed or dropped
+        self._num_ended = 0  # attempts of the session that were
+        self._num_skipped = 0  # of these, attempts that a rank skipped: it was busy with the one before
 
     @property
     def ended_step(self) -> int:
@@ -120,11 +122,13 @@ class Saves:
         age = self._context.plan.age if self._context.plan else (0, 0)
         if age != self._age:
             self._age, self._saved_before, self._progress, self._ended_step = age, set(), {}, 0
+            self._num_ended = self._num_skipped = 0
 
     def _note_end(self, attempt: AttemptId) -> None:
         self._enter_session()
         if (attempt.epoch, attempt.session) == self._age:
             self._ended_step = max(self._ended_step, attempt.step)
+            self._num_ended += 1
 
     def end_session(self, error: CheckpointError) -> Iterator[m.Effect]:
         """A newer group comes: what is complete everywhere is committed as it is, the rest is dropped."""
@@ -304,6 +308,19 @@ class Saves:
             self._saved_before |= set(event.ranks)
             ranks = ", ".join(map(str, event.ranks))
             yield from self.drop(attempt, Unavailable(f"Rank(s) {ranks} could not take part: {event.reason}"))
+            if event.reason == m.STILL_WRITING:
+                yield from self._warn_of_skipped()
+
+    def _warn_of_skipped(self) -> Iterator[m.Effect]:
+        """Count a skipped save. Warn of the first one, and each time that the number has doubled."""
+        self._context.measure(telemetry.SKIPPED_SAVES)
+        self._num_skipped += 1
+        if self._num_skipped.bit_count() == 1:
+            yield m.Warn(
+                text=f"{self._num_skipped} of {self._num_ended} saves of session {self._age[1]} were skipped "
+                "because the save before was still being written: save less often, or see where the time "
+                "goes with `ray-ckpt show`."
+            )
 
     def progressed(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
         """Ranks that are past a step without saving it prove that the save was not collective."""

@@ -57,7 +57,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
 }
 ALERTS = "Alerts that fire"  # the panel
 RARE = {  # what a training of which nothing is lost, and nothing drilled, has none of
-    t.SLOW_SAVES,
+    t.SKIPPED_SAVES,
     t.INTERRUPTIONS,
     t.FAILURES,
     t.CORRUPT,

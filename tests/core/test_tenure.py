@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -245,20 +247,54 @@ def test_lag_and_exposure_are_told_as_gauges() -> None:
     assert (found["steps_at_risk", "a"], found["steps_at_risk", "b"]) == (4, 4)
 
 
-def test_saves_that_take_longer_than_the_time_between_them_are_counted_and_said_once() -> None:
+def warnings_of(effects: Iterable[m.Effect]) -> list[str]:
+    return [e.text for e in effects if isinstance(e, m.Warn) and "skipped" in e.text]
+
+
+def test_saves_that_take_longer_than_the_time_between_them_and_are_all_committed_warn_of_nothing() -> None:
     run = Harness("ab", every_steps=10)
     run.open("ab")
-    warnings = []
-    for step in (10, 20):
+    for step in (10, 20, 30):
         told(run, step, saved=step)  # ten steps of 2 s
         attempt = run.attempt(step)
         for node in "ab":
             facts = SaveFacts(stall_s=0.0, capture_s=15.0, local_s=15.0)
             run.tell(replace(run.stored(attempt, node), facts=facts))
         effects = run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
-        warnings += [e.text for e in effects if isinstance(e, m.Warn)]
-    assert len(samples(run, telemetry.SLOW_SAVES)) == 2
-    assert len([text for text in warnings if "take longer" in text]) == 1
+        assert not [e for e in effects if isinstance(e, m.Warn)]
+    assert not samples(run, telemetry.SKIPPED_SAVES)
+
+
+def test_skipped_saves_are_counted_and_said_again_when_twice_as_many() -> None:
+    run = Harness("ab", every_steps=10)
+    run.open("ab")
+    warnings = []
+    for step in range(10, 90, 10):
+        if step % 20:
+            warnings += warnings_of(run.save(step))
+            continue
+        skip = m.SaveRefused(attempt=run.attempt(step), ranks=(1,), reason=m.STILL_WRITING)
+        warnings += warnings_of(run.tell(skip, replace(skip, ranks=(0,))))
+    assert [re.findall(r"\d+ of \d+", text) for text in warnings] == [["1 of 2"], ["2 of 4"], ["4 of 8"]]
+    assert len(samples(run, telemetry.SKIPPED_SAVES)) == 4
+
+
+def test_a_save_that_a_rank_refuses_for_another_reason_is_not_called_skipped() -> None:
+    run = Harness("ab", every_steps=10)
+    run.open("ab")
+    assert not warnings_of(
+        run.tell(m.SaveRefused(attempt=run.attempt(10), ranks=(1,), reason="the disk is full"))
+    )
+    assert not samples(run, telemetry.SKIPPED_SAVES)
+
+
+def test_skipped_saves_of_an_earlier_group_do_not_count() -> None:
+    run = Harness("ab", every_steps=10)
+    run.open("ab")
+    run.tell(m.SaveRefused(attempt=run.attempt(10), ranks=(1,), reason=m.STILL_WRITING))
+    run.open("ab")
+    effects = run.tell(m.SaveRefused(attempt=run.attempt(20), ranks=(1,), reason=m.STILL_WRITING))
+    assert ["1 of 1" in text for text in warnings_of(effects)] == [True]
 
 
 def begin_from_another_run(run: Harness, step: int) -> None:

@@ -251,9 +251,9 @@ CASES = (
         {100: "", 106: "RayCkptSavesDropped", 170: ""},
     ),
     _case(
-        "saves slower than the interval",
-        {'ray_ckpt_slow_saves_total{run="r"}': "_x10 1x10 2x10 3x900"},
-        {25: "", 35: "RayCkptSavesSlow"},
+        "saves skipped",
+        {'ray_ckpt_skipped_saves_total{run="r"}': "_x10 1x10 2x10 3x900"},
+        {25: "", 35: "RayCkptSavesSkipped"},
     ),
     _case(
         "saves hold up training",
