@@ -76,7 +76,9 @@ class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
     def do_get(self, context: Any, ticket: Any) -> Any:
         with _told():
             request = wire.decode_get(ticket.ticket)
-        _check_run(context, request.name)
+            _check_run(context, request.name)
+            if request.ranges and (size := self._files.size(request.name)) is not None:
+                wire.check_asked(request, size)
         return flight.GeneratorStream(wire.CHUNK_SCHEMA, self._batches(request))
 
     def get_flight_info(self, context: Any, descriptor: Any) -> Any:
@@ -88,7 +90,9 @@ class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
         return flight.FlightInfo(wire.CHUNK_SCHEMA, descriptor, [], -1, total_bytes)
 
     def _batches(self, request: wire.GetRequest) -> Iterator[pa.RecordBatch]:
-        ranges: Iterable[tuple[int, int | None]] = request.ranges or ((0, None),)
+        ranges: Iterable[tuple[int, int | None]] = ((0, None),)
+        if request.ranges:
+            ranges = wire.merged(request.ranges)
         blocks = (block for at, size in ranges for block in self._files.read(request.name, at, size))
         with _told():
             for chunk in wire.gathered(blocks):

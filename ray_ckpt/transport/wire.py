@@ -18,7 +18,7 @@ import pyarrow as pa
 from typing_extensions import Buffer
 
 from ray_ckpt.errors import FormatError
-from ray_ckpt.format import names
+from ray_ckpt.format import jsontext, names
 
 CHUNK_SCHEMA = pa.schema([("chunk", pa.large_binary())])
 CHUNK_BYTES = 2 << 20  # per message: 1 to 4 MiB are equally fast, larger ones leave the CPU's caches
@@ -28,7 +28,8 @@ NOT_HERE = -1  # the size of a file that a peer does not have
 REFUSED = b"refused"  # goes with an error: this peer will not do it the next time either
 SMALL_BYTES = 64 << 10  # copied together: a message costs as much time as a copy of some MiB
 KEPT_BLOCK_BYTES = 31 << 20  # just below 32 MiB, from which on glibc adapts to nothing
-MAX_RANGES = 1_000_000  # in one request; more slices than any one file has
+MAX_RANGES = 10_000  # in one request: the rows of an extent, `restore.EXTENT_ROWS`
+MAX_REQUEST_BYTES = 1 << 20  # of a request: twice what MAX_RANGES take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,24 +68,32 @@ def encode_request(request: PutRequest | GetRequest) -> bytes:
 
 
 def decode_put(data: bytes) -> PutRequest:
+    """The request in `data`. FormatError for anything else."""
     fields = _fields(data)
-    try:
-        size, digest = int(fields["size_bytes"]), str(fields["digest"])
-        return PutRequest(name=FileName(**fields["name"]), size_bytes=size, digest=digest)
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"Not a put request: {error}.") from error
+    size = jsontext.integer(fields.get("size_bytes"), "size_bytes")
+    return PutRequest(
+        name=_name(fields), size_bytes=size, digest=jsontext.hex_digest(fields.get("digest"), "digest")
+    )
 
 
 def decode_get(data: bytes) -> GetRequest:
+    """The request in `data`. FormatError for anything else."""
     fields = _fields(data)
-    try:
-        ranges = tuple((int(offset), int(size)) for offset, size in fields["ranges"])
-        name = FileName(**fields["name"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"Not a get request: {error}.") from error
-    if len(ranges) > MAX_RANGES or any(offset < 0 or size < 0 for offset, size in ranges):
-        raise FormatError("A get request with impossible ranges.")
-    return GetRequest(name=name, ranges=ranges)
+    ranges = jsontext.array(fields.get("ranges"), "ranges")
+    if len(ranges) > MAX_RANGES:
+        raise FormatError(f"A get request of {len(ranges)} ranges; at most {MAX_RANGES} are served.")
+    return GetRequest(name=_name(fields), ranges=tuple(map(_range, ranges)))
+
+
+def check_asked(request: GetRequest, size_bytes: int) -> None:
+    """FormatError if the ranges of a request leave the file, or are more bytes than it has."""
+    asked_bytes = sum(size for _, size in request.ranges)
+    end = max((offset + size for offset, size in request.ranges), default=0)
+    if max(asked_bytes, end) > size_bytes:
+        raise FormatError(
+            f"A get request of {asked_bytes} bytes up to byte {end} of {request.name.file}, "
+            f"which ends at byte {size_bytes}."
+        )
 
 
 def batch(chunk: bytes | memoryview) -> pa.RecordBatch:
@@ -157,10 +166,19 @@ def keep_freed_memory() -> None:
 
 
 def _fields(data: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
-    except ValueError as error:
-        raise FormatError("Not a request of this protocol.") from error
-    if not isinstance(fields, dict):
-        raise FormatError("Not a request of this protocol.")
-    return fields
+    what = "A request"
+    found = jsontext.loads(data, what=what, max_bytes=MAX_REQUEST_BYTES, final_newline=False)
+    return jsontext.mapping(found, what)
+
+
+def _name(fields: dict[str, Any]) -> FileName:
+    name = jsontext.mapping(fields.get("name"), "name")
+    parts = {part: jsontext.text(name.get(part), part) for part in ("run_uid", "directory", "file")}
+    return FileName(**parts)
+
+
+def _range(value: object) -> tuple[int, int]:
+    found = jsontext.array(value, "A range")
+    if len(found) != 2:
+        raise FormatError("A range is an offset and a size.")
+    return jsontext.integer(found[0], "offset"), jsontext.integer(found[1], "size")

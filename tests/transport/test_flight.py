@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ray_ckpt.storage.files import make_dirs
 from ray_ckpt.transport import client as client_module
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.client import PeerClient
+from ray_ckpt.transport.credentials import SERVER_NAME
 from ray_ckpt.transport.server import PeerServer
 from tests.transport.peers import (
     DIRECTORY,
@@ -87,7 +88,7 @@ def test_ranges_come_in_the_order_asked_for(peer: PeerClient) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3000)), max_size=8))
 def test_any_ranges(server: PeerServer, folder: Folder, ranges: list[tuple[int, int]]) -> None:
-    data = bytes(i % 251 for i in range(8000))
+    data = bytes(i % 251 for i in range(8 * 3000))  # no fewer than the ranges together
     make_dirs(folder.path(NAME).parent)
     folder.path(NAME).write_bytes(data)
     with PeerClient(server.endpoint, credentials=OURS) as peer:
@@ -128,7 +129,7 @@ def test_other_bytes_than_announced_leave_nothing(
     peer: PeerClient, folder: Folder, changes: dict[str, Any]
 ) -> None:
     name = wire.FileName(run_uid=UID, directory="000000000011-0123456789abcdef", file=SHARD)
-    with pytest.raises(Unavailable, match=r"other bytes|impossible"):
+    with pytest.raises(Unavailable, match=r"other bytes|whole number"):
         peer.put(announce(b"1234", name=name, **changes), [b"12", b"34"])
     assert not folder.names(name)
 
@@ -173,6 +174,12 @@ def test_names_that_leave_the_folder_are_refused_on_both_ends(uid: str, director
         wire.decode_put(json.dumps({**fields, "size_bytes": 1, "digest": ""}).encode())
 
 
+def _request(*, ranges: str, size_bytes: str, digest: str = '""') -> bytes:
+    """A get and put request of these fields, good or not."""
+    name = json.dumps({"run_uid": UID, "directory": DIRECTORY, "file": SHARD})
+    return f'{{"name": {name}, "ranges": {ranges}, "size_bytes": {size_bytes}, "digest": {digest}}}'.encode()
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -183,20 +190,54 @@ def test_names_that_leave_the_folder_are_refused_on_both_ends(uid: str, director
         b'{"name": {}, "ranges": []}',
         b'{"name": 1, "ranges": 2}',
         b'{"name": {"run_uid": 1, "directory": 2, "file": 3}, "ranges": [], "size_bytes": 1, "digest": ""}',
+        b"[" * 100_000,
+        _request(ranges="[[1e400, 1]]", size_bytes="1e400"),
+        _request(ranges=f"[[{2**70}, 1]]", size_bytes=str(2**70)),
+        _request(ranges=f"[[{'9' * 5000}, 1]]", size_bytes="9" * 5000),
+        _request(ranges="[[NaN, 1]]", size_bytes="NaN"),
+        _request(ranges="[[0.0, 1]]", size_bytes="true"),
+        _request(ranges="[[0, 1, 2]]", size_bytes='"1"'),
+        _request(ranges="[[-1, 1]]", size_bytes="-1"),
+        _request(ranges="[[0, -1]]", size_bytes="null"),
+        _request(ranges=f"[{', '.join(['[0, 1]'] * 1_000_000)}]", size_bytes="[]"),
+        _request(ranges='["01"]', size_bytes="1", digest='"no digest"'),
     ],
+    ids=lambda data: data[:20].decode(errors="replace"),
 )
-def test_requests_that_are_none_are_refused(data: bytes) -> None:
+def test_requests_that_are_none_are_refused(data: bytes, server: PeerServer) -> None:
+    """Also by a real server, which goes on to serve."""
     with pytest.raises(FormatError):
         wire.decode_get(data)
     with pytest.raises(FormatError):
         wire.decode_put(data)
+    with flight.connect(server.endpoint, **_TLS) as client:
+        descriptor = flight.FlightDescriptor.for_command(data)
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: client.do_get(flight.Ticket(data), _CALL).read_all(),
+            lambda: client.get_flight_info(descriptor, _CALL),
+            lambda: client.do_put(descriptor, wire.CHUNK_SCHEMA, _CALL)[1].read(),
+        )
+        for call in calls:
+            with pytest.raises(flight.FlightServerError) as raised:
+                call()
+            assert raised.value.extra_info == wire.REFUSED  # goes with errors of ours alone
 
 
-def test_impossible_ranges_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_RANGES", 2)
-    for ranges in (((-1, 1),), ((0, -1),), ((0, 1),) * 3):
-        with pytest.raises(FormatError, match="impossible ranges"):
-            wire.decode_get(wire.encode_request(wire.GetRequest(name=NAME, ranges=ranges)))
+_TLS = {"tls_root_certs": OURS.root_cert, "override_hostname": SERVER_NAME}
+_CALL = flight.FlightCallOptions(
+    timeout=30, headers=[(wire.TOKEN_HEADER.encode(), f"{wire.TOKEN_PREFIX}{OURS.token}".encode())]
+)
+
+
+def test_a_request_for_more_bytes_than_the_file_has_is_refused(peer: PeerClient) -> None:
+    data = os.urandom(3000)
+    peer.put(announce(data), [data])
+    for ranges in ([(0, 3000)] * 2, [(0, 1), (5, 2999)], [(2**63 - 1, 1)], [(0, 2999), (0, 1), (0, 1)]):
+        with pytest.raises(Unavailable, match="ends at byte 3000") as raised:
+            list(peer.read(NAME, ranges))
+        assert raised.value.fields["refused"]
+    with pytest.raises(Unavailable, match="at most 10000 are served"):
+        list(peer.read(NAME, [(at % 2, 1) for at in range(0, 20_002, 2)]))
 
 
 def test_requests_round_trip() -> None:
@@ -341,6 +382,8 @@ def test_a_served_block_may_change_once_the_next_is_asked_for(
     strange: tuple[Answers, PeerClient], size: int
 ) -> None:
     files, peer = strange
+    make_dirs(files.path(NAME).parent)
+    files.path(NAME).write_bytes(bytes(size))
     request = wire.encode_request(wire.GetRequest(name=NAME, ranges=((0, size),)))
     stream = peer._client.do_get(flight.Ticket(request), flight.FlightCallOptions(headers=peer._headers))
     seen = np.frombuffer(b"".join(wire.chunks(stream)), np.uint8).reshape(files.num_blocks, size)
