@@ -23,7 +23,6 @@ from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 from itertools import islice, product
 from math import prod
-from reprlib import Repr
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -35,7 +34,8 @@ from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.format.shard import ITEMSIZE
-from ray_ckpt.format.tree import TensorRef, decode_tree
+from ray_ckpt.format.short import ShortRepr
+from ray_ckpt.format.tree import TensorRef, decode_tree, encode_tree
 from ray_ckpt.lazy import named
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import plan_restore
@@ -621,7 +621,7 @@ def _norm(values: npt.NDArray[np.float64]) -> float:
 
 
 _GONE = object()
-_SHORT = Repr()
+_SHORT = ShortRepr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = MAX_VALUE_CHARS
 
 
@@ -631,7 +631,7 @@ def _value_diffs(a: Any, b: Any, path: str) -> Iterator[ValueDiff]:
         return
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys((*a, *b)):
-            text = key if isinstance(key, str) else f"[{key!r}]"
+            text = key if isinstance(key, str) else f"[{_SHORT.repr(key)}]"
             below = f"{path}.{text}" if path and isinstance(key, str) else f"{path}{text}"
             yield from _value_diffs(a.get(key, _GONE), b.get(key, _GONE), below)
     elif type(a) is type(b) and isinstance(a, list | tuple) and _is_short(a) and _is_short(b):
@@ -680,6 +680,4 @@ def _shown_apart(a: Any, b: Any) -> tuple[str | None, str | None]:
 
 
 def _digest_of(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return digest(f"{value.dtype} {value.shape} ".encode() + value.tobytes())[:DIGEST_CHARS]
-    return digest(repr(value).encode())[:DIGEST_CHARS]
+    return digest(encode_tree(value))[:DIGEST_CHARS]

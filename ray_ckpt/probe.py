@@ -27,6 +27,7 @@ from ray_ckpt.capture.rng import GeneratorItem, RngItem
 from ray_ckpt.capture.walk import bytes_digest, map_leaves, walk
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.digest import digest
+from ray_ckpt.format.short import key_text
 from ray_ckpt.format.tree import TensorRef, encode_tree
 
 MAX_STEPS = 1000  # that are compared: a line per step and rank, of about 100 bytes per tensor and value
@@ -208,7 +209,7 @@ def _note_values(value: Any, name: str, notes: dict[str, str]) -> None:
         notes[name] = f"tensor {value.key}"
     elif _is_split(value) and 0 < len(value) <= MAX_NOTES - len(notes):
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            _note_values(child, f"{name}.{key}", notes)
+            _note_values(child, f"{name}.{key_text(key)}", notes)
     elif _is_shown(value):
         notes[name] = repr(value)
     else:

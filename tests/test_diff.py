@@ -8,6 +8,7 @@ import shutil
 import threading
 import tracemalloc
 import uuid
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -435,6 +436,34 @@ def test_long_values_are_shown_where_they_differ(log: RunLog) -> None:
     assert (text.a or "").endswith(" (200 long)") and (text.b or "").endswith(" (201 long)")
     assert (deep.a or "").endswith(" ([99]: 99)") and (deep.b or "").endswith(" ([99]: 'last')")
     assert max(len(diff.b or "") for diff in found.values()) < 2 * MAX_VALUE_CHARS
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (10**5000, -(10**5000)),
+        (10**9000, 10**9000 + 10**4500),
+        ([10**5000, 1], [10**5000, 2]),
+        ({10**5000}, {10**5000 + 1}),
+        ({10**5000: 1}, {10**5000: 2}),
+        (OrderedDict({10**5000: [10**6000]}), OrderedDict({10**5000: 3})),
+        (defaultdict(list, {3: [10**5000] * 100}), defaultdict(list, {3: [*[10**5000] * 99, 7]})),
+        (Counter({10**5000: 1}), Counter({10**5000: 10**6000})),
+        ((10**5000, {"a": (10**5000,)}), [10**5000]),
+    ],
+    ids=range(9),
+)
+def test_ints_of_any_length_are_compared(log: RunLog, before: object, after: object) -> None:
+    """Python writes no int of more than 4,300 digits in decimal."""
+    for step, value in ((1, before), (2, after)):
+        save(log, step, {"model.w": torch.zeros(1)}, values={"x": value})
+    catalog = Catalog(log.folder)
+    (found,) = compare(catalog[1], catalog[2]).values()
+    assert found.name.startswith("x") and found.a != found.b
+    assert max(len(found.name), len(found.a or ""), len(found.b or "")) < 3 * MAX_VALUE_CHARS
+    assert compare(catalog[1], catalog[1]).values() == ()
+    lines = CliRunner().invoke(app, ["diff", str(log.folder), "1", "2"])
+    assert lines.exception is None, lines.exception
 
 
 def test_damaged_values_are_an_error(log: RunLog) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import reprlib
 import warnings
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -42,6 +41,7 @@ from torch.optim.lr_scheduler import (
 from torch.optim.swa_utils import SWALR
 
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.format.short import ShortRepr
 
 MAX_ELEMENTS = 1_000  # of a tensor that is a setting; larger ones are state
 MAX_NAMED = 20  # names in one hint
@@ -58,7 +58,7 @@ _GOES_WITH = {"max_lr": "lr", "min_lr": "lr", "schedule_phases": "total_steps", 
 """What is kept too when the other is kept, for the two make no sense apart."""
 _RATES = frozenset({"lr", "max_lr", "min_lr"})
 
-_SHORT = reprlib.Repr()
+_SHORT = ShortRepr()
 _SHORT.maxtuple = _SHORT.maxdict = 6
 _SHORT.maxstring = 40
 

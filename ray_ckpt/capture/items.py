@@ -20,6 +20,7 @@ from ray_ckpt.capture.per_rank import PerRankItem
 from ray_ckpt.capture.rng import generator_item
 from ray_ckpt.data import loader_problems
 from ray_ckpt.errors import UnsupportedItem
+from ray_ckpt.format.short import key_text
 
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
@@ -446,7 +447,7 @@ def _structure_problems(target: Any, saved: Any, path: str) -> list[str]:
     if not here and not isinstance(saved, dict | list):
         return []
     if isinstance(target, MutableMapping) and isinstance(saved, Mapping) and target.keys() == saved.keys():
-        pairs = [(target[key], saved[key], f"{path}.{key}") for key in target]
+        pairs = [(target[key], saved[key], f"{path}.{key_text(key)}") for key in target]
     elif isinstance(target, MutableSequence) and isinstance(saved, list) and len(target) == len(saved):
         pairs = [(a, b, f"{path}.{i}") for i, (a, b) in enumerate(zip(target, saved, strict=True))]
     elif _is_plain_list(target) and _is_plain_list(saved):

@@ -14,8 +14,9 @@ import torch
 from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
 from ray_ckpt.capture.items import Item, local_tensor
 from ray_ckpt.capture.pieces import Pieces
-from ray_ckpt.errors import UnsupportedLeaf
+from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.digest import digest
+from ray_ckpt.format.short import key_text
 from ray_ckpt.format.tree import TensorRef, TorchDtype
 from ray_ckpt.types import Slice
 
@@ -215,7 +216,7 @@ def map_leaves(value: Any, visit: Any, path: tuple[str, ...]) -> Any:
     """Rebuild plain dicts, lists and tuples with `visit(child, path)`; torch dtypes become TorchDtype."""
     kind = type(value)
     if isinstance(value, dict) and kind.__module__ in ("builtins", "collections"):
-        mapped = {k: visit(v, (*path, str(k))) for k, v in value.items()}
+        mapped = {k: visit(v, (*path, key_text(k))) for k, v in value.items()}
         return mapped if kind is dict else _same_kind(value, mapped)
     if kind is list or kind is tuple:
         return kind(visit(v, (*path, str(i))) for i, v in enumerate(value))
@@ -244,10 +245,17 @@ def replace_refs(tree: Any, found: Callable[[TensorRef, tuple[str, ...]], Any]) 
         if isinstance(value, TensorRef):
             return found(value, path)
         if isinstance(value, TorchDtype):
-            return getattr(torch, value.name)
+            return _dtype(value.name)
         return map_leaves(value, visit, path)
 
     return visit(tree, ())
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise FormatError(f"The state names the dtype {name!r}, which this torch has not.")
+    return found
 
 
 def slices_of(

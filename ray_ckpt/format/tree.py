@@ -22,6 +22,7 @@ import numpy as np
 
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.jsontext import Pairs, loads, unique_keys
+from ray_ckpt.format.short import ShortRepr
 
 MAX_TREE_BYTES = 256 * 2**20  # of JSON; larger things belong into tensors, which are never parsed
 MAX_DEPTH = 100  # containers inside each other; real states have about 10, the JSON parser allows about 900
@@ -37,6 +38,9 @@ _HEX_INT = re.compile(r"-?0x[0-9a-f]+\Z")
 _NUMPY_DTYPE = re.compile(
     r"([<>|][biufcSU][1-9]\d{0,8}|[<>][mM]8(\[\d{0,6}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)\Z"
 )
+
+_SHORT = ShortRepr()
+_SHORT.maxstring = _SHORT.maxlong = 80
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,7 @@ def _path_text(path: Iterable[str | int | None]) -> str:
         elif isinstance(step, str) and step.isidentifier():
             text += f".{step}" if text else step
         else:
-            text += f"[{step!r:.80}]"
+            text += f"[{_SHORT.repr(step)}]"
     return text
 
 

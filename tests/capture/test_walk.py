@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ray_ckpt.capture.items import Item, adapt
 from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, bytes_digest, resolve_leaves, walk
-from ray_ckpt.errors import UnsupportedLeaf
+from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.shard import ITEMSIZE
-from ray_ckpt.format.tree import TensorRef
+from ray_ckpt.format.tree import TensorRef, TorchDtype
 from ray_ckpt.types import Slice
 
 
@@ -87,6 +87,18 @@ def test_two_tensors_cannot_have_one_name() -> None:
     clash = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
     with pytest.raises((UnsupportedLeaf, ValueError)):
         walk(items_of(state=clash), rank=0, world_size=2)
+
+
+def test_keys_of_any_length_name_tensors() -> None:
+    """Python writes no int of more than 4,300 digits in decimal."""
+    walked = walk(items_of(state={10**5000: torch.zeros(1), 7: 1}), rank=0, world_size=1)
+    assert keys(walked) == [f"state.{10**5000:#x}"]
+
+
+@pytest.mark.parametrize("name", ["load", "nothing", "nn"])
+def test_a_dtype_that_torch_has_not_is_refused(name: str) -> None:
+    with pytest.raises(FormatError, match=f"dtype '{name}'"):
+        resolve_leaves({"dtype": TorchDtype(name)}, {})
 
 
 def test_trees_come_back_as_they_were() -> None:

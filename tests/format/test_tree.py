@@ -164,6 +164,7 @@ class Opaque:
         (Opaque(), "", "Opaque"),
         ({"p": Point(1, 2)}, "p", "Point"),
         ({"d": {(1, 2): 3}}, "d", "keys must be str or int"),
+        ({10**5000: object()}, f"[{hex(10**5000)[:38]}...{'0' * 39}]", "only pickle"),
         ({"d": {True: 3}}, "d", "keys must be str or int"),
         ({"d": {np.int64(1): 3}}, "d", "keys must be str or int"),
         ({"d": defaultdict(lambda: 0)}, "d", "factory"),
