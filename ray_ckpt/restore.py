@@ -24,7 +24,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
+from ray_ckpt.errors import CheckpointError, CorruptionError, FormatError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.storage.remote import RemoteRef, RemoteTier
 from ray_ckpt.transport.credentials import Credentials
@@ -344,9 +344,9 @@ class SourceReader:
                 try:
                     with contextlib.closing(job.way.read(_ranges(job.left, job.gap_bytes))) as blocks:
                         self._verify(job, _Pieces(self._paced(blocks)), sink_for, intact)
-                except CorruptionError as error:  # of a compressed frame: the rows behind it may be intact
-                    if job.left:
-                        job.left.popleft()
+                except CorruptionError as error:  # of a frame: the rows behind may be intact
+                    is_table = isinstance(error, FormatError)
+                    _leave_out(job.left, math.inf if is_table else error.fields.get("end", 0))
                     self._reject(f"{job.tally.file} on {job.tally.tier} {job.tally.where}: {error}")
         finally:
             job.way.check()
@@ -478,6 +478,14 @@ def _extents(way: Way, tally: _Tally, placed: Sequence[tuple[int, ManifestRow]])
         size += row.nbytes
     if part:
         yield _Job(way, tally, part)
+
+
+def _leave_out(left: deque[tuple[int, ManifestRow]], end: float) -> None:
+    """Drop the rows that begin before byte `end` of their file, and at least one."""
+    if left:
+        left.popleft()
+    while left and left[0][0] < end:
+        left.popleft()
 
 
 def _gap(end: int, start: int, gap_bytes: int) -> int:

@@ -143,6 +143,7 @@ class CheckpointFiles(SavedFiles):
         self.location = location
         self._store = store
         self._folder = folder
+        self._tables: dict[str, CheckpointFile | FormatError] = {}  # of compressed files that were opened
 
     @property
     def folder_name(self) -> str:
@@ -173,7 +174,19 @@ class CheckpointFiles(SavedFiles):
             return CheckpointFile(size_bytes=size, read=partial(self._store.read, path))
         if not names.is_shard_name(name) or (size := self._stored_bytes.get(name + zstd.SUFFIX)) is None:
             return None
-        reader = zstd.SeekableReader(partial(self._store.read, path + zstd.SUFFIX), size)
+        if name not in self._tables:
+            self._tables[name] = self._read_table(path + zstd.SUFFIX, size)
+        file = self._tables[name]
+        if isinstance(file, FormatError):
+            raise file.with_traceback(None)
+        return file
+
+    def _read_table(self, stored: str, size: int) -> CheckpointFile | FormatError:
+        try:
+            reader = zstd.SeekableReader(partial(self._store.read, stored), size)
+        except FormatError as error:
+            where = self.place(stored.rpartition("/")[2])
+            return type(error)(f"{where}: {error.message}", hint=error.hint, **error.fields)
         return CheckpointFile(size_bytes=reader.raw_size, read=reader.read)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import shutil
+import struct
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +25,18 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ray_ckpt
+from ray_ckpt import diff, restore
 from ray_ckpt.capture.items import Item, adapt
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.catalog import Catalog
-from ray_ckpt.errors import ConfigError, CorruptionError, MismatchError, RestoreError
-from ray_ckpt.format import names, records
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, MismatchError, RestoreError
+from ray_ckpt.format import names, records, zstd
+from ray_ckpt.format.zstd import parse_table as zstd_parse_table
 from ray_ckpt.location import Location
 from ray_ckpt.opened import OpenedRun
 from ray_ckpt.storage.remote import open_store
 from ray_ckpt.testing.strict_store import Fault, Flip, Match, Status, StrictStore, Truncate
+from ray_ckpt.verify import verify_files
 from tests.sample_run import (
     RankState,
     RunLog,
@@ -259,6 +265,62 @@ def test_a_damaged_frame_of_a_compressed_shard_is_an_error(run: SampleRun, opene
     flip(run.directory(50) / f"{SHARD}.zst", 200)
     with pytest.raises(RestoreError, match="Frame 0 of a compressed file is damaged"):
         opened.load("model")
+
+
+@pytest.mark.parametrize("harm", ["a frame", "a table", "a long table"])
+def test_a_seek_table_is_parsed_once(
+    run: SampleRun, opened: OpenedRun, harm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many slices are read, by whatever reads them; with its time, a table is read again."""
+    step = run.directory(50)
+    compress_shards(step)
+    path = step / f"{SHARD}.zst"
+    if harm == "a frame":
+        flip(path, 200)
+    elif harm == "a table":
+        flip(path, path.stat().st_size - 20)
+    else:
+        path.write_bytes(seek_table(zstd.MAX_FRAMES))
+    parsed: list[int] = []
+
+    def parse_table(tail: bytes, stored_size: int) -> zstd.SeekTable:
+        parsed.append(stored_size)
+        return zstd_parse_table(tail, stored_size)
+
+    monkeypatch.setattr(zstd, "parse_table", parse_table)
+    small = {"EXTENT_BYTES": dict.fromkeys(restore.EXTENT_BYTES, 1), "num_threads": lambda tier: 1}
+    for name, value in small.items():
+        monkeypatch.setattr(restore, name, value)
+    view = opened.catalog[50]
+    comparison = diff.compare(opened.catalog[30], view)
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: opened.load("model.*"),
+        lambda: view.tensors()[WEIGHT].load(),
+        lambda: view.tensors()["model.head"].load(),
+    )
+    shards = 2
+    for read in readers:
+        for _ in range(3):
+            with contextlib.suppress(CheckpointError):
+                read()
+    assert len(parsed) <= 2 * shards, "one of the run, one of the view"
+    assert {found.status for found in comparison} & {"damaged"}
+    verify_files(view.files())
+    assert len(parsed) <= 4 * shards
+    os.utime(path, (1, 1))
+    with contextlib.suppress(CheckpointError):
+        opened.load(WEIGHT)
+    with contextlib.suppress(CheckpointError):
+        opened.load(WEIGHT)
+    assert len(parsed) <= 5 * shards
+
+
+def seek_table(num_frames: int) -> bytes:
+    """A compressed file of so many frames of one byte each, none of which is any."""
+    entries = struct.pack("<II", 1, zstd.FRAME_BYTES) * num_frames
+    footer = struct.pack("<IBI", num_frames, 0, 0x8F92EAB1)
+    header = struct.pack("<II", 0x184D2A5E, len(entries) + len(footer))
+    return bytes(num_frames) + header + entries + footer
 
 
 def test_a_damaged_state_file_is_an_error(run: SampleRun, opened: OpenedRun) -> None:

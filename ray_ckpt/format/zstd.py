@@ -241,6 +241,10 @@ class SeekableReader:
     def raw_size(self) -> int:
         return self._table.raw_size
 
+    @property
+    def num_frames(self) -> int:
+        return self._table.num_frames
+
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         """The bytes of the ranges (offset, size), one after the other, in views of at most a frame.
 
@@ -296,7 +300,8 @@ def _decode_frame(
 
 
 def _damaged(frame: int, what: str) -> CorruptionError:
-    return CorruptionError(f"Frame {frame} of a compressed file is damaged: {what}.", frame=frame)
+    end = (frame + 1) * FRAME_BYTES
+    return CorruptionError(f"Frame {frame} of a compressed file is damaged: {what}.", frame=frame, end=end)
 
 
 class _Cutter:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
-from ray_ckpt.errors import CorruptionError, StorageNotShared, StoragePathError
+from ray_ckpt.errors import CorruptionError, FormatError, StorageNotShared, StoragePathError
 from ray_ckpt.format import names, zstd
 from ray_ckpt.location import Location, storage_options
 from ray_ckpt.storage.direct import read_blocks_direct
@@ -32,13 +32,36 @@ CLOCK_FILE = "clock.probe"  # written to see the store's time
 PROBE_FILE = "shared.probe"  # beside the log: what the coordinator left there for the nodes to find
 MAX_PROBE_BYTES = 1 << 10
 MAX_OPEN = 16  # tiers that a process keeps open: runs of one service, or of one notebook
-MAX_READERS = 256  # of compressed files, each with a table of 8 bytes for 4 MiB: kept for the next read
+MAX_READERS = 256  # of compressed files, kept for the next read
+MAX_READER_FRAMES = 4 << 20  # of all of them: 16 TiB of raw files, or 32 MiB of tables
 
 
 class Pace(Protocol):
     """Lets bytes leave when they may."""
 
     def wait(self, nbytes: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """What the seek table of a compressed file gave: a reader, or why there is none.
+
+    It counts as long as the stored file has this size and time: a damaged table is not read again for each
+    slice, and a file that was stored again is.
+    """
+
+    size_bytes: int
+    modified_s: float
+    found: zstd.SeekableReader | FormatError
+
+    @property
+    def num_frames(self) -> int:
+        return self.found.num_frames if isinstance(self.found, zstd.SeekableReader) else 0
+
+    def reader(self) -> zstd.SeekableReader:
+        if isinstance(self.found, FormatError):
+            raise self.found.with_traceback(None)
+        return self.found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +107,7 @@ class RemoteTier:
         self._options = options
         self._lock = threading.Lock()
         self._opened: tuple[FileStore, LogStore] | None = None
-        self._readers: dict[str, zstd.SeekableReader] = {}
+        self._tables: dict[str, _Table] = {}
 
     @property
     def where(self) -> str:
@@ -197,7 +220,7 @@ class RemoteTier:
         As `FileStore.read`; CorruptionError if a compressed frame is damaged.
         """
         name, store = _name(directory, file), self.files
-        if name not in self._readers:
+        if name not in self._tables:
             try:
                 yield from store.read(name, ranges)
                 return
@@ -207,13 +230,13 @@ class RemoteTier:
         try:
             yield from self._reader(name).read(ranges)
         except (OSError, EOFError, CorruptionError):
-            self._forget(name)  # it may have been stored again since, in another form
+            self._forget_changed(name)  # it may have been stored again since, in another form
             raise
 
     def size(self, directory: str, file: str) -> int | None:
         """How many bytes were saved; None if it is not there."""
         name = _name(directory, file)
-        size = None if name in self._readers else self.files.size(name)
+        size = None if name in self._tables else self.files.size(name)
         if size is not None or not names.is_shard_name(file):
             return size
         try:
@@ -234,22 +257,46 @@ class RemoteTier:
 
     def _forget(self, name: str) -> None:
         with self._lock:
-            self._readers.pop(name, None)
+            self._tables.pop(name, None)
 
-    def _reader(self, name: str) -> zstd.SeekableReader:
-        """Of the compressed form of a file. FileNotFoundError if there is none."""
+    def _forget_changed(self, name: str) -> None:
+        """Forget the table of a file that is not the one any more that it was read from."""
         with self._lock:
-            if (reader := self._readers.get(name)) is not None:
-                return reader
+            table = self._tables.get(name)
         stored = name + zstd.SUFFIX
+        try:
+            same = table is not None and (table.size_bytes, table.modified_s) == self._stamp(stored)
+            same = same and self.files.size(name) is None
+        except OSError:
+            same = False
+        if not same:
+            self._forget(name)
+
+    def _stamp(self, stored: str) -> tuple[int, float]:
+        """Size and time of a stored file. FileNotFoundError, OSError."""
         size = self.files.size(stored)
         if size is None:
-            raise FileNotFoundError(f"{self.where}/{name} is not there")
-        reader = zstd.SeekableReader(functools.partial(self.files.read, stored), size)
+            raise FileNotFoundError(f"{self.where}/{stored} is not there")
+        return size, self.files.modified_s(stored)
+
+    def _reader(self, name: str) -> zstd.SeekableReader:
+        """Of the compressed form of a file. FileNotFoundError if there is none; FormatError."""
         with self._lock:
-            if len(self._readers) >= MAX_READERS:
-                self._readers.clear()
-            return self._readers.setdefault(name, reader)
+            if (table := self._tables.get(name)) is not None:
+                return table.reader()
+        stored = name + zstd.SUFFIX
+        size, modified_s = self._stamp(stored)
+        found: zstd.SeekableReader | FormatError
+        try:
+            found = zstd.SeekableReader(functools.partial(self.files.read, stored), size)
+        except FormatError as error:
+            found = type(error)(f"{self.where}/{stored}: {error.message}", hint=error.hint, **error.fields)
+        table = _Table(size_bytes=size, modified_s=modified_s, found=found)
+        with self._lock:
+            num_frames = sum(each.num_frames for each in self._tables.values()) + table.num_frames
+            if len(self._tables) >= MAX_READERS or num_frames > MAX_READER_FRAMES:
+                self._tables.clear()
+            return self._tables.setdefault(name, table).reader()
 
     # -- folders of checkpoints --------------------------------------------------------------------------
 
