@@ -33,3 +33,7 @@ class Budget:
             return False
         self._left_bytes -= nbytes
         return True
+
+    def give_back(self, nbytes: float) -> None:
+        """Return bytes that were taken and not used."""
+        self._left_bytes = min(self._left_bytes + nbytes, self.burst_bytes)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
+from ray_ckpt.core.links import Links
 from ray_ckpt.core.messages import Age, DiskSpace, Inventory, SessionPlan, Warn
 from ray_ckpt.telemetry import Metric, Sample
 from ray_ckpt.types import CheckpointInfo, Level
@@ -25,6 +26,7 @@ class Holders:
         self.live: frozenset[str] = frozenset()
         self.bad_remote: set[str] = set()  # live attempts whose copy on the storage path is damaged
         self._nodes: dict[str, dict[int, set[str]]] = {}
+        self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files of a copy that failed
         self._disks: dict[str, str] = {}  # disk -> the node that it was last found on
         self._left: set[str] = set()  # nodes whose disk was found on another since; their late words are void
 
@@ -39,6 +41,14 @@ class Holders:
     def anywhere(self, attempt: str) -> frozenset[str]:
         """Nodes that hold any part of it."""
         return frozenset().union(*self._nodes.get(attempt, {}).values())
+
+    def note_tried(self, attempt: str, node: str) -> None:
+        """Note that a copy to a node failed: it may lie there in part, or whole if only the answer was lost."""
+        self._tried.setdefault(attempt, set()).add(node)
+
+    def may_have(self, attempt: str) -> frozenset[str]:
+        """Live nodes that hold any part of it, or have been sent one."""
+        return self.live & self.anywhere(attempt).union(self._tried.get(attempt, ()))
 
     def num_copies(self, attempt: str, num_nodes: int) -> int:
         """Copies besides the first that every fragment has; -1 if a fragment is held by nobody."""
@@ -68,6 +78,7 @@ class Holders:
 
     def forget(self, attempt: str) -> None:
         self._nodes.pop(attempt, None)
+        self._tried.pop(attempt, None)
 
     def lose(self, nodes: frozenset[str]) -> None:
         for fragments in self._nodes.values():
@@ -102,6 +113,7 @@ class Context:
     options: RunOptions
     ledger: Ledger
     holders: Holders = field(default_factory=Holders)
+    links: Links = field(default_factory=Links)
     plan: SessionPlan | None = None
     draining: frozenset[str] = frozenset()
     leaves_at_s: Mapping[str, float] = field(default_factory=dict)  # of draining nodes (monotonic), if known

@@ -300,7 +300,7 @@ class RunMachine:
                 checkpoint = self.history.checkpoints[attempt]
                 self._drains.finish(attempt)
                 # Also where no whole fragment is: a copy that was cut off leaves files.
-                places = self._context.holders.anywhere(attempt).union(self._context.session_nodes())
+                places = self._context.holders.may_have(attempt).union(self._context.session_nodes())
                 yield from self._deletions.start(
                     checkpoint,
                     places & self._context.holders.live,
@@ -568,8 +568,20 @@ class RunMachine:
     def _(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
         if self._is_stale(event):
             return
+        yield from self._note_link(event)
         self._upkeep.copied(event)
         yield from self._saves.replica_ended(event)
+
+    def _note_link(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
+        """Note whether the holder answered the source, so that others are asked while it does not."""
+        links, source, holder = self._context.links, event.source, event.holder
+        if event.error is None:
+            links.worked(source, holder)
+        elif event.is_unreachable and links.failed(source, holder, self._context.now_s):
+            yield m.Warn(
+                text=f"Node {source[:12]} does not reach node {holder[:12]}: {event.error} "
+                "Copies go to other nodes if there are any, else they are made when it answers again."
+            )
 
     def _is_stale(self, event: m.NodeStored | m.ReplicaEnded) -> bool:
         """Said before the node heard of this coordinator: its predecessor may have had it deleted since.
@@ -724,6 +736,7 @@ class RunMachine:
             if missed := lost & self.needed_nodes():  # the agents of others may just have been ended
                 self._context.measure(telemetry.FAILURES, len(missed), cause="node")
             self._context.holders.lose(lost)
+            self._context.links.forget(lost)
             yield from self._saves.nodes_lost(lost)
             self._collected(self._deletions.lost(lost))
             self._drains.lost(lost)

@@ -213,6 +213,8 @@ class ReplicaEnded:
     holder: str
     error: str | None
     epoch: int | None = None  # that the source obeyed when it began; None: as of NodeStored
+    source: str = ""  # the node that sent it; "" if that is not known
+    is_unreachable: bool = False  # the holder did not answer the source; the error says nothing of its disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,25 @@ class FragmentWritten:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopyEnded:
+    """A copy has arrived on its holder, or has failed."""
+
+    attempt: AttemptId
+    node_index: int
+    holder: str
+    epoch: int  # that this node obeyed when it began
+    error: str | None
+    is_unreachable: bool = False  # the holder gave no sign of life for some seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerReturned:
+    """A peer that could not be reached has answered, or has been asked for long enough."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     """The coordinator of that epoch has told what became of an attempt."""
 
@@ -137,7 +156,9 @@ Order: TypeAlias = (
 """What a coordinator says. The words of one whose epoch is below the highest heard of are void."""
 
 
-NodeEvent: TypeAlias = ShardSealed | ShardWritten | SaveFailed | FragmentWritten | Order
+NodeEvent: TypeAlias = (
+    ShardSealed | ShardWritten | SaveFailed | FragmentWritten | CopyEnded | PeerReturned | Order
+)
 
 # -- effects -----------------------------------------------------------------------------------------
 
@@ -180,12 +201,31 @@ class TellRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCopy:
-    """Send the fragment's files, then the fragment, from this node's disk; tell the coordinator the end."""
+    """Send the fragment's files, then the fragment, from this node's disk; answer with CopyEnded."""
 
     epoch: int  # that this node obeys now; told with the end
     attempt: AttemptId
     node_index: int
     holder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellCopied:
+    """Report to the coordinator how a copy ended."""
+
+    epoch: int  # that this node obeyed when the copy began
+    attempt: AttemptId
+    node_index: int
+    holder: str
+    error: str | None
+    is_unreachable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbePeer:
+    """Ask a peer that could not be reached every few seconds whether it is there; answer with PeerReturned."""
+
+    peer: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +278,8 @@ NodeEffect: TypeAlias = (
     | TellStored
     | TellRefused
     | SendCopy
+    | TellCopied
+    | ProbePeer
     | Settle
     | DeleteFolder
     | PersistEpoch
@@ -276,6 +318,7 @@ class NodeMachine:
         self.epoch = epoch  # of the newest coordinator heard of
         self.outcomes: OrderedDict[str, Outcome] = OrderedDict()
         self._deleted: OrderedDict[str, None] = OrderedDict()  # attempts whose deletion was ordered
+        self._unreachable: set[str] = set()  # peers that are probed until they answer
 
     def handle(self, event: NodeEvent) -> tuple[NodeEffect, ...]:
         """Apply one event; the effects are to be carried out in order."""
@@ -292,6 +335,10 @@ class NodeMachine:
         """What a folder still has of it is on its way out and must not be counted on."""
         outcome = self.outcomes.get(attempt)
         return attempt in self._deleted or (outcome is not None and outcome.is_deleted)
+
+    def reaches(self, peer: str) -> bool:
+        """Return False while a peer that could not be reached has not answered again."""
+        return peer not in self._unreachable
 
     @singledispatchmethod
     def _on(self, event: Any) -> Iterable[NodeEffect]:
@@ -398,9 +445,39 @@ class NodeMachine:
 
     @_on.register
     def _(self, event: CopyOrdered) -> Iterator[NodeEffect]:
-        yield SendCopy(
-            epoch=self.epoch, attempt=event.attempt, node_index=event.node_index, holder=event.holder
+        yield self._copy(event.attempt, event.node_index, event.holder)
+
+    def _copy(self, attempt: AttemptId, node_index: int, holder: str) -> SendCopy | TellCopied:
+        """Send a copy, or report at once that its holder cannot be reached: one save waits for that, no more."""
+        if self.reaches(holder):
+            return SendCopy(epoch=self.epoch, attempt=attempt, node_index=node_index, holder=holder)
+        return TellCopied(
+            epoch=self.epoch,
+            attempt=attempt,
+            node_index=node_index,
+            holder=holder,
+            error="it has not answered since an earlier copy.",
+            is_unreachable=True,
         )
+
+    @_on.register
+    def _(self, event: CopyEnded) -> Iterator[NodeEffect]:
+        if event.is_unreachable and self.reaches(event.holder):
+            self._unreachable.add(event.holder)
+            yield ProbePeer(peer=event.holder)
+        yield TellCopied(
+            epoch=event.epoch,
+            attempt=event.attempt,
+            node_index=event.node_index,
+            holder=event.holder,
+            error=event.error,
+            is_unreachable=event.is_unreachable,
+        )
+
+    @_on.register
+    def _(self, event: PeerReturned) -> Iterable[NodeEffect]:
+        self._unreachable.discard(event.peer)
+        return ()
 
     @_on.register
     def _(self, event: DeleteOrdered) -> Iterator[NodeEffect]:
@@ -429,7 +506,7 @@ class NodeMachine:
             metrics=save.metrics,
         )
         for holder in here.holders:
-            yield SendCopy(epoch=self.epoch, attempt=save.attempt, node_index=here.node_index, holder=holder)
+            yield self._copy(save.attempt, here.node_index, holder)
 
     @_on.register
     def _(self, event: Published) -> Iterator[NodeEffect]:

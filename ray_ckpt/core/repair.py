@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ray_ckpt.core.budget import Budget
 from ray_ckpt.core.context import Holders
+from ray_ckpt.core.links import Links
 from ray_ckpt.core.messages import ReplicaEnded, Replicate
 from ray_ckpt.core.placement import domain_of
 from ray_ckpt.types import CheckpointInfo, Level
@@ -58,12 +59,18 @@ class _Trouble:
     not_before_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Underway:
+    started_s: float
+    taken_bytes: float  # from the budget
+
+
 class Repairs:
     """Which copies are under way, and which did not work."""
 
     def __init__(self) -> None:
         self.deficit = 0  # copies that were missing at the last look, of fragments that are somewhere
-        self._active: dict[Replicate, float] = {}  # with the time of its start
+        self._active: dict[Replicate, _Underway] = {}
         self._trouble: dict[tuple[str, int], _Trouble] = {}
 
     def assign(
@@ -74,6 +81,7 @@ class Repairs:
         replicas: int,
         domains: Mapping[str, str],
         draining: Set[str],
+        links: Links,
         budget: Budget,
         now_s: float,
     ) -> Iterator[Replicate]:
@@ -90,31 +98,44 @@ class Repairs:
             for _ in range(need.missing - len(self._on_their_way(need))):
                 if len(self._active) >= MAX_ACTIVE:
                     return
-                copy = self._plan(need, staying, domains, load, now_s)
+                copy = self._plan(need, staying, domains, load, links, now_s)
                 if copy is None:
                     break
                 nbytes = need.checkpoint.size_bytes / need.checkpoint.num_nodes
                 if need.staying and not budget.take(nbytes, now_s):  # what is about to be lost waits for none
                     return
-                self._active[copy] = now_s
+                self._active[copy] = _Underway(now_s, nbytes if need.staying else 0.0)
                 load[copy.holder] += 1
                 yield copy
 
-    def ended(self, event: ReplicaEnded, now_s: float) -> None:
-        """A copy has arrived or failed; others than those of repair are ignored."""
-        where = (event.attempt, event.node_index, event.holder)
+    def ended(self, event: ReplicaEnded, now_s: float) -> float:
+        """Note that a copy has arrived or failed; other copies than those of repair are ignored.
+
+        Returns the bytes that were taken from the budget and not sent. A holder that could not be reached is
+        not blamed: the copy is ordered again as soon as its link may work again.
+        """
+        where, unused_bytes = (event.attempt, event.node_index, event.holder), 0.0
         for copy in list(self._active):
             if (copy.attempt, copy.node_index, copy.holder) == where:
-                del self._active[copy]
-                if event.error is not None:
+                underway = self._active.pop(copy)
+                if event.is_unreachable:
+                    unused_bytes += underway.taken_bytes
+                elif event.error is not None:
                     self._failed(copy, now_s)
+        return unused_bytes
 
     def lost(self, nodes: Set[str]) -> None:
         """Copies from and to dead nodes have ended; that is nobody's failure."""
         self._active = {c: at for c, at in self._active.items() if not {c.source, c.holder} & nodes}
 
     def _plan(
-        self, need: _Need, staying: Set[str], domains: Mapping[str, str], load: Counter[str], now_s: float
+        self,
+        need: _Need,
+        staying: Set[str],
+        domains: Mapping[str, str],
+        load: Counter[str],
+        links: Links,
+        now_s: float,
     ) -> Replicate | None:
         """The next copy of a fragment, from where to where. None if it has to wait or nobody can take it."""
         attempt, index = need.checkpoint.id, need.node_index
@@ -122,18 +143,16 @@ class Repairs:
         if now_s < trouble.not_before_s:
             return None
         copies = need.staying | self._on_their_way(need)
-        others = [n for n in staying - copies if trouble.blame[n] < MAX_TRIES]
-        if not others:
-            return None
-        taken = {domain_of(node, domains) for node in copies}
+        others = {n for n in staying - copies if trouble.blame[n] < MAX_TRIES}
         sending = Counter(copy.source for copy in self._active)
-        sources = need.staying or need.leaving
-        return Replicate(
-            attempt=attempt,
-            node_index=index,
-            source=min(sources, key=lambda n: (trouble.blame[n], sending[n], n)),
-            holder=min(others, key=lambda n: (domain_of(n, domains) in taken, trouble.blame[n], load[n], n)),
-        )
+        for source in sorted(need.staying or need.leaving, key=lambda n: (trouble.blame[n], sending[n], n)):
+            if reached := [n for n in others if links.works(source, n, now_s)]:
+                taken = {domain_of(node, domains) for node in copies}
+                holder = min(
+                    reached, key=lambda n: (domain_of(n, domains) in taken, trouble.blame[n], load[n], n)
+                )
+                return Replicate(attempt=attempt, node_index=index, source=source, holder=holder)
+        return None
 
     def _on_their_way(self, need: _Need) -> frozenset[str]:
         where = (need.checkpoint.id, need.node_index)
@@ -146,8 +165,8 @@ class Repairs:
         trouble.pause_s = min(2 * trouble.pause_s, MAX_RETRY_S)
 
     def _expire(self, now_s: float) -> None:
-        for copy, started_s in list(self._active.items()):
-            if now_s - started_s > REPAIR_TIMEOUT_S:
+        for copy, underway in list(self._active.items()):
+            if now_s - underway.started_s > REPAIR_TIMEOUT_S:
                 del self._active[copy]
                 self._failed(copy, now_s)
 

@@ -208,11 +208,23 @@ class Saves:
         self._context.holders.add(event.attempt.attempt, event.node_index, event.node_id)
         if self._context.draining:
             yield from self._copy_elsewhere(attempt, event.node_index)
+        yield from self._bound_open()
+        yield from self._try_commit(attempt)
+
+    def _bound_open(self) -> Iterator[m.Effect]:
+        """Commit the newest complete attempt as it is if too many are open; drop one only if none is complete.
+
+        The commit drops the older attempts, and copies that arrive later promote it.
+        """
         waiting = [a for a in self._attempts.values() if not a.committing]
-        if len(waiting) > MAX_OPEN_ATTEMPTS:
+        if len(waiting) <= MAX_OPEN_ATTEMPTS:
+            return
+        complete = [a for a in waiting if a.is_local and not self._is_overtaken(a)]
+        if complete:
+            yield from self._commit(max(complete, key=lambda a: a.id.step))
+        else:
             oldest = min(waiting, key=lambda a: a.id.step)
             yield from self.drop(oldest, Unavailable(f"Step {oldest.id.step} was overtaken by newer saves."))
-        yield from self._try_commit(attempt)
 
     def _find(self, attempt: AttemptId) -> Attempt | None:
         """The open attempt of that id, opened now if new; None if it is settled or of another session."""
@@ -269,6 +281,8 @@ class Saves:
                 yield self._publish(event.attempt, None, error, (event.holder,))
             return
         alive = event.holder in self._context.holders.live
+        if event.error is not None:
+            self._context.holders.note_tried(name, event.holder)
         if event.error is None and alive:
             self._context.holders.add(name, event.node_index, event.holder)
         if attempt is not None:
@@ -281,15 +295,17 @@ class Saves:
             self.promote_copies(known)
 
     def _replace_holder(self, attempt: Attempt, event: m.ReplicaEnded) -> Iterator[m.Effect]:
-        index, why = event.node_index, event.error or "the node died"
+        context, index, why = self._context, event.node_index, event.error or "the node died"
         if event.error is not None:
-            self._context.measure(telemetry.FAILURES, cause="copy")
-        yield m.Warn(
-            text=f"Step {attempt.id.step}: no copy of fragment {index} on {event.holder[:12]}: {why}"
-        )
-        holder = attempt.replace(index, event.holder, self._context.holders.live - self._context.draining)
+            context.measure(telemetry.FAILURES, cause="copy")
+        if not event.is_unreachable:  # that is said once for a link, not for each step
+            yield m.Warn(
+                text=f"Step {attempt.id.step}: no copy of fragment {index} on {event.holder[:12]}: {why}"
+            )
+        source, staying = attempt.nodes[index].node_id, context.holders.live - context.draining
+        reached = {node for node in staying if context.links.works(source, node, context.now_s)}
+        holder = attempt.replace(index, event.holder, reached)
         if holder is not None:
-            source = attempt.nodes[index].node_id
             yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=holder)
 
     def _copy_elsewhere(self, attempt: Attempt, index: int) -> Iterator[m.Effect]:
@@ -522,7 +538,7 @@ class Saves:
     def drop(self, attempt: Attempt, error: CheckpointError) -> Iterator[m.Effect]:
         """Give an attempt up; its nodes delete what they have of it."""
         context, name = self._context, attempt.id.attempt
-        nodes = {n.node_id for n in attempt.nodes} | context.holders.anywhere(name)
+        nodes = {n.node_id for n in attempt.nodes} | context.holders.may_have(name)
         nodes = nodes.union(*(n.holders for n in attempt.nodes)) & context.holders.live
         self._attempts.pop(name, None)
         self._note_end(attempt.id)

@@ -71,6 +71,7 @@ class Upkeep:
             replicas=context.options.replicas,
             domains=context.domains,
             draining=context.draining,
+            links=context.links,
             budget=self._copying,
             now_s=context.now_s,
         )
@@ -131,7 +132,7 @@ class Upkeep:
     # -- answers -------------------------------------------------------------------------------------
 
     def copied(self, event: m.ReplicaEnded) -> None:
-        self._repairs.ended(event, self._context.now_s)
+        self._copying.give_back(self._repairs.ended(event, self._context.now_s))
         fragment = event.attempt.attempt, event.node_index
         if event.error is None and fragment in self._damaged:
             self._damaged.remove(fragment)

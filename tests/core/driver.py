@@ -274,13 +274,20 @@ class Harness:
         )
 
     def copied(
-        self, attempt: AttemptId, node: str, holder: str, *, error: str | None = None
+        self, attempt: AttemptId, node: str, holder: str, *, error: str | None = None, reached: bool = True
     ) -> m.ReplicaEnded:
         """The event of the copy of `node`'s fragment to `holder`."""
         here = next(p for p in self.plan.nodes if p.node_id == node)
-        if error is None:
+        if error is None and reached:
             self.disks[holder].put(self._held(attempt, here))
-        return m.ReplicaEnded(attempt=attempt, node_index=here.node_index, holder=holder, error=error)
+        return m.ReplicaEnded(
+            attempt=attempt,
+            node_index=here.node_index,
+            holder=holder,
+            source=node,
+            error=error if reached else "no sign of life",
+            is_unreachable=not reached,
+        )
 
     def save(self, step: int, *, copies: bool = True) -> tuple[m.Effect, ...]:
         """Every node stores the checkpoint of `step`, and every planned copy arrives."""

@@ -382,3 +382,35 @@ def test_without_a_coordinator_only_the_newest_saves_are_waited_for() -> None:
     assert [settle.attempt.step for settle in settled] == [1, 2]
     assert all(isinstance(settle.error, Unavailable) for settle in settled)
     assert not machine.is_deleted(attempt(1).attempt), "it may have been committed"
+
+
+def test_an_unreachable_peer_is_waited_for_once_and_probed_until_it_answers() -> None:
+    machine = started()
+    sent = machine.handle(n.CopyOrdered(attempt=attempt(1), node_index=0, holder="b", epoch=1))
+    assert sent == (n.SendCopy(epoch=1, attempt=attempt(1), node_index=0, holder="b"),)
+    silent = n.CopyEnded(
+        attempt=attempt(1), node_index=0, holder="b", epoch=1, error="silent", is_unreachable=True
+    )
+    told = n.TellCopied(
+        attempt=attempt(1), node_index=0, holder="b", epoch=1, error="silent", is_unreachable=True
+    )
+    assert machine.handle(silent) == (n.ProbePeer(peer="b"), told)
+    assert machine.handle(silent) == (told,), "it is probed already"
+    assert not machine.reaches("b")
+    (at_once,) = machine.handle(n.CopyOrdered(attempt=attempt(2), node_index=0, holder="b", epoch=1))
+    assert isinstance(at_once, n.TellCopied)
+    assert (at_once.attempt, at_once.is_unreachable) == (attempt(2), True)
+    (other,) = machine.handle(n.CopyOrdered(attempt=attempt(2), node_index=0, holder="c", epoch=1))
+    assert isinstance(other, n.SendCopy)
+    assert machine.handle(n.PeerReturned(peer="b")) == ()
+    (again,) = machine.handle(n.CopyOrdered(attempt=attempt(2), node_index=0, holder="b", epoch=1))
+    assert isinstance(again, n.SendCopy)
+
+
+def test_a_copy_that_fails_for_another_reason_says_nothing_of_the_way_to_its_holder() -> None:
+    machine = started()
+    ended = n.CopyEnded(attempt=attempt(1), node_index=0, holder="b", epoch=1, error="disk full")
+    assert machine.handle(ended) == (
+        n.TellCopied(attempt=attempt(1), node_index=0, holder="b", epoch=1, error="disk full"),
+    )
+    assert machine.reaches("b")

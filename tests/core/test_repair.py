@@ -10,6 +10,7 @@ import pytest
 from ray_ckpt.core import repair
 from ray_ckpt.core.budget import Budget
 from ray_ckpt.core.context import Holders
+from ray_ckpt.core.links import SILENT_FOR_S, Links
 from ray_ckpt.core.messages import ReplicaEnded, Replicate
 from ray_ckpt.core.repair import LOST_AFTER_S, Losses, Repairs, worth_copies
 from ray_ckpt.types import CheckpointInfo, Level
@@ -30,6 +31,7 @@ def assign(
     replicas: int = 1,
     domains: dict[str, str] | None = None,
     draining: str = "",
+    links: Links | None = None,
     budget: Budget | None = None,
     now_s: float = 0.0,
 ) -> list[str]:
@@ -42,15 +44,23 @@ def assign(
             replicas=replicas,
             domains=domains or {},
             draining=frozenset(draining),
+            links=links or Links(),
             budget=budget or unlimited(),
             now_s=now_s,
         )
     ]
 
 
-def ended(step: int, holder: str, *, index: int = 0, error: str | None = None) -> ReplicaEnded:
-    attempt = checkpoint(step).id
-    return ReplicaEnded(attempt=attempt, node_index=index, holder=holder, error=error)
+def ended(
+    step: int, holder: str, *, index: int = 0, error: str | None = None, is_unreachable: bool = False
+) -> ReplicaEnded:
+    return ReplicaEnded(
+        attempt=checkpoint(step).id,
+        node_index=index,
+        holder=holder,
+        error=error,
+        is_unreachable=is_unreachable,
+    )
 
 
 # -- stories -----------------------------------------------------------------------------------------
@@ -168,6 +178,34 @@ def test_a_copy_that_never_answers_counts_as_failed() -> None:
     assert assign(repairs, newest, holders, now_s=late_s + repair.RETRY_S) == ["7.0 a>c"]
 
 
+def test_an_unreachable_holder_is_not_blamed_and_is_asked_again_for_as_long_as_it_is_silent() -> None:
+    """Ten minutes of silence do not make the pauses grow, and what was not sent is not paid for."""
+    repairs, holders, newest, links = Repairs(), holders_of("ab", {7: ("a",)}), [checkpoint(7)], Links()
+    budget = Budget(bytes_per_s=newest[0].size_bytes / 100.0, burst_bytes=newest[0].size_bytes)
+    now_s, starts = 0.0, list[float]()
+    while now_s < 600.0:
+        for copy in assign(repairs, newest, holders, links=links, budget=budget, now_s=now_s):
+            assert copy == "7.0 a>b"
+            starts.append(now_s)
+            links.failed("a", "b", now_s)
+            budget.give_back(repairs.ended(ended(7, "b", error="silent", is_unreachable=True), now_s))
+        now_s += 1.0
+    assert starts == [SILENT_FOR_S * i for i in range(int(600 / SILENT_FOR_S))]
+
+
+def test_a_silent_link_is_left_out_while_another_node_can_take_or_send_the_copy() -> None:
+    links = Links()
+    links.failed("a", "b", 0.0)
+    assert assign(Repairs(), [checkpoint(7)], holders_of("abc", {7: ("a",)}), links=links) == ["7.0 a>c"]
+    two_sources = holders_of("abc", {7: ("ac",)})
+    assert assign(Repairs(), [checkpoint(7)], two_sources, replicas=2, links=links) == ["7.0 c>b"]
+    links.worked("a", "b")
+    assert assign(Repairs(), [checkpoint(7)], two_sources, replicas=2, links=links) == ["7.0 a>b"]
+    links.failed("a", "b", 0.0)
+    links.forget({"b"})
+    assert links.works("a", "b", 0.0), "a node of that name is another one"
+
+
 @pytest.mark.parametrize("dead", "ab")
 def test_the_death_of_either_end_is_no_failure(dead: str) -> None:
     repairs, holders, newest = Repairs(), holders_of("abcd", {7: ("ad",)}), [checkpoint(7)]
@@ -261,6 +299,7 @@ class World:
             replicas=self.replicas,
             domains=self.domains,
             draining=self.draining,
+            links=Links(),
             budget=self.budget,
             now_s=self.now_s,
         ):
