@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,15 +12,20 @@ import pyarrow.flight as flight
 from typing_extensions import Buffer
 
 from ray_ckpt.errors import FormatError, Unavailable
+from ray_ckpt.format.names import fragment_file
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.credentials import SERVER_NAME, Credentials
+from ray_ckpt.transport.pulse import BEAT, SILENT_S, Pulse
 
 CALL_BASE_S = 30.0  # a live peer answers at once; this covers a busy one
 SLOWEST_BYTES_PER_S = 10 << 20  # a slower peer is treated as gone
-SILENT_S = 30.0  # bytes that a peer's kernel has not taken for so long: its node is gone
+GONE_S = 30.0  # bytes that the kernel of a peer that is read from has not taken for so long: its node is gone
+LOOK_S = 0.05  # at least between two looks at whether a peer is silent
 PING_S = 600.0  # idle connections are pinged this often; servers refuse more than one ping in 5 minutes
 
 _FINAL = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError, flight.FlightTimedOutError)
+NO_DIRECTORY = "000000000000-0000000000000000"  # of no checkpoint: what a peer is asked for that has only to answer
+_UNREACHED = (flight.FlightUnavailableError, flight.FlightTimedOutError)
 _FAILURES = (flight.FlightError, pa.ArrowException, OSError, FormatError)
 
 
@@ -28,10 +34,11 @@ class PeerClient:
 
     Its `fields["refused"]` is true if another try cannot go better: the peer has said no, or a frozen one has
     used up the time that its slowest acceptable pace would take. `fields["answered"]` is true if the peer
-    itself has told what is wrong, so that it may well have other files.
+    itself has told what is wrong, so that it may well have other files. `fields["unreachable"]` is true if it
+    gave no sign of life at all, or none for SILENT_S.
     """
 
-    def __init__(self, endpoint: str, *, credentials: Credentials) -> None:
+    def __init__(self, endpoint: str, *, credentials: Credentials, gone_s: float = GONE_S) -> None:
         wire.keep_freed_memory()
         self._endpoint = endpoint
         self._headers = [(wire.TOKEN_HEADER.encode(), f"{wire.TOKEN_PREFIX}{credentials.token}".encode())]
@@ -40,7 +47,7 @@ class PeerClient:
         tls: dict[str, Any] = {}
         if credentials.encrypt:
             tls = {"tls_root_certs": credentials.root_cert, "override_hostname": SERVER_NAME}
-        self._client = flight.connect(endpoint, generic_options=list(_CHANNEL), **tls)
+        self._client = flight.connect(endpoint, generic_options=_channel(gone_s), **tls)
 
     def __enter__(self) -> PeerClient:
         return self
@@ -58,27 +65,27 @@ class PeerClient:
         """Send a file; returns when the peer has it durably and has answered with the same digest.
 
         A chunk may change once the next is asked for. What `chunks` raises comes through as it is.
-        At less than `slowest_bytes_per_s` on average it is given up; who is slow on purpose says so.
+        At less than `slowest_bytes_per_s` on average it is given up; who is slow on purpose says so. It is
+        given up as well when the peer gives no sign of life for SILENT_S.
+
+        Calls of Flight can neither be cancelled nor waited for with a limit, so this one runs in a thread of
+        its own, and is left behind if the peer falls silent. That thread takes no further chunk, and ends
+        when the kernel gives the connection up, or with the call's own deadline.
         """
-        descriptor = flight.FlightDescriptor.for_command(wire.encode_request(request))
-        options = self._options(request.size_bytes, slowest_bytes_per_s)
-        with self._naming(request.name):
-            writer, answers = self._client.do_put(descriptor, wire.CHUNK_SCHEMA, options)
-        try:
-            for chunk in wire.split(chunks):
-                with self._naming(request.name):
-                    writer.write_batch(wire.batch(chunk))
-        except BaseException:
-            with contextlib.suppress(*_FAILURES):
-                writer.close()  # the peer finds that bytes are missing and keeps nothing
-            raise
-        with self._naming(request.name):
-            writer.done_writing()
-            answer = answers.read()
-            writer.close()
-        stored = "" if answer is None else answer.to_pybytes().decode(errors="replace")
-        if stored != request.digest:
-            raise self._unavailable(request.name, FormatError(f"it has stored other bytes (digest {stored})"))
+        call = _Put(self._client, request, chunks, self._options(request.size_bytes, slowest_bytes_per_s))
+        call.start()
+        while not call.ended.wait(max(SILENT_S - call.pulse.silent_s, LOOK_S)):
+            if call.pulse.silent_s >= SILENT_S:
+                call.is_given_up = True
+                silent = flight.FlightTimedOutError(f"it gave no sign of life for {SILENT_S:.0f} s")
+                raise self._unavailable(request.name, silent, unreachable=True)
+        if call.source_error is not None:
+            raise call.source_error
+        if call.failure is not None:
+            raise self._unavailable(request.name, call.failure, heard=call.pulse.heard) from call.failure
+        if call.stored != request.digest:
+            wrong = FormatError(f"it has stored other bytes (digest {call.stored})")
+            raise self._unavailable(request.name, wrong)
 
     def read(
         self,
@@ -118,6 +125,19 @@ class PeerClient:
                     raise FormatError(f"{name.file} is larger than {max_bytes} bytes")
         return bytes(data)
 
+    def is_there(self, run_uid: str, *, within_s: float) -> bool:
+        """Return whether the peer answers at all, whatever it says."""
+        name = wire.FileName(run_uid=run_uid, directory=NO_DIRECTORY, file=fragment_file(0, 1))
+        request = wire.encode_request(wire.GetRequest(name=name, ranges=()))
+        options = flight.FlightCallOptions(timeout=within_s, headers=self._headers)
+        try:
+            self._client.get_flight_info(flight.FlightDescriptor.for_command(request), options)
+        except _UNREACHED:
+            return False
+        except _FAILURES:
+            return True
+        return True
+
     def size(self, name: wire.FileName) -> int | None:
         """How many bytes the peer has of a file; None if it has no such file."""
         request = wire.encode_request(wire.GetRequest(name=name, ranges=()))
@@ -143,7 +163,9 @@ class PeerClient:
         except _FAILURES as error:
             raise self._unavailable(name, error) from error
 
-    def _unavailable(self, name: wire.FileName, error: Exception) -> Unavailable:
+    def _unavailable(
+        self, name: wire.FileName, error: Exception, *, heard: bool = True, unreachable: bool = False
+    ) -> Unavailable:
         reason = (
             str(error).split(". gRPC client debug context", maxsplit=1)[0].split(". Detail: ", maxsplit=1)[0]
         )
@@ -152,11 +174,97 @@ class PeerClient:
             f"Peer {self._endpoint}, {name.directory}/{name.file}: {reason.rstrip('.')}.",
             refused=is_refused,
             answered=isinstance(error, flight.FlightServerError),
+            unreachable=unreachable or (not heard and isinstance(error, _UNREACHED)),
         )
 
 
-_CHANNEL = (
-    ("grpc.use_local_subchannel_pool", 1),  # else all clients of an endpoint share one connection
-    ("grpc.keepalive_time_ms", int(PING_S * 1000)),
-    ("grpc.keepalive_timeout_ms", int(SILENT_S * 1000)),  # TCP_USER_TIMEOUT as well
-)
+class _Abandoned(Exception):
+    """The source has failed, or the caller has given the peer up."""
+
+
+class _Put(threading.Thread):
+    """The call of a `put`. `ended` is set when it is over, in whatever way."""
+
+    def __init__(
+        self, client: Any, request: wire.PutRequest, chunks: Iterable[Buffer], options: Any
+    ) -> None:
+        super().__init__(name="ray_ckpt-put", daemon=True)  # one that is left behind holds no process up
+        self._client = client
+        self._request = request
+        self._chunks = chunks
+        self._options = options
+        self.pulse = Pulse()
+        self.ended = threading.Event()
+        self.is_given_up = False  # nobody waits for it any more
+        self.stored = ""  # digest of what the peer has stored
+        self.failure: Exception | None = None  # of the peer or the way to it
+        self.source_error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except _Abandoned:
+            pass
+        except _FAILURES as error:
+            self.failure = error
+        finally:
+            self._chunks = ()  # the source's memory is its own again
+            self.ended.set()
+
+    def _call(self) -> None:
+        descriptor = flight.FlightDescriptor.for_command(wire.encode_request(self._request))
+        self.pulse.wait_for_peer()
+        writer, answers = self._client.do_put(descriptor, wire.CHUNK_SCHEMA, self._options)
+        self.pulse.beat()  # the connection is there
+        listener = threading.Thread(target=self._listen, args=(answers,), name="ray_ckpt-put", daemon=True)
+        listener.start()
+        try:
+            self._send(writer)
+        except BaseException:  # the peer finds that bytes are missing and keeps nothing
+            for end in (writer.done_writing, listener.join, writer.close):
+                with contextlib.suppress(*_FAILURES):
+                    end()
+            raise
+        self.pulse.wait_for_peer()
+        writer.done_writing()
+        listener.join()  # before `close`, which waits for a read that is under way
+        writer.close()
+
+    def _send(self, writer: Any) -> None:
+        for chunk in self._taken():
+            self.pulse.wait_for_peer()
+            writer.write_batch(wire.batch(chunk))
+            self.pulse.rest()
+
+    def _taken(self) -> Iterator[memoryview]:
+        """The source's chunks, for as long as they are wanted."""
+        self.pulse.rest()
+        chunks = wire.split(self._chunks)
+        while True:
+            try:
+                chunk = next(chunks, None)
+            except BaseException as error:
+                self.source_error = error
+                raise _Abandoned from error
+            if self.is_given_up:
+                raise _Abandoned
+            if chunk is None:
+                return
+            yield chunk
+
+    def _listen(self, answers: Any) -> None:
+        """Read beats until the answer comes; a failure shows when the writer is closed."""
+        with contextlib.suppress(*_FAILURES):
+            while (answer := answers.read()) is not None:
+                self.pulse.beat()
+                if (told := answer.to_pybytes()) != BEAT:
+                    self.stored = told.decode(errors="replace")
+                    return
+
+
+def _channel(gone_s: float) -> list[tuple[str, int]]:
+    return [
+        ("grpc.use_local_subchannel_pool", 1),  # else all clients of an endpoint share one connection
+        ("grpc.keepalive_time_ms", int(PING_S * 1000)),
+        ("grpc.keepalive_timeout_ms", int(gone_s * 1000)),  # TCP_USER_TIMEOUT as well
+    ]

@@ -17,6 +17,7 @@ from typing_extensions import Buffer
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.credentials import ServiceKeys
+from ray_ckpt.transport.pulse import Beats
 
 _KNOWN = "run"  # the middleware that knows whose call it is
 
@@ -70,7 +71,8 @@ class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
         with _told():
             request = wire.decode_put(descriptor.command)
             _check_run(context, request.name)
-            answer = self._files.put(request, wire.chunks(reader))
+            with Beats(writer) as beats:
+                answer = self._files.put(request, beats.taken(wire.chunks(reader)))
         writer.write(answer.encode())
 
     def do_get(self, context: Any, ticket: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,6 +93,55 @@ class CutWire:
                 self.num_connections += 1
                 threading.Thread(target=_pass, args=(near, far, left), daemon=True).start()
                 threading.Thread(target=_pass, args=(far, near, None), daemon=True).start()
+
+
+class SilentWire:
+    """Passes connections on to a port of this machine, and may stop doing so in a direction.
+
+    The connections stay open, as when packets are lost on their way.
+    """
+
+    def __init__(self, port: int, *, bytes_per_s: float | None = None) -> None:
+        self._port = port
+        self._pause_s = (1 << 16) / bytes_per_s if bytes_per_s else 0.0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._open = {"there": threading.Event(), "back": threading.Event()}
+        self.cut()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> SilentWire:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.cut()
+        self._listener.close()
+
+    def cut(self, *, there: bool = False, back: bool = False) -> None:
+        """From now on bytes pass in those directions only that are not cut."""
+        for direction, is_cut in (("there", there), ("back", back)):
+            if is_cut:
+                self._open[direction].clear()
+            else:
+                self._open[direction].set()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._port))
+                for source, sink, direction in ((near, far, "there"), (far, near, "back")):
+                    threading.Thread(target=self._pass, args=(source, sink, direction), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, direction: str) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self._open[direction].wait()
+                sink.sendall(data)
+                time.sleep(self._pause_s if direction == "there" else 0.0)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
 
 def _pass(source: socket.socket, sink: socket.socket, left: int | None) -> None:

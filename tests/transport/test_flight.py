@@ -315,7 +315,7 @@ def test_a_node_that_falls_silent_is_noticed_by_the_kernel(folder: Folder) -> No
                 if one.family != socket.AF_UNIX and one.getpeername()[0].endswith(here):
                     limits.add(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
     server.shutdown()
-    assert limits == {int(client_module.SILENT_S * 1000)}
+    assert limits == {int(client_module.GONE_S * 1000)}
 
 
 class Answers(Folder):
