@@ -504,13 +504,8 @@ class Coordinator:
         )
         self._handle(self._by_uid(attempt.run_uid), event)
 
-    async def replica_ended(
-        self, attempt: AttemptId, node_index: int, holder: str, error: str | None, epoch: int
-    ) -> None:
-        event = m.ReplicaEnded(
-            attempt=attempt, node_index=node_index, holder=holder, error=error, epoch=epoch
-        )
-        self._handle(self._by_uid(attempt.run_uid), event)
+    async def replica_ended(self, event: m.ReplicaEnded) -> None:
+        self._handle(self._by_uid(event.attempt.run_uid), event)
 
     async def save_refused(self, attempt: AttemptId, ranks: tuple[int, ...], reason: str) -> None:
         self._handle(

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,7 +28,7 @@ from ray_ckpt.actors.arena_memory import (
     make_arena,
 )
 from ray_ckpt.actors.meters import Meters
-from ray_ckpt.actors.node_files import held_fragment, scrub, send_copy, store_shard, upload
+from ray_ckpt.actors.node_files import answers, held_fragment, scrub, send_copy, store_shard, upload
 from ray_ckpt.actors.node_run import NodeRun, Told, require
 from ray_ckpt.actors.priority import Underway, limit_heaps, yield_to_training
 from ray_ckpt.actors.served import Served
@@ -37,7 +38,7 @@ from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, RunSpec, Service
 from ray_ckpt.config import ADDRESS_ENV, staging_roots, transport_ports
 from ray_ckpt.core import node as n
 from ray_ckpt.core.claim import RunMark
-from ray_ckpt.core.messages import Age, DiskSpace, Inventory, RankProgress, SessionPlan
+from ray_ckpt.core.messages import Age, DiskSpace, Inventory, RankProgress, ReplicaEnded, SessionPlan
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.digest import digest
@@ -58,6 +59,10 @@ log = logging.getLogger("ray_ckpt.agent")
 DISK_THREADS = 4  # local work at a time; more only queue at the device
 STREAM_THREADS = 64  # one per rank of a node: a stream runs as long as its rank copies, others would wait
 PEER_THREADS = 4  # copies on their way at a time
+PROBE_THREADS = 2  # questions to peers that were silent at a time; a copy has few holders
+PROBE_EVERY_S = 2.0  # between two of them to one peer, each of PROBE_S: copies are to be complete soon after
+PROBE_S = 3.0  # for an answer to one
+PROBE_FOR_S = 3600.0  # then the next copy asks: a node that is gone is not asked for as long as a run lasts
 REMOTE_THREADS = 4  # questions and scrubs on storage paths at a time
 MAX_TOLD = 16  # saves of which that is kept until they are stored; those that were dropped give way
 MAX_ANNOTATING = 64  # annotations of a run that wait; each holds a call and its metrics
@@ -84,6 +89,7 @@ class NodeAgent:
         self._stream_io = ThreadPoolExecutor(STREAM_THREADS, "ray_ckpt-stream", yield_to_training)
         self._disk_io = ThreadPoolExecutor(DISK_THREADS, "ray_ckpt-disk", yield_to_training)
         self._peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
+        self._probe_io = ThreadPoolExecutor(PROBE_THREADS, "ray_ckpt-probe", yield_to_training)
         self._remote_io = ThreadPoolExecutor(REMOTE_THREADS, "ray_ckpt-remote", yield_to_training)
         self._cloud_io = ThreadPoolExecutor(1, "ray_ckpt-cloud")
         self._watches_cloud = False
@@ -507,6 +513,10 @@ class NodeAgent:
                 self._spawn(self._write_fragment(run, fragment))
             case n.SendCopy():
                 self._spawn(self._send_copy(run, effect))
+            case n.TellCopied():
+                self._spawn(self._tell("replica_ended", self._replica_ended(effect)))
+            case n.ProbePeer(peer=peer):
+                self._spawn(self._probe(run, peer))
             case n.Release(attempt=attempt, rank=rank):
                 if (attempt.attempt, rank) in run.reading:
                     return  # the end of the write releases it
@@ -580,16 +590,43 @@ class NodeAgent:
         await self._handle(run, event)
 
     async def _send_copy(self, run: NodeRun, effect: n.SendCopy) -> None:
-        error = None
+        error, is_unreachable = None, False
         try:
             credentials = self._keys.credentials(run.run_uid)
             sent = await self._in_thread(self._peer_io, send_copy, run, effect, credentials, self._copies)
             self._count_bytes(run, "peer", sent)
         except Exception as failure:  # the coordinator must hear of it in any case
             error = _reason(failure)
-        await self._tell(
-            "replica_ended", effect.attempt, effect.node_index, effect.holder, error, effect.epoch
+            is_unreachable = isinstance(failure, Unavailable) and bool(failure.fields.get("unreachable"))
+        event = n.CopyEnded(
+            attempt=effect.attempt,
+            node_index=effect.node_index,
+            holder=effect.holder,
+            epoch=effect.epoch,
+            error=error,
+            is_unreachable=is_unreachable,
         )
+        await self._handle(run, event)
+
+    def _replica_ended(self, copied: n.TellCopied) -> ReplicaEnded:
+        return ReplicaEnded(
+            attempt=copied.attempt,
+            node_index=copied.node_index,
+            holder=copied.holder,
+            error=copied.error,
+            epoch=copied.epoch,
+            source=self._node_id,
+            is_unreachable=copied.is_unreachable,
+        )
+
+    async def _probe(self, run: NodeRun, peer: str) -> None:
+        """Ask a silent peer until it answers, so that no save has to find out."""
+        credentials, end_s = self._keys.credentials(run.run_uid), time.monotonic() + PROBE_FOR_S
+        is_there = False
+        while not is_there and not run.is_over and time.monotonic() < end_s:
+            await asyncio.sleep(PROBE_EVERY_S)
+            is_there = await self._in_thread(self._probe_io, answers, run, peer, credentials, PROBE_S)
+        await self._handle(run, n.PeerReturned(peer=peer))
 
     def _count_bytes(self, run: NodeRun, tier: str, size: int) -> None:
         labels = {"tier": tier, "node": self._node_id}

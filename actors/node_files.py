@@ -17,6 +17,7 @@ from ray_ckpt.link import SealedShard
 from ray_ckpt.storage.direct import read_blocks_direct
 from ray_ckpt.storage.scrub import verify_fragment
 from ray_ckpt.storage.staging import Holding
+from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.sending import Outgoing, send_files
 from ray_ckpt.transport.wire import FileName, PutRequest
@@ -78,13 +79,15 @@ def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...]
 
 def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies: Underway) -> int:
     """Copy a fragment and its files to a peer. Returns how many bytes were sent."""
+    if not run.machine.reaches(effect.holder):  # found out while this copy waited for its turn
+        raise Unavailable("it has not answered since an earlier copy.", unreachable=True)
     held = holding(run, effect.attempt, effect.node_index)
     directory, endpoint = effect.attempt.directory, run.endpoints[effect.holder]
 
     def outgoing(file: FileEntry) -> Outgoing:
         name = FileName(run_uid=run.run_uid, directory=directory, file=file.name)
         request = PutRequest(name=name, size_bytes=file.size_bytes, digest=file.digest)
-        return Outgoing(request=request, chunks=partial(_stored_bytes, run, effect.attempt, file.name))
+        return Outgoing(request=request, chunks=partial(_wanted_bytes, run, effect.attempt, file.name))
 
     for batch in (held.fragment.files, (held.entry,)):  # a fragment says that its files are there
         files = [outgoing(file) for file in batch]
@@ -94,6 +97,15 @@ def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies
             except _Recaptured:  # from the disk then
                 send_files(endpoint, credentials, files, limiter=run.limiter)
     return sum(file.size_bytes for file in (*held.fragment.files, held.entry))
+
+
+def answers(run: NodeRun, peer: str, credentials: Credentials, within_s: float) -> bool:
+    """Return whether a peer answers within that time. One whose address is not known has to be tried."""
+    endpoint = run.endpoints.get(peer)
+    if endpoint is None:
+        return True
+    with PeerClient(endpoint, credentials=credentials) as client:
+        return client.is_there(run.run_uid, within_s=within_s)
 
 
 def upload(run: NodeRun, attempt: AttemptId, node_index: int, copies: Underway) -> int:
@@ -153,6 +165,14 @@ def held_fragment(held: Holding) -> HeldFragment:
 
 class _Recaptured(Exception):
     """An arena was captured into while it was being sent."""
+
+
+def _wanted_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memoryview]:
+    """A file's bytes for as long as its checkpoint is not being deleted: the way is for newer ones then."""
+    for block in _stored_bytes(run, attempt, file):
+        if run.machine.is_deleted(attempt.attempt):
+            raise Unavailable(f"step {attempt.step} is being deleted here")
+        yield block
 
 
 def _stored_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memoryview]:

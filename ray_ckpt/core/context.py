@@ -43,7 +43,7 @@ class Holders:
         return frozenset().union(*self._nodes.get(attempt, {}).values())
 
     def note_tried(self, attempt: str, node: str) -> None:
-        """Note that a copy to a node failed: it may lie there in part, or whole if only the answer was lost."""
+        """Note that a copy to a node failed: all or part of it may lie there."""
         self._tried.setdefault(attempt, set()).add(node)
 
     def may_have(self, attempt: str) -> frozenset[str]:

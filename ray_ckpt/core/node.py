@@ -223,7 +223,7 @@ class TellCopied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbePeer:
-    """Ask a peer that could not be reached every few seconds whether it is there; answer with PeerReturned."""
+    """Ask a peer every few seconds until it answers; report that with PeerReturned."""
 
     peer: str
 
@@ -448,7 +448,7 @@ class NodeMachine:
         yield self._copy(event.attempt, event.node_index, event.holder)
 
     def _copy(self, attempt: AttemptId, node_index: int, holder: str) -> SendCopy | TellCopied:
-        """Send a copy, or report at once that its holder cannot be reached: one save waits for that, no more."""
+        """Send a copy, or report at once that its holder cannot be reached."""
         if self.reaches(holder):
             return SendCopy(epoch=self.epoch, attempt=attempt, node_index=node_index, holder=holder)
         return TellCopied(

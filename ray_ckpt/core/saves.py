@@ -212,7 +212,7 @@ class Saves:
         yield from self._try_commit(attempt)
 
     def _bound_open(self) -> Iterator[m.Effect]:
-        """Commit the newest complete attempt as it is if too many are open; drop one only if none is complete.
+        """Commit the newest complete attempt as it is if too many are open; drop one if none is complete.
 
         The commit drops the older attempts, and copies that arrive later promote it.
         """

@@ -133,6 +133,17 @@ class Nodes:
                     epoch=effect.epoch,
                 )
                 self.wire.append(Report(service, stored))
+            case n.TellCopied():
+                copied = m.ReplicaEnded(
+                    attempt=effect.attempt,
+                    node_index=effect.node_index,
+                    holder=effect.holder,
+                    error=effect.error,
+                    epoch=effect.epoch,
+                    source=name,
+                    is_unreachable=effect.is_unreachable,
+                )
+                self.wire.append(Report(service, copied))
             case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
                 refused = m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
                 self.wire.append(Report(service, refused))
@@ -174,10 +185,10 @@ class Nodes:
                 self._agent_does(node.name, n.FragmentWritten(attempt=held.attempt, entry=held.files[-1]))
             case n.SendCopy(attempt=attempt, node_index=index, holder=holder, epoch=epoch):
                 error = self._send_copy(node, (attempt.attempt, index), holder, fate)
-                ended = m.ReplicaEnded(
-                    attempt=attempt, node_index=index, holder=holder, error=error, epoch=epoch
+                self._agent_does(
+                    node.name,
+                    n.CopyEnded(attempt=attempt, node_index=index, holder=holder, epoch=epoch, error=error),
                 )
-                self.wire.append(Report(node.service, ended))
             case n.DeleteFolder(directory=directory):
                 self.oracle.deletes(node.disk, directory, self.storage)
                 node.disk.delete(directory)

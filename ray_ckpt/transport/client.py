@@ -24,7 +24,7 @@ LOOK_S = 0.05  # at least between two looks at whether a peer is silent
 PING_S = 600.0  # idle connections are pinged this often; servers refuse more than one ping in 5 minutes
 
 _FINAL = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError, flight.FlightTimedOutError)
-NO_DIRECTORY = "000000000000-0000000000000000"  # of no checkpoint: what a peer is asked for that has only to answer
+NO_DIRECTORY = "000000000000-0000000000000000"  # of no checkpoint; any answer will do
 _UNREACHED = (flight.FlightUnavailableError, flight.FlightTimedOutError)
 _FAILURES = (flight.FlightError, pa.ArrowException, OSError, FormatError)
 
@@ -185,9 +185,7 @@ class _Abandoned(Exception):
 class _Put(threading.Thread):
     """The call of a `put`. `ended` is set when it is over, in whatever way."""
 
-    def __init__(
-        self, client: Any, request: wire.PutRequest, chunks: Iterable[Buffer], options: Any
-    ) -> None:
+    def __init__(self, client: Any, request: wire.PutRequest, chunks: Iterable[Buffer], options: Any) -> None:
         super().__init__(name="ray_ckpt-put", daemon=True)  # one that is left behind holds no process up
         self._client = client
         self._request = request

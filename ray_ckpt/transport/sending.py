@@ -17,7 +17,6 @@ from ray_ckpt.errors import Unavailable
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.client import SLOWEST_BYTES_PER_S, PeerClient
 from ray_ckpt.transport.credentials import Credentials
-from ray_ckpt.transport.pulse import SILENT_S
 
 log = logging.getLogger("ray_ckpt.transport")
 
@@ -26,7 +25,7 @@ CORES_PER_STREAM = 4  # two threads encrypt and decrypt at each end; the rest of
 STREAMS = max(1, min(MAX_STREAMS, (os.cpu_count() or 1) // CORES_PER_STREAM))
 BURST_S = 0.1  # what a limiter lets through at once, in seconds of its rate: a chunk or so of each stream
 MAX_TRIES = 4  # of one file: a peer that restarts is back in seconds, a longer loss is the coordinator's
-GONE_S = 2 * SILENT_S  # bytes that a holder's kernel has not taken: the end of a call that was left behind
+GONE_S = 10.0  # bytes that a holder's kernel has not taken: twice SILENT_S, so that silence is noticed first
 MAX_SHARING = 16  # streams that may share a limiter: 4 peers at a time, MAX_STREAMS to each
 RETRY_S = 0.5  # before the second try, doubled for each further one, with up to as much again by chance
 

@@ -31,7 +31,9 @@ def stored(run: Harness, step: int, *nodes: str) -> tuple[m.Effect, ...]:
     return run.tell(*(run.stored(run.attempt(step), node) for node in nodes))
 
 
-def copied(run: Harness, step: int, source: str, holder: str, *, reached: bool = True) -> tuple[m.Effect, ...]:
+def copied(
+    run: Harness, step: int, source: str, holder: str, *, reached: bool = True
+) -> tuple[m.Effect, ...]:
     return run.tell(run.copied(run.attempt(step), source, holder, reached=reached))
 
 
