@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ray_ckpt.actors.arena_memory import RankArena
 from ray_ckpt.core.messages import ResumePoint, SessionPlan
-from ray_ckpt.errors import CheckpointError, CorruptionError, RestoreError
+from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, RestoreError
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import (
     MAX_FRAGMENT_BYTES,
@@ -120,16 +120,24 @@ class SourceFinder:
         return [found[chosen[name]] for name, found in versions.items()]
 
     def _versions(self, resume: ResumePoint, index: int) -> Iterator[FragmentVersion]:
-        """A fragment from each source whose bytes decode."""
+        """A fragment from each source whose bytes decode. NewerFormat if only newer ones are there."""
+        newer: NewerFormat | None = None
+        is_there = False
         checkpoint = resume.checkpoint
         name = fragment_file(index, checkpoint.num_nodes)
         for source in self._sources(checkpoint, name, resume.holders[index]):
             try:
                 data = self._read_whole(checkpoint.id, name, source)
                 fragment = decode_fragment(data)
+            except NewerFormat as error:
+                newer = newer or error.at(name)
+                continue
             except (OSError, EOFError, CheckpointError):
                 continue
+            is_there = True
             yield FileEntry(name=name, size_bytes=len(data), digest=digest(data)), fragment
+        if newer is not None and not is_there:
+            raise newer
 
     def _read_whole(self, attempt: AttemptId, name: str, source: Source) -> bytes:
         if source.tier == "remote":

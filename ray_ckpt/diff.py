@@ -30,7 +30,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_ckpt.catalog import CheckpointView
-from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.format.shard import ITEMSIZE
@@ -304,7 +304,10 @@ class _Side:
             raise CorruptionError(f"{error}.", file=file) from error
         if digest(data.data) != row.digest:
             raise self.damaged(row)
-        return decode_tree(data.tobytes())["items"]
+        try:
+            return decode_tree(data.tobytes())["items"]
+        except FormatError as error:
+            raise error.at(f"{self.label}: {self._files.place(file)}") from error
 
     def damaged(self, row: ManifestRow) -> CorruptionError:
         where = self._files.place(row.file)

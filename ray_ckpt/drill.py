@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 from zlib import crc32
 
 from ray_ckpt.core.drill import LiveCheckpoint, Remains, Scenario, remains
-from ray_ckpt.errors import CheckpointError, ConfigError
+from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import (
     MAX_FRAGMENT_BYTES,
@@ -345,13 +345,21 @@ class _Sandbox:
         return found
 
     def _versions(self, index: int) -> Iterator[FragmentVersion]:
-        """A fragment from each source that has it intact, in a restore's order."""
+        """A fragment from each source that has it intact, in a restore's order.
+
+        NewerFormat if none has, and one is of a newer version, of which nothing can be said.
+        """
+        newer: NewerFormat | None = None
+        is_there = False
         name, home = fragment_file(index, self._left.checkpoint.num_nodes), self._left.live.home(index)
         for source in self._sources_of(index):
             start_s = time.monotonic()
             try:
                 data = self._read_whole(name, source)
                 fragment = decode_fragment(data)
+            except NewerFormat as error:
+                newer = newer or error.at(f"{name} on {source.tier} {source.where}")
+                continue
             except (OSError, EOFError, CheckpointError) as error:
                 self._note(f"{name} on {source.tier} {source.where}: {error}")
                 continue
@@ -362,7 +370,10 @@ class _Sandbox:
             if self._committed is not None and entry.digest != self._committed[name]:
                 self._note(f"{name} on {source.tier} {source.where}: it is not the one that was committed")
                 continue
+            is_there = True
             yield entry, fragment
+        if newer is not None and not is_there:
+            raise newer
 
     def _choose(self) -> dict[str, str] | None:
         """The digests of the fragments that make the log's root digest, as a restore finds them."""

@@ -33,7 +33,7 @@ actors unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 
 def _rebuild(cls: type[CheckpointError], message: str, hint: str, fields: dict[str, Any]) -> CheckpointError:
@@ -107,6 +107,10 @@ class CorruptionError(CheckpointError, ValueError):
 
 class FormatError(CorruptionError):
     """Bytes that are not a valid file of this format."""
+
+    def at(self, place: str, hint: str = "") -> Self:
+        """Return the same error with the file's place before it; `hint` if it has none of its own."""
+        return type(self)(f"{place}: {self.message}", hint=self.hint or hint, **self.fields)
 
 
 class NewerFormat(FormatError):

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from ray_ckpt.catalog import Catalog, CheckpointView
-from ray_ckpt.errors import ConfigError, CorruptionError, RestoreError
+from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, RestoreError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import TensorRef, decode_tree
 from ray_ckpt.lazy import MAX_NEAREST, named, nearest
@@ -85,6 +85,7 @@ class OpenedRun:
         ConfigError: there is no such step, item, name or rank, or the step is not durable. MismatchError:
         `into` does not fit, with each difference; nothing has been changed. RestoreError: something is
         damaged or cannot be read; then `into` holds parts of it. CorruptionError: the manifest is damaged.
+        NewerFormat: a newer ray_ckpt wrote it.
         """
         if into is not None:
             _check_into(what, rank)
@@ -324,7 +325,10 @@ class _Saved:
         data = reader.read_bytes(row)
         self._check(reader)
         assert data is not None, "nothing is damaged"
-        state: dict[str, Any] = decode_tree(data)
+        try:
+            state: dict[str, Any] = decode_tree(data)
+        except FormatError as error:
+            raise error.at(file) from error
         return state
 
     def _reader(self) -> SourceReader:

@@ -1,6 +1,7 @@
 """Reading every byte of a checkpoint against its digests, wherever it lies.
 
-Never raises for damage: whatever is wrong becomes a `Damage` that names file and place. Works on a directory
+Never raises for damage: whatever is wrong becomes a `Damage` that names file and place. What a newer version
+wrote is no damage: it is a NewerFormat, as nothing can be said of it. Works on a directory
 that was copied elsewhere, with the log's root digest or without.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeAlias, TypeVar
 
-from ray_ckpt.errors import CorruptionError, FormatError, StoragePathError
+from ray_ckpt.errors import CorruptionError, FormatError, NewerFormat, StoragePathError
 from ray_ckpt.format import names, zstd
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.digest import root_digest as digest_of_files
@@ -275,14 +276,15 @@ def verify_files(
 ) -> VerifyReport:
     """Read every byte of a checkpoint and report all that differs from its digests.
 
-    Never raises for damage. A few files are read at a time, in blocks; only the manifest is held whole.
-    `root_digest` is the one in the log; without it the files are checked against themselves, which a copy
-    elsewhere allows. If `checkpoint.json` is damaged, the fragments that can be read say what should be
-    there.
+    Never raises for damage; NewerFormat for a manifest of a newer version. A few files are read at a time, in
+    blocks; only the manifest is held whole. `root_digest` is the one in the log; without it the files are
+    checked against themselves, which a copy elsewhere allows. If `checkpoint.json` is damaged, the fragments
+    that can be read say what should be there.
     """
     check = Verification(files, progress or (lambda nbytes: None))
     description = check.read_description()
     fragments = check.read_fragments(description)
+    check.refuse_newer()
     check.damages += check_group(description, fragments)
     check.check_coverage(fragments)
     check.read_files(description, fragments)
@@ -308,6 +310,7 @@ class Checked:
     num_rows: int = 0  # that are there entirely, damaged or not
     num_slices: int = 0  # of them
     damages: list[Damage] = field(default_factory=list)
+    newer: NewerFormat | None = None
 
     def report(self, where: str, detail: str) -> None:
         self.damages.append(Damage(file=self.name, where=where, detail=detail))
@@ -327,6 +330,7 @@ class Verification:
 
     def __init__(self, files: SavedFiles, progress: Progress) -> None:
         self.damages: list[Damage] = []
+        self.newer: NewerFormat | None = None  # the first file of a newer version; it is a damage, too
         self.found: dict[str, FileEntry] = {}
         self.expected: set[str] = set()
         self.num_slices = 0
@@ -338,6 +342,11 @@ class Verification:
 
     def report(self, file: str, where: str, detail: str) -> None:
         self.damages.append(Damage(file=file, where=where, detail=detail))
+
+    def refuse_newer(self) -> None:
+        """Raise NewerFormat if a file that was read is of a newer version."""
+        if self.newer is not None:
+            raise self.newer
 
     def read_description(self) -> CheckpointDescription | None:
         checked = Checked(names.CHECKPOINT_JSON)
@@ -431,6 +440,7 @@ class Verification:
     def _take(self, checked: Checked) -> None:
         self.expected.add(checked.name)
         self.damages += checked.damages
+        self.newer = self.newer or checked.newer
         self.num_slices += checked.num_slices
         if checked.found is not None:
             self.found[checked.name] = checked.found
@@ -454,7 +464,7 @@ class Verification:
         try:
             description = decode_checkpoint(data)
         except FormatError as error:
-            checked.report("content", str(error))
+            self._refused(checked, error)
             return None
         name = self._files.folder_name
         if names.is_directory_name(name) and name != description.attempt.directory:
@@ -469,8 +479,13 @@ class Verification:
             try:
                 checked.fragment = decode_fragment(data)
             except FormatError as error:
-                checked.report("content", str(error))
+                self._refused(checked, error)
         return checked
+
+    def _refused(self, checked: Checked, error: FormatError) -> None:
+        checked.report("content", str(error))
+        if isinstance(error, NewerFormat):
+            checked.newer = error.at(self._files.place(checked.name))
 
     def _read_small(self, checked: Checked, max_bytes: int) -> bytes | None:
         try:

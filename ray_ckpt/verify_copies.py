@@ -48,7 +48,7 @@ def verify_copies(
     with its size and header. A holder that lacks something is told also then, and so is a fragment that
     fewer nodes hold than its level promises. What is not as it should be is looked at once more, with what
     `again` says by then. None if the checkpoint has been retired meanwhile. Never raises for damage or for
-    nodes that do not answer.
+    nodes that do not answer; NewerFormat if no copy of a fragment can be read and one is of a newer version.
     """
     report = _look(live, reach, progress or (lambda num_copies: None))
     if report.ok:
@@ -71,6 +71,9 @@ def _look(live: LiveCheckpoint, reach: Reach, progress: Progress) -> PlanReport:
     for read in _each(_Place.read_fragments, places):
         for name, version in read.items():
             versions.setdefault(name, {}).setdefault(version[0].digest, version)
+    for place in places:
+        if not versions.keys() >= set(wanted):
+            place.check.refuse_newer()
     chosen = _choose(versions, info.root_digest)
     for count in _each(lambda place: place.check_files(chosen), places):
         progress(count)

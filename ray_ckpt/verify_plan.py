@@ -123,7 +123,8 @@ def verify_plan(
     Reads the manifest, the list of files, and the header of each shard. Shows that the slices cover every
     element of every tensor exactly once, on all ranks' word for shapes and dtypes, so that it can be restored
     at any world size; that each file is there with its size; and that these are the files that `root_digest`
-    was made of. Damage inside of a file is not seen: `verify_files` reads it all. Never raises for damage.
+    was made of. Damage inside of a file is not seen: `verify_files` reads it all. Never raises for damage;
+    NewerFormat for a manifest of a newer version.
 
     `root_digest` is the one in the log, which the fragments have to make; without it `checkpoint.json` says
     what was committed.
@@ -131,6 +132,7 @@ def verify_plan(
     check = PlanVerification(files, progress or (lambda nbytes: None))
     description = check.read_description()
     fragments = check.read_committed(description, root_digest)
+    check.refuse_newer()
     check.damages += check_group(description, fragments)
     gaps = tuple(check_tensors(fragments))
     check.damages += gaps

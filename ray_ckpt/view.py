@@ -86,7 +86,7 @@ class CheckpointView:
                 some = listed[first : first + REQUESTS_AT_A_TIME]
                 read = pool.map(lambda entry: _fragment_bytes(files, entry), some)
                 for data, entry in zip(read, some, strict=True):
-                    yield decode_fragment(data), entry
+                    yield _decoded(files, entry, data), entry
 
     def slices(self) -> pa.Table:
         """Its manifest as one table, a row per byte range; see format.manifest.COLUMNS."""
@@ -161,9 +161,7 @@ class CheckpointView:
         try:
             description = decode_checkpoint(data)
         except FormatError as error:
-            where = files.place(names.CHECKPOINT_JSON)
-            hint = error.hint or _DAMAGED
-            raise type(error)(f"{where}: {error.message}", hint=hint, **error.fields) from error
+            raise error.at(files.place(names.CHECKPOINT_JSON), _DAMAGED) from error
         if (description.attempt, description.root_digest) != (self.info.id, self.info.root_digest):
             raise CorruptionError(
                 f"{files.place(names.CHECKPOINT_JSON)} does not describe what the log committed.",
@@ -189,6 +187,13 @@ def _phases_text(info: CheckpointInfo) -> str:
         "drain": drain_s(info),
     }
     return ", ".join(f"{time_s:.3g} s {name}" for name, time_s in phases.items() if time_s is not None)
+
+
+def _decoded(files: CheckpointFiles, entry: FileEntry, data: bytes) -> Fragment:
+    try:
+        return decode_fragment(data)
+    except FormatError as error:
+        raise error.at(files.place(entry.name), _DAMAGED) from error
 
 
 def _fragment_bytes(files: CheckpointFiles, entry: FileEntry) -> bytes:

@@ -115,8 +115,8 @@ def test_what_a_newer_version_wrote_is_no_damage(
     monkeypatch.delitem(records.OPS, "note")
     for args in (["ls", run.folder], ["verify", run.folder], ["tree", run.folder]):
         code, out, err = fails(capsys, *args)
-        assert (code, out) == (2, "") and "which a newer ray_ckpt wrote" in err
-    assert "which a newer ray_ckpt wrote" in ray_ckpt_cli("ls", run.folder.parent)
+        assert (code, out) == (2, "") and "of a newer version; update ray_ckpt" in err
+    assert "of a newer version; update ray_ckpt" in ray_ckpt_cli("ls", run.folder.parent)
 
 
 def test_ls_of_a_storage_path_lists_its_runs(

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import ray_ckpt.diff
 from ray_ckpt.capture.walk import DTYPE_NAMES
 from ray_ckpt.catalog import Catalog
-from ray_ckpt.cli import app
+from ray_ckpt.cli import app, main
 from ray_ckpt.diff import BAND_BYTES, MAX_VALUE_CHARS, TensorDiff, compare, to_arrow
 from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.format import records
@@ -558,7 +558,7 @@ def test_checkpoints_of_two_runs_by_their_uris(run: SampleRun, tmp_path: Path) -
         assert (document["summary"]["changed"], document["summary"]["only_b"]) == (0, 1)
 
 
-def test_damage_exits_with_1(run: SampleRun) -> None:
+def test_damage_exits_with_1(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
     shard = sorted(run.directory(30).glob("shard-*"))[0]
     data = bytearray(shard.read_bytes())
     data[4100] ^= 1
@@ -569,8 +569,10 @@ def test_damage_exits_with_1(run: SampleRun) -> None:
     assert result.exit_code == 1 and json.loads(result.stdout)["ok"] is False
     manifest = sorted(run.directory(30).glob("manifest-*"))[0]
     manifest.write_bytes(b"")
-    result = cli(run.folder, 10, 30)
-    assert result.exit_code == 1 and manifest.name in result.stderr and not result.stdout
+    with pytest.raises(SystemExit) as caught:
+        main(["diff", str(run.folder), "10", "30"])
+    out, err = capsys.readouterr()
+    assert caught.value.code == 1 and manifest.name in err and not out
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_
 from ray_ckpt.cli.output import add_row, make_table, plain, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.diff import MAX_VALUES, Status, TensorDiff, ValueDiff, compare
-from ray_ckpt.errors import ConfigError, CorruptionError
+from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import without_tilde
 from ray_ckpt.origin import CheckpointUri
 
@@ -71,15 +70,11 @@ def diff(
     Example: `ray-ckpt diff /shared/runs/gpt 1000 2000 --only 'model.*'`
     """
     a, b = _views(first, second, third, store_options(storage_option))
-    try:
-        with byte_bar("comparing") as bar:
-            comparison = compare(a, b, only=only or (), progress=bar.advance)
-            bar.expect(lambda: comparison.size_bytes)
-            tensors = sorted(comparison, key=_rank)
-        values = comparison.values()
-    except CorruptionError as error:
-        print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
-        raise typer.Exit(EXIT_DAMAGED) from None
+    with byte_bar("comparing") as bar:
+        comparison = compare(a, b, only=only or (), progress=bar.advance)
+        bar.expect(lambda: comparison.size_bytes)
+        tensors = sorted(comparison, key=_rank)
+    values = comparison.values()
     is_damaged = any(found.status == "damaged" for found in tensors)
     if as_json:
         print_json(_document(a, b, tensors, values, ok=not is_damaged))

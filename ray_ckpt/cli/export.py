@@ -13,7 +13,7 @@ from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, size, store_options
 from ray_ckpt.cli.output import plain, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
-from ray_ckpt.errors import ConfigError, CorruptionError, RestoreError
+from ray_ckpt.errors import ConfigError, RestoreError
 from ray_ckpt.export import export_safetensors, export_torch
 from ray_ckpt.types import Level
 
@@ -78,7 +78,7 @@ def export(
                     force=force,
                     progress=bar.advance,
                 )
-    except (CorruptionError, RestoreError) as error:
+    except RestoreError as error:
         print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
         raise typer.Exit(EXIT_DAMAGED) from error
     sizes = [file.stat().st_size for file in files]

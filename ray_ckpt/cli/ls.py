@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,6 @@ from ray_ckpt.cli.output import (
     level_text,
     make_table,
     metrics_text,
-    plain,
     print_json,
     stdout,
     when_text,
@@ -97,11 +95,7 @@ def ls(
 
 def _write_tables(catalog: Catalog, folder: Path, steps: Collection[int] | None, as_json: bool) -> None:
     with count_bar("reading manifests", len(catalog.durable(steps))) as bar:
-        try:
-            num_rows = catalog.write_parquet(folder, steps=steps, progress=bar.advance)
-        except CorruptionError as error:
-            print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
-            raise typer.Exit(EXIT_DAMAGED) from error
+        num_rows = catalog.write_parquet(folder, steps=steps, progress=bar.advance)
     files = {name: str(without_tilde(folder) / f"{name}.parquet") for name in num_rows}
     if as_json:
         rows = [{"table": name, "file": files[name], "rows": count} for name, count in num_rows.items()]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import typer
 from rich.filesize import decimal
 
 from ray_ckpt.catalog import Catalog, CheckpointView, Damage, VerifyReport
 from ray_ckpt.cli.live import run_location
-from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
+from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_USAGE, JsonOption, StorageOption, store_options
 from ray_ckpt.cli.output import (
     add_row,
     damage_json,
@@ -25,7 +26,7 @@ from ray_ckpt.cli.output import (
 )
 from ray_ckpt.cli.progress import byte_bar, count_bar
 from ray_ckpt.drill import choose
-from ray_ckpt.errors import CheckpointError, ConfigError
+from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
 from ray_ckpt.format import names
 from ray_ckpt.report.facts import counted
 from ray_ckpt.types import Level
@@ -34,6 +35,7 @@ from ray_ckpt.verify_copies import num_copies, verify_copies
 from ray_ckpt.verify_plan import Holder, PlanReport, verify_plan
 
 R = TypeVar("R", VerifyReport, PlanReport)
+T = TypeVar("T")
 
 
 def verify(
@@ -76,7 +78,8 @@ def verify(
     """Read every byte of a checkpoint and compare it with its digest.
 
     Prints a line per damage: file, tensor slice, what is wrong. Exits with 0 if all is as it was saved,
-    1 if anything is damaged, 2 if there is nothing to verify. What a run retires meanwhile is left out.
+    1 if anything is damaged, 2 if there is nothing to verify, or it is of a newer version. What a run retires
+    meanwhile is left out.
 
     With `--plan` it takes seconds, whatever the size: it reads the manifest, the list of files and their
     headers, and shows that every element of every tensor is there exactly once. Damage inside of files is
@@ -103,25 +106,39 @@ def verify(
         _show_plans(plans, nodes, as_json, left_out)
         return
     with byte_bar("verifying", sum(target.size_bytes for target in targets)) as bar:
-        reports = _reports(
+        found = _reports(
             targets, lambda t: verify_files(t.files, root_digest=t.root_digest, progress=bar.advance)
         )
     if as_json:
-        document = {"ok": _all_ok(reports), "checkpoints": [report_json(r) for r in reports]}
-        print_json(document | {"in_cluster_only": left_out})
+        checkpoints = [report_json(report) for report in found.reports]
+        print_json({"ok": found.ok, "checkpoints": checkpoints, "in_cluster_only": left_out})
     else:
-        for report in reports:
+        for report in found.reports:
             _print_report(report)
         _print_left_out(left_out)
-    if not _all_ok(reports):
-        raise typer.Exit(EXIT_DAMAGED)
+    found.finish()
 
 
-def _all_ok(reports: Iterable[VerifyReport | PlanReport]) -> bool:
-    return all(report.ok for report in reports)
+@dataclass(frozen=True, slots=True)
+class _Found(Generic[R]):
+    """Reports, and the errors of checkpoints of a newer version, of which nothing can be said."""
+
+    reports: Sequence[R]
+    newer: Sequence[NewerFormat]
+
+    @property
+    def ok(self) -> bool:
+        return not self.newer and all(report.ok for report in self.reports)
+
+    def finish(self) -> None:
+        """End the command with the exit code of what was found."""
+        for error in self.newer:
+            print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
+        if not self.ok:
+            raise typer.Exit(EXIT_DAMAGED if any(not r.ok for r in self.reports) else EXIT_USAGE)
 
 
-def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> Sequence[PlanReport]:
+def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> _Found[PlanReport]:
     """Of live checkpoints, with what nodes hold of them."""
     from ray_ckpt.actors.attach import attached  # Ray takes seconds to import
     from ray_ckpt.actors.drill import LiveRun
@@ -132,37 +149,48 @@ def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> S
         if not all:
             chosen = (tuple(known for known in chosen if known.on_lineage) or chosen)[-1:]
         with count_bar("verifying copies", sum(map(num_copies, chosen))) as bar:
-            looked = [verify_copies(c, run.reach, again=run.again, progress=bar.advance) for c in chosen]
-    return _unless_all_retired([report for report in looked if report is not None])
+            return _each(chosen, lambda c: verify_copies(c, run.reach, again=run.again, progress=bar.advance))
 
 
-def _reports(targets: Iterable[_Target], look: Callable[[_Target], R]) -> Sequence[R]:
+def _reports(targets: Iterable[_Target], look: Callable[[_Target], R]) -> _Found[R]:
     """Of all but those whose files the run may have deleted while they were looked at."""
-    found = ((target, look(target)) for target in targets)
-    return _unless_all_retired([report for target, report in found if report.ok or not target.is_deleted()])
+
+    def look_once(target: _Target) -> R | None:
+        report = look(target)
+        return report if report.ok or not target.is_deleted() else None
+
+    return _each(targets, look_once)
 
 
-def _unless_all_retired(reports: Sequence[R]) -> Sequence[R]:
+def _each(things: Iterable[T], look: Callable[[T], R | None]) -> _Found[R]:
+    """Of each of `things` what `look` reports; None is of one that was retired meanwhile."""
+    reports, newer = [], []
+    for thing in things:
+        try:
+            report = look(thing)
+        except NewerFormat as error:
+            newer.append(error)
+        else:
+            reports += [] if report is None else [report]
+    if not reports and newer:
+        raise newer[0]
     if not reports:
         raise ConfigError(
             "What there was has been retired while it was looked at.",
             hint="`ray-ckpt ls` shows what is live.",
         )
-    return reports
+    return _Found(reports, newer)
 
 
-def _show_plans(
-    reports: Sequence[PlanReport], nodes: bool, as_json: bool, left_out: Sequence[int] = ()
-) -> None:
+def _show_plans(found: _Found[PlanReport], nodes: bool, as_json: bool, left_out: Sequence[int] = ()) -> None:
     if as_json:
-        document = {"ok": _all_ok(reports), "checkpoints": [_plan_json(r, nodes) for r in reports]}
-        print_json(document | {"in_cluster_only": left_out})
+        checkpoints = [_plan_json(report, nodes) for report in found.reports]
+        print_json({"ok": found.ok, "checkpoints": checkpoints, "in_cluster_only": left_out})
     else:
-        for report in reports:
+        for report in found.reports:
             _print_plan(report, nodes)
         _print_left_out(left_out)
-    if not _all_ok(reports):
-        raise typer.Exit(EXIT_DAMAGED)
+    found.finish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

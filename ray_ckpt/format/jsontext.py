@@ -48,6 +48,8 @@ def loads(
         raise FormatError(f"{what} is cut short: it does not end in a newline.")
     try:
         return json.loads(data.decode(), object_pairs_hook=hook or unique_keys, parse_constant=_refuse)
+    except NewerFormat as error:
+        raise newer(what, error.fields["found"]) from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise FormatError(f"{what} is not valid: {error}") from error
 
@@ -82,11 +84,32 @@ def check_version(value: object, what: str) -> None:
     """NewerFormat unless this code reads format `value`; FormatError if it is none."""
     version = integer(value, f"{what}: format", low=1)
     if version > FORMAT_VERSION:
-        raise NewerFormat(
-            f"{what} is in format {version}; this ray_ckpt reads up to format {FORMAT_VERSION}.",
-            hint=f"Read it with a ray_ckpt that knows format {version}.",
-            format=version,
-        )
+        found = f"it is in format {version}, and this one reads up to format {FORMAT_VERSION}"
+        raise newer(what, found, format=version)
+
+
+def refuse_newer(data: bytes, *, what: str, max_bytes: int) -> None:
+    """Raise NewerFormat if the sealed document `data` is of a newer format, whatever stands around it.
+
+    Other errors are left to `loads_sealed`.
+    """
+    try:
+        document = loads(data, what=what, max_bytes=max_bytes)
+    except FormatError:
+        return
+    version = document.get("format") if isinstance(document, dict) else None
+    if type(version) is int and version > FORMAT_VERSION:
+        check_version(version, what)
+
+
+def newer(what: str, found: str, **fields: object) -> NewerFormat:
+    """The error for `what`, in which `found` is a thing that only a newer ray_ckpt writes."""
+    return NewerFormat(
+        f"{what} is of a newer version; update ray_ckpt: {found}.",
+        hint="Nothing is damaged.",
+        found=found,
+        **fields,
+    )
 
 
 def unique_keys(pairs: Pairs) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_ckpt.errors import FormatError
+from ray_ckpt.errors import FormatError, NewerFormat
 from ray_ckpt.format import jsontext
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.format.names import CHECKPOINT_JSON, check_directory, check_file, check_run_uid, fragment_file
@@ -156,9 +156,12 @@ def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
         if file.metadata.num_rows > MAX_ROWS or unpacked > MAX_UNPACKED_BYTES:
             raise FormatError(f"it declares {file.metadata.num_rows} rows of {unpacked} bytes")
         metadata = file.metadata.metadata[METADATA_KEY]
+        jsontext.refuse_newer(metadata, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
         table = file.read(columns=COLUMNS.names, use_threads=False).select(COLUMNS.names).combine_chunks()
         table = table.cast(COLUMNS)
         table.validate(full=True)
+    except NewerFormat:
+        raise
     except Exception as error:  # the errors of a foreign decoder on foreign bytes have no common class
         raise FormatError(f"The fragment is not a Parquet file of a manifest: {error}.") from error
     return metadata, table

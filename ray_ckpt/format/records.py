@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, TypeAlias
 
-from ray_ckpt.errors import ConfigError, FormatError, NewerFormat
+from ray_ckpt.errors import ConfigError, FormatError
 from ray_ckpt.format import jsontext
 from ray_ckpt.format.names import check_run_name, check_run_uid
 from ray_ckpt.types import END_CAUSES, EndCause, Level
@@ -315,11 +315,7 @@ def _prev(value: object, seq: int) -> str:
 def _op(document: Mapping[str, Any]) -> Op:
     name = jsontext.text(document.get("op"), "op")
     if name not in OPS:
-        raise NewerFormat(
-            f"Record {document['seq']} has the op {name[:80]!r}, which a newer ray_ckpt wrote.",
-            hint="Open this run with the version of ray_ckpt that wrote it, or a newer one.",
-            op=name,
-        )
+        raise jsontext.newer(f"Record {document['seq']}", f"its op is {name[:80]!r}", op=name)
     kind: Callable[..., Op] = OPS[name]
     return kind(**{field.name: _read(document, field) for field in fields(OPS[name])})
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.jsontext import MAX_INT, array, integer, loads, mapping, text
+from ray_ckpt.format.jsontext import MAX_INT, array, integer, loads, mapping, newer, text
 from ray_ckpt.types import Slice
 
 ALIGNMENT_BYTES = 4096  # what O_DIRECT asks of offsets on every common disk
@@ -86,9 +86,9 @@ class HeaderTensor:
 
 
 def check_slice(part: Slice) -> int:
-    """The bytes of `part`. FormatError for an unknown dtype or a region outside its global tensor."""
+    """The bytes of `part`. NewerFormat for an unknown dtype, FormatError for a region outside its tensor."""
     if part.dtype not in ITEMSIZE:
-        raise FormatError(f"{part.key}: {part.dtype!r} is not a dtype of this format.", key=part.key)
+        raise newer(part.key, f"its dtype is {part.dtype[:80]!r}", key=part.key)
     if not len(part.global_shape) == len(part.offset) == len(part.shape):
         raise FormatError(f"{part.key}: global shape, offset and shape differ in dimensions.", key=part.key)
     for total, start, size in zip(part.global_shape, part.offset, part.shape, strict=True):

@@ -312,14 +312,17 @@ def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
         if file.metadata.num_rows > MAX_CHECKPOINTS or unpacked > MAX_UNPACKED_BYTES:
             raise FormatError(f"it declares {file.metadata.num_rows} rows of {unpacked} bytes")
         metadata = file.metadata.metadata[METADATA_KEY]
+        jsontext.refuse_newer(metadata, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)
         table = file.read(use_threads=False).combine_chunks()
         present = [name for name in COLUMNS.names if name not in _LATER or name in table.column_names]
-        _check_names(table.column_names, set(present), "it")
+        _check_names(table.column_names, set(present), "The snapshot")
         table = table.select(present).cast(pa.schema([COLUMNS.field(name) for name in present]))
         table.validate(full=True)
         for name in present:
             if table.column(name).null_count and name not in _NULLABLE:
                 raise FormatError(f"{name} is null somewhere")
+    except NewerFormat:
+        raise
     except Exception as error:  # the errors of a foreign decoder on foreign bytes have no common class
         raise FormatError(f"The snapshot is not a Parquet file of one: {error}.") from error
     return metadata, table
@@ -412,12 +415,10 @@ def _check_whole(snapshot: LogSnapshot) -> None:
 
 
 def _check_names(found: Iterable[str], expected: set[str], what: str) -> None:
-    if set(found) != expected:
-        names = ", ".join(sorted(set(found) ^ expected))
-        raise NewerFormat(
-            f"{what} does not have the fields of this version: {names[:200]}.",
-            hint="Open this run with the version of ray_ckpt that wrote it, or a newer one.",
-        )
+    if more := sorted(set(found) - expected):
+        raise jsontext.newer(what, f"it has {', '.join(more)[:200]}")
+    if missing := sorted(expected - set(found)):
+        raise FormatError(f"{what} does not have {', '.join(missing)[:200]}.")
 
 
 def _check_range(values: list[int], name: str, low: int, high: int) -> None:

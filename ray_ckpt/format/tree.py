@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
-from ray_ckpt.format.jsontext import Pairs, loads, unique_keys
+from ray_ckpt.format.jsontext import Pairs, loads, newer, unique_keys
 from ray_ckpt.format.short import ShortRepr
 
 MAX_TREE_BYTES = 256 * 2**20  # of JSON; larger things belong into tensors, which are never parsed
@@ -257,8 +257,10 @@ def _object(pairs: Pairs) -> Any:
     tag, payload = next((pair for pair in pairs if pair[0].startswith("$")), ("", None))
     if not tag:
         return unique_keys(pairs)
-    if len(pairs) != 1 or tag not in _READERS:
-        raise FormatError(f"{tag[:80]!r} is not a value of this format; a newer ray_ckpt may have written it")
+    if len(pairs) != 1:
+        raise FormatError(f"an object with {tag[:80]!r} has other keys")
+    if tag not in _READERS:
+        raise newer("A value", f"its tag is {tag[:80]!r}")
     try:
         return _READERS[tag](payload)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, MemoryError) as error:

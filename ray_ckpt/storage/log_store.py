@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.errors import FormatError, StoragePathError
+from ray_ckpt.errors import FormatError, NewerFormat, StoragePathError
 from ray_ckpt.format import names
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.records import Create, LogRecord, decode_record
@@ -217,6 +217,8 @@ def read_run(store: LogStore) -> tuple[RunHistory, Records]:
         newest = max(_snapshots(store), default=-1)  # looked at last: a record trimmed meanwhile is no tail
         if seq > newest:
             return history, records
+    if isinstance(damage, NewerFormat):
+        raise damage
     raise FormatError(
         f"The log has no record {seq}, but a snapshot of record {newest} that cannot be used.",
         hint="Bring the missing or damaged file back from a backup; no shorter history is true.",
@@ -327,6 +329,8 @@ def _read_snapshot(store: LogStore, seq: int, run_uid: str) -> LogSnapshot | For
     try:
         with _collector_paused():
             snapshot = decode_snapshot(data)
+    except NewerFormat as error:
+        return error.at(name)
     except FormatError as error:
         return error
     if (snapshot.seq, snapshot.run_uid) != (seq, run_uid):

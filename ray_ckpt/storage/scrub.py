@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typing_extensions import Buffer
 
-from ray_ckpt.errors import CorruptionError
+from ray_ckpt.errors import CorruptionError, NewerFormat
 from ray_ckpt.format.manifest import decode_fragment
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.storage.direct import read_blocks_direct
@@ -24,12 +24,14 @@ def verify_stored(
 ) -> tuple[str, ...]:
     """Names of files that are missing or differ from what the fragment says; `read` gives a file's bytes.
 
-    If the fragment itself is bad, it is the only name: nothing can be said of the others. OSError if a file
-    is there and cannot be read.
+    If the fragment itself is bad, it is the only name: nothing can be said of the others. None if it is of a
+    newer version, which is no damage. OSError if a file is there and cannot be read.
     """
     name = fragment_file(node_index, num_nodes)
     try:
         fragment = decode_fragment(b"".join(map(bytes, read(name))))
+    except NewerFormat:
+        return ()
     except (FileNotFoundError, CorruptionError):
         return (name,)
     damaged = []

@@ -20,7 +20,8 @@ import ray.train
 from ray_ckpt.actors import names
 from ray_ckpt.actors.service import CALL_S, ask
 from ray_ckpt.catalog import Catalog
-from ray_ckpt.errors import CheckpointError, ConfigError
+from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
+from ray_ckpt.format.jsontext import newer
 from ray_ckpt.location import BUCKETS, Location
 from ray_ckpt.opened import OpenedCheckpoint, OpenedRun
 from ray_ckpt.types import AttemptId, Level
@@ -64,10 +65,13 @@ class Pointer:
 
     @classmethod
     def decode(cls, data: bytes, file_system: str = "local") -> Pointer:
-        """ValueError if it is none. `file_system` is pyarrow's name of the kind of its file system."""
+        """ValueError, NewerFormat. `file_system` is pyarrow's name of its file system's kind."""
         told = json.loads(data)
-        if not isinstance(told, dict) or told.get("ray_ckpt") not in (1, VERSION):
-            raise ValueError(f"it is not of version 1 to {VERSION}")
+        version = told.get("ray_ckpt") if isinstance(told, dict) else None
+        if type(version) is not int or version < 1:
+            raise ValueError("it has no version")
+        if version > VERSION:
+            raise newer("A pointer", f"it is of version {version}, and this one reads up to {VERSION}")
         run, options = _need(told, "run", str), told.get("storage_options", {})
         if told["ray_ckpt"] == 1:
             if file_system not in _SCHEMES:
@@ -114,7 +118,7 @@ def open_checkpoint(
         )
 
     ConfigError: this is no pointer of ours, or its checkpoint is retired, lost, or not durable (which steps
-    are, is said). Otherwise as `Catalog`.
+    are, is said). NewerFormat: a newer ray_ckpt wrote the pointer. Otherwise as `Catalog`.
     """
     pointer = _read_pointer(checkpoint)
     catalog = Catalog(pointer.run, pointer.storage_options if storage_options is None else storage_options)
@@ -155,7 +159,9 @@ def _read_pointer(checkpoint: ray.train.Checkpoint) -> Pointer:
         with checkpoint.filesystem.open_input_stream(path) as stream:
             data = stream.read(MAX_POINTER_BYTES)
         return Pointer.decode(data, checkpoint.filesystem.type_name)
-    except (OSError, ValueError) as error:
+    except NewerFormat as error:
+        raise error.at(path) from None
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{checkpoint.path} is no pointer of ray_ckpt: {error}",
             hint="Give a checkpoint that Ray Train has from a run with CheckpointCallback; others are opened "

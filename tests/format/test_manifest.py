@@ -241,7 +241,7 @@ def metadata_of(data: bytes) -> dict[str, Any]:
 def test_a_newer_format_is_named() -> None:
     document = metadata_of(encode_fragment(FRAGMENT))
     newer = dumps_sealed({**document, "format": 2, "extra": 1}, what="", max_bytes=10**6)
-    with pytest.raises(FormatError, match=r"format 2.*up to format 1.*knows format 2"):
+    with pytest.raises(FormatError, match=r"of a newer version; update ray_ckpt.*format 2.*up to format 1"):
         decode_fragment(with_metadata(newer))
 
 

@@ -135,7 +135,7 @@ def test_the_golden_record_is_read_forever() -> None:
 def test_unknown_fields_are_tolerated_and_unknown_ops_are_not() -> None:
     document = json.loads(encode_record(RECORD))
     assert decode_record(json.dumps({**document, "later": [1]}).encode() + b"\n") == RECORD
-    with pytest.raises(FormatError, match=r"'teleport'.*newer ray_ckpt") as caught:
+    with pytest.raises(FormatError, match=r"of a newer version; update ray_ckpt.*'teleport'") as caught:
         decode_record(json.dumps({**document, "op": "teleport"}).encode() + b"\n")
     assert caught.value.fields["op"] == "teleport"
 

@@ -12,7 +12,7 @@ import pytest
 import ray.train
 from pyarrow.fs import LocalFileSystem
 
-from ray_ckpt.errors import ConfigError
+from ray_ckpt.errors import ConfigError, NewerFormat
 from ray_ckpt.train import open_checkpoint
 from ray_ckpt.train.pointers import MAX_POINTER_BYTES, POINTER_FILE, Pointer
 from ray_ckpt.types import AttemptId
@@ -98,7 +98,9 @@ def test_a_pointer_can_be_waited_for_until_its_checkpoint_is_durable(
         "no json",
         "[]",
         "{}",
-        '{"ray_ckpt": 3}',
+        '{"ray_ckpt": 0}',
+        '{"ray_ckpt": "3"}',
+        "[" * 100_000,
         '{"ray_ckpt": 2, "run": 7}',
         '{"ray_ckpt": 2, "run": "/x", "storage_options": {"region": 1}}',
         '{"ray_ckpt": 2, "run": "/x", "run_uid": "u", "step": true, "session": 1, "attempt": "a"}',
@@ -108,6 +110,11 @@ def test_a_pointer_can_be_waited_for_until_its_checkpoint_is_durable(
 def test_a_directory_that_is_no_pointer_of_ours_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="is no pointer of ray_ckpt"):
         open_checkpoint(write_pointer(tmp_path / "pointer", text))
+
+
+def test_a_pointer_of_a_newer_version_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NewerFormat, match=r"pointer.json: A pointer is of a newer version; update ray_ckpt"):
+        open_checkpoint(write_pointer(tmp_path / "pointer", '{"ray_ckpt": 3}'))
 
 
 def test_a_checkpoint_of_others_is_refused(tmp_path: Path) -> None:
