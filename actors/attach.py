@@ -30,6 +30,10 @@ END_S = 30.0  # for agents to end by themselves, and for Ray to take note of the
 LOOK_S = 0.2  # between looks at that
 
 _SERVICE = re.compile(r"coordinator-v(\d+)")
+_TOKEN_HINT = (
+    "Set RAY_AUTH_MODE=token, and give the token that `ray get-auth-token` prints on a node of it: in "
+    "RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names, or in ~/.ray/auth_token."
+)
 
 
 @contextlib.contextmanager
@@ -84,8 +88,32 @@ def _check_answers(where: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise Unavailable(f"No Ray cluster answers at {where}: {error}.", hint=hint) from None
-    if silence := ray_state.why_silent(where, HELLO_S):
-        raise Unavailable(f"What listens at {where} does not answer as a Ray cluster: {silence}.", hint=hint)
+    try:
+        _say_hello(where, host.strip("[]"))
+    except PermissionError as error:
+        raise Unavailable(f"The Ray cluster at {where} wants its token: {error}.", hint=_TOKEN_HINT) from None
+    except ConnectionError as error:
+        message = f"What listens at {where} does not answer as a Ray cluster: {error}."
+        raise Unavailable(message, hint=hint) from None
+
+
+def _say_hello(where: str, host: str) -> None:
+    """PermissionError, ConnectionError. The token of this user goes to a cluster of this machine unasked."""
+    try:
+        ray_state.check_answers(where, HELLO_S)
+    except PermissionError:
+        if not (_is_here(host) and ray_state.use_token()):
+            raise
+        ray_state.check_answers(where, HELLO_S)
+
+
+def _is_here(host: str) -> bool:
+    """Whether `host` is an address of this machine: somebody can listen there."""
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return True
 
 
 def find_service() -> Any | None:

@@ -6,6 +6,7 @@ Blocking; call from a thread.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from ray_ckpt.config import FAILURE_DOMAIN_LABELS
 
-MAX_REASON = 200  # characters of what a port that is no Ray says
+AUTH_MODE = "RAY_AUTH_MODE"
+MAX_REASON = 400  # characters of what a port that is no Ray says, or Ray of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +81,11 @@ def find_cluster() -> str | None:
     return None if found in (None, "auto", "local") else str(found)
 
 
-def why_silent(address: str, timeout_s: float) -> str:
-    """Why what listens at `host:port`, or at `ray://host:port`, is no Ray; "" if it is one.
+def check_answers(address: str, timeout_s: float) -> None:
+    """Ask what listens at `host:port`, or at `ray://host:port`, what a driver asks first.
 
-    Asks what a driver asks first, with the driver's certificates and token.
+    Uses the driver's certificates and token. PermissionError if it is a Ray that wants another token, or one
+    at all; ConnectionError, with the reason, if it is no Ray.
     """
     where = address.removeprefix("ray://")
     try:
@@ -91,10 +94,34 @@ def why_silent(address: str, timeout_s: float) -> str:
             stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=timeout_s)
     except grpc.RpcError as error:
         if where != address and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return ""  # a server of Ray clients is asked other things
-        said = error.details() or error.code().name
-    except Exception as error:  # Ray finds no certificate or token
-        said = repr(error)
-    else:
-        return ""
-    return " ".join(said.split()).rstrip(".")[:MAX_REASON]
+            return  # a server of Ray clients is asked other things
+        refused = PermissionError if error.code() is grpc.StatusCode.UNAUTHENTICATED else ConnectionError
+        raise refused(_one_line(error.details() or error.code().name)) from None
+    except ray.exceptions.RayError as error:  # an AuthenticationError: it finds no token
+        raise PermissionError(_one_line(str(error))) from None
+    except Exception as error:  # Ray finds no certificate
+        raise ConnectionError(_one_line(repr(error))) from None
+
+
+def use_token() -> bool:
+    """Turn Ray's token authentication on in this process, as `ray.init()` does for a cluster that it finds.
+
+    Only if RAY_AUTH_MODE is not set, and there is a token where Ray looks for one: in RAY_AUTH_TOKEN, in
+    RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token. Returns whether it was turned on.
+    """
+    if AUTH_MODE in os.environ:
+        return False
+    try:
+        from ray._raylet import AuthenticationTokenLoader, Config
+
+        if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+            return False
+    except (ImportError, ray.exceptions.RayError):  # an older Ray, or a file that is named and not there
+        return False
+    os.environ[AUTH_MODE] = "token"
+    Config.initialize("")  # which Ray has read already
+    return True
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".")[:MAX_REASON]

@@ -141,6 +141,69 @@ def test_what_listens_and_is_no_ray_is_said_in_time(
         assert time.monotonic() - start_s < 5, "where Ray would take two minutes"
 
 
+REFUSED = "InvalidAuthToken: Authentication token is missing or incorrect"
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a cluster of this machine, the last one, that wants a token."""
+
+    def check(where: str, timeout_s: float) -> None:
+        raise PermissionError(REFUSED)
+
+    monkeypatch.setattr(attach.ray_state, "check_answers", check)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", "")
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        monkeypatch.setattr(ray_services, "find_gcs_addresses", set)  # of this machine's processes
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        yield address
+
+
+COMMANDS_OF_CLUSTERS = (
+    "up",
+    "down",
+    "status",
+    "top",
+    "drill {} --lose-node ab",
+    "verify {} --plan --address auto",
+    "pin {} 10 --owner me --address auto",
+    "unpin {} 10 --owner me --address auto",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS_OF_CLUSTERS)
+def test_what_ray_says_of_tokens_is_passed_on(
+    command: str, guarded: str, run: SampleRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = fails(capsys, *command.format(run.folder).split())
+    assert f"The Ray cluster at {guarded} wants its token: {REFUSED}. Set RAY_AUTH_MODE=token" in message
+    assert all(name in message for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token"))
+
+
+def test_somebody_elses_cluster_does_not_keep_a_run_from_its_pins(guarded: str, run: SampleRun) -> None:
+    assert as_json("pin", run.folder, 10, "--owner", "me")["by"] == "log"
+    assert as_json("unpin", run.folder, 10, "--owner", "me")["by"] == "log"
+    assert f"By the log alone: The Ray cluster at {guarded} wants its token" in ray_ckpt_cli(
+        "status", run.folder
+    )
+
+
+@pytest.mark.parametrize("command", ["pin", "unpin"])
+def test_no_cluster_is_asked_about_a_run_that_has_finished(
+    command: str, run: SampleRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    run.log.append(
+        r.Ended(session=1, cause="finished", step=40, first_at_s=None, last_at_s=None, stalled_s=None)
+    )
+    monkeypatch.setattr(attach, "attached", Mock(side_effect=AssertionError("it was asked")))
+    assert as_json(command, run.folder, 10, "--owner", "me")["by"] == "log"
+
+
 def test_a_server_of_something_else_is_told_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from ray_ckpt.cli.output import FittedTable, add_row, make_table, plain, span_text
-from ray_ckpt.errors import CheckpointError, ConfigError
+from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
 from ray_ckpt.format.names import SERVICE_DIR
 from ray_ckpt.location import Location
 from ray_ckpt.verify import locate
@@ -35,22 +35,25 @@ STATE_STYLES = {"training": "green", "gone": "yellow", "failed": "yellow"}
 
 
 @contextmanager
-def service_if_any(address: str | None) -> Iterator[tuple[Any | None, str]]:
+def service_if_any(address: str | None) -> Iterator[tuple[Any | None, CheckpointError | None]]:
     """The service of the cluster; or None and why there is none.
 
-    A cluster that was named and does not answer is an error, as are those of `attach`.
+    A cluster that was named and does not answer is an error. One that is found on this machine may be
+    somebody else's: its refusal or silence is a reason like any other.
     """
     from ray_ckpt.actors import attach
 
+    why: CheckpointError | None = None
     with ExitStack() as stack:
         try:
             stack.enter_context(attach.attached(address))
             service = attach.find_service()
-            why = "" if service is not None else NO_SERVICE
-        except ConfigError as error:
-            if address is not None:
+            if service is None:
+                why = ConfigError(NO_SERVICE, hint=START_HINT)
+        except (ConfigError, ServiceError) as error:
+            if address is not None or (attach.is_named(None) and isinstance(error, ServiceError)):
                 raise
-            service, why = None, error.message
+            service, why = None, error
         yield service, why
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from ray_ckpt import pins
+from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli.live import ask_overview, runs_at, service_if_any
 from ray_ckpt.cli.options import (
     AddressOption,
@@ -19,7 +23,7 @@ from ray_ckpt.cli.options import (
 )
 from ray_ckpt.cli.output import pins_text, plain, print_json, stdout
 from ray_ckpt.core.requests import checkpoint_to_unpin
-from ray_ckpt.errors import ConfigError, RunInUse
+from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse
 from ray_ckpt.rollback import LogTail, open_log
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.types import CheckpointInfo
@@ -58,7 +62,8 @@ def pin(
 ) -> None:
     """Keep a checkpoint whatever retention says, until a time or until `unpin`.
 
-    By the service, if that of this cluster has the run open; else by two records on the log alone. Another
+    By the service, if that of this cluster has the run open; else by two records on the log alone. A cluster
+    that nobody named is not asked about a run that has finished, and need not answer. Another
     service that has the run, out of reach from here, would be disturbed by these: so the log must be quiet,
     or it refuses, with exit code 1.
     What retention has given up is not brought back.
@@ -68,7 +73,7 @@ def pin(
     _check_owner(owner)
     for_s = None if keep_for is None else seconds(keep_for)
     options = store_options(storage_option)
-    found = _by_service("pin", path, address, step, owner, for_s)
+    found = _by_service("pin", path, options, address, step, owner, for_s)
     if found is None:
         tier, tail = open_log(path, options)
         _check_quiet(tier, tail, even_if_at_work)
@@ -95,7 +100,7 @@ def unpin(
     """
     _check_owner(owner)
     options = store_options(storage_option)
-    found = _by_service("unpin", path, address, step, owner)
+    found = _by_service("unpin", path, options, address, step, owner)
     if found is None:
         tier, tail = open_log(path, options)
         if owner in checkpoint_to_unpin(tail.history, step, owner).pins:
@@ -113,8 +118,23 @@ def _check_owner(owner: str) -> None:
         )
 
 
-def _by_service(method: str, path: str, address: str | None, step: int, *args: Any) -> CheckpointInfo | None:
+def _is_over(path: str, options: Mapping[str, str], address: str | None) -> bool:
+    """Whether nobody has the run by its log, so that a cluster which nobody named need not be asked."""
+    if address is not None or os.environ.get("RAY_ADDRESS"):
+        return False
+    with contextlib.suppress(CheckpointError):  # a service may have it whose store is away from here
+        sessions = Catalog(path, options).sessions
+        end = sessions[-1].ended if sessions else None
+        return end is not None and end.cause == "finished"
+    return False
+
+
+def _by_service(
+    method: str, path: str, options: Mapping[str, str], address: str | None, step: int, *args: Any
+) -> CheckpointInfo | None:
     """The checkpoint as it is afterwards; None if no service here has the run open."""
+    if _is_over(path, options, address):
+        return None
     with service_if_any(address) as (service, _):
         if service is None:
             return None

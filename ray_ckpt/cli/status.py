@@ -13,7 +13,6 @@ from rich.filesize import decimal
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.cli.live import (
     LEVELS,
-    START_HINT,
     ask_overview,
     print_service,
     runs_named,
@@ -21,7 +20,7 @@ from ray_ckpt.cli.live import (
 )
 from ray_ckpt.cli.options import AddressOption, JsonOption, RunArgument, StorageOption, store_options
 from ray_ckpt.cli.output import add_row, make_table, plain, print_json, span_text, stdout, steps_text
-from ray_ckpt.errors import ConfigError, ServiceError
+from ray_ckpt.errors import ServiceError
 from ray_ckpt.types import Level
 
 
@@ -40,14 +39,14 @@ def status(
     Example: `ray-ckpt status /shared/runs/gpt`
     """
     options = store_options(storage_option)
-    view = None
+    view, why = None, None
     try:
         with service_if_any(address) as (service, why):
             view = None if service is None else ask_overview(service)
     except ServiceError as error:
         if run is None or address is not None:
             raise
-        why = error.message
+        why = error
     if view is not None and (run is None or runs_named(view, run)):
         runs = view.runs if run is None else runs_named(view, run)
         if as_json:
@@ -56,8 +55,9 @@ def status(
             print_service(stdout(), view, runs, details=run is not None)
         return
     if run is None:
-        raise ConfigError(why, hint=START_HINT)
-    _print_log(run, options, why or "The service has not opened this run.", as_json)
+        assert why is not None, "there is a service, or a reason"
+        raise why
+    _print_log(run, options, why.message if why else "The service has not opened this run.", as_json)
 
 
 def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -> None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,4 +194,26 @@ def test_the_callback_survives_the_pickling_of_ray() -> None:
 def test_a_cluster_can_be_asked_for_its_id_over_a_channel_of_its_own() -> None:
     assert parameters_of(ray._private.gcs_utils.create_gcs_channel)[0] == "address"
     assert not gcs_service_pb2.GetClusterIdRequest.DESCRIPTOR.fields
-    assert ray_state.why_silent("127.0.0.1:1", 1.0), "nobody is there"
+    with pytest.raises(ConnectionError):  # nobody is there
+        ray_state.check_answers("127.0.0.1:1", 1.0)
+
+
+def test_ray_finds_its_token_and_reads_its_mode_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("ab" * 32)
+    script = "from ray_ckpt.actors import ray_state as s; import ray._raylet as r; "
+    script += "print(s.use_token(), s.use_token(), r.get_authentication_mode() == r.AuthenticationMode.TOKEN)"
+    environment = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+    environment.pop("RAY_AUTH_MODE", None)
+
+    def run(**more: str) -> str:
+        command = [sys.executable, "-c", script]
+        return subprocess.run(
+            command, env={**environment, **more}, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
+
+    assert run() == "True False True"
+    assert run(RAY_AUTH_MODE="disabled") == "False False False"
+    for path in ("", str(tmp_path / "nowhere")):
+        assert run(RAY_AUTH_TOKEN_PATH=path) == "False False False"
