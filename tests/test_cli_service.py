@@ -197,9 +197,8 @@ def test_no_cluster_is_asked_about_a_run_that_has_finished(
     command: str, run: SampleRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "")
-    run.log.append(
-        r.Ended(session=1, cause="finished", step=40, first_at_s=None, last_at_s=None, stalled_s=None)
-    )
+    end = r.Ended(session=1, cause="finished", step=40, first_at_s=None, last_at_s=None, stalled_s=None)
+    run.log.append(end)
     monkeypatch.setattr(attach, "attached", Mock(side_effect=AssertionError("it was asked")))
     assert as_json(command, run.folder, 10, "--owner", "me")["by"] == "log"
 

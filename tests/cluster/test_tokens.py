@@ -22,7 +22,7 @@ COMMAND_S = 90.0
 DRIVER = """
 import sys
 import ray
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=sys.argv[1])
+ray.init(num_cpus=1, include_dashboard=False, logging_level="error", _temp_dir=sys.argv[1])
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
