@@ -6,10 +6,12 @@ Blocking; call from a thread.
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import ray
@@ -112,14 +114,13 @@ def use_token() -> bool:
     if AUTH_MODE in os.environ:
         return False
     try:
-        from ray._raylet import AuthenticationTokenLoader, Config
-
-        if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        raylet: Any = importlib.import_module("ray._raylet")
+        if not raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
             return False
-    except (ImportError, ray.exceptions.RayError):  # an older Ray, or a file that is named and not there
+    except (AttributeError, ray.exceptions.RayError):  # an older Ray, or a file that is named and not there
         return False
     os.environ[AUTH_MODE] = "token"
-    Config.initialize("")  # which Ray has read already
+    raylet.Config.initialize("")  # it has read the environment already
     return True
 
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from ray_ckpt import pins
-from ray_ckpt.actors import attach
+from ray_ckpt.actors import attach, ray_state
 from ray_ckpt.actors.attach import check_versions
 from ray_ckpt.actors.names import PROTOCOL_VERSION
 from ray_ckpt.actors.wire import DiskView, LeavingView, NewestView, NodeView, RunView, ServiceView
@@ -151,7 +151,7 @@ def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     def check(where: str, timeout_s: float) -> None:
         raise PermissionError(REFUSED)
 
-    monkeypatch.setattr(attach.ray_state, "check_answers", check)
+    monkeypatch.setattr(ray_state, "check_answers", check)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
