@@ -14,7 +14,7 @@ import re
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -23,10 +23,12 @@ import torch
 from torch import nn
 
 from ray_ckpt.agreed import AgreedSteps
+from ray_ckpt.capture.classes import check_settings, classes_of
 from ray_ckpt.capture.forgotten import unregistered
 from ray_ckpt.capture.gradients import GradientsItem, Window
 from ray_ckpt.capture.hyperparameters import Changed, Hyperparameters
 from ray_ckpt.capture.items import Item, adapt
+from ray_ckpt.capture.load import Load
 from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import Walked, walk
@@ -230,9 +232,11 @@ class Checkpointer:
             info = replace(_restore_info(origin.checkpoint, report), step=report.origin_step or 0)
             if report.origin_step is not None:
                 self._warn_of_other_world(origin.checkpoint)
-        load()
+        begun = load()
         if info is not None:
-            info = replace(info, changed=self._changed(built))
+            info = replace(info, changed=self._changed(built, begun))
+            if self._link.options.keep:
+                check_settings(self._items)
             self._say(info)
         if self._probe is not None:
             self._probe.restored(self._items, ticket.checkpoint)
@@ -248,8 +252,8 @@ class Checkpointer:
         self._watch = ProgressThread(self._link, self._session, self._progress, self._agreed)
         return info
 
-    def _changed(self, built: Hyperparameters) -> tuple[Changed, ...]:
-        keep = self._link.options.keep
+    def _changed(self, built: Hyperparameters, begun: Set[str]) -> tuple[Changed, ...]:
+        keep = (*self._link.options.keep, *(f"{name}.*" for name in begun))
         try:
             return built.loaded(keep)
         except Exception:  # of an optimizer or schedule written elsewhere
@@ -302,7 +306,7 @@ class Checkpointer:
         whole = with_predictions(walked, self._items, ranks=identity.ranks)
         return build_layout(live.slice for live in whole.owned(identity.rank))
 
-    def _begin_from(self, ticket: RestoreTicket) -> tuple[RankRestore, Callable[[], None]]:
+    def _begin_from(self, ticket: RestoreTicket) -> tuple[RankRestore, Load]:
         """Read what a run without a checkpoint begins with; see `origin`."""
         options, checkpoint = self._link.options, ticket.checkpoint
         assert checkpoint is not None
@@ -650,6 +654,7 @@ class Checkpointer:
                 "step": attempt.step,
                 "world_size": identity.world_size,
                 **({"parts": [asdict(part) for part in identity.parts]} if identity.parts else {}),
+                "classes": classes_of(self._items),
                 "items": dict(walked.trees),
             }
         )

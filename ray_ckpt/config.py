@@ -141,6 +141,9 @@ class RunOptions:
     keep: tuple[str, ...] = ()
     """Hyperparameters, or patterns of them, that a restore leaves as the objects were built with, such as
     ("optimizer.lr", "scheduler.*"). Others become what was saved; those that differ are listed."""
+    anew: tuple[str, ...] = ()
+    """Names of items that begin as they were built where the checkpoint has nothing for them, or state of
+    another class or form: ("optimizer",) when it is another optimizer from here on."""
     unprotected_after: timedelta | int | None = None
     """Training ends with Unprotected, between two steps, when it has gone on for this long without a new
     checkpoint, or when this many saves in a row have failed; halfway a warning says so. None: never."""
@@ -232,7 +235,7 @@ class RunOptions:
     def _check_origin(self) -> None:
         good = self.init_from is None or is_uri(self.init_from)
         self._need("init_from", good, "the URI of a checkpoint, such as s3://bucket/runs/gpt@30, or to None")
-        for name in ("init_items", "keep"):
+        for name in ("init_items", "keep", "anew"):
             texts = getattr(self, name)
             good = isinstance(texts, tuple) and all(isinstance(text, str) and text for text in texts)
             self._need(name, good, "a tuple of names")

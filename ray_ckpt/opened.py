@@ -236,7 +236,7 @@ class _Saved:
 
     def states(self, item: str | None, rank: int) -> dict[str, Any]:
         """The states of one item or of all, as `rank` had them."""
-        trees = self._trees(rank)
+        trees = self._merged(rank)["items"]
         if item is not None and item not in trees:
             raise ConfigError(
                 f"Step {self.info.step} has no item {item!r}.",
@@ -277,10 +277,9 @@ class _Saved:
         start_s = time.monotonic()
         owners = {n: o for n, o in objects.items() if isinstance(o, nn.Module | nn.Parameter)}
         items = {name: adapt(name, obj, owners) for name, obj in objects.items()}
-        trees = self._trees(rank if rank < self.info.world_size else 0)
-        state = {"step": self.info.step, "items": {n: tree for n, tree in trees.items() if n in items}}
+        saved = self._merged(rank if rank < self.info.world_size else 0)
+        state = {**saved, "items": {n: tree for n, tree in saved["items"].items() if n in items}}
         reader = self._reader()
-        state["world_size"] = self.info.world_size
         put_rest = load_items(items, state, self._rows, reader, rank=rank, world_size=world_size)
         self._check(reader)
         put_rest()
@@ -302,19 +301,21 @@ class _Saved:
         put_rest()
         return items
 
-    def _trees(self, rank: int) -> dict[str, Any]:
-        """The items as `rank` has saved them, with TensorRef in place of tensors.
+    def _merged(self, rank: int) -> dict[str, Any]:
+        """Return what `load_items` takes, as `rank` has saved it, with TensorRef in place of tensors.
 
         Of a group of several parts also the items of the others, as their first ranks have saved them.
         """
         state = self._state(rank)
-        trees: dict[str, Any] = dict(state["items"])
+        trees, classes = state["items"], state.get("classes", {})
         first = 0
         for part in state.get("parts", ()):
             if not first <= rank < first + part["world_size"]:
-                trees = {**self._state(first)["items"], **trees}
+                other = self._state(first)
+                trees, classes = {**other["items"], **trees}, {**other.get("classes", {}), **classes}
             first += part["world_size"]
-        return trees
+        world_size = self.info.world_size
+        return {"step": self.info.step, "world_size": world_size, "items": trees, "classes": classes}
 
     def _state(self, rank: int) -> dict[str, Any]:
         file = state_file(rank, self.info.world_size)

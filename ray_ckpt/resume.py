@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 from ray_ckpt.capture.items import Item
-from ray_ckpt.capture.load import load_items
+from ray_ckpt.capture.load import Load, load_items
 from ray_ckpt.errors import ConfigError, MismatchError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import decode_tree
@@ -19,9 +19,6 @@ from ray_ckpt.restore import ProgressLog, RestoreTicket, SourceReader
 from ray_ckpt.types import ManifestRow, Part, RankRestore, ranks_of
 
 log = logging.getLogger("ray_ckpt")
-
-Load: TypeAlias = Callable[[], None]
-"""Puts what was read in place, once all ranks have theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +63,7 @@ class Resumer:
                 world_size=identity.world_size,
                 node_ranks=ticket.node_ranks,
                 ranks=identity.ranks,
+                anew=self._anew(),
             )
         for note in reader.rejected:
             log.warning("restore: %s", note)
@@ -76,6 +74,12 @@ class Resumer:
             damage=tuple(reader.damage),
         )
         return report, load
+
+    def _anew(self) -> tuple[str, ...]:
+        anew = self.link.options.anew
+        if not self.link.identity.parts:  # else another part of the group may have it
+            _need_all(anew, self.items, "registered with the Checkpointer", option="anew")
+        return anew
 
     def _all_items(self, states: _States) -> tuple[Mapping[str, Item], dict[str, Any]] | None:
         """What this rank saved, or the first of its part if there was no such rank; None if it is gone."""
@@ -110,17 +114,18 @@ class Resumer:
         own = states.of(self.link.identity.rank if self.link.identity.rank < states.world_size else 0)
         if own is None:
             return None
-        saved, first = dict(own["items"]), 0
+        saved, classes, first = dict(own["items"]), dict(own.get("classes", {})), 0
         for part in _parts(own):
             other = states.of(first)
             if other is None:
                 return None
             saved, first = {**other["items"], **saved}, first + part.world_size
+            classes = {**other.get("classes", {}), **classes}
         here = [name for name in names if name in self.items]
         if not self.link.identity.parts:  # else another part of the group may have it
             _need_all(names, self.items, "registered with the Checkpointer")
-        _need_all(here, saved, "in the checkpoint")
-        state = {**own, "items": {name: saved[name] for name in here}}
+        _need_all([name for name in here if name not in self.link.options.anew], saved, "in the checkpoint")
+        state = {**own, "items": {name: saved[name] for name in here}, "classes": classes}
         return {name: self.items[name] for name in here}, state
 
 
@@ -154,15 +159,16 @@ def _has_gradients(state: Mapping[str, Any]) -> bool:
     return saved is not None and bool(saved["gradients"])
 
 
-def _need_all(names: Sequence[str], known: Mapping[str, Any], where: str) -> None:
+def _need_all(names: Sequence[str], known: Mapping[str, Any], where: str, option: str = "init_items") -> None:
     missing = [name for name in names if name not in known]
     if missing:
         raise ConfigError(
-            f"init_items has {', '.join(missing)}, which is not {where}.",
+            f"{option} has {', '.join(missing)}, which is not {where}.",
             hint=f"There are {', '.join(sorted(known))}.",
-            option="init_items",
+            option=option,
         )
 
 
-def _nothing() -> None:
+def _nothing() -> Set[str]:
     """Nothing was read, so nothing is to be put in place."""
+    return frozenset()

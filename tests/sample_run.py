@@ -245,10 +245,11 @@ def make_checkpoint(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What one rank saves: slices with their bytes, and the trees of its items."""
+    """What one rank saves: slices with their bytes, the trees of its items, and classes of some."""
 
     slices: Sequence[tuple[Slice, bytes]]
     items: Mapping[str, Any]
+    classes: Mapping[str, str] = field(default_factory=dict)
 
 
 def assemble(
@@ -269,8 +270,10 @@ def assemble(
         own: dict[str, bytes] = {}
         for rank in here:
             shard, shard_rows = _shard(ranks[rank].slices, names.shard_file(rank, world_size))
+            saved = ranks[rank]
+            classes = {"classes": dict(saved.classes)} if saved.classes else {}
             state = encode_tree(
-                {"step": attempt.step, "world_size": world_size, "items": dict(ranks[rank].items)}
+                {"step": attempt.step, "world_size": world_size, **classes, "items": dict(saved.items)}
             )
             own[names.shard_file(rank, world_size)] = shard
             own[names.state_file(rank, world_size)] = state

@@ -104,6 +104,7 @@ def _trainer(tmp_path: Path) -> tuple[Given, Replaced]:
 PYTHON: Mapping[tuple[str, str], Callable[[Path], tuple[Given, Replaced]]] = {
     ("README.md", "CheckpointCallback(every_s=300)"): _callback,
     ("README.md", "init_items="): _callback,
+    ("README.md", "anew="): _callback,
     ("README.md", "num_workers=(1, 4)"): _trainer,
     ("README.md", 'run.load("loader", rank=3)'): _reading,
     ("README.md", "write_run(Path("): _sample,

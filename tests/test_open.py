@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ray_ckpt
 from ray_ckpt import diff, restore
+from ray_ckpt.capture.classes import classes_of
 from ray_ckpt.capture.items import Item, adapt
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.catalog import Catalog
@@ -354,7 +355,7 @@ def save(log: RunLog, ranks: list[dict[str, Item]], step: int = 10) -> None:
         walked = walk(items, rank=rank, world_size=len(ranks))
         slices = [(live.slice, live.tensor.contiguous()) for live in walked.owned(rank)]
         raw = [(part, tensor.view(-1).view(torch.uint8).numpy().tobytes()) for part, tensor in slices]
-        states.append(RankState(slices=raw, items=walked.trees))
+        states.append(RankState(slices=raw, items=walked.trees, classes=classes_of(items)))
     saved = assemble(log.attempt(1, step), states, metrics={"loss": 0.5})
     log.commit(saved)
     log.drain(saved)

@@ -279,6 +279,17 @@ class Fsdp1OptimizerItem:
         self._entries: dict[int, _Entry] = {}
         self._groups()
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of its groups, by the names of what each stands for."""
+        return {
+            name: entry.param for entries in self._groups() for entry in entries for name in entry.members
+        }
+
     def _groups(self) -> list[list[_Entry]]:
         """What is in the groups, which may become more at any time. UnsupportedItem if nobody owns it."""
         groups = self._optimizer.param_groups

@@ -425,6 +425,9 @@ def _scheduler_problems(here: Mapping[str, Any], saved: Any, where: str = "") ->
     missing = sorted(key for key in here if not key.startswith("_") and key not in saved)
     if missing:
         return [f"{where}the scheduler: is of another kind in the checkpoint, without {missing}"]
+    num, saved_num = len(here.get("base_lrs", ())), len(saved.get("base_lrs", ()))
+    if num != saved_num:
+        return [f"{where}the scheduler: has {saved_num} parameter groups in the checkpoint, {num} here"]
     inner, saved_inner = here.get("_schedulers", []), saved.get("_schedulers", [])
     if len(inner) != len(saved_inner):
         return [f"{where}the scheduler: joins {len(saved_inner)} in the checkpoint, {len(inner)} here"]

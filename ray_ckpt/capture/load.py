@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
+from ray_ckpt.capture.classes import (
+    Classes,
+    class_problems,
+    difference,
+    is_other_class,
+    rates_of,
+    take_rates,
+    taken,
+)
 from ray_ckpt.capture.dtensors import boxes_on, is_dtensor
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.per_rank import PerRankItem
@@ -17,6 +28,7 @@ from ray_ckpt.capture.walk import (
     Held,
     Leaf,
     LiveSlice,
+    Walked,
     is_global,
     replace_refs,
     slices_of,
@@ -26,14 +38,18 @@ from ray_ckpt.errors import MismatchError
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.plan.regions import Box
-from ray_ckpt.plan.restore import Copy, Read, plan_restore
+from ray_ckpt.plan.restore import Copy, Read, RestorePlan, plan_restore
 from ray_ckpt.restore import Place, Sink, SourceReader, place_of
 from ray_ckpt.types import ManifestRow, Slice
+
+log = logging.getLogger("ray_ckpt")
 
 MAX_LISTED = 20  # differences named in one error
 
 Path: TypeAlias = tuple[str, ...]
 """Of a leaf in the tree of an item: keys and indices."""
+Load: TypeAlias = Callable[[], Set[str]]
+"""Puts what was read in place, once all ranks have theirs; gives the names of items that begin anew."""
 
 
 def load_items(
@@ -46,7 +62,8 @@ def load_items(
     world_size: int,
     node_ranks: Sequence[int] = (),
     ranks: Sequence[int] = (),
-) -> Callable[[], None]:
+    anew: Collection[str] = (),
+) -> Load:
     """Read the tensors of `items` and return what puts the rest in place, to be called once all ranks can.
 
     Tensors that live already are filled in place; missing ones (an optimizer that has not stepped) are
@@ -55,39 +72,77 @@ def load_items(
     What several of `node_ranks` (the ranks of this node) hold alike is read by their agent if it can.
     `ranks` are those that may hold the same tensors, if not all: a part of the group (`walk`).
     A rank beyond those that saved, as `state` has it, starts per-rank items from the state of rank 0.
+    Items in `anew` of which the checkpoint has nothing that fits, or another class, stay as they are.
     """
-    saved_trees, rows = state["items"], list(rows)
-    _check_names(items, saved_trees)
+    classes: Classes = state.get("classes", {})
     everyone = tuple(ranks) or tuple(range(world_size))
-    wanted = _Wanted(rows, rank=rank, everyone=everyone)
     walked = walk(items, rank=rank, world_size=len(everyone), first=everyone[0])
-    for name, item in items.items():
-        here = {path: walked.held[ref.key] for path, ref in _refs(walked.trees[name]).items()}
-        for path, ref in _refs(saved_trees[name]).items():
-            wanted.add(name, item, path, ref.key, here.get(path))
-        wanted.problems += [f"{name}.{problem}" for problem in item.problems(saved_trees[name])]
+    of_rank = partial(_Wanted, list(rows), walked, classes, rank=rank, everyone=everyone)
     own_file = shard_file(rank, world_size)
-    plan = plan_restore([target.slice for target in wanted.targets], rows, prefer_file=own_file)
-    problems = (*wanted.problems, *plan.problems)
-    if problems:
-        listed = "; ".join(problems[:MAX_LISTED]) + ("; ..." if len(problems) > MAX_LISTED else "")
-        raise MismatchError(
-            f"The checkpoint of step {state['step']} does not fit, {len(problems)} differences: {listed}.",
-            hint="Build the same model as the run that saved it, or start another run name.",
-            problems=problems,
-        )
+    begun = frozenset(
+        name
+        for name in items.keys() & set(anew)
+        if name not in state["items"]
+        or is_other_class(name, items[name], classes)
+        or of_rank().add(name, items[name], state["items"][name]).plan(own_file).problems
+    )
+    trees = _trees(items, state["items"], begun)
+    items = {name: item for name, item in items.items() if name in trees}
+    wanted = of_rank()
+    for name, item in items.items():
+        wanted.add(name, item, trees[name], check=name not in begun)
+    plan = wanted.plan(own_file)
+    if plan.problems:
+        raise _mismatch(state["step"], plan.problems, wanted.misfits)
+    if rank == everyone[0]:
+        _log_classes(items, begun, classes)
     _read(plan.reads, wanted.targets, reader, [k for k in node_ranks if k in everyone], everyone[0])
     is_new = rank >= state.get("world_size", world_size)
 
-    def load_all() -> None:
+    def load_all() -> Set[str]:
         for name, item in items.items():
-            tree = wanted.filled(name, saved_trees[name])
-            if is_new and isinstance(item, PerRankItem):
+            tree = wanted.filled(name, trees[name])
+            if name in begun:
+                take_rates(item, tree)
+            elif is_new and isinstance(item, PerRankItem):
                 item.load_for_new_rank(tree, rank)
             else:
-                item.load(tree)
+                item.load(taken(name, item, tree, classes))
+        return begun
 
     return load_all
+
+
+def _trees(items: Mapping[str, Item], saved: Mapping[str, Any], begun: Set[str]) -> dict[str, Any]:
+    """What is loaded, by item: of those that begin anew the rates of optimizers."""
+    _check_names(items.keys() - begun, saved.keys() - begun)
+    rates = {name: rates_of(items[name], saved[name]) for name in begun & saved.keys()}
+    trees = {name: saved[name] for name in items if name not in begun}
+    return trees | {name: tree for name, tree in rates.items() if tree is not None}
+
+
+def _mismatch(step: int, problems: Sequence[str], misfits: Sequence[str]) -> MismatchError:
+    listed = "; ".join(problems[:MAX_LISTED]) + ("; ..." if len(problems) > MAX_LISTED else "")
+    hint = "Build the same model as the run that saved it, or start another run name."
+    if misfits:
+        named = ", ".join(f'"{name}"' for name in misfits)
+        hint = (
+            "Build the same classes as the run that saved it. To go on with another one, without state, "
+            f"use the option anew=({named},); in load(into=...), leave it out of `into`."
+        )
+    return MismatchError(
+        f"The checkpoint of step {step} does not fit, {len(problems)} differences: {listed}.",
+        hint=hint,
+        problems=tuple(problems),
+    )
+
+
+def _log_classes(items: Mapping[str, Item], begun: Set[str], classes: Classes) -> None:
+    for name in sorted(begun):
+        log.warning("%s begins anew: the checkpoint has no state that is for it", name)
+    for name, item in items.items():
+        if name not in begun and is_other_class(name, item, classes):
+            log.warning("%s; the form of their state is the same", difference(name, item, classes))
 
 
 @dataclass(slots=True)
@@ -95,10 +150,13 @@ class _Wanted:
     """Where each saved tensor of the items goes on this rank, and what speaks against it."""
 
     rows: Sequence[ManifestRow]
+    walked: Walked
+    classes: Classes
     rank: int = field(kw_only=True)
     everyone: tuple[int, ...] = field(kw_only=True)
     targets: list[LiveSlice] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)  # names of items whose class is a problem
     leaves: dict[str, dict[Path, Leaf]] = field(default_factory=dict)  # of each item, as it is to be
     _saved: dict[str, Slice] = field(init=False)  # one of the slices of each key
     _filled: dict[int, str] = field(default_factory=dict)  # live leaves by identity, with what fills them
@@ -106,7 +164,24 @@ class _Wanted:
     def __post_init__(self) -> None:
         self._saved = {row.slice.key: row.slice for row in self.rows if row.slice is not None}
 
-    def add(self, name: str, item: Item, path: Path, key: str, held: Held | None) -> None:
+    def add(self, name: str, item: Item, tree: Any, *, check: bool = True) -> _Wanted:
+        """All tensors of the saved `tree` of an item; `check` whether it fits the item besides."""
+        here = {path: self.walked.held[ref.key] for path, ref in _refs(self.walked.trees[name]).items()}
+        for path, ref in _refs(tree).items():
+            self._add(name, item, path, ref.key, here.get(path))
+        if check:
+            self.problems += [f"{name}.{problem}" for problem in item.problems(tree)]
+            if misfits := list(class_problems(name, item, tree, self.classes)):
+                self.misfits.append(name)
+                self.problems += misfits
+        return self
+
+    def plan(self, own_file: str) -> RestorePlan:
+        """What is read; its problems are all that there are."""
+        plan = plan_restore([target.slice for target in self.targets], self.rows, prefer_file=own_file)
+        return replace(plan, problems=(*self.problems, *plan.problems))
+
+    def _add(self, name: str, item: Item, path: Path, key: str, held: Held | None) -> None:
         """The saved tensor `key` belongs at `path` of an item, where `held` lives now."""
         saved, leaves = self._saved.get(key), self.leaves.setdefault(name, {})
         if held is not None and _is_filled(item, path, held.leaf):
@@ -153,8 +228,8 @@ def _under(live: LiveSlice, key: str) -> LiveSlice:
     return live if live.slice.key == key else replace(live, slice=replace(live.slice, item=key, name=""))
 
 
-def _check_names(items: Mapping[str, Item], saved: Mapping[str, Any]) -> None:
-    missing, unexpected = sorted(set(items) - set(saved)), sorted(set(saved) - set(items) - {"rng"})
+def _check_names(items: Set[str], saved: Set[str]) -> None:
+    missing, unexpected = sorted(items - saved), sorted(saved - items - {"rng"})
     if missing or unexpected:
         raise MismatchError(
             f"The checkpoint has other items: missing in it {missing}, unexpected {unexpected}.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,36 +67,65 @@ def predicted_state(
     for group in optimizer.param_groups:
         missing = [param for param in group["params"] if param not in optimizer.state and param.requires_grad]
         if missing:
-            yield from zip(missing, _step_of_twin(optimizer, group, missing), strict=False)
+            for param, state in zip(missing, _step_of_twin(type(optimizer), group, missing), strict=False):
+                yield param, {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+
+
+def used_keys(
+    optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], settings: Sequence[Mapping[str, Any]]
+) -> dict[int, frozenset[str]]:
+    """Return the names in the state of each parameter, by its identity, after a step of `kind`.
+
+    `settings` are by group, and win over those of the optimizer. A group that cannot be predicted has none.
+    """
+    found: dict[int, frozenset[str]] = {}
+    for group, over in zip(optimizer.param_groups, settings, strict=False):
+        alike: dict[int, list[torch.Tensor]] = {}  # by dimensions, on which alone the names depend
+        for param in group["params"]:
+            alike.setdefault(param.dim(), []).append(param)
+        firsts = [params[0] for params in alike.values()]
+        changed = {**group, **{k: v for k, v in over.items() if isinstance(v, bool | int | float)}}
+        # Settings of another class may be none that this one takes.
+        states = _step_of_twin(kind, changed, firsts) or _step_of_twin(kind, group, firsts)
+        for params, state in zip(alike.values(), states, strict=False):
+            found |= dict.fromkeys(map(id, params), frozenset(state))
+    return found
+
+
+def is_torch_step(kind: type) -> bool:
+    """Return whether the step of a class is one of torch's own."""
+    step = _bare_step(kind)
+    module: str = getattr(step, "__module__", None) or ""
+    return module.startswith("torch.optim") and step is not torch.optim.Optimizer.step
+
+
+def _bare_step(kind: type) -> Any:
+    step: Any = getattr(kind, "step", None)
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _step_of_twin(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], missing: list[torch.Tensor]
-) -> list[Mapping[str, torch.Tensor]]:
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):  # the user's global hooks are not for a twin
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    if not step.__module__.startswith("torch.optim"):
+    kind: type[torch.optim.Optimizer], group: Mapping[str, Any], params: list[torch.Tensor]
+) -> list[Mapping[str, Any]]:
+    if not is_torch_step(kind):
         return []  # it may talk to other ranks
-    accepted = inspect.signature(type(optimizer).__init__).parameters
+    accepted = inspect.signature(kind.__init__).parameters
     options = {k: _plain(v) for k, v in group.items() if k in accepted and k != "params"}
     options |= {k: False for k in _REAL_DEVICES_ONLY if k in options}
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            locals_ = [local_tensor(param) for param in missing]
+            locals_ = [local_tensor(param) for param in params]
             copies = [torch.empty(p.shape, dtype=p.dtype, requires_grad=True) for p in locals_]
-            twin = type(optimizer)(copies, **options)
+            twin = kind(copies, **options)
             for copy in copies:
                 copy.grad = torch.zeros_like(copy)
             with contextlib.suppress(
                 DataDependentOutputException
             ):  # needs a value: its state is made by then
-                step(twin)
+                _bare_step(kind)(twin)  # the user's global hooks are not for a twin
     except Exception:  # a foreign optimizer may do anything
         return []
-    return [
-        {k: v for k, v in twin.state.get(copy, {}).items() if isinstance(v, torch.Tensor)} for copy in copies
-    ]
+    return [twin.state.get(copy, {}) for copy in copies]
 
 
 def _plain(option: Any) -> Any:

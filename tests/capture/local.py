@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from safetensors.torch import load
@@ -15,11 +16,22 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, Unavailable
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.format.tree import decode_tree
 from ray_ckpt.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.notices import Notice
-from ray_ckpt.restore import Place, RestoreTicket, Shared
-from ray_ckpt.types import AttemptId, Level, RankRestore
+from ray_ckpt.restore import Place, RestoreTicket, Shared, Source
+from ray_ckpt.types import (
+    AttemptId,
+    CheckpointInfo,
+    Fragment,
+    Level,
+    ManifestRow,
+    RankRestore,
+    RowKind,
+    Slice,
+)
 
 
 @dataclass(slots=True)
@@ -39,6 +51,7 @@ class LocalLink:
         default_factory=list
     )
     page: AgreedPage | None = None
+    given: RestoreTicket = field(default_factory=lambda: RestoreTicket(session=1, epoch=1, checkpoint=None))
     reserved_bytes: int = 0
     recovered: int = 0
     go: threading.Event = field(default_factory=threading.Event)
@@ -54,7 +67,7 @@ class LocalLink:
         )
 
     def ticket(self) -> RestoreTicket:
-        return RestoreTicket(session=1, epoch=1, checkpoint=None)
+        return self.given
 
     def origin(self, session: int, epoch: int) -> RestoreTicket | None:
         return None
@@ -146,6 +159,47 @@ class LocalLink:
         return done
 
     # -- for tests -------------------------------------------------------------------------------------
+
+    def resumed(self, folder: Path, step: int, options: RunOptions | None = None) -> LocalLink:
+        """The same rank in a new group, which restores what this one has saved of `step`, from `folder`."""
+        sealed = next(s for s in self.sealed if s.attempt.step == step)
+        layout = next(s.layout for s in reversed(self.sealed) if s.layout is not None)
+        shard, state = shard_file(self.rank, self.world_size), state_file(self.rank, self.world_size)
+        data = {shard: self.files[step], state: sealed.state}
+        for file, content in data.items():
+            (folder / file).write_bytes(content)
+
+        def row(file: str, at: int, nbytes: int, part: Slice | None = None) -> ManifestRow:
+            kind: RowKind = "state" if part is None else "slice"
+            found = digest(data[file][at : at + nbytes])
+            return ManifestRow(kind=kind, file=file, byte_offset=at, nbytes=nbytes, digest=found, slice=part)
+
+        fragment = Fragment(
+            attempt=sealed.attempt,
+            node_index=0,
+            num_nodes=1,
+            world_size=self.world_size,
+            ranks=(self.rank,),
+            files=(),
+            rows=(
+                row(state, 0, len(sealed.state)),
+                *(row(shard, placed.byte_offset, placed.nbytes, placed.slice) for placed in layout.slices),
+            ),
+        )
+        info = CheckpointInfo(
+            id=sealed.attempt,
+            seq=1,
+            level=Level.LOCAL,
+            world_size=self.world_size,
+            num_nodes=1,
+            size_bytes=1,
+            root_digest="",
+            committed_at_s=0.0,
+            metrics={},
+        )
+        sources = {file: (Source(tier="local", where="node", path=str(folder / file)),) for file in data}
+        ticket = RestoreTicket(session=2, epoch=1, checkpoint=info, fragments=(fragment,), sources=sources)
+        return LocalLink(options=options or self.options, given=ticket)
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """What the checkpoint of that step holds, by key."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from ray_ckpt.capture.load import Load
 from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
 from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.restore import RestoreTicket
-from ray_ckpt.resume import Load, Resumer
+from ray_ckpt.resume import Resumer
 from ray_ckpt.types import CheckpointInfo, Level, RankRestore, RestoredPart
 from tests.capture.local import LocalLink
 
@@ -50,7 +51,7 @@ PART = RestoredPart(file="shard", tier="remote", where="s3://bucket", size_bytes
 
 def read(monkeypatch: pytest.MonkeyPatch, report: RankRestore) -> None:
     def answer(resumer: Resumer, ticket: RestoreTicket, *args: object) -> tuple[RankRestore, Load]:
-        return report, lambda: None
+        return report, frozenset
 
     monkeypatch.setattr(Resumer, "all_of", answer)
     monkeypatch.setattr(Resumer, "some_of", answer)

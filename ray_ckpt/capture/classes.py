@@ -1,0 +1,223 @@
+"""Classes of the optimizers and schedules that were saved, and whether those that live can go on from them.
+
+torch's `load_state_dict` takes state of any class: SGD keeps the moments of AdamW for ever, RMSprop raises a
+KeyError in its first step. So a checkpoint has the class of each optimizer and schedule beside its state. The
+state decides: its names, compared with those that the class here uses, as a step of a twin shows them
+(`predict.used_keys`). The class decides where these names cannot be known before the first step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, TypeAlias
+
+from torch.optim import Optimizer
+
+from ray_ckpt.capture.fsdp1 import Fsdp1OptimizerItem
+from ray_ckpt.capture.items import Item, OptimizerItem, SchedulerItem
+from ray_ckpt.capture.predict import is_torch_step, used_keys
+from ray_ckpt.errors import MismatchError
+
+MAX_NAMED = 5  # names of state in one message
+
+OPTIMIZER_ITEMS = (OptimizerItem, Fsdp1OptimizerItem)
+_RATES = ("lr", "initial_lr")
+Classes: TypeAlias = Mapping[str, str]
+"""`<module>.<class>` by the name of an item; that of a scheduler in another one is like `scheduler.0`."""
+
+
+def classes_of(items: Mapping[str, Item]) -> dict[str, str]:
+    """Return the classes of the optimizers and torch's schedulers among `items`."""
+    found: dict[str, str] = {}
+    for name, item in items.items():
+        if isinstance(item, OPTIMIZER_ITEMS):
+            found[name] = _path(type(inmost(item.optimizer)))
+        elif isinstance(item, SchedulerItem):
+            found |= scheduler_classes(name, item.obj)
+    return found
+
+
+def class_problems(name: str, item: Item, saved: Any, classes: Classes) -> Iterator[str]:
+    """Yield why `saved`, of a checkpoint with these classes, cannot be the state of the item `name`."""
+    if isinstance(item, SchedulerItem):
+        yield from _scheduler_problems(name, item.obj, classes)
+    elif isinstance(item, OPTIMIZER_ITEMS):
+        problem = _optimizer_problem(item, saved, classes.get(name, ""))
+        if problem is not None:
+            yield f"{name}: {problem}"
+
+
+def is_other_class(name: str, item: Item, classes: Classes) -> bool:
+    """Return whether the checkpoint says that `item` was of another class."""
+    here = classes_of({name: item})
+    return any(key in classes and not _is_same(classes[key], path) for key, path in here.items())
+
+
+def difference(name: str, item: Item, classes: Classes) -> str:
+    """Return both classes of an item in words; they differ."""
+    here = classes_of({name: item})
+    key = next(key for key, path in here.items() if key in classes and not _is_same(classes[key], path))
+    return f"{key} {_both(classes[key], here[key])}"
+
+
+def taken(name: str, item: Item, saved: Any, classes: Classes) -> Any:
+    """Return the tree of an item, without the settings that are not for its class if that is another one.
+
+    A constructor takes a setting, or a schedule has put it there. Other entries of a group make the class
+    what it is: AdamW is an Adam with `decoupled_weight_decay`.
+    """
+    if not isinstance(item, OPTIMIZER_ITEMS) or not is_other_class(name, item, classes):
+        return saved
+    optimizer = item.optimizer
+    takes = inspect.signature(type(inmost(optimizer)).__init__).parameters
+    groups = [
+        {k: v for k, v in values.items() if k in group and (k in takes or k not in optimizer.defaults)}
+        for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    ]
+    return {**saved, "param_groups": groups}
+
+
+def rates_of(item: Item, saved: Any) -> Any:
+    """Return what an optimizer that begins anew takes of `saved`: rates, which show its schedule's position.
+
+    None of other groups, and for another kind of item.
+    """
+    if not isinstance(item, OPTIMIZER_ITEMS) or not isinstance(saved, dict) or "param_groups" not in saved:
+        return None
+    groups, saved_groups = item.optimizer.param_groups, saved["param_groups"]
+    if len(groups) != len(saved_groups):
+        return None
+    rates = [
+        {key: there[key] for key in _RATES if key in here and key in there}
+        for here, there in zip(groups, saved_groups, strict=True)
+    ]
+    return {"param_groups": rates}
+
+
+def take_rates(item: Item, rates: Any) -> None:
+    """Put what `rates_of` gave into the optimizer's groups."""
+    assert isinstance(item, OPTIMIZER_ITEMS)
+    for group, values in zip(item.optimizer.param_groups, rates["param_groups"], strict=True):
+        group.update(values)
+
+
+def check_settings(items: Mapping[str, Item]) -> None:
+    """MismatchError if a restored optimizer lacks state for settings that `keep` has left as built."""
+    for name, item in items.items():
+        if not isinstance(item, OPTIMIZER_ITEMS):
+            continue
+        optimizer = inmost(item.optimizer)
+        used = used_keys(optimizer, type(optimizer), optimizer.param_groups)
+        lacking: set[str] = set()
+        for param in item.parameters.values():
+            if state := optimizer.state.get(param):
+                lacking |= used.get(id(param), frozenset()) - state.keys()
+        if lacking:
+            raise MismatchError(
+                f"With the settings that `keep` leaves as built, {name!r} needs {_listed(lacking)}, "
+                "which the checkpoint does not have.",
+                hint=f"Leave what needs that out of `keep`, such as {name}.amsgrad.",
+                problems=(f"{name}: lacks {_listed(lacking)}",),
+            )
+
+
+def inmost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer in wrappers that show its state as their own, as those of Accelerate and Lightning do."""
+    inner = next((o for o in vars(optimizer).values() if isinstance(o, Optimizer)), None)
+    return optimizer if inner is None or inner.state is not optimizer.state else inmost(inner)
+
+
+# -- optimizers ---------------------------------------------------------------------------------------
+
+
+def _optimizer_problem(item: OptimizerItem | Fsdp1OptimizerItem, saved: Any, then: str) -> str | None:
+    """Return why `saved` is no state for the optimizer; `then` is its class, "" if that is not known."""
+    optimizer = inmost(item.optimizer)
+    used, is_certain = _used(optimizer, saved["param_groups"])
+    is_same = _is_same(then, _path(type(optimizer)))
+    if (is_same or not then) and not is_certain:
+        return None
+    unused, lacking, is_unknown = set[str](), set[str](), False
+    parameters = item.parameters
+    for name, state in saved["state"].items():
+        if state and name in parameters:
+            keys = used.get(id(parameters[name]))
+            if keys is None:
+                is_unknown = True
+            else:
+                unused |= state.keys() - keys
+                lacking |= keys - state.keys()
+    if is_same:
+        unused.clear()  # what its owner has put there besides
+    is_unknown &= bool(then) and not any(_is_same(then, _path(base)) for base in type(optimizer).__mro__)
+    does = [f"does not use {_listed(unused)}"] * bool(unused) + [f"lacks {_listed(lacking)}"] * bool(lacking)
+    if not does and not is_unknown:
+        return None
+    reason = " and ".join(does) or "whether it can use that state cannot be told before its first step"
+    return f"{_both(then, _path(type(optimizer)))}: {reason}"
+
+
+def _used(optimizer: Optimizer, settings: Any) -> tuple[Mapping[int, Set[str]], bool]:
+    """Return the names of state that the class uses, by identity of parameters, and whether that is certain.
+
+    For a class with a step of its own they are those that live, or those of the torch class behind it.
+    """
+    kind = type(optimizer)
+    if is_torch_step(kind):
+        return used_keys(optimizer, kind, settings), True
+    if live := {id(param): state.keys() for param, state in optimizer.state.items() if state}:
+        return live, False
+    base = next(filter(is_torch_step, kind.__mro__), None)
+    return used_keys(optimizer, base, settings) if base is not None else {}, False
+
+
+# -- schedules ----------------------------------------------------------------------------------------
+
+
+def _scheduler_problems(name: str, scheduler: object, classes: Classes) -> Iterator[str]:
+    """Yield torch's classes that differ. A class of a user may have been renamed: its attributes decide."""
+    for key, path in scheduler_classes(name, scheduler).items():
+        then = classes.get(key, "")
+        if _is_torch(then) and _is_torch(path) and not _is_same(then, path):
+            yield f"{key}: {_both(then, path)}"
+
+
+def scheduler_classes(name: str, scheduler: Any) -> dict[str, str]:
+    """Return the classes of a scheduler and of those in it."""
+    found = {name: _path(type(scheduler))}
+    for i, inner in enumerate(getattr(scheduler, "_schedulers", ())):
+        found |= scheduler_classes(f"{name}.{i}", inner)
+    return found
+
+
+# -- names --------------------------------------------------------------------------------------------
+
+
+def _both(then: str, here: str) -> str:
+    """Return two classes in words, with their modules where only these tell them apart."""
+    if _short(then) != _short(here):
+        then, here = _short(then), _short(here)
+    return f"was saved by {then or 'another class'}, and is {here} here"
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _short(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _is_torch(path: str) -> bool:
+    return path.startswith("torch.optim.")
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Return whether two paths name one class, whose module may have been renamed or moved."""
+    return _short(one) == _short(other) and _is_torch(one) == _is_torch(other)
+
+
+def _listed(keys: Set[str]) -> str:
+    names = sorted(keys)
+    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if names[MAX_NAMED:] else "")
