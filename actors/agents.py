@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.node_agent import NodeAgent
-from ray_ckpt.actors.run import in_thread
+from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.actors.wire import AgentCard, ServiceCard
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.transport.credentials import ServiceKeys

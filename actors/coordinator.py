@@ -12,13 +12,14 @@ import math
 import os
 import time
 import uuid
-from collections import Counter
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import ray
 
@@ -30,12 +31,14 @@ from ray_ckpt.actors.effects import STORE_TIMEOUT_S, Effects, Work
 from ray_ckpt.actors.leaving import LeavingNodes
 from ray_ckpt.actors.meters import GAUGES_EVERY_S, Meters
 from ray_ckpt.actors.overview import Seen, disk_samples, goodput_samples, objections, run_view
-from ray_ckpt.actors.run import ComingParts, Run, in_thread
+from ray_ckpt.actors.run import ComingParts, PastRun, Run
+from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.actors.wire import (
     DrillSources,
     Joined,
     OpenedRun,
     OpenRun,
+    PutAwayRun,
     RunSpec,
     RunStatus,
     RunView,
@@ -85,6 +88,7 @@ CONTROL_THREADS = 2  # questions to Ray
 GOODPUT_EVERY_S = 60.0  # between two looks at the whole log for it
 OPEN_LOG_TRIES = 3  # races with the last words of a coordinator that died
 LAST_RECORDS_S = 10.0  # for records on their way when the service is to end; the next one finds them anyway
+MAX_PAST = 100  # finished runs that were put away and of which `status` still tells; they are found again
 MAX_ASKED = 64  # agents, each time that somebody looks
 ENDING_S = 120.0  # until whoever asked for the end kills me; else I go on, as Ray starts me again
 
@@ -107,7 +111,8 @@ class Coordinator:
         self._leaving = LeavingNodes()
         self._looked_s = 0.0  # at disks and launchers
         self._runs: dict[str, Run] = {}  # by RunSpec.key
-        self._opening: dict[str, asyncio.Lock] = {}
+        self._past: OrderedDict[str, PastRun] = OrderedDict()  # by RunSpec.key, those put away last
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._meters = Meters()
         self._gauges_s = 0.0  # when they are to be set again (monotonic)
@@ -152,7 +157,7 @@ class Coordinator:
     async def _go_on_with(self, found: OpenedRun) -> None:
         while found.spec.key not in self._runs:
             try:
-                await self._open(found.spec, owner=None)
+                await self._open(found.spec, owner=None, is_wanted=False)
             except RunSuperseded as error:
                 log.error("%s: %s", found.spec.name, error)
                 await self._end_group(found, error)
@@ -207,16 +212,22 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
         return ""
 
-    async def _open(self, spec: RunSpec, *, owner: str | None) -> str:
-        async with self._opening.setdefault(spec.key, asyncio.Lock()):
+    def _turn(self, what: str) -> asyncio.Lock:
+        """Held while a run is opened, or the agent of a node looked for."""
+        return self._opening.setdefault(what, asyncio.Lock())
+
+    async def _open(self, spec: RunSpec, *, owner: str | None, is_wanted: bool = True) -> str:
+        """`is_wanted`: somebody waits for it, so it is not put away at once if it has finished."""
+        async with self._turn(spec.key):
             run = self._runs.get(spec.key)
             if self._ticker is None:
                 self._ticker = asyncio.ensure_future(self._tick())
-            is_new = run is None or not run.machine.is_open or await self._is_overtaken(run)
+            if run is not None and is_wanted:
+                self._handle(run, m.RunWanted())
+            is_new = run is None or not run.machine.is_open or run.machine.is_closing
+            is_new = is_new or (run is not None and await self._is_overtaken(run))
             if run is None or is_new:
-                if run is not None:
-                    run.threads.shutdown(wait=False)
-                run = await self._open_log(spec, owner)
+                run = await self._open_log(spec, owner, is_wanted)
             elif run.spec.storage != spec.storage:
                 await in_thread(self._effects.remote_io, _check_same_log, run, spec)
                 run.remote = spec.storage.open()
@@ -230,7 +241,7 @@ class Coordinator:
             return False
         name = record_file(run.machine.history.next_seq)
         try:
-            found = await asyncio.wait_for(run.in_log_thread(run.store.read, name), STORE_TIMEOUT_S)
+            found = await asyncio.wait_for(run.log_threads.run(run.store.read, name), STORE_TIMEOUT_S)
         except (OSError, TimeoutError):
             return False
         return found is not None and run.machine.is_idle
@@ -309,7 +320,7 @@ class Coordinator:
 
     async def finish(self, key: str, timeout_s: float, has_failed: bool = False) -> CheckpointInfo | None:
         """The run is over, or given up: wait until its last checkpoint is durable, and return it."""
-        run = self._run(key)
+        run = await self._reach(key)
         try:
             asked = self._ask(
                 run, lambda token: m.FinishAsked(token=token, ends_group=True, has_failed=has_failed)
@@ -320,7 +331,7 @@ class Coordinator:
         return newest
 
     async def status(self, key: str) -> RunStatus:
-        run = self._run(key)
+        run = await self._reach(key)
         history = run.machine.history
         lineage = history.lineage()
         return RunStatus(
@@ -338,7 +349,7 @@ class Coordinator:
         )
 
     async def exposure(self, key: str) -> tuple[Exposure, ...]:
-        return self._run(key).machine.exposure()
+        return (await self._reach(key)).machine.exposure()
 
     async def overview(self) -> ServiceView:
         """All that people see of this service."""
@@ -355,19 +366,25 @@ class Coordinator:
             nodes=await self._agents.live_nodes(),
             agents=tuple(card for _, card in sorted(self._agents.cards.items())),
             leaving=self._leaving.views(),
-            runs=tuple(await asyncio.gather(*(self._view(run) for run in list(self._runs.values())))),
+            runs=(
+                *await asyncio.gather(*(self._view(run) for run in list(self._runs.values()))),
+                *(past.view_at(time.time()) for past in self._past.values()),
+            ),
         )
 
     async def _view(self, run: Run) -> RunView:
         owner = run.machine.owner
         lives = not owner or await in_thread(self._control_io, ray_state.is_alive, owner)
+        return self._view_of(run, owner_lives=lives, sent_bytes=await self._sent_bytes(run))
+
+    def _view_of(self, run: Run, *, owner_lives: bool, sent_bytes: Mapping[str, int]) -> RunView:
         text, at_s = run.warning
         seen = Seen(
             disks=self._disks(run),
             warning=text,
             warned_at_s=at_s,
-            owner_lives=lives,
-            sent_bytes=await self._sent_bytes(run),
+            owner_lives=owner_lives,
+            sent_bytes=sent_bytes,
         )
         return run_view(run.spec, run.machine, seen, wall_s=time.time())
 
@@ -435,7 +452,7 @@ class Coordinator:
 
         Returns what the log says of it then; so does `unpin`.
         """
-        run = self._run(key)
+        run = await self._reach(key)
         end_s = None if expires_in_s is None else time.time() + expires_in_s
         attempt = checkpoint_to_pin(run.machine.history, step).id.attempt
         await self._ask(
@@ -444,19 +461,19 @@ class Coordinator:
         return run.machine.history.checkpoints[attempt]
 
     async def unpin(self, key: str, step: int, owner: str) -> CheckpointInfo:
-        run = self._run(key)
+        run = await self._reach(key)
         attempt = checkpoint_to_unpin(run.machine.history, step, owner).id.attempt
         await self._ask(run, lambda token: m.UnpinAsked(token=token, attempt=attempt, owner=owner))
         return run.machine.history.checkpoints[attempt]
 
     async def drain(self, key: str, attempt: str) -> None:
         """Bring a checkpoint to the storage path, due or not; does not wait for that."""
-        await self._ask(self._run(key), lambda token: m.DrainAsked(token=token, attempt=attempt))
+        await self._ask(await self._reach(key), lambda token: m.DrainAsked(token=token, attempt=attempt))
 
     async def drill_sources(self, key: str) -> DrillSources:
         """What a recovery drill of the run reads, and how. Unavailable if it is not open."""
         await self._ready()
-        run = self._run(key)
+        run = await self._reach(key)
         now = await in_thread(self._control_io, ray_state.nodes_now, run.spec.options.failure_domain)
         machine = run.machine
         return DrillSources(
@@ -470,11 +487,11 @@ class Coordinator:
 
     async def drilled(self, key: str, result: Drilled) -> None:
         """A drill has read a checkpoint; replied when that is in the log."""
-        await self._ask(self._run(key), lambda token: m.DrillEnded(token=token, result=result))
+        await self._ask(await self._reach(key), lambda token: m.DrillEnded(token=token, result=result))
 
     async def annotate(self, key: str, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the newest live checkpoint of a step; see `m.AnnotateAsked`."""
-        await self._annotate(self._run(key), step, metrics)
+        await self._annotate(await self._reach(key), step, metrics)
 
     async def _annotate(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         await self._ask(run, lambda token: m.AnnotateAsked(token=token, step=step, metrics=metrics))
@@ -532,7 +549,7 @@ class Coordinator:
 
     async def revive(self, node: str) -> None:
         """The agent of a node is said to be gone: start a new one if that is so."""
-        async with self._opening.setdefault(node, asyncio.Lock()):
+        async with self._turn(node):
             if not await self._agents.is_alive(node):
                 self._agents.forget(node)
                 if node in await self._agents.live_nodes():
@@ -601,6 +618,10 @@ class Coordinator:
                 self._send(run, node, "delete", run.run_uid, directories, epoch)
             case m.Evict(attempt=attempt, node_id=node):
                 self._send(run, node, "delete", run.run_uid, (attempt.directory,), epoch)
+            case m.PutAway(kept=kept):
+                self._spawn(self._put_away(run, kept))
+            case m.CloseRun():
+                self._close(run)
             case m.Supersede(nodes=nodes, age=age, error=problem):
                 for node in nodes:
                     self._send(run, node, "end_session", run.run_uid, age, problem, epoch)
@@ -611,7 +632,6 @@ class Coordinator:
                 log.error("%s: %s This coordinator steps down.", run.spec.name, error)
                 if self._runs.get(run.spec.key) is run:
                     del self._runs[run.spec.key]
-                run.threads.shutdown(wait=False)
                 if run.is_fenced_in and not is_foreign:
                     # A newer coordinator of this service has the name. If it is me who has it, Ray starts me
                     # again, and I take over by the book; a zombie ends here.
@@ -626,6 +646,38 @@ class Coordinator:
         run.is_fenced_in = run.is_fenced_in or run.machine.is_open
         async with run.changed:
             run.changed.notify_all()
+
+    async def _put_away(self, run: Run, kept: tuple[str, ...]) -> None:
+        """Ask every live node that may have something of the run; its agent is started if need be."""
+        order = PutAwayRun(spec=run.spec, run_uid=run.run_uid, kept=kept, epoch=run.machine.epoch)
+        nodes = (run.opened | run.opening | self._agents.nodes) & {*await self._agents.live_nodes()}
+        error = None
+        for node, done in zip(nodes, await self._ask_all(nodes, "put_away", order), strict=True):
+            if isinstance(done, Fenced):
+                log.info("%s: a newer coordinator has the run on node %s", run.spec.name, node[:12])
+            elif done is not True and node in await self._agents.live_nodes():
+                said = reason(done) if isinstance(done, Exception) else "its agent does not answer"
+                error = f"node {node[:12]}: {said}"
+        self._handle(run, m.PutAwayEnded(error=error))
+
+    async def _ask_all(self, nodes: Iterable[str], method: str, *args: Any) -> list[Any]:
+        """The answers of the nodes' agents, or their errors."""
+        calls = (self._agents.ask(node, method, *args) for node in nodes)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    def _close(self, run: Run) -> None:
+        """Give up all that there is of a run, but for what people ask for later."""
+        if self._runs.get(run.spec.key) is not run:
+            return  # it has been opened again
+        del self._runs[run.spec.key]
+        view = replace(self._view_of(run, owner_lives=True, sent_bytes={}), is_put_away=True, nodes=())
+        finished_s = min(run.finished_s, time.monotonic())
+        self._past[run.spec.key] = PastRun(
+            spec=run.spec, view=view, put_away_s=time.time(), finished_s=finished_s
+        )
+        while len(self._past) > MAX_PAST:
+            self._past.popitem(last=False)
+        log.info("%s: the run has finished and is put away", run.spec.name)
 
     async def _inventory_again(self, run: Run, token: m.Token) -> None:
         await asyncio.sleep(INVENTORY_AGAIN_S)
@@ -651,24 +703,26 @@ class Coordinator:
 
     # -- runs and nodes --------------------------------------------------------------------------------
 
-    async def _open_log(self, spec: RunSpec, owner: str | None) -> Run:
+    async def _open_log(self, spec: RunSpec, owner: str | None, is_wanted: bool) -> Run:
         """Read the run's log to its tail and put this coordinator's fence there, if it may."""
         marks = await self._survey(spec)
         for _ in range(OPEN_LOG_TRIES):
             run = Run(spec, self._agents.service)
-            await run.in_log_thread(run.remote.probe_log)
-            history, records = await run.in_log_thread(read_run, run.store)
+            await run.log_threads.run(run.remote.probe_log)
+            history, records = await run.log_threads.run(read_run, run.store)
             read = history.copy()
             for record, record_digest in records:
                 read.apply(record, record_digest)
             check_marks(read, run_name=spec.name, marks=marks, resume=spec.options.resume)
             check_claim(read, service=self._agents.service, owner=owner)
-            await run.in_log_thread(run.remote.leave_nonce, run.nonce)  # others' stays until here
+            await run.log_threads.run(run.remote.leave_nonce, run.nonce)  # others' stays until here
             self._runs[spec.key] = run
             event = m.LogOpened(
                 records=records, history=history, run_name=spec.name, fresh_uid=uuid.uuid4().hex
             )
             self._handle(run, event)
+            if is_wanted:
+                self._handle(run, m.RunWanted())
             async with run.changed:
                 is_settled = run.changed.wait_for(partial(self._is_settled, run))
                 try:
@@ -677,6 +731,7 @@ class Coordinator:
                     del self._runs[spec.key]
                     break
             if run.machine.is_open:
+                self._past.pop(spec.key, None)
                 return run
         raise Unavailable(
             f"The log of run {spec.name} at {run.remote.where} does not take records.",
@@ -751,13 +806,14 @@ class Coordinator:
         if now_s < self._gauges_s:
             return
         self._gauges_s = now_s + GAUGES_EVERY_S
+        for past in self._past.values():
+            self._tell_finished(past.spec.name, now_s - past.finished_s)
         for run in list(self._runs.values()):
             if not run.machine.is_open:
                 continue
             if run.machine.end_cause == "finished":
                 run.finished_s = min(run.finished_s, now_s)
-                if now_s - run.finished_s < TOLD_FINISHED_S:
-                    self._meters.record(run.spec.name, Sample(metric=telemetry.ACTIVE, value=FINISHED))
+                self._tell_finished(run.spec.name, now_s - run.finished_s)
                 continue
             run.finished_s = math.inf
             if now_s >= run.goodput_s:
@@ -769,6 +825,10 @@ class Coordinator:
                 *run.goodput,
             ):
                 self._meters.record(run.spec.name, sample)
+
+    def _tell_finished(self, name: str, since_s: float) -> None:
+        if since_s < TOLD_FINISHED_S:
+            self._meters.record(name, Sample(metric=telemetry.ACTIVE, value=FINISHED))
 
     async def _look_at_goodput(self, run: Run) -> None:
         """Beside the ticks: of a long log it takes seconds."""
@@ -788,7 +848,7 @@ class Coordinator:
         if (is_over := run.machine.end_cause is not None) != run.is_resting:
             run.is_resting = is_over
             for node in run.opened if is_over else ():
-                self._send(run, node, "rest", run.run_uid)
+                self._send(run, node, "rest", run.run_uid, run.machine.end_cause == "finished")
         if is_over:
             return
         if fresh := live - run.opened - run.opening:
@@ -879,6 +939,14 @@ class Coordinator:
         )
 
     # -- small helpers ---------------------------------------------------------------------------------
+
+    async def _reach(self, key: str) -> Run:
+        """The run; opened again for a while if it was put away."""
+        if key not in self._runs and (past := self._past.get(key)) is not None:
+            self._check_goes_on()
+            with self._in_use(past.spec.name):
+                await self._open(past.spec, owner=None)
+        return self._run(key)
 
     def _run(self, key: str) -> Run:
         if key not in self._runs:

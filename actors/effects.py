@@ -17,7 +17,8 @@ import ray
 
 from ray_ckpt.actors.agents import Agents, reason
 from ray_ckpt.actors.remote_work import delete_all, list_remote, write_description
-from ray_ckpt.actors.run import Run, in_thread
+from ray_ckpt.actors.run import Run
+from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
 from ray_ckpt.errors import CheckpointError, CorruptionError
 from ray_ckpt.format.records import encode_record
@@ -76,7 +77,7 @@ class Effects:
 
     async def _append(self, run: Run, work: m.Append) -> m.Appended:
         record, service = work.record, ""
-        create = run.in_log_thread(create_record, run.store, record.seq, encode_record(record))
+        create = run.log_threads.run(create_record, run.store, record.seq, encode_record(record))
         outcome: Literal["ok", "exists", "unknown"] = "unknown"
         try:
             match await asyncio.wait_for(create, STORE_TIMEOUT_S):
@@ -91,7 +92,7 @@ class Effects:
 
     async def _last_service(self, run: Run) -> str:
         """Whose coordinator has written the last epoch of the log."""
-        history, records = await run.in_log_thread(read_run, run.store)
+        history, records = await run.log_threads.run(read_run, run.store)
         for record, record_digest in records:
             history.apply(record, record_digest)
         return history.service

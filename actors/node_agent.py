@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import ray
 
@@ -34,7 +35,7 @@ from ray_ckpt.actors.priority import Underway, limit_heaps, yield_to_training
 from ray_ckpt.actors.served import Served
 from ray_ckpt.actors.shared_reads import SharedReads
 from ray_ckpt.actors.sources import SourceFinder
-from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, RunSpec, ServiceCard, SessionStart
+from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, PutAwayRun, RunSpec, ServiceCard, SessionStart
 from ray_ckpt.config import ADDRESS_ENV, staging_roots, transport_ports
 from ray_ckpt.core import node as n
 from ray_ckpt.core.claim import RunMark
@@ -82,6 +83,7 @@ class NodeAgent:
         self._keys = keys
         self._service = service
         self._runs: dict[str, NodeRun] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._stagings: dict[tuple[Path, ...], Disks] = {}
         self._staging_lock = threading.Lock()  # a folder is locked once, whoever asks
         # Apart from each other, so that a hanging store or peer never stops what is local.
@@ -117,12 +119,12 @@ class NodeAgent:
 
     async def describe(self) -> ServiceCard:
         """For a restarted coordinator."""
-        runs = [run for run in self._runs.values() if not run.is_over]
+        runs = [run for run in self._runs.values() if run.is_finished or not run.is_over]
         return ServiceCard(
             keys=self._keys,
             service=self._service,
             runs=tuple(
-                OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.machine.plan, epoch=run.machine.epoch)
+                OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.plan, epoch=run.machine.epoch)
                 for run in runs
             ),
         )
@@ -144,12 +146,10 @@ class NodeAgent:
 
     async def open_run(self, order: OpenRun) -> Inventory:
         """Check the staging folder and the storage path of a run, and tell what is here of it."""
-        run = self._runs.get(order.run_uid)
-        if run is None:
-            staging = await self._in_thread(self._disk_io, self._open_staging, order.spec)
-            run = self._runs.setdefault(order.run_uid, NodeRun(order.spec, order.run_uid, staging))
-        run.use(order.spec)
-        await self._obey(run, n.EpochSeen(epoch=order.epoch))
+        async with self._turn(order.run_uid):  # it may be put away at the moment
+            run = await self._take_up(order.spec, order.run_uid)
+            run.use(order.spec)
+            await self._obey(run, n.EpochSeen(epoch=order.epoch))
         if not self._watches_cloud:
             self._watches_cloud = True
             self._spawn(self._watch_cloud(CloudNotices.from_environment()))
@@ -158,26 +158,47 @@ class NodeAgent:
             run.checked_nonce = order.nonce
         return await self.inventory(order.run_uid)
 
+    async def put_away(self, order: PutAwayRun) -> bool:
+        """Delete what is here of a finished run but `order.kept`, and forget the run. Fenced, OSError."""
+        async with self._turn(order.run_uid):
+            run = await self._take_up(order.spec, order.run_uid)
+            await self._obey(run, n.RunPutAway(kept=order.kept, epoch=order.epoch))
+        return True
+
+    async def _take_up(self, spec: RunSpec, run_uid: str) -> NodeRun:
+        if run_uid not in self._runs:
+            staging = await self._in_thread(self._disk_io, self._open_staging, spec)
+            self._runs[run_uid] = NodeRun(spec, run_uid, staging)
+        return self._runs[run_uid]
+
+    def _run(self, run_uid: str) -> NodeRun:
+        if run_uid not in self._runs:
+            raise Unavailable(f"Run {run_uid} is not open on node {self._node_id[:12]}.")
+        return self._runs[run_uid]
+
+    def _turn(self, run_uid: str) -> asyncio.Lock:
+        """Held while the run is taken up here, or put away: files of the one are not to meet the other's."""
+        return self._turns.setdefault(run_uid, asyncio.Lock())
+
     async def inventory(self, run_uid: str) -> Inventory:
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         held = await self._in_thread(self._disk_io, lambda: tuple(run.staging.holdings(run_uid)))
         directories = await self._in_thread(self._disk_io, run.staging.directories, run_uid)
         held = [h for h in held if not run.machine.is_deleted(h.fragment.attempt.attempt)]
-        plan = None if run.is_over else run.machine.plan
         return Inventory(
             fragments=tuple(map(held_fragment, held)),
             directories=directories,
-            plan=plan,
+            plan=run.plan,
             disk=run.staging.disk,
         )
 
     async def disk(self, run_uid: str) -> DiskSpace:
         """The file system of the run's staging folder."""
-        staging = self._runs[run_uid].staging
+        staging = self._run(run_uid).staging
         return DiskSpace(free_bytes=staging.free_bytes(), total_bytes=staging.total_bytes())
 
     async def start_session(self, start: SessionStart) -> None:
-        run = self._runs[start.plan.run_uid]
+        run = self._run(start.plan.run_uid)
         order = n.SessionStarted(plan=start.plan, node_id=self._node_id, epoch=start.epoch)
         ended = run.machine.plan
         await self._obey(run, order)
@@ -186,9 +207,9 @@ class NodeAgent:
         if ended is not None and ended.age < start.plan.age:
             await self._end(run, ended.session, RunSuperseded("A newer training group has opened this run."))
         if run.machine.here is None:  # no rank is here any more, so nobody will ask for what they left
-            self._close_arenas(run)
+            run.close_arenas()
         run.use(start.spec)
-        run.endpoints, run.is_over = dict(start.endpoints), False
+        run.endpoints, run.is_over, run.is_finished = dict(start.endpoints), False, False
         if ended is None or ended.age < start.plan.age:
             run.show(0)
         run.restored = {}
@@ -208,29 +229,29 @@ class NodeAgent:
         epoch: int,
     ) -> None:
         event = n.Published(attempt=attempt, level=level, error=error, epoch=epoch)
-        await self._obey(self._runs[run_uid], event)
+        await self._obey(self._run(run_uid), event)
 
     async def coordinator_returned(self, run_uid: str, epoch: int) -> None:
-        await self._obey(self._runs[run_uid], n.CoordinatorReturned(epoch=epoch))
+        await self._obey(self._run(run_uid), n.CoordinatorReturned(epoch=epoch))
 
     async def end_session(self, run_uid: str, age: Age, error: CheckpointError, epoch: int) -> None:
         """The run is somebody else's from here on."""
-        await self._obey(self._runs[run_uid], n.SessionEnded(age=age, error=error, epoch=epoch))
+        await self._obey(self._run(run_uid), n.SessionEnded(age=age, error=error, epoch=epoch))
 
     async def meet(self, run_uid: str, endpoints: Mapping[str, str]) -> None:
         """Other agents have new addresses."""
-        self._runs[run_uid].endpoints |= dict(endpoints)
+        self._run(run_uid).endpoints |= dict(endpoints)
 
-    async def rest(self, run_uid: str) -> None:
-        """The run is over: its checkpoints stay on disk, its memory is given back."""
-        self._runs[run_uid].is_over = True
-        self._runs[run_uid].end_shared_reads()
-        self._close_arenas(self._runs[run_uid])
+    async def rest(self, run_uid: str, is_finished: bool) -> None:
+        """The run is over: its checkpoints stay on disk for now, its memory is given back."""
+        run = self._run(run_uid)
+        run.is_over, run.is_finished = True, is_finished
+        run.give_memory_back()
 
     async def replicate(
         self, run_uid: str, attempt: AttemptId, node_index: int, holder: str, endpoint: str, epoch: int
     ) -> None:
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         run.endpoints[holder] = endpoint
         await self._obey(
             run, n.CopyOrdered(attempt=attempt, node_index=node_index, holder=holder, epoch=epoch)
@@ -238,34 +259,34 @@ class NodeAgent:
 
     async def name_step(self, run_uid: str, age: Age, agreed: AgreedStep, epoch: int) -> None:
         """All ranks of the session are to save after this step."""
-        await self._obey(self._runs[run_uid], n.StepNamed(age=age, agreed=agreed, epoch=epoch))
+        await self._obey(self._run(run_uid), n.StepNamed(age=age, agreed=agreed, epoch=epoch))
 
     async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> None:
         """Copy one fragment's files from here to the storage path, the fragment last.
 
         CorruptionError if a file here is damaged, OSError if the store or the disk fails.
         """
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         await self._obey(run, n.EpochSeen(epoch=epoch))
-        sent = await self._in_thread(run.drain_io, upload, run, attempt, node_index, self._copies)
+        sent = await run.drain_threads.run(upload, run, attempt, node_index, self._copies)
         self._count_bytes(run, "remote", sent)
 
     async def uploads(self, run_uid: str) -> dict[str, int]:
         """Bytes that have left for the storage path, of the fragments that are on their way; by attempt."""
         sent: dict[str, int] = {}
-        for (attempt, _), pace in list(self._runs[run_uid].uploads.items()):
+        for (attempt, _), pace in list(self._run(run_uid).uploads.items()):
             sent[attempt] = sent.get(attempt, 0) + pace.sent_bytes
         return sent
 
     async def delete(self, run_uid: str, directories: tuple[str, ...], epoch: int) -> None:
-        await self._obey(self._runs[run_uid], n.DeleteOrdered(directories=directories, epoch=epoch))
+        await self._obey(self._run(run_uid), n.DeleteOrdered(directories=directories, epoch=epoch))
 
     async def scrub(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> tuple[str, ...]:
         """Read this node's copy of a fragment and its files from the disk; bad files go to quarantine.
 
         Returns what differs from its digest. OSError if a file cannot be read at all.
         """
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         await self._obey(run, n.EpochSeen(epoch=epoch))
         damage: tuple[str, ...] = await self._in_thread(self._disk_io, scrub, run, attempt, node_index)
         return damage
@@ -274,7 +295,7 @@ class NodeAgent:
         self, run_uid: str, attempt: AttemptId, num_nodes: int, node_index: int
     ) -> tuple[str, ...]:
         """Read a fragment's files on the storage path. What is bad there is uploaded again, not moved."""
-        remote = self._runs[run_uid].remote
+        remote = self._run(run_uid).remote
         damage: tuple[str, ...] = await self._in_thread(
             self._remote_io, verify_stored, partial(remote.blocks, attempt.directory), node_index, num_nodes
         )
@@ -284,7 +305,7 @@ class NodeAgent:
 
     async def get_ticket(self, run_uid: str) -> RestoreTicket:
         """What this node's ranks restore; fragments are fetched once for all of them."""
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         await asyncio.wait_for(run.started.wait(), 60.0)
         if run.ticket is None:
             run.ticket = asyncio.ensure_future(self._make_ticket(run))
@@ -299,7 +320,7 @@ class NodeAgent:
         taken: tuple[Place, ...],
     ) -> Shared:
         """Rows of the checkpoint that is being restored which several ranks here want, read once."""
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         ticket = await self.get_ticket(run_uid)
         if ticket.checkpoint is None or ticket.session != session:
             raise Unavailable(f"Session {session} restores nothing here.")
@@ -309,7 +330,7 @@ class NodeAgent:
 
     async def restored(self, run_uid: str, session: int, report: RankRestore) -> RestoreTicket | None:
         """Wait for all ranks of the group; None is `go`, a ticket starts over with an older checkpoint."""
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         plan, here, decision = require(run.machine.plan), run.machine.here, run.decision
         if here is None or decision is None or plan.session != session:
             raise RunSuperseded("A newer session owns this run.")
@@ -322,7 +343,7 @@ class NodeAgent:
 
     async def reserve(self, run_uid: str, rank: int, size_bytes: int) -> None:
         """InsufficientSpace unless memory takes the arena and the disk two checkpoints with copies."""
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         ranks = run.machine.here.ranks if run.machine.here else (rank,)
         run.reserved = {k: size for k, size in run.reserved.items() if k in ranks} | {rank: size_bytes}
         choose_mode(
@@ -335,7 +356,7 @@ class NodeAgent:
         self, run_uid: str, session: int, rank: int, size_bytes: int, named: bool
     ) -> ArenaGrant:
         """Shared memory for a rank; what was there before is given up."""
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         self._check_session(run, session)
         if (old := run.arenas.pop(rank, None)) is not None:
             old.close()
@@ -363,7 +384,7 @@ class NodeAgent:
 
     async def agreed_page(self, run_uid: str, named: bool) -> str:
         """Where a rank of this node maps the word of the agreed step; `named` as for an arena."""
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         if run.page is None or (named and run.page.path.startswith("/proc/")):
             old, run.page = run.page, AgreedPage(named=named)
             run.page.show(run.word)
@@ -379,13 +400,9 @@ class NodeAgent:
         """Bytes that arenas of the run may take, with those that they have taken."""
         return available_memory_bytes() + sum(arena.populated_bytes for arena in run.arenas.values())
 
-    def _close_arenas(self, run: NodeRun) -> None:
-        while run.arenas:
-            run.arenas.popitem()[1].close()
-
     async def seal(self, run_uid: str, shard: SealedShard) -> None:
         """Take over a capture. Returns when the arena may be captured into again."""
-        run, key = self._runs[run_uid], (shard.attempt.attempt, shard.rank)
+        run, key = self._run(run_uid), (shard.attempt.attempt, shard.rank)
         buffer = run.buffer_of(shard)
         if shard.layout is not None and buffer is not None:
             buffer.layout = shard.layout
@@ -409,14 +426,14 @@ class NodeAgent:
 
     async def ended(self, run_uid: str, session: int) -> CheckpointError:
         """Why the session is over, when it is."""
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         async with run.settled:
             await run.settled.wait_for(lambda: run.end is not None and run.end[0] >= session)
         return require(run.end)[1]  # type: ignore[no-any-return]
 
     async def outcome(self, run_uid: str, attempt: AttemptId, level: Level) -> n.Outcome:
         """How the attempt ended: `level` reached, or dropped."""
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
 
         def known() -> n.Outcome | None:
             found = run.machine.outcomes.get(attempt.attempt)
@@ -431,10 +448,10 @@ class NodeAgent:
         return outcome
 
     async def skip(self, run_uid: str, attempt: AttemptId, rank: int, reason: str) -> None:
-        await self._handle(self._runs[run_uid], n.SaveFailed(attempt=attempt, rank=rank, reason=reason))
+        await self._handle(self._run(run_uid), n.SaveFailed(attempt=attempt, rank=rank, reason=reason))
 
     async def progress(self, run_uid: str, session: int, rank: int, progress: RankProgress) -> None:
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         is_first = not run.progress
         run.progress[rank] = progress
         if is_first:
@@ -448,7 +465,7 @@ class NodeAgent:
         self, run_uid: str, step: int, metrics: Mapping[str, float], attempt: AttemptId | None
     ) -> None:
         """Add metrics to the checkpoint of a step, when the rank's save of it has been committed."""
-        run = self._runs[run_uid]
+        run = self._run(run_uid)
         if run.annotating >= MAX_ANNOTATING:
             raise Unavailable(f"{MAX_ANNOTATING} annotations wait already.")
         run.annotating += 1
@@ -528,6 +545,10 @@ class NodeAgent:
                     run.settled.notify_all()
             case n.DeleteFolder(directory=directory):
                 await self._in_thread(self._disk_io, run.staging.delete, run.run_uid, directory)
+            case n.ForgetRun(kept=kept):
+                run.give_memory_back()
+                await self._in_thread(self._disk_io, run.staging.forget, run.run_uid, kept)
+                del self._runs[run.run_uid]
             case n.PersistEpoch(epoch=epoch):
                 await self._in_thread(self._disk_io, run.persist_epoch, epoch)
             case n.ShowStep(agreed=agreed):
@@ -667,7 +688,7 @@ class NodeAgent:
             return
         if go and not decision.done():
             run.end_shared_reads()
-            self._close_arenas(run)  # of the session before; a zombie of it must not write into ours
+            run.close_arenas()  # of the session before; a zombie of it must not write into ours
             decision.set_result(True)
 
     # -- plumbing --------------------------------------------------------------------------------------

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ray_ckpt.actors.arena_memory import AgreedPage, ArenaMemory, RankArena
 from ray_ckpt.actors.priority import DrainPace, yield_to_training
 from ray_ckpt.actors.shared_reads import SharedReads
+from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.actors.wire import RunSpec
 from ray_ckpt.core import node as n
-from ray_ckpt.core.messages import RankProgress
+from ray_ckpt.core.messages import RankProgress, SessionPlan
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.link import SealedShard
 from ray_ckpt.restore import RestoreTicket
@@ -53,7 +53,7 @@ class NodeRun:
         self.staging = staging
         self.use(spec)
         # Of its own: the storage path of another run may hang.
-        self.drain_io = ThreadPoolExecutor(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
+        self.drain_threads = BriefThreads(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
         self.uploads: dict[tuple[str, int], DrainPace] = {}  # attempt and fragment that are on their way
         self.machine = n.NodeMachine(epoch=staging.epoch(run_uid))
         self.end: tuple[int, CheckpointError] | None = None  # the last session that ended here, and why
@@ -76,7 +76,13 @@ class NodeRun:
         self.annotating = 0  # annotations that wait for a save, or for the log
         self.reserved: dict[int, int] = {}  # bytes of each rank's coming arena
         self.checked_nonce = ""
-        self.is_over = False  # finished; a restarted coordinator need not open it again
+        self.is_over = False  # its launcher has ended it
+        self.is_finished = False  # and has not given it up: it is going to be put away
+
+    @property
+    def plan(self) -> SessionPlan | None:
+        """Of the group at work."""
+        return None if self.is_over else self.machine.plan
 
     def use(self, spec: RunSpec) -> None:
         """What the run is from here on; another launcher may have given it other options."""
@@ -108,6 +114,18 @@ class NodeRun:
         self.word = word
         if self.page is not None:
             self.page.show(word)
+
+    def give_memory_back(self) -> None:
+        """No rank is left that would use it."""
+        self.end_shared_reads()
+        self.close_arenas()
+        if self.page is not None:
+            self.page.close()
+            self.page = None
+
+    def close_arenas(self) -> None:
+        while self.arenas:
+            self.arenas.popitem()[1].close()
 
     def end_shared_reads(self) -> None:
         if self.shared is not None:

@@ -1,23 +1,20 @@
-"""One run of a coordinator: its machine, its store, its threads, and those who wait for an answer."""
+"""One run of a coordinator: its machine, its store, its log's threads, and those who wait for an answer."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import uuid
-from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ray_ckpt.actors.wire import Joined, RunSpec
+from ray_ckpt.actors.threads import BriefThreads
+from ray_ckpt.actors.wire import Joined, RunSpec, RunView
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.storage.log_store import LogStore
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import Part
-
-T = TypeVar("T")
 
 LOG_THREADS = 4  # per run: calls of a hung store under way, before further ones wait for those
 
@@ -41,7 +38,8 @@ class Run:
         self.ticked_s = -math.inf  # when the machine was told the time (monotonic)
         self.nonce = uuid.uuid4().hex
         self.waiting: dict[m.Token, asyncio.Future[Any]] = {}
-        self.threads = ThreadPoolExecutor(LOG_THREADS, thread_name_prefix=f"ray_ckpt-log-{spec.name[:32]}")
+        # Of its own, so that a hanging store stops no other run.
+        self.log_threads = BriefThreads(LOG_THREADS, f"ray_ckpt-log-{spec.name[:32]}")
         self.opened: set[str] = set()  # nodes whose agent knows this run
         self.opening: set[str] = set()  # nodes that were asked, or could not
         self.is_fenced_in = False  # its fence has been in the log
@@ -66,10 +64,21 @@ class Run:
     def run_uid(self) -> str:
         return self.machine.history.run_uid
 
-    async def in_log_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """`work(*args)` in a thread of this run's own, so that its hanging store stops nobody else."""
-        return await in_thread(self.threads, work, *args)
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastRun:
+    """A finished run that has been put away, as far as people ask for it."""
 
-async def in_thread(pool: Executor, work: Callable[..., T], *args: Any) -> T:
-    return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
+    spec: RunSpec
+    view: RunView
+    put_away_s: float  # Unix time
+    finished_s: float  # when it was first seen to be finished (monotonic)
+
+    def view_at(self, now_s: float) -> RunView:
+        """How it is at Unix time `now_s`."""
+        past_s = now_s - self.put_away_s
+        newest = tuple(replace(found, age_s=found.age_s + past_s) for found in self.view.newest)
+        warned_s = self.view.warning_age_s
+        return replace(
+            self.view, newest=newest, warning_age_s=None if warned_s is None else warned_s + past_s
+        )

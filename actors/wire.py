@@ -50,8 +50,18 @@ class OpenRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PutAwayRun:
+    """The coordinator to an agent, which may not know the run: it has finished, forget it but for `kept`."""
+
+    spec: RunSpec
+    run_uid: str
+    kept: tuple[str, ...]  # folders of checkpoints
+    epoch: int  # of the coordinator that speaks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceCard:
-    """An agent to a restarted coordinator: whose it is, and the runs that are open on it."""
+    """An agent to a restarted coordinator: whose it is, and its runs that are open or to be put away."""
 
     keys: ServiceKeys
     service: str
@@ -187,6 +197,7 @@ class RunView:
     needed_in_cluster: tuple[int, ...]  # of these: newer than what is there, pinned, or on the way there
     warning: str  # the last one, "" if there was none
     warning_age_s: float | None
+    is_put_away: bool = False  # it has finished, and this service has given up what it had of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,7 +102,12 @@ class RunOptions:
     """The last so many checkpoints stay on the nodes once they are durable; of older durable ones only the
     copy on the storage path does."""
     retire_grace_s: float = 60.0
-    """Between retiring a checkpoint and deleting it on the storage path, for those who read it."""
+    """Between retiring a checkpoint and deleting it on the storage path, for those who read it; and between
+    the end of a finished run and the deletion of its copies on the nodes."""
+    keep_local_at_end: bool = False
+    """Copies on the nodes outlive a finished run, for a fast restore by its next session, and take room until
+    then. False: they go, and with them what only the nodes have; what a pin or another policy than keep_last
+    keeps is drained first. A run that failed, or whose launcher died, keeps all either way."""
     every_steps: int | None = None
     """A save is due after each multiple of this many optimizer steps. None: 100, or with every_s none."""
     every_s: float | Literal["auto"] | None = None
@@ -343,7 +348,7 @@ _WHOLE = {  # option -> the least it may be
     "repair_bytes_per_s": 1,
     "scrub_bytes_per_s": 0,
 }
-_FLAGS = ("keep_epochs", "overlap", "verify_captures", "partial_grads", "ray_report")
+_FLAGS = ("keep_epochs", "keep_local_at_end", "overlap", "verify_captures", "partial_grads", "ray_report")
 _WHOLE_OR_NONE = {
     "every_steps": 1,
     "keep_every": 1,

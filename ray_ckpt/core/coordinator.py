@@ -19,6 +19,7 @@ from ray_ckpt.core.agreement import Agreement
 from ray_ckpt.core.attempts import SaveUnderway
 from ray_ckpt.core.cadence import Cadence
 from ray_ckpt.core.claim import is_rollback
+from ray_ckpt.core.closing import Closing
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.deletions import Deletions
 from ray_ckpt.core.drain import Drains, DrainUnderway
@@ -73,6 +74,7 @@ class RunMachine:
         self._is_writing_snapshot = False
         self._finishing: list[m.FinishAsked] = []
         self._end_cause: EndCause | None = None  # as the launcher has told it, until the next group comes
+        self._closing = Closing(self._context)
         self._wall_s = 0.0
         self._early: list[m.Event] = []  # came before the fence; bounded by the callers that wait for it
         self._fenced = False
@@ -81,6 +83,8 @@ class RunMachine:
         """Apply one event; the effects are to be carried out in order."""
         if self._fenced:
             return tuple(self._refuse(event))
+        if self.is_closing:
+            return tuple(self._while_closing(event))
         if not self._ledger.is_open and not isinstance(event, _BEFORE_THE_FENCE):
             self._early.append(event)
             return ()
@@ -108,6 +112,11 @@ class RunMachine:
     def is_open(self) -> bool:
         """This coordinator's epoch is in the log and nobody has taken over."""
         return self._ledger.is_open and not self._fenced
+
+    @property
+    def is_closing(self) -> bool:
+        """The run is finished and its nodes are told to forget it: it has to be opened anew."""
+        return self._closing.is_begun
 
     @property
     def epoch(self) -> int:
@@ -275,6 +284,9 @@ class RunMachine:
             case r.Epoch():
                 for checkpoint in self.history.checkpoints.values():
                     self._is_due(checkpoint)
+                ended = self.history.session.ended if self.history.session is not None else None
+                if ended is not None and ended.cause == "finished":
+                    self._has_ended("finished")
                 early, self._early = self._early, []
                 for event in early:
                     yield from self._refuse(event) if self._fenced else self._on(event)
@@ -368,7 +380,10 @@ class RunMachine:
     def _refuse(self, event: m.Event) -> Iterator[m.Effect]:
         if isinstance(event, m.GroupOpened | m.NodeRestored | m.FinishAsked | m.DrainAsked | Asked):
             name = self.history.run_name
-            yield m.Fail(token=event.token, error=Fenced(f"Another coordinator owns run {name}."))
+            error: CheckpointError = Fenced(f"Another coordinator owns run {name}.")
+            if self.is_closing:
+                error = Unavailable(f"Run {name} has finished and is being put away.", hint="Open it again.")
+            yield m.Fail(token=event.token, error=error)
 
     # -- decisions on the whole log --------------------------------------------------------------------
 
@@ -397,6 +412,8 @@ class RunMachine:
         if self._finishing and not self._saves and self._ledger.is_settled:
             yield from self._finish()
         yield from self._snapshot()
+        if self._closing.is_due and not self._groups.owner_has_run:
+            yield from self._put_away()
 
     def _leave(self) -> Iterator[m.Effect]:
         """All nodes are about to go: what survives that is on the storage path, so the newest goes there."""
@@ -468,7 +485,7 @@ class RunMachine:
                 return  # again when that is in the log: the cluster may go as soon as the launcher knows
             yield from self._sweeps.ask(self._wall_s, is_end=True)
             if ends_group:
-                self._end_cause = _asked_end(self._finishing)
+                self._has_ended(_asked_end(self._finishing))
             asked, self._finishing = self._finishing, []
             for event in asked:
                 yield m.Reply(token=event.token, value=newest)
@@ -477,6 +494,47 @@ class RunMachine:
         else:
             self._drains.start(newest, is_urgent=True, is_asked=True)
             yield from self._assign_drains()
+
+    def _has_ended(self, cause: EndCause) -> None:
+        self._end_cause = cause
+        if cause == "finished":
+            self._closing.finished()
+
+    def _put_away(self) -> Iterator[m.Effect]:
+        """Empty the nodes of a finished run; when all of that is done and in the log, have it forgotten."""
+        if self._finishing or self._requests or self._saves or not self._ledger.is_settled:
+            return
+        self._drain_again()
+        if not self.options.keep_local_at_end:
+            undrained = self._cadence.undrained(self.history.checkpoints)
+            due = {c.id.attempt for c in undrained if self._context.holders.has_all(c)}
+            busy = self._drains.attempts | due
+            yield from self._closing.empty_nodes(self._drains, busy=busy, wall_s=self._wall_s)
+        yield from self._assign_drains()
+        yield from self._sweeps.ask(self._wall_s, is_end=True)
+        is_collected = all(c.state != "retired" for c in self.history.checkpoints.values())
+        is_busy = self._drains or self._sweeps.is_under_way or self._is_writing_snapshot
+        if self._ledger.is_settled and is_collected and not is_busy:
+            yield self._closing.begin()
+
+    def _while_closing(self, event: m.Event) -> Iterator[m.Effect]:
+        match event:
+            case m.Ticked():
+                self._context.now_s, self._wall_s = event.now_s, event.wall_s
+                yield from self._closing.ticked()
+            case m.PutAwayEnded():
+                yield from self._closing.ended(event)
+            case _:
+                yield from self._refuse(event)
+
+    @_on.register
+    def _(self, event: m.RunWanted) -> Iterable[m.Effect]:
+        self._closing.wanted()
+        return ()
+
+    @_on.register
+    def _(self, event: m.PutAwayEnded) -> Iterable[m.Effect]:
+        return ()  # it was asked by a coordinator that has gone
 
     def _end_tenure(self) -> bool:
         """As those say who finish; False if that is in the log."""
@@ -508,6 +566,7 @@ class RunMachine:
         is_other = event.owner not in ("", self._groups.owner)
         self._tenure.end("replaced" if is_other else "process", live=event.inventories)
         self._end_cause = None
+        self._closing.stop()
         yield from self._groups.opened(event)
         yield from self._saves.adopt(event.inventories)
 
@@ -529,10 +588,16 @@ class RunMachine:
             return
         self._context.holders.learn(event.inventories, self.history.run_uid)
         current = self.history.session
-        if current is not None and event.plan.age > (current.opened_by, current.session):
+        age = (current.opened_by, current.session) if current is not None else (0, 0)
+        if event.plan.age == age and self._end_cause == "finished":
+            return  # its coordinator died between the record and the answer
+        if event.plan.age > age:
             yield from self._saves.adopt(event.inventories)
         self._context.measure(telemetry.FAILURES, cause="coordinator")
         yield from self._groups.found(event)
+        if self._groups.owner_has_run:
+            self._end_cause = None
+            self._closing.stop()
         yield from self._saves.resume(event.inventories)
 
     @_on.register

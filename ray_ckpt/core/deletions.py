@@ -30,7 +30,10 @@ class Deletions:
         attempt = checkpoint.id.attempt
         places = self._places.setdefault(attempt, {REMOTE, *nodes})
         asked = self._asked.setdefault(attempt, set())
-        waiting = {REMOTE} if now_s < self._readers_until_s.setdefault(attempt, now_s + grace_s) else set()
+        until_s = self._readers_until_s.setdefault(attempt, now_s + grace_s)
+        waiting = {REMOTE} if now_s < until_s else set()
+        if waiting:
+            self._retry_at_s = min(self._retry_at_s, until_s)
         for place in sorted(places - asked - waiting):
             asked.add(place)
             yield Delete(attempt=attempt, directory=checkpoint.directory, place=place)

@@ -365,6 +365,18 @@ class FinishAsked:
     has_failed: bool = False  # that it has given up
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunWanted:
+    """A launcher has opened the run; its group follows when its processes have started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutAwayEnded:
+    """All live nodes have put the run away, or one has not: `error`."""
+
+    error: str | None
+
+
 Event: TypeAlias = (
     Ticked
     | LogOpened
@@ -393,6 +405,8 @@ Event: TypeAlias = (
     | OwnerGone
     | SnapshotWritten
     | FinishAsked
+    | RunWanted
+    | PutAwayEnded
 )
 
 # -- effects -----------------------------------------------------------------------------------------
@@ -516,6 +530,18 @@ class Evict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PutAway:
+    """Have every live node delete what it has of the run, but these folders, and forget the run."""
+
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseRun:
+    """The run is finished and put away: this coordinator needs it no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scrub:
     """Read a copy of a fragment and all its files against their digests; quarantine what is bad."""
 
@@ -571,6 +597,8 @@ Effect: TypeAlias = (
     | DeleteOrphans
     | DeleteStrays
     | Evict
+    | PutAway
+    | CloseRun
     | Scrub
     | WriteSnapshot
     | Supersede

@@ -143,6 +143,14 @@ class StepNamed:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPutAway:
+    """The run has finished: nothing of it is needed here but these folders."""
+
+    kept: tuple[str, ...]
+    epoch: int
+
+
 Order: TypeAlias = (
     SessionStarted
     | SessionEnded
@@ -152,6 +160,7 @@ Order: TypeAlias = (
     | CopyOrdered
     | DeleteOrdered
     | StepNamed
+    | RunPutAway
 )
 """What a coordinator says. The words of one whose epoch is below the highest heard of are void."""
 
@@ -243,6 +252,13 @@ class DeleteFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetRun:
+    """Delete all folders of the run but `kept`, then what else there is of it."""
+
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PersistEpoch:
     """Make the highest epoch heard of durable on this node, before the effects that follow."""
 
@@ -282,6 +298,7 @@ NodeEffect: TypeAlias = (
     | ProbePeer
     | Settle
     | DeleteFolder
+    | ForgetRun
     | PersistEpoch
     | RefuseOrder
     | EndSession
@@ -363,6 +380,16 @@ class NodeMachine:
             yield from self._settle(save.attempt, None, event.error, keep_files=True)
         self.plan = self.here = None
         yield EndSession(session=event.age[1], error=event.error)
+
+    @_on.register
+    def _(self, event: RunPutAway) -> Iterator[NodeEffect]:
+        error = RunSuperseded("The launcher has ended the run.")
+        for save in list(self._saves.values()):
+            yield from self._settle(save.attempt, None, error, keep_files=True)
+        plan, self.plan, self.here = self.plan, None, None
+        if plan is not None:
+            yield EndSession(session=plan.session, error=error)
+        yield ForgetRun(kept=event.kept)
 
     @_on.register
     def _(self, event: ShardSealed) -> Iterator[NodeEffect]:

@@ -226,6 +226,15 @@ def decide(
     )
 
 
+def decide_at_end(view: RetentionView, policies: Sequence[Policy]) -> tuple[Decision, ...]:
+    """What becomes of each checkpoint that a finished run has on its nodes only.
+
+    The last few are for a run that goes on: here `KeepLast` keeps none.
+    """
+    lasting = [policy for policy in policies if not isinstance(policy, KeepLast)]
+    return tuple(d for d in decide(view, lasting) if d.checkpoint.level < Level.DURABLE)
+
+
 def choose_retirements(
     *,
     live: Sequence[CheckpointInfo],

@@ -48,6 +48,11 @@ class Sweeps:
         """What unfinished uploads were for is done."""
         self._has_news = True
 
+    @property
+    def is_under_way(self) -> bool:
+        """A listing is, and it may still be answered."""
+        return self._is_asked and self._context.now_s - self._asked_s < SWEEP_SOON_S
+
     def ask(self, wall_s: float, *, is_end: bool = False) -> Iterator[SweepRemote]:
         """List if it is time; at the end of a run at once if there are news, because there may be no later.
 
@@ -56,7 +61,9 @@ class Sweeps:
         """
         wait_s = SWEEP_EVERY_S
         if self._has_news and not self._is_asked:
-            wait_s = 0.0 if is_end else min(SWEEP_SOON_S * 2**self._failures, SWEEP_EVERY_S)
+            wait_s = (
+                0.0 if is_end and not self._failures else min(SWEEP_SOON_S * 2**self._failures, SWEEP_EVERY_S)
+            )
         if self._context.now_s - self._asked_s >= wait_s:
             self._asked_s, self._asked_wall_s = self._context.now_s, wall_s
             self._is_asked, self._has_news = True, False

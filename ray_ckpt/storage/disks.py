@@ -11,7 +11,7 @@ import contextlib
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -158,6 +158,17 @@ class Disks:
     def quarantine(self, run_uid: str, directory: str, file: str) -> None:
         """Move a bad file out of its checkpoint, which is no holding any more."""
         self._stage_of(run_uid, directory, file).quarantine(run_uid, directory, file)
+
+    def forget(self, run_uid: str, kept: Collection[str]) -> None:
+        """Delete what is here of a run but its folders `kept`. OSError if a disk failed, after the others."""
+        failure: OSError | None = None
+        for stage in reversed(self._stages):
+            try:
+                stage.forget(run_uid, kept)
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     # -- marks ---------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,25 @@ class Staging:
         kept = sorted(pen.iterdir(), key=lambda p: p.stat().st_mtime)
         for old in kept[:-MAX_QUARANTINED]:
             delete_checkpoint_dir(old)
+
+    def forget(self, run_uid: str, kept: Collection[str]) -> None:
+        """Delete what is here of a run but its folders `kept`; without any, its mark and its folder too."""
+        run = self.root / names.check_run_uid(run_uid)
+        for directory in self.directories(run_uid):
+            if directory not in kept:
+                delete_checkpoint_dir(run / directory)
+        if not run.is_dir():
+            return
+        pen = run / QUARANTINE_DIR
+        for old in pen.iterdir() if pen.is_dir() else ():
+            delete_checkpoint_dir(old)
+        left = [path for path in run.iterdir() if path not in (pen, run / MARK_FILE)]
+        if not left:  # a mark without a checkpoint guards nothing
+            (run / MARK_FILE).unlink(missing_ok=True)
+            for folder in (pen, run):
+                with contextlib.suppress(OSError):  # somebody else's file is in it
+                    folder.rmdir()
+        files.fsync_dir(self.root)
 
     # -- marks ---------------------------------------------------------------------------------------
 

@@ -94,6 +94,10 @@ class Coordinators(Nodes):
             case m.NameStep(age=age, agreed=agreed, nodes=nodes):
                 named = n.StepNamed(age=age, agreed=agreed, epoch=epoch)
                 self.wire += [Order(node_told, named, name) for node_told in nodes]
+            case m.CloseRun():
+                process.is_up = False
+                if self.current.get(process.service) == name:
+                    del self.current[process.service]
             case m.Warn():
                 pass
             case _:
@@ -128,7 +132,8 @@ class Coordinators(Nodes):
         machine = RunMachine(options=self.options, writer=name, service=service)
         self.coordinators[name] = process = Coordinator(name, service, machine, *skews, takes_over=True)
         self.current[service] = name
-        self._tell(name, self.storage.opened(run_name=RUN, fresh_uid=RUN_UID))
+        wanted = () if owner is None else (m.RunWanted(),)
+        self._tell(name, self.storage.opened(run_name=RUN, fresh_uid=RUN_UID), *wanted)
         return process
 
     def process_of(self, service: str) -> Coordinator | None:
@@ -334,6 +339,8 @@ class Coordinators(Nodes):
                     self.oracle.sweeps(effect, self)
                     self.storage.sweep(effect)
                 return
+            case m.PutAway(kept=kept):
+                answer = self._put_away(self.coordinators[name], kept, fate)
             case m.WriteSnapshot(seq=seq):
                 history = self.coordinators[name].machine.history
                 if done and history.next_seq == seq + 1:
@@ -344,6 +351,17 @@ class Coordinators(Nodes):
             case _:
                 raise TypeError(f"the world cannot do {effect!r}")
         self.wire.append(Answer(name, (answer,)))
+
+    def _put_away(self, process: Coordinator, kept: tuple[str, ...], fate: Fate) -> m.PutAwayEnded:
+        """Asked of all live nodes, whose agents are started for it; a lost call leaves one out."""
+        nodes = sorted(self.live(process.service))
+        for name in nodes[fate == "lost" :]:
+            node = self.nodes[name]
+            if node.agent is None:
+                self.num_agents += 1
+                node.agent = Agent(self.num_agents, n.NodeMachine(epoch=node.disk.epoch))
+            self._obeys(name, n.RunPutAway(kept=kept, epoch=process.machine.epoch), process.name)
+        return m.PutAwayEnded(error=None if fate == "heard" else "an agent did not answer")
 
     def _upload(self, drain: m.Drain, fate: Fate) -> m.DrainEnded:
         """One that is cut off leaves an unfinished upload behind."""

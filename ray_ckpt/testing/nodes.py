@@ -159,6 +159,13 @@ class Nodes:
                         member.state = "ended"
             case n.ShowStep(agreed=agreed):
                 agent.shown = agreed
+            case n.ForgetRun(kept=kept):
+                for directory in sorted(node.disk.folders):
+                    if directory not in kept:
+                        self.oracle.deletes(node.disk, directory, self.storage)
+                        node.disk.delete(directory)
+                node.disk.epoch = node.disk.epoch if node.disk.folders else 0
+                agent.machine = n.NodeMachine(epoch=node.disk.epoch)
             case n.EndSession(session=session):
                 for member in self._members(name):
                     if member.plan is not None and member.plan.session <= session:

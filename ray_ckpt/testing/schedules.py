@@ -71,6 +71,7 @@ class Schedule:
             retire_grace_s=chance.choice([0.0, 60.0]),
             scrub_every_s=chance.choice([100.0, 7 * 24 * 3600.0]),
             keep_best=chance.choice([None, ("eval", "max", 1)]),
+            keep_local_at_end=seed % 4 == 3,
         )
         clusters = {HOME: chance.choice([3, 4, 5])}
         if chance.random() < 0.4:
@@ -531,7 +532,23 @@ class Schedule:
             self._rest(LONG_S)
         must(not strays, "P8", f"folders stay on nodes: {strays}")
         self._check_remote()
+        self._check_put_away(launcher)
         world.oracle.check_log(world)
+
+    def _check_put_away(self, launcher: Launcher) -> None:
+        """Nothing of a finished run stays but what is on the storage path, or is to stay where it is."""
+        world = self.world
+        world.finish(launcher.name, ends_group=True)
+        for _ in range(HEAL_ROUNDS):
+            self._rest(LONG_S)
+            if world.process_of(HOME) is None:
+                break
+        must(world.process_of(HOME) is None, "P8", "a finished run is not put away")
+        only = {c.directory for c in world.oracle.history.live() if c.level < Level.DURABLE}
+        nodes = [world.nodes[name] for name in sorted(world.live(HOME))]
+        left = {directory for node in nodes for directory in node.disk.folders}
+        if not world.options.keep_local_at_end:
+            must(left <= only, "P8", f"a finished run leaves folders on nodes: {left}")
 
     def _check_remote(self) -> None:
         """What nobody needs on the storage path goes in a day, and what another log knew stays."""

@@ -202,6 +202,8 @@ class World(Coordinators):
         self._end_group(launcher)
         launcher.state = "idle"
         process = self.process_of(launcher.service)
+        if process is not None and process.machine.is_closing and not process.is_frozen:
+            process.is_up = False  # what it has asked of nodes is still on its way
         if process is None or not process.is_up:
             if not self.storage.is_away:
                 try:

@@ -1,0 +1,50 @@
+"""Threads that are there only while they have work: a run that rests, or waits for days, keeps none."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def in_thread(pool: Executor, work: Callable[..., T], *args: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
+
+
+class BriefThreads:
+    """At most `count` threads at a time, for one run. Work that hangs keeps its thread, and others wait.
+
+    `initializer` runs first in each thread. May be called from several threads.
+    """
+
+    def __init__(self, count: int, name: str, initializer: Callable[[], None] | None = None) -> None:
+        self._count = count
+        self._name = name
+        self._initializer = initializer
+        self._lock = threading.Lock()  # of what follows
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending = 0  # work that has not ended, whether or not somebody still waits for it
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """`work(*args)` in one of the threads."""
+        return await asyncio.wrap_future(self._submit(work, *args))
+
+    def _submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._count, self._name, self._initializer)
+            future = self._pool.submit(work, *args)
+            self._pending += 1
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._pending -= 1
+            if not self._pending and self._pool is not None:
+                self._pool.shutdown(wait=False)
+                self._pool = None
