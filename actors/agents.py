@@ -103,7 +103,7 @@ class Agents:
     def _start(self, node: str) -> Any:
         if node not in self._actors:
             self._actors[node] = (
-                ray.remote(NodeAgent)
+                names.actor_class(NodeAgent)
                 .options(
                     name=names.agent_name(node),
                     namespace=names.NAMESPACE,

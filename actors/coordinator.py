@@ -31,6 +31,7 @@ from ray_ckpt.actors.effects import STORE_TIMEOUT_S, Effects, Work
 from ray_ckpt.actors.leaving import LeavingNodes
 from ray_ckpt.actors.meters import GAUGES_EVERY_S, Meters
 from ray_ckpt.actors.overview import Seen, disk_samples, goodput_samples, objections, run_view
+from ray_ckpt.actors.priority import trim_heaps
 from ray_ckpt.actors.run import ComingParts, PastRun, Run
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.actors.wire import (
@@ -678,6 +679,7 @@ class Coordinator:
         while len(self._past) > MAX_PAST:
             self._past.popitem(last=False)
         log.info("%s: the run has finished and is put away", run.spec.name)
+        self._spawn(in_thread(self._control_io, trim_heaps))
 
     async def _inventory_again(self, run: Run, token: m.Token) -> None:
         await asyncio.sleep(INVENTORY_AGAIN_S)

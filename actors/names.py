@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import ray
+
 PROTOCOL_VERSION = 7
 NAMESPACE = "ray_ckpt"
 COORDINATOR = f"coordinator-v{PROTOCOL_VERSION}"
@@ -10,3 +15,9 @@ AGENT_PREFIX = f"agent-v{PROTOCOL_VERSION}-"
 
 def agent_name(node_id: str) -> str:
     return f"{AGENT_PREFIX}{node_id}"
+
+
+@functools.cache
+def actor_class(kind: type) -> Any:
+    """`kind` as Ray starts it. Ray keeps each class that it has made for as long as the process lives."""
+    return ray.remote(kind)

@@ -31,7 +31,7 @@ from ray_ckpt.actors.arena_memory import (
 from ray_ckpt.actors.meters import Meters
 from ray_ckpt.actors.node_files import answers, held_fragment, scrub, send_copy, store_shard, upload
 from ray_ckpt.actors.node_run import NodeRun, Told, require
-from ray_ckpt.actors.priority import Underway, limit_heaps, yield_to_training
+from ray_ckpt.actors.priority import Underway, limit_heaps, trim_heaps, yield_to_training
 from ray_ckpt.actors.served import Served
 from ray_ckpt.actors.shared_reads import SharedReads
 from ray_ckpt.actors.sources import SourceFinder
@@ -549,6 +549,7 @@ class NodeAgent:
                 run.give_memory_back()
                 await self._in_thread(self._disk_io, run.staging.forget, run.run_uid, kept)
                 del self._runs[run.run_uid]
+                await self._in_thread(self._disk_io, trim_heaps)
             case n.PersistEpoch(epoch=epoch):
                 await self._in_thread(self._disk_io, run.persist_epoch, epoch)
             case n.ShowStep(agreed=agreed):

@@ -39,6 +39,13 @@ def limit_heaps() -> None:
         mallopt(_M_ARENA_MAX, MAX_HEAPS)
 
 
+def trim_heaps() -> None:
+    """Give freed memory back to the machine; what a run has taken is more than the next one needs."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in every libc
+    if trim is not None:
+        trim(0)
+
+
 class Underway:
     """Counts what is going on. Safe to use from many threads."""
 

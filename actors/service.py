@@ -39,20 +39,17 @@ OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
 
 def coordinator() -> Any:
     """The service's coordinator, started on the head node if there is none."""
-    handle = (
-        ray.remote(Coordinator)
-        .options(
-            name=names.COORDINATOR,
-            namespace=names.NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            num_cpus=0,
-            resources={"node:__internal_head__": 0.001},
-            scheduling_strategy="DEFAULT",
-            max_restarts=-1,
-        )
-        .remote()
-    )
+    options: dict[str, Any] = {
+        "name": names.COORDINATOR,
+        "namespace": names.NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "resources": {"node:__internal_head__": 0.001},
+        "scheduling_strategy": "DEFAULT",
+        "max_restarts": -1,
+    }
+    handle = names.actor_class(Coordinator).options(**options).remote()
     version = ask(handle.hello.remote(), CALL_S)
     if version != names.PROTOCOL_VERSION:
         raise ServiceError(

@@ -99,6 +99,10 @@ class AgreedSteps:
         except OSError as error:
             log.warning("saves by time and emergency saves are off: %s", error)
 
+    def close(self) -> None:
+        """Give the page back; `look` finds no step from here on."""
+        self._path, self._memory = "", None
+
 
 def _map(path: str) -> memoryview:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

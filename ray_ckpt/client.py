@@ -543,6 +543,8 @@ class Checkpointer:
             self._window.close()
         if self._saver is not None:
             self._saver.close()
+        self._agreed.close()
+        self._walked = None  # its tensors may be an accelerator's memory
         _open.discard(self)
 
     def _end_progress(self) -> None:

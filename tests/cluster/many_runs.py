@@ -19,6 +19,7 @@ import psutil
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors.attach import overview
 from ray_ckpt.actors.service import ask, coordinator
+from ray_ckpt.errors import Unavailable
 from tests.cluster.ranks import RankGroup, Training
 
 NODES = ("node-a", "node-b")
@@ -74,23 +75,28 @@ def look(cluster: LocalCluster, ranks: Mapping[str, int]) -> Look:
     return found | {name: usage(psutil.Process(pid)) for name, pid in ranks.items()}
 
 
-def staged(cluster: LocalCluster) -> Iterator[Path]:
-    """What lies in the staging folders, but for their own files."""
+def staged(cluster: LocalCluster, run_uid: str = "") -> Iterator[Path]:
+    """What lies in the staging folders, of a run or at all, but for their own files."""
     for node in cluster.nodes.values():
         for path in node.staging.rglob("*"):
-            if path.relative_to(node.staging).as_posix() not in OWN_FILES:
+            parts = path.relative_to(node.staging).parts
+            if parts[0] not in OWN_FILES and run_uid in ("", parts[0]):
                 yield path
 
 
-def open_runs() -> int:
-    """That the service has not put away."""
-    return sum(not run.is_put_away for run in overview(coordinator()).runs)
+def open_runs(*wanted: str) -> list[str]:
+    """The runs, or those of `wanted`, that the service has not put away; all while it is started again."""
+    try:
+        runs = {run.name for run in overview(coordinator()).runs if not run.is_put_away}
+    except Unavailable:
+        return [*wanted, "?"]
+    return [*runs.intersection(wanted or runs)]
 
 
-def wait_put_away(cluster: LocalCluster, *, is_kept: bool = False) -> None:
+def wait_put_away(*wanted: str) -> None:
     deadline_s = time.monotonic() + PUT_AWAY_S
-    while open_runs() or not (is_kept or not any(staged(cluster))):
-        assert time.monotonic() < deadline_s, f"{open_runs()} runs are open, {sorted(staged(cluster))[:5]}"
+    while runs := open_runs(*wanted):
+        assert time.monotonic() < deadline_s, f"{runs} are open"
         time.sleep(0.2)
 
 
@@ -111,7 +117,8 @@ def many_runs(
         options = {"retire_grace_s": GRACE_S, **options}
         train_and_finish(group, f"trial-{number}", storage, options)
         if number % look_every == 0:
-            wait_put_away(cluster, is_kept=bool(options.get("keep_local_at_end")))
+            wait_put_away()
+            assert not any(staged(cluster)) or options.get("keep_local_at_end")
             looks.append(look(cluster, ranks))
             for process, found in looks[-1].items():
                 tell(f"{number:4d} runs  {process:18} {found}")

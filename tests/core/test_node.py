@@ -219,6 +219,7 @@ def every_order(epoch: int) -> list[n.Order]:
         n.CopyOrdered(attempt=at, node_index=0, holder="b", epoch=epoch),
         n.DeleteOrdered(directories=(at.directory,), epoch=epoch),
         n.StepNamed(age=session.age, agreed=AgreedStep(step=20, number=1), epoch=epoch),
+        n.RunPutAway(kept=(), epoch=epoch),
     ]
 
 

@@ -132,6 +132,30 @@ def test_a_delete_removes_data_before_manifests(stage: Staging, monkeypatch: pyt
     assert set(order) == {"shard", "state", "manifest"}
 
 
+def test_a_run_that_is_put_away_leaves_what_it_is_to_keep(stage: Staging) -> None:
+    kept, gone, bad = sample(10), sample(20), sample(30)
+    for saved in (kept, gone, bad):
+        put(stage, saved)
+    stage.write_mark(UID, run_name="gpt", storage_path="/x", epoch=3)
+    stage.quarantine(UID, bad.attempt.directory, min(bad.files))
+    stage.forget(UID, {kept.attempt.directory})
+    assert stage.directories(UID) == (kept.attempt.directory,)
+    assert len([*stage.holdings(UID)]) == len(kept.fragments) and stage.epoch(UID) == 3
+    stage.forget(UID, ())
+    assert names_in(stage.root) == ["agent.lock", "disk"] and stage.epoch(UID) == 0
+    stage.forget(UID, ())
+
+
+def test_a_run_that_is_put_away_leaves_what_is_not_ours(stage: Staging) -> None:
+    saved = sample()
+    put(stage, saved)
+    stage.write_mark(UID, run_name="gpt", storage_path="/x", epoch=3)
+    foreign = stage.root / UID / "notes.txt"
+    foreign.write_text("mine")
+    stage.forget(UID, ())
+    assert names_in(stage.root / UID) == ["notes.txt", "run.json"] and foreign.read_text() == "mine"
+
+
 def test_foreign_folders_are_not_seen(stage: Staging) -> None:
     (stage.root / UID).mkdir()
     (stage.root / UID / "lost+found").mkdir()

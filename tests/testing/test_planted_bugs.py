@@ -14,6 +14,7 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node as n
 from ray_ckpt.core import sweep
+from ray_ckpt.core.closing import Closing
 from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.node import NodeMachine
@@ -55,6 +56,16 @@ def an_end_told_twice(patch: pytest.MonkeyPatch) -> None:
         return real(self, *args, **how)
 
     patch.setattr(Tenure, "end", end)
+
+
+def a_finished_run_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Nodes are to forget all of a finished run, also what is nowhere else."""
+
+    def begin(self: Closing) -> m.PutAway:
+        self._kept = ()
+        return self._ask()
+
+    patch.setattr(Closing, "begin", begin)
 
 
 def commit_before_fsync(patch: pytest.MonkeyPatch) -> None:
@@ -222,6 +233,7 @@ def annotate_what_is_retired(patch: pytest.MonkeyPatch) -> None:
 
 BUGS: tuple[tuple[Plant, str], ...] = (
     (an_end_told_twice, "P3"),
+    (a_finished_run_keeps_nothing, "P5"),
     (commit_before_fsync, "P1"),
     (missing_fence_in_the_log, "P3"),
     (missing_fence_on_the_nodes, "P2|P5|P6"),

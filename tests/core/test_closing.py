@@ -1,0 +1,235 @@
+"""Stories of how a finished run is put away, and of who opens it meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core import node as n
+from ray_ckpt.core.closing import AGAIN_S, MAX_TRIES, WANTED_S
+from ray_ckpt.errors import RunSuperseded, Unavailable
+from ray_ckpt.format import records as r
+from ray_ckpt.types import AttemptId, Level
+from tests.core.driver import Harness, of, one, ops
+
+GRACE_S = 60.0
+
+
+def finished(*, steps: tuple[int, ...] = (10, 20, 30), has_failed: bool = False, **options: Any) -> Harness:
+    """A run whose last step is durable and whose launcher has ended it; the others are on its nodes only."""
+    run = Harness("ab", **{"retire_grace_s": GRACE_S, "remote_every": 1000, **options})
+    run.open("ab")
+    for step in steps:
+        run.save(step)
+    run.drain_all(run.tell(m.FinishAsked(token="end", ends_group=True, has_failed=has_failed)))
+    assert run.machine.history.lineage()[-1].level is Level.DURABLE
+    assert run.machine.plan is None
+    return run
+
+
+def carry_out(run: Harness, effects: tuple[m.Effect, ...]) -> tuple[m.Effect, ...]:
+    """Deletes, drains and listings are done, and what follows from that."""
+    done = effects
+    while done:
+        told: list[m.Effect] = []
+        for delete in of(done, m.Delete):
+            told += run.tell(m.DeleteEnded(attempt=delete.attempt, place=delete.place, error=None))
+        told += run.drain_all(done)
+        for listing in of(done, m.SweepRemote):
+            told += run.tell(m.RemoteListed(number=listing.number))
+        done = tuple(told)
+        effects += done
+    return effects
+
+
+def rest(run: Harness, seconds: float) -> tuple[m.Effect, ...]:
+    """Time passes, and everything that is asked for is done."""
+    return carry_out(run, run.tick(seconds))
+
+
+def states(run: Harness) -> dict[int, str]:
+    return {c.step: c.state for c in run.machine.history.checkpoints.values()}
+
+
+def evicted(effects: tuple[m.Effect, ...]) -> set[tuple[AttemptId, str]]:
+    return {(evict.attempt, evict.node_id) for evict in of(effects, m.Evict)}
+
+
+def test_copies_go_after_the_grace_and_the_run_when_all_is_done() -> None:
+    run = finished()
+    last = run.machine.history.lineage()[-1].id
+    assert not [*of(rest(run, GRACE_S - 1.0), m.Evict), *of(rest(run, 0.5), m.PutAway)]
+    effects = rest(run, 1.0)
+    assert evicted(effects) == {(last, "a"), (last, "b")}
+    assert {op.reason for op in ops(effects) if isinstance(op, r.Retired)} == {"the run has finished"}
+    assert not of(effects, m.PutAway), "what is retired is not gone from the storage path"
+    effects = rest(run, GRACE_S)
+    assert states(run) == {10: "collected", 20: "collected", 30: "live"}
+    assert one(effects, m.PutAway).kept == () and run.machine.is_closing
+    assert of(run.tell(m.PutAwayEnded(error=None)), m.CloseRun)
+
+
+def test_a_run_that_failed_or_is_at_work_keeps_what_it_has() -> None:
+    failed = finished(has_failed=True)
+    assert not of(rest(failed, 100 * GRACE_S), m.Evict) and not failed.machine.is_closing
+    assert set(states(failed).values()) == {"live"}
+    lost = Harness("ab", retire_grace_s=GRACE_S)
+    lost.open("ab")
+    lost.save(10)
+    lost.tell(m.OwnerGone(owner=lost.plan.owner))
+    assert not of(rest(lost, 100 * GRACE_S), m.Evict) and not lost.machine.is_closing
+
+
+def test_an_option_keeps_the_copies_and_the_run_is_closed_all_the_same() -> None:
+    run = finished(keep_local_at_end=True)
+    effects = rest(run, GRACE_S)
+    assert not of(effects, m.Evict) and not ops(effects)
+    live = run.machine.history.live()
+    assert one(effects, m.PutAway).kept == tuple(sorted(c.directory for c in live)) and len(live) == 3
+
+
+def test_what_a_pin_or_a_policy_keeps_is_drained_before_the_nodes_are_emptied() -> None:
+    run = finished(keep_best=("loss", "max", 1))  # the first has the highest loss
+    (second,) = [c for c in run.machine.history.live() if c.step == 20]
+    run.tell(m.PinAsked(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
+    effects = run.tick(GRACE_S)
+    assert {drain.attempt.step for drain in of(effects, m.Drain)} == {10, 20}
+    assert {attempt.step for attempt, _ in evicted(effects)} == {30}
+    assert not of(effects, m.PutAway)
+    effects = carry_out(run, effects)
+    assert {attempt.step for attempt, _ in evicted(effects)} == {10, 20, 30}
+    assert states(run) == {10: "live", 20: "live", 30: "live"}
+    assert {c.level for c in run.machine.history.live()} == {Level.DURABLE}
+    assert of((*effects, *rest(run, GRACE_S)), m.PutAway)
+
+
+def test_what_is_needed_and_cannot_be_drained_stays_where_it_is() -> None:
+    run = finished()
+    (second,) = [c for c in run.machine.history.live() if c.step == 20]
+    run.tell(m.PinAsked(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
+    run.lose("b")  # with the only copy of its fragment, but for that on a
+    run.machine._context.holders.remove(second.id.attempt, 1, "a")
+    effects = (*rest(run, GRACE_S), *rest(run, GRACE_S))
+    assert one(effects, m.PutAway).kept == (second.directory,)
+    assert states(run)[20] == "live" and (second.id, "a") not in evicted(effects)
+
+
+def test_a_store_that_is_away_keeps_the_run_open_until_it_is_back() -> None:
+    run = finished(keep_every=10)
+    effects = run.tick(GRACE_S)
+    for _ in range(5):
+        drains = of(effects, m.Drain)
+        effects = tuple(e for drain in drains for e in run.drained(drain, error="away"))
+        effects += run.tick(GRACE_S)
+        assert drains and not of(effects, m.PutAway)
+    effects = carry_out(run, effects)
+    assert of((*effects, *rest(run, GRACE_S)), m.PutAway)
+
+
+def test_a_group_that_comes_in_the_grace_finds_the_copies() -> None:
+    run = finished()
+    run.tick(GRACE_S - 1.0)
+    start = one(run.open("ab"), m.StartSession)
+    assert start.plan.resume is not None and all(start.plan.resume.holders)
+    assert not of(rest(run, 100 * GRACE_S), m.Evict) and not run.machine.is_closing
+
+
+def test_a_launcher_that_opens_the_run_has_time_to_start_its_group() -> None:
+    run = finished()
+    run.tick(GRACE_S - 1.0)
+    run.tell(m.RunWanted())
+    assert not of(rest(run, WANTED_S - 1.0), m.Evict)
+    assert of(rest(run, 1.0), m.Evict), "it never came"
+
+
+def test_a_group_that_comes_too_late_opens_the_run_anew_and_late_orders_are_refused() -> None:
+    run = finished()
+    rest(run, GRACE_S)
+    rest(run, GRACE_S)
+    old = run.machine.epoch
+    assert run.machine.is_closing
+    fail = one(run.tell(run.group("ab")), m.Fail)
+    assert isinstance(fail.error, Unavailable) and "put away" in str(fail.error)
+    assert not run.tell(m.RunWanted())
+    run.start_coordinator()
+    start = one(run.open("ab"), m.StartSession)
+    assert start.plan.resume is not None and start.plan.resume.checkpoint.step == 30
+    assert run.machine.epoch > old
+
+
+def test_a_restarted_coordinator_puts_away_what_its_predecessor_had_not() -> None:
+    run = finished()
+    run.start_coordinator()
+    assert run.machine.end_cause == "finished"
+    run.tell(m.NodesOpened(inventories=run.inventories()))
+    assert not of(rest(run, GRACE_S - 1.0), m.Evict)
+    assert {attempt.step for attempt, _ in evicted(rest(run, 1.0))} == {30}
+    assert of(rest(run, GRACE_S), m.PutAway)
+
+
+def test_a_finished_group_whose_nodes_had_not_heard_of_the_end_is_not_found_at_work() -> None:
+    run = Harness("ab", retire_grace_s=GRACE_S)
+    run.open("ab")
+    plan = run.plan
+    run.drain_all((*run.save(10), *run.tell(m.FinishAsked(token="end", ends_group=True))))
+    run.start_coordinator()
+    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    assert run.machine.plan is None and run.machine.end_cause == "finished"
+
+
+def test_a_group_of_another_launcher_after_a_finished_one_is_found_at_work() -> None:
+    run = finished()
+    run.tell(run.group("ab", owner="other"))
+    plan = run.plan
+    run.start_coordinator()
+    assert run.machine.end_cause is None
+    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    assert run.machine.plan == plan
+    assert not of(rest(run, 100 * GRACE_S), m.PutAway)
+
+
+def test_nodes_that_do_not_answer_are_asked_again_but_not_for_ever() -> None:
+    run = finished(steps=(30,))
+    rest(run, GRACE_S)
+    assert run.machine.is_closing
+    for _ in range(MAX_TRIES - 1):
+        assert not run.tell(m.PutAwayEnded(error="node a does not answer"))
+        assert not run.tick(AGAIN_S - 1.0)
+        assert of(run.tick(1.0), m.PutAway)
+    effects = run.tell(m.PutAwayEnded(error="node a does not answer"))
+    assert "node a" in one(effects, m.Warn).text and of(effects, m.CloseRun)
+
+
+def test_a_run_without_a_checkpoint_is_closed_too() -> None:
+    run = Harness("ab", retire_grace_s=GRACE_S)
+    run.open("ab")
+    run.tell(m.FinishAsked(token="end", ends_group=True))
+    assert of(rest(run, GRACE_S), m.PutAway)
+
+
+@pytest.mark.parametrize("mode", ["held", "silent"])
+def test_nothing_is_deleted_before_the_log_has_it(mode: Any) -> None:
+    run = finished()
+    run.store_mode = mode
+    effects = run.tick(GRACE_S)
+    assert ops(effects) and not of(effects, m.Delete) and not of(effects, m.PutAway)
+
+
+def test_a_run_that_somebody_else_has_by_now_is_left_to_them() -> None:
+    run = finished()
+    other = Harness("cd", store=run.store, service="west")
+    other.tell(other.group("cd", owner="west-driver"))
+    effects = run.tick(GRACE_S)
+    assert of(effects, m.StepDown) and not of(effects, m.Delete) and not of(effects, m.PutAway)
+
+
+def test_who_waits_for_a_session_on_a_node_hears_that_it_is_over() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    machine = n.NodeMachine()
+    machine.handle(n.SessionStarted(plan=run.plan, node_id="a", epoch=1))
+    ended, forget = machine.handle(n.RunPutAway(kept=("x",), epoch=1))
+    assert isinstance(ended, n.EndSession) and isinstance(ended.error, RunSuperseded)
+    assert forget == n.ForgetRun(kept=("x",)) and machine.plan is None
