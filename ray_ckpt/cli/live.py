@@ -216,7 +216,7 @@ def _short_span(span_s: float) -> str:
 def _at_work(run: RunView) -> str:
     parts = ["its launcher is gone" if run.state == "gone" else str(run.state)]
     if run.is_put_away:
-        parts.append("put away: the storage path has all that is left")
+        parts.append("put away")
     if run.session is not None:
         nodes = sum(bool(node.ranks) for node in run.nodes)
         parts.append(f"session {run.session}, {run.world_size} rank(s) on {nodes} node(s)")
