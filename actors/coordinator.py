@@ -48,6 +48,7 @@ from ray_ckpt.actors.wire import (
 )
 from ray_ckpt.config import RunOptions, is_encrypted
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.claim import RunMark, check_claim, check_marks
 from ray_ckpt.core.coordinator import CLOCK_S
 from ray_ckpt.core.drill import live_checkpoints
@@ -530,9 +531,39 @@ class Coordinator:
             self._by_uid(attempt.run_uid), m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
         )
 
-    async def progress(self, run_uid: str, age: m.Age, ranks: Mapping[int, m.RankProgress]) -> None:
+    async def progress(
+        self,
+        run_uid: str,
+        age: m.Age,
+        ranks: Mapping[int, m.RankProgress],
+        captured: tuple[m.Captured, ...],
+        met: int,
+    ) -> tuple[Awaited, ...]:
+        """Where the ranks of a node are. Returns whom the group waits for."""
         await self._ready()
-        self._handle(self._by_uid(run_uid), m.RanksProgressed(age=age, ranks=ranks))
+        run = self._by_uid(run_uid)
+        self._handle(run, m.RanksProgressed(age=age, ranks=ranks, captured=captured, met=met))
+        return run.machine.awaited()
+
+    async def ranks_restored(
+        self, run_uid: str, age: m.Age, node_id: str, ranks: tuple[int, ...]
+    ) -> tuple[Awaited, ...]:
+        """These ranks of a node wait for others with their restore. Returns whom the group waits for."""
+        await self._ready()
+        run = self._by_uid(run_uid)
+        self._handle(run, m.RanksRestored(age=age, node_id=node_id, ranks=ranks))
+        return run.machine.awaited()
+
+    async def ranks_met(
+        self, run_uid: str, age: m.Age, number: int, ranks: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Ranks have come to a barrier: wait for the others. Returns who did not come, () if all have."""
+        await self._ready()
+        answer: m.MetAnswer = await self._ask(
+            self._by_uid(run_uid),
+            lambda token: m.RanksMet(token=token, age=age, number=number, ranks=ranks),
+        )
+        return answer.missing
 
     async def node_restored(
         self, run_uid: str, age: m.Age, node_id: str, ranks: tuple[RankRestore, ...]

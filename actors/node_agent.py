@@ -30,7 +30,7 @@ from ray_ckpt.actors.arena_memory import (
 )
 from ray_ckpt.actors.meters import Meters
 from ray_ckpt.actors.node_files import answers, held_fragment, scrub, send_copy, store_shard, upload
-from ray_ckpt.actors.node_run import NodeRun, Told, require
+from ray_ckpt.actors.node_run import Meeting, NodeRun, Told, require
 from ray_ckpt.actors.priority import Underway, limit_heaps, trim_heaps, yield_to_training
 from ray_ckpt.actors.served import Served
 from ray_ckpt.actors.shared_reads import SharedReads
@@ -38,9 +38,11 @@ from ray_ckpt.actors.sources import SourceFinder
 from ray_ckpt.actors.wire import AgentCard, OpenedRun, OpenRun, PutAwayRun, RunSpec, ServiceCard, SessionStart
 from ray_ckpt.config import ADDRESS_ENV, staging_roots, transport_ports
 from ray_ckpt.core import node as n
+from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.claim import RunMark
+from ray_ckpt.core.meetings import MEET_S
 from ray_ckpt.core.messages import Age, DiskSpace, Inventory, RankProgress, ReplicaEnded, SessionPlan
-from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunSuperseded, Unavailable
+from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunConflict, RunSuperseded, Unavailable
 from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
@@ -69,6 +71,9 @@ MAX_TOLD = 16  # saves of which that is kept until they are stored; those that w
 MAX_ANNOTATING = 64  # annotations of a run that wait; each holds a call and its metrics
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
 RETIRE_AFTER_S = 0.5  # time for the answer to leave
+MAX_MEETINGS = 16  # whose end late ranks are told; the coordinator knows of more
+MEET_GATHER_S = 1.0  # for all ranks of a node to come to a barrier; then those that are there are told
+RESTORED_AGAIN_S = 2.0  # how often ranks that wait with their restore are told again, per node
 PROGRESS_GATHER_S = 0.9  # ranks speak once a second, each in its own phase; this gathers those of a node
 
 
@@ -214,6 +219,8 @@ class NodeAgent:
             run.show(0)
         run.restored = {}
         run.ticket = None
+        run.awaited, run.met = (), 0
+        run.end_meetings(RunSuperseded("A newer session owns this run."))
         run.end_shared_reads()
         previous, run.decision = run.decision, asyncio.get_running_loop().create_future()
         if previous is not None and not previous.done():
@@ -337,6 +344,8 @@ class NodeAgent:
         run.restored[report.rank] = report
         if len(run.restored) == len(here.ranks):
             self._spawn(self._report_restored(run, plan, decision, tuple(run.restored.values())))
+        if len(run.restored) == 1:
+            self._spawn(self._tell_restored(run, plan, decision))
         if await asyncio.shield(decision):
             return None
         return await self.get_ticket(run_uid)
@@ -492,7 +501,60 @@ class NodeAgent:
         ranks, run.progress = run.progress, {}
         plan = run.machine.plan
         if plan is not None and plan.session == session:
-            await self._tell("progress", run.run_uid, plan.age, ranks)
+            captured, met = run.machine.incomplete(), run.met
+            await self._tell_awaited(run, "progress", plan.age, ranks, captured, met)
+
+    async def _tell_awaited(self, run: NodeRun, method: str, *args: Any) -> None:
+        """Tell the coordinator of this node's ranks, and keep its answer: whom the group waits for."""
+        try:
+            run.awaited = await self._ask(method, run.run_uid, *args)
+        except CheckpointError as error:
+            log.warning("the coordinator did not take %s: %s", method, error)
+
+    async def awaited_ranks(self, run_uid: str) -> tuple[Awaited, ...]:
+        """Whom the group waits for, as the coordinator has told last."""
+        return self._runs[run_uid].awaited
+
+    async def await_all(self, run_uid: str, session: int, rank: int, number: int) -> tuple[int, ...]:
+        """Wait until all ranks of the group have come to a barrier. Returns who did not, () if all have."""
+        run = self._runs[run_uid]
+        plan, here = require(run.machine.plan), require(run.machine.here)
+        self._check_session(run, session)
+        meeting = run.meetings.get(number)
+        if meeting is None:
+            meeting = run.meetings[number] = Meeting()
+            while len(run.meetings) > MAX_MEETINGS:
+                del run.meetings[next(iter(run.meetings))]
+            self._spawn(self._report_met(run, plan, number, meeting, wait_s=MEET_GATHER_S))
+        meeting.ranks.add(rank)
+        if meeting.ranks == set(here.ranks):
+            self._spawn(self._report_met(run, plan, number, meeting))
+        missing: tuple[int, ...] = await asyncio.shield(meeting.missing)
+        return missing
+
+    async def _report_met(
+        self, run: NodeRun, plan: SessionPlan, number: int, meeting: Meeting, *, wait_s: float = 0.0
+    ) -> None:
+        """One message when all ranks here have come, and one before if that takes long."""
+        await asyncio.wait({meeting.missing}, timeout=wait_s)
+        if meeting.is_reported or meeting.missing.done():
+            return
+        meeting.is_reported = len(meeting.ranks) == len(require(run.machine.here).ranks)
+        ranks, end_s = tuple(sorted(meeting.ranks)), time.monotonic() + MEET_S
+        while True:  # whoever the coordinator lets in while this node does not hear of it waits there for us
+            try:
+                missing = await self._ask("ranks_met", run.run_uid, plan.age, number, ranks)
+                break
+            except CheckpointError as error:
+                if meeting.missing.done():
+                    return
+                if isinstance(error, RunConflict) or time.monotonic() > end_s:
+                    meeting.missing.set_exception(error)
+                    return
+                await asyncio.sleep(MEET_GATHER_S)
+        if not meeting.missing.done():
+            meeting.missing.set_result(missing)
+            run.met = run.met if missing else max(run.met, number)
 
     # -- effects ---------------------------------------------------------------------------------------
 
@@ -557,6 +619,7 @@ class NodeAgent:
             case n.EndSession(session=session, error=error):
                 if run.decision is not None and not run.decision.done():
                     run.decision.set_exception(error)
+                run.end_meetings(error)
                 await self._end(run, session, error)
             case n.TellStored():
                 told = run.told.pop(effect.attempt.attempt, None)
@@ -677,6 +740,15 @@ class NodeAgent:
                 session=plan.session, epoch=plan.epoch, checkpoint=plan.resume.checkpoint, damage=damage
             )
         return ticket
+
+    async def _tell_restored(self, run: NodeRun, plan: SessionPlan, decision: asyncio.Future[bool]) -> None:
+        """Tell which ranks here have restored, again and again while they wait for others."""
+        while True:
+            await asyncio.wait({decision}, timeout=RESTORED_AGAIN_S)
+            if decision.done() or run.decision is not decision:
+                return
+            ranks = tuple(sorted(run.restored))
+            await self._tell_awaited(run, "ranks_restored", plan.age, self._node_id, ranks)
 
     async def _report_restored(
         self, run: NodeRun, plan: SessionPlan, decision: asyncio.Future[bool], ranks: tuple[RankRestore, ...]

@@ -13,6 +13,7 @@ from ray_ckpt.actors.shared_reads import SharedReads
 from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.actors.wire import RunSpec
 from ray_ckpt.core import node as n
+from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import RankProgress, SessionPlan
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.link import SealedShard
@@ -45,6 +46,15 @@ class Told:
         return SaveFacts(mesh=self.mesh, stall_s=self.stall_s, capture_s=self.capture_s, local_s=local_s)
 
 
+class Meeting:
+    """Ranks of this node that have come to a barrier; `missing` is done when all of the group have met."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+        self.is_reported = False  # that all ranks here have come
+        self.missing: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
+
+
 class NodeRun:
     """See the module. It decides nothing; the agent and `node_files` read and set what is here."""
 
@@ -72,6 +82,9 @@ class NodeRun:
         self.restored: dict[int, RankRestore] = {}
         self.decision: asyncio.Future[bool] | None = None  # True: go; False: a new session has started
         self.started = asyncio.Event()
+        self.awaited: tuple[Awaited, ...] = ()  # whom the group waits for, as the coordinator has told last
+        self.meetings: dict[int, Meeting] = {}  # by number
+        self.met = 0  # the highest number of one that all ranks have come to
         self.progress: dict[int, RankProgress] = {}
         self.annotating = 0  # annotations that wait for a save, or for the log
         self.reserved: dict[int, int] = {}  # bytes of each rank's coming arena
@@ -126,6 +139,12 @@ class NodeRun:
     def close_arenas(self) -> None:
         while self.arenas:
             self.arenas.popitem()[1].close()
+
+    def end_meetings(self, error: CheckpointError) -> None:
+        meetings, self.meetings = self.meetings, {}
+        for meeting in meetings.values():
+            if not meeting.missing.done():
+                meeting.missing.set_exception(error)
 
     def end_shared_reads(self) -> None:
         if self.shared is not None:

@@ -18,6 +18,7 @@ from ray_ckpt.actors.ray_state import owner_here
 from ray_ckpt.actors.wire import Joined, RunSpec
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
 from ray_ckpt.connection import Connection, set_connection
+from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable
@@ -34,6 +35,7 @@ _signal: TermSignal | None = None  # of this process's connection
 
 OPEN_S = 300.0  # starting agents on all nodes of a cold cluster
 CALL_S = 120.0
+AWAITED_S = 5.0  # for words about ranks that are missing: nobody waits longer for words
 OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
 
 
@@ -151,6 +153,22 @@ def _of_checkpoint(method: str, run: str, storage_path: str, step: int, *args: A
     ask(getattr(coordinator(), method).remote(key, step, *args), CALL_S)
 
 
+def _own_errors(call: Any) -> Future[Any]:
+    """The answer of an actor to come, with errors as `ask` raises them."""
+    answer: Future[Any] = Future()
+
+    def pass_on(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            answer.set_result(done.result())
+            return
+        cause = getattr(error, "cause", None)
+        answer.set_exception(cause if isinstance(cause, CheckpointError) else Unavailable(str(error)))
+
+    call.future().add_done_callback(pass_on)
+    return answer
+
+
 class RayLink:
     """A rank's link to the agent of its node, by Ray actor calls."""
 
@@ -187,11 +205,15 @@ class RayLink:
     def origin(self, session: int, epoch: int) -> RestoreTicket | None:
         return None if self._origin is None else self._origin.ticket(session, epoch)
 
-    def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
-        # Waits for the slowest rank's restore, which has no bound of its own; a dead rank ends the group.
-        call = self._agent.restored.remote(self._uid, session, report)
-        again: RestoreTicket | None = ask(call, None)
-        return again
+    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
+        return _own_errors(self._agent.restored.remote(self._uid, session, report))
+
+    def awaited(self) -> tuple[Awaited, ...]:
+        found: tuple[Awaited, ...] = ask(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
+        return found
+
+    def meet(self, session: int, number: int) -> Future[tuple[int, ...]]:
+        return _own_errors(self._agent.await_all.remote(self._uid, session, self._rank, number))
 
     def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
         shared: Shared = ask(self._agent.fetch.remote(self._uid, session, self._rank, wants, taken), CALL_S)

@@ -14,8 +14,8 @@ import re
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Set
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -34,6 +34,8 @@ from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import Walked, walk
 from ray_ckpt.config import MAX_METRIC_NAME, is_uri
 from ray_ckpt.connection import Connection, ProgressThread, get_connection
+from ray_ckpt.core.awaited import ranks_text
+from ray_ckpt.core.meetings import MEET_S
 from ray_ckpt.core.messages import STILL_WRITING, RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.data import is_bound_to_world_size
@@ -64,6 +66,7 @@ from ray_ckpt.types import (
     RankRestore,
     RestoredPart,
 )
+from ray_ckpt.waiting import wait_for_restore
 
 log = logging.getLogger("ray_ckpt")
 
@@ -76,6 +79,9 @@ FIRST_OUTCOME_S = (
 )
 MAX_POSTPONED = 1_000  # steps of an accumulation window; longer ones are none, but gradients nobody uses
 FIRST_REPORT_STEPS = 10  # after the restore, and two saves by number: a rank that saves alone is found before
+MAX_DOUBLED = 10  # times that the steps to the next report are doubled while ranks do not come to one
+MEET_SLACK_S = 40.0  # for the answer, also of a coordinator that is restarted: it must be the others' answer
+LOOK_S = 1.0  # between looks at the outcomes of saves while ranks are waited for
 MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
 
 LevelName = Literal["local", "replicated", "durable"]
@@ -168,9 +174,13 @@ class Checkpointer:
         self._save_calls = 0
         self._own_saves = 0  # those that the training loop has asked for by itself
         self._next_report = 0  # the step at which all ranks report next
+        self._missed_reports = 0  # since the last one that all ranks came to
         self._step = 0  # the last completed step
         self._whole_step = -1  # the last step whose `step` has returned
         self._saved_step = 0  # the last step that `save` was called for
+        self._saved_before: int | None = None  # and the one before; None: this is the first
+        self._saved_updates = 0  # optimizer steps that were made when `save` was called last
+        self._is_over = False  # the loop has ended: nothing more is saved
         self._restored_step = 0
         self._rng: Any = None  # random state as restored, until the first step
         self._last_metrics: Mapping[str, Any] | None = None
@@ -217,7 +227,8 @@ class Checkpointer:
             if ticket.checkpoint is None:
                 origin = self._link.origin(ticket.session, ticket.epoch)
             report, load = self._resumer.all_of(ticket) if origin is None else self._begin_from(origin)
-            again = self._link.restored(ticket.session, report)
+            answer = self._link.restored(ticket.session, report)
+            again = wait_for_restore(answer, self._link, self._link.options.restore_timeout_s)
             if again is None:
                 break
             log.warning("step %s has no intact copy of a part; falling back", _step_of(ticket))
@@ -273,7 +284,18 @@ class Checkpointer:
 
     def _progress(self) -> RankProgress:
         stall_s = self.stats.blocked_s[-1] if self.stats.blocked_s else 0.0
-        return self._agreed.progress(step=self._step, saved_step=self._saved_step, stall_s=stall_s)
+        told = self._agreed.progress(step=self._step, saved_step=self._saved_step, stall_s=stall_s)
+        return replace(
+            told,
+            saved_before=self._saved_before,
+            updates=self._num_updates(),
+            saved_updates=self._saved_updates,
+            is_over=self._is_over,
+        )
+
+    def _num_updates(self) -> int:
+        """Optimizer steps by now, for comparison with other ranks; parts of a group make different ones."""
+        return self._window.num_steps if self._window is not None and not self._link.identity.parts else 0
 
     def _build_items(self) -> None:
         if self._session is not None:
@@ -371,10 +393,12 @@ class Checkpointer:
             is_whole = self._whole_step == step  # else the body is half done: its state belongs to no step
             if is_whole:
                 self._save_last()
+                self._is_over = True
             self.flush(commit=is_whole)
             self._end_progress()
             raise
         self._save_last()
+        self._is_over = True
         self.flush(commit=True)
         self._report()
         self._end_progress()
@@ -536,6 +560,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Flush and end the progress thread."""
+        self._is_over = True
         self.flush()
         self._is_closed = True
         self._end_progress()
@@ -595,7 +620,9 @@ class Checkpointer:
                 self.stats.dropped += 1
                 log.exception("step %d could not be captured", step)
                 self._stay_out(attempt, f"{type(error).__name__}: {error}")
-        self._saved_step = step
+        if step != self._saved_step or self._saved_before is None:
+            self._saved_before = self._saved_step
+        self._saved_updates, self._saved_step = self._num_updates(), step
         self.stats.blocked_s.append(time.monotonic() - start_s)
         return saved
 
@@ -726,8 +753,43 @@ class Checkpointer:
             self._newest = (pending.attempt, pending.metrics)
 
     def _report(self) -> None:
-        if self._reporter is not None:
+        """Report with all ranks, or not at all: nobody leaves the barrier of a report alone."""
+        if self._reporter is None:
+            return
+        if self._all_have_come(self._next_report):
             self._next_report = self._reporter.report(self._newest, self._step)
+            self._missed_reports = 0
+        else:  # the same step on all ranks, also on those that come later
+            self._next_report += FIRST_REPORT_STEPS << min(self._missed_reports, MAX_DOUBLED)
+            self._missed_reports += 1
+
+    def _all_have_come(self, number: int) -> bool:
+        """Whether all ranks are at the report of that number. Raises misuse that is found meanwhile."""
+        if self._link.identity.world_size == 1:
+            return True
+        assert self._session is not None
+        end_s = time.monotonic() + MEET_S + MEET_SLACK_S
+        try:
+            answer = self._link.meet(self._session, number)
+            while not answer.done() and time.monotonic() < end_s:
+                wait((answer,), LOOK_S)
+                self._check_outcomes()
+            missing = answer.result(0)
+        except (CollectiveError, RunConflict):
+            raise
+        except Exception as error:  # the service is away: other ranks are not told to go either
+            reason = str(error) or "the coordinator does not answer"
+            log.warning("step %d is not reported to Ray Train: %s", self._step, reason)
+            return False
+        if missing:
+            log.warning(
+                "step %d is not reported to Ray Train: rank(s) %s did not come to it within %.0f s; "
+                "call step on every rank, after every step",
+                self._step,
+                ranks_text(missing),
+                MEET_S,
+            )
+        return not missing
 
 
 def _raise_outcome(outcome: Outcome, attempt: AttemptId) -> None:

@@ -173,6 +173,9 @@ class RunOptions:
     """After this long an attempt that lacks ranks is dropped."""
     inventory_wait_s: float = 10.0
     """How long a restore waits for nodes that may return with the newest checkpoint."""
+    restore_timeout_s: float = 1800.0
+    """How long a rank that has restored waits for the others; which ones are missing is said within seconds.
+    Large models may take some ranks minutes longer to build or to read."""
     finish_timeout_s: float = 600.0
     """How long the end of a run waits for its last checkpoint to reach the storage path."""
     reserve_bytes: int = GIB
@@ -362,6 +365,7 @@ _SECONDS = (
     "goal_timeout_s",
     "attempt_timeout_s",
     "inventory_wait_s",
+    "restore_timeout_s",
     "finish_timeout_s",
     "retire_grace_s",
     "scrub_every_s",

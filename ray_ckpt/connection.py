@@ -14,6 +14,7 @@ from ray_ckpt.agreed import AgreedSteps
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.link import Link, Reporter
+from ray_ckpt.waiting import Words
 
 if TYPE_CHECKING:
     from ray_ckpt.probe import Probe
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ray_ckpt")
 
 PROGRESS_S = 1.0  # how often a rank says where it is, from a thread of its own
-REFRESH_S = 5.0  # how often it asks its agent for the page of agreed steps: a new agent has another one
+REFRESH_S = 5.0  # how often it asks its agent for the page of agreed steps (a new agent has another one),
+# and for whom the group waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def get_connection() -> Connection:
 
 
 class ProgressThread:
-    """Tells the agent once a second where this rank is, off the training thread."""
+    """Tells the agent once a second where this rank is, and people whom it waits for, off the training."""
 
     def __init__(
         self, link: Link, session: int, where: Callable[[], RankProgress], agreed: AgreedSteps
@@ -57,6 +59,7 @@ class ProgressThread:
         self._session = session
         self._where = weakref.WeakMethod(where)  # a Checkpointer that is dropped ends its thread
         self._agreed = agreed
+        self._words = Words(link, "save", "report")
         agreed.poke = self.poke
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -88,6 +91,7 @@ class ProgressThread:
         while not self._stop.is_set():
             if time.monotonic() - refreshed_s >= REFRESH_S:
                 self._agreed.refresh()
+                self._words.say()
                 refreshed_s = time.monotonic()
             self._wake.wait(PROGRESS_S)
             self._wake.clear()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ray_ckpt.config import RunOptions
+from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError
@@ -91,10 +92,22 @@ class Link(Protocol):
         """
         ...
 
-    def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
+    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
         """This rank has read and verified everything, or reports damage. None: all ranks have, go.
 
-        A ticket: all ranks start over with this older checkpoint. RestoreError: none is left.
+        A ticket: all ranks start over with this older checkpoint. RestoreError: none is left. Not done while
+        ranks are missing: see `awaited`.
+        """
+        ...
+
+    def awaited(self) -> tuple[Awaited, ...]:
+        """Ranks that others of the group wait for by now, as the coordinator sees it. Unavailable."""
+        ...
+
+    def meet(self, session: int, number: int) -> Future[tuple[int, ...]]:
+        """This rank has come to a barrier of all ranks. Done when all have, or with those that did not come.
+
+        All ranks get the same answer; with an empty one all enter the barrier, else none does.
         """
         ...
 

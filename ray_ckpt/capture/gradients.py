@@ -56,6 +56,11 @@ class Window:
             elif used.is_left_over:
                 used.note()
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that the optimizer with the most of them has made; 0 if none runs hooks."""
+        return max((used.num_steps for used in self._used), default=0)
+
     def close(self) -> None:
         """Take the hooks back."""
         for handle in self._handles:

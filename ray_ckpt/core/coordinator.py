@@ -17,6 +17,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.agreement import Agreement
 from ray_ckpt.core.attempts import SaveUnderway
+from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.cadence import Cadence
 from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.core.closing import Closing
@@ -28,6 +29,7 @@ from ray_ckpt.core.gauges import gauges
 from ray_ckpt.core.groups import Groups
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
+from ray_ckpt.core.meetings import Meetings
 from ray_ckpt.core.requests import Asked, Requests
 from ray_ckpt.core.retention import RetentionView, decide, policies_of
 from ray_ckpt.core.saves import Saves
@@ -40,12 +42,14 @@ from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import AttemptId, CheckpointInfo, EndCause, Exposure, Level, RankRestore
 
+AWAITED_EVERY_S = 1.0  # every node asks once a second, and it costs time by ranks
 CLOCK_S = 0.01  # how exactly the machine knows the time: thousands of events may come in a second
 SNAPSHOT_EVERY = 1000  # records between two snapshots of the log: what a reader opens one by one
 SNAPSHOT_RETRY_S = 60.0
 
 # Until its fence is in the log, a coordinator knows neither what was committed nor that it may speak.
 _BEFORE_THE_FENCE = (m.LogOpened, m.Appended, m.Ticked, m.NodesSeen)
+_ANSWERED = m.GroupOpened | m.NodeRestored | m.RanksMet | m.FinishAsked | m.DrainAsked | Asked
 
 
 class RunMachine:
@@ -59,6 +63,8 @@ class RunMachine:
         self._context = Context(options, self._ledger)
         self._groups = Groups(self._context)
         self._saves = Saves(self._context)
+        self._meetings = Meetings(self._context)
+        self._awaited: tuple[float, tuple[Awaited, ...]] | None = None  # and when it was found
         self._agreement = Agreement(self._context)
         self._tempo = Tempo(self._context)
         self._tenure = Tenure(self._context)
@@ -188,6 +194,15 @@ class RunMachine:
     @property
     def saves_underway(self) -> tuple[SaveUnderway, ...]:
         return self._saves.underway()
+
+    def awaited(self) -> tuple[Awaited, ...]:
+        """Ranks that others wait for, to restore, to save or to report; as they were AWAITED_EVERY_S ago."""
+        now_s = self._context.now_s
+        if self._awaited is None or abs(now_s - self._awaited[0]) >= AWAITED_EVERY_S:
+            saves, told = self._saves.awaited(), self._saves.told()
+            found = (*self._groups.awaited(), *saves, *self._meetings.awaited(told))
+            self._awaited = (now_s, found)
+        return self._awaited[1]
 
     @property
     def drains_underway(self) -> tuple[DrainUnderway, ...]:
@@ -372,13 +387,14 @@ class RunMachine:
                 superseded = RunSuperseded(f"Run {name} was rolled back.", hint="Start its training again.")
             yield m.Supersede(nodes=self._context.session_nodes(), age=self.plan.age, error=superseded)
         yield from self._groups.fail(error)
+        yield from self._meetings.fail(error)
         yield from self._fail_finishing(error)
         for event in [*self._early, *self._requests.waiting]:
             yield from self._refuse(event)
         yield m.StepDown(error=error, is_foreign=is_foreign)
 
     def _refuse(self, event: m.Event) -> Iterator[m.Effect]:
-        if isinstance(event, m.GroupOpened | m.NodeRestored | m.FinishAsked | m.DrainAsked | Asked):
+        if isinstance(event, _ANSWERED):
             name = self.history.run_name
             error: CheckpointError = Fenced(f"Another coordinator owns run {name}.")
             if self.is_closing:
@@ -625,6 +641,15 @@ class RunMachine:
         yield from self._groups.node_restored(event)
 
     @_on.register
+    def _(self, event: m.RanksRestored) -> Iterable[m.Effect]:
+        self._groups.ranks_restored(event)
+        return ()
+
+    @_on.register
+    def _(self, event: m.RanksMet) -> Iterator[m.Effect]:
+        yield from self._meetings.met(event)
+
+    @_on.register
     def _(self, event: m.NodeStored) -> Iterator[m.Effect]:
         if not self._is_stale(event):
             yield from self._saves.stored(event)
@@ -664,6 +689,7 @@ class RunMachine:
         self._agreement.progressed(event)
         self._tempo.progressed(event)
         self._tenure.progressed(event, self._wall_s)
+        yield from self._meetings.progressed(event)
         yield from self._saves.progressed(event)
 
     @_on.register
@@ -782,6 +808,7 @@ class RunMachine:
             self._saves, is_training=is_training, interval_s=self._tempo.interval_s
         )
         yield from self._groups.ticked()
+        yield from self._meetings.ticked()
         yield from self._redo_deletes()
         if self._drains:
             yield from self._assign_drains()

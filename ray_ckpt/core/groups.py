@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from ray_ckpt import telemetry
 from ray_ckpt.config import resume_step
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.awaited import AWAITED_AFTER_S, Awaited, awaited_restore
 from ray_ckpt.core.claim import check_claim
-from ray_ckpt.core.context import Context, names_of
+from ray_ckpt.core.context import Context
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.placement import place_replicas
 from ray_ckpt.core.retention import policies_of, to_text
@@ -18,7 +19,7 @@ from ray_ckpt.types import CheckpointInfo, RankRestore
 
 MAX_NAMED = 20  # steps in an error
 MAX_WAITING_SESSIONS = 8  # begun while the store is away; each is a group that failed
-SLOW_RESTORE_S = 60.0  # a group in which some have restored for so long is worth a word
+SLOW_RESTORE_S = 15.0  # that some ranks have waited for others after their restore is worth a word
 
 
 class Groups:
@@ -33,6 +34,9 @@ class Groups:
         self._asked = False  # an inventory is on its way
         self._excluded: set[str] = set()  # found damaged by this group
         self._restored: dict[str, m.NodeRestored] = {}
+        self._waiting_ranks: dict[str, tuple[int, ...]] = {}  # that have restored, of nodes with others
+        self._first_s: float | None = None  # when the first rank had restored
+        self._has_warned = False  # of ranks that do not restore
         self._strays: dict[str, tuple[str, ...]] = {}
         self.is_training = False  # the group has its `go`
         self._told_go: m.Age | None = None  # the session that had it last
@@ -137,6 +141,7 @@ class Groups:
         """Tell all who wait."""
         tokens = (*self._waiting, *(report.token for report in self._restored.values()))
         self._waiting, self._restored, self._choosing = (), {}, False
+        self._forget_restored()
         for token in tokens:
             yield m.Fail(token=token, error=error)
 
@@ -268,6 +273,7 @@ class Groups:
             epoch=context.ledger.epoch,
         )
         self._restored, self.is_training, self._since_s = {}, False, context.now_s
+        self._forget_restored()
         yield from self._warn_of_few_copies(context.plan)
         tokens, self._waiting = self._waiting, ()
         yield m.StartSession(tokens=tokens, plan=context.plan)
@@ -298,6 +304,7 @@ class Groups:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
             return
         self._restored[event.node_id] = event
+        self._note_first()
         if len(self._restored) < len(plan.nodes):
             return
         reports, self._restored = list(self._restored.values()), {}
@@ -319,18 +326,40 @@ class Groups:
         yield m.Warn(text=f"Step {bad.step} cannot be restored: no intact copy of {'; '.join(damage[:5])}.")
         self._waiting, self._choosing = tuple(e.token for e in reports), True
 
-    def ticked(self) -> Iterator[m.Effect]:
-        """Say which nodes a restore waits for, if it takes long."""
+    def ranks_restored(self, event: m.RanksRestored) -> None:
+        """Some ranks of a node wait for others, of that node or elsewhere."""
         plan = self._context.plan
-        if plan is None or self.is_training or not self._restored:
+        if plan is not None and event.age == plan.age and not self.is_training:
+            self._waiting_ranks[event.node_id] = event.ranks
+            self._note_first()
+
+    def _forget_restored(self) -> None:
+        self._waiting_ranks, self._first_s, self._has_warned = {}, None, False
+
+    def _note_first(self) -> None:
+        if self._first_s is None:
+            self._first_s = self._context.now_s
+
+    def awaited(self) -> Iterator[Awaited]:
+        """Ranks that others have waited for after their restore, for a while."""
+        plan = self._context.plan
+        if plan is None or self.is_training or self._first_s is None:
             return
-        if self._context.now_s - self._since_s > SLOW_RESTORE_S:
-            missing = [n for n in plan.nodes if n.node_id not in self._restored]
-            ranks = ", ".join(str(k) for n in missing for k in n.ranks)
-            yield from self._context.warn_once(
-                f"The restore of session {plan.session} waits for rank(s) {ranks} on node(s) "
-                f"{names_of(n.node_id for n in missing)}; every rank must call restore() or steps()."
-            )
+        since_s = self._context.now_s - self._first_s
+        come = {rank for ranks in self._waiting_ranks.values() for rank in ranks}
+        come |= {rank.rank for event in self._restored.values() for rank in event.ranks}
+        missing = tuple(sorted(k for n in plan.nodes for k in n.ranks if k not in come))
+        if missing and since_s >= AWAITED_AFTER_S:
+            yield awaited_restore(missing, since_s)
+
+    def ticked(self) -> Iterator[m.Effect]:
+        """Say once which ranks a restore waits for, if it takes long."""
+        if self._first_s is None or self._has_warned:
+            return
+        for awaited in self.awaited():
+            if awaited.since_s > SLOW_RESTORE_S:
+                self._has_warned = True
+                yield m.Warn(text=awaited.text)
 
     # -- what an ended session left ----------------------------------------------------------------------
 

@@ -114,6 +114,18 @@ class RankProgress:
     step_s: float = 0.0  # seconds that a step takes, of late; 0: not known yet
     missed: int = 0  # the word of an agreed step that it was past when it saw it
     stall_s: float = 0.0  # seconds for which its last save held up training
+    saved_before: int | None = None  # the step that it saved before `saved_step`; None: not told
+    updates: int = 0  # optimizer steps since it restored; 0: its optimizers cannot be watched
+    saved_updates: int = 0  # and how many of them were made when it saved last
+    is_over: bool = False  # its loop has ended: it saves nothing more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """Ranks of a node that have captured an attempt which other ranks of that node lack."""
+
+    attempt: AttemptId
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +242,37 @@ class SaveRefused:
 class RanksProgressed:
     age: Age
     ranks: Mapping[int, RankProgress]
+    captured: tuple[Captured, ...] = ()  # said again with each message while it is so
+    met: int = 0  # the highest number of a barrier that ranks here were let into; 0: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksRestored:
+    """These ranks of a node have read their state, and wait for others; said again while they do."""
+
+    age: Age
+    node_id: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksMet:
+    """Ranks of a node have come to a barrier that all ranks are to enter, and ask whether all have come.
+
+    Replied with `MetAnswer`, when all ranks are there or the meeting is given up.
+    """
+
+    token: Token
+    age: Age
+    number: int  # of the barrier, the same on all ranks and higher than that of the one before
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetAnswer:
+    """`missing` ranks did not come, so nobody enters the barrier; with none, all do."""
+
+    missing: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,6 +433,8 @@ Event: TypeAlias = (
     | ReplicaEnded
     | SaveRefused
     | RanksProgressed
+    | RanksRestored
+    | RanksMet
     | NodeRestored
     | DrainEnded
     | DescriptionWritten

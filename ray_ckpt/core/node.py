@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
 from typing import Any, TypeAlias
 
-from ray_ckpt.core.messages import Age, SessionNode, SessionPlan
+from ray_ckpt.core.messages import Age, Captured, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.names import attempt_of
@@ -347,6 +347,15 @@ class NodeMachine:
             return tuple(self._on(event))
         self.epoch = event.epoch
         return (PersistEpoch(epoch=event.epoch), *self._on(event))
+
+    def incomplete(self) -> tuple[Captured, ...]:
+        """Saves that some ranks here have captured and others have not; MAX_UNSETTLED at most."""
+        num_ranks = len(self.here.ranks) if self.here is not None else 0
+        return tuple(
+            Captured(attempt=save.attempt, ranks=tuple(sorted(save.sealed)))
+            for save in self._saves.values()
+            if len(save.sealed) < num_ranks
+        )
 
     def is_deleted(self, attempt: str) -> bool:
         """What a folder still has of it is on its way out and must not be counted on."""

@@ -10,6 +10,8 @@ from dataclasses import replace
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.attempts import Attempt, SaveUnderway
+from ray_ckpt.core.awaited import AWAITED_AFTER_S, Awaited, awaited_save, ranks_text, where_text
+from ray_ckpt.core.captures import Captures
 from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.errors import CheckpointError, CollectiveError, RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format import records as r
@@ -20,6 +22,8 @@ MAX_WAITING_COMMITS = 2  # while the store is silent the newest two wait, older 
 MAX_DROPPED = 256  # ids of dropped attempts whose late messages are recognised
 LATENCIES = 16  # commits whose time from the first word counts
 FRESH_PROGRESS_S = 10.0  # ranks speak once a second; older words prove nothing
+LOOK_S = 0.5  # between looks for ranks that will never come; each costs time by ranks and open attempts
+STAYS_OUT_S = 30.0  # that a rank may be behind by two steps or more and in its first one, if no step binds it
 
 
 class Saves:
@@ -31,7 +35,9 @@ class Saves:
         self._dropped: deque[str] = deque(maxlen=MAX_DROPPED)
         self._saved_before: set[int] = set()  # ranks that took part in a save of this session
         self._progress: dict[int, tuple[m.RankProgress, float]] = {}  # with the time of the message
-        self._age: m.Age = (0, 0)  # of the session that these two are of
+        self._captures = Captures()
+        self._looked_s = 0.0
+        self._age: m.Age = (0, 0)  # of the session that these three are of
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
         self.last_save_s = 0.0  # from the beginning of the last save to its commit; 0: there was none
         self._ended_step = 0  # the highest step of the session whose attempt was committed or dropped
@@ -123,6 +129,7 @@ class Saves:
         if age != self._age:
             self._age, self._saved_before, self._progress, self._ended_step = age, set(), {}, 0
             self._num_ended = self._num_skipped = 0
+            self._captures = Captures()
 
     def _note_end(self, attempt: AttemptId) -> None:
         self._enter_session()
@@ -228,15 +235,22 @@ class Saves:
 
     def _find(self, attempt: AttemptId) -> Attempt | None:
         """The open attempt of that id, opened now if new; None if it is settled or of another session."""
-        plan, name = self._context.plan, attempt.attempt
-        if plan is None or not plan.has(attempt):
+        name = attempt.attempt
+        if not self._may_open(attempt):
             return None
-        if name in self._context.history.checkpoints or name in self._dropped:
-            return None
+        plan = self._context.plan
+        assert plan is not None
         if name not in self._attempts:
             now_s = self._context.now_s
             self._attempts[name] = Attempt(id=attempt, nodes=plan.nodes, started_s=now_s)
         return self._attempts[name]
+
+    def _may_open(self, attempt: AttemptId) -> bool:
+        """It is of the session at work, and neither committed nor dropped."""
+        plan, name = self._context.plan, attempt.attempt
+        if plan is None or not plan.has(attempt):
+            return False
+        return name not in self._context.history.checkpoints and name not in self._dropped
 
     def _answer_late(self, event: m.NodeStored) -> Iterator[m.Effect]:
         """Repeat what was told already; a message of an ended session is told so."""
@@ -344,16 +358,23 @@ class Saves:
         self._enter_session()
         if plan is None or event.age != plan.age:
             return
-        self._progress |= {rank: (progress, self._context.now_s) for rank, progress in event.ranks.items()}
+        now_s = self._context.now_s
+        self._progress |= {rank: (progress, now_s) for rank, progress in event.ranks.items()}
+        captured = [told for told in event.captured if self._may_open(told.attempt)]
+        self._captures.told(captured, event.ranks, now_s)
+        self._saved_before |= {rank for told in captured for rank in told.ranks}
         for attempt in list(self._attempts.values()):
             step = attempt.id.step
-            passed = {k for k, p in event.ranks.items() if p.step > step and p.saved_step < step}
-            if passed and (missed := sorted(passed.intersection(attempt.missing_ranks))):
+            passed = {k for k, p in event.ranks.items() if self._captures.has_passed(p, step)}
+            if passed and (missed := sorted(passed.intersection(self._missing(attempt.id)))):
                 yield from self.drop(attempt, self._why_missed(attempt, missed))
 
     # -- time and nodes --------------------------------------------------------------------------------
 
     def ticked(self) -> Iterator[m.Effect]:
+        if abs(self._context.now_s - self._looked_s) >= LOOK_S:
+            self._looked_s = self._context.now_s
+            yield from self._end_misuse()
         limit_s = self._context.options.attempt_timeout_s
         for attempt in list(self._attempts.values()):
             if not attempt.is_local and self._context.now_s - attempt.started_s > limit_s:
@@ -363,11 +384,76 @@ class Saves:
 
     def _why_incomplete(self, attempt: Attempt, limit_s: float) -> CheckpointError:
         """Misuse only if ranks say themselves that they go on without saving; else they are slow or gone."""
-        idle = [k for k in attempt.missing_ranks if self._stays_out(k)]
+        missing = self._missing(attempt.id)
+        idle = [k for k in missing if self._stays_out(k)]
         if idle:
             return self._why_missed(attempt, idle)
-        ranks = ", ".join(map(str, attempt.missing_ranks))
-        return Unavailable(f"Rank(s) {ranks} did not finish it within {limit_s:.0f} s.")
+        where = f"; {where_text(missing[0], self.told())}" if missing else ""
+        ranks = ranks_text(missing or attempt.missing_ranks)
+        return Unavailable(f"Rank(s) {ranks} did not finish it within {limit_s:.0f} s{where}.")
+
+    # -- ranks that do not come ------------------------------------------------------------------------
+
+    def awaited(self) -> Iterator[Awaited]:
+        """Ranks that attempts lack for a while."""
+        self._enter_session()
+        for attempt, since_s, missing in self._lacking():
+            if since_s >= AWAITED_AFTER_S:
+                yield awaited_save(attempt.step, missing, since_s, self.told())
+
+    def _lacking(self) -> Iterator[tuple[AttemptId, float, tuple[int, ...]]]:
+        """Attempts that some ranks have captured and others have not: since how many seconds, and which."""
+        now_s = self._context.now_s
+        started_s = {a.id: a.started_s for a in self._attempts.values() if not (a.is_local or a.committing)}
+        found = {attempt: now_s for attempt in self._captures.fresh(now_s) if self._may_open(attempt)}
+        for attempt, since_s in sorted((found | started_s).items(), key=lambda item: item[0].step):
+            if missing := self._missing(attempt):
+                yield attempt, now_s - self._captures.since_s(attempt.attempt, since_s), missing
+
+    def _missing(self, attempt: AttemptId) -> tuple[int, ...]:
+        """Ranks of the group that are not known to have captured it."""
+        plan, known = self._context.plan, self._attempts.get(attempt.attempt)
+        stored = known.stored if known is not None else {}
+        captured = self._captures.ranks_of(attempt.attempt)
+        return tuple(
+            sorted(
+                rank
+                for node in (plan.nodes if plan is not None else ())
+                if node.node_index not in stored
+                for rank in node.ranks
+                if rank not in captured and not self._has_saved(rank, attempt.step)
+            )
+        )
+
+    def _has_saved(self, rank: int, step: int) -> bool:
+        """By its own word: its capture may still be on its way to its node's disk."""
+        progress, _ = self._progress.get(rank, (None, 0.0))
+        return progress is not None and progress.saved_step == step and self._takes_part(rank, progress)
+
+    def _end_misuse(self) -> Iterator[m.Effect]:
+        """Drop attempts that ranks will never take part in, by what they tell of themselves."""
+        self._enter_session()
+        told = self.told()
+        for id_, since_s, missing in list(self._lacking()):
+            missed = [
+                k
+                for k in missing
+                if (k in told and self._captures.has_passed(told[k], id_.step))
+                or self._never_comes(k, id_.step, since_s)
+            ]
+            if missed and (attempt := self._find(id_)) is not None:
+                yield from self.drop(attempt, self._why_missed(attempt, missed))
+
+    def _never_comes(self, rank: int, step: int, since_s: float) -> bool:
+        """It lives and has not begun to take part, for longer than the slowest start."""
+        if since_s <= STAYS_OUT_S or not self._stays_out(rank):
+            return False
+        is_far_behind = self._progress[rank][0].step + 2 <= step
+        return is_far_behind or since_s > self._context.options.attempt_timeout_s
+
+    def told(self) -> dict[int, m.RankProgress]:
+        """Where ranks are, by their last words."""
+        return {rank: progress for rank, (progress, _) in self._progress.items()}
 
     def _why_missed(self, attempt: Attempt, missed: list[int]) -> CheckpointError:
         """Misuse, unless the step was agreed on: then these ranks were past it when they saw that."""
@@ -388,7 +474,11 @@ class Saves:
         progress, told_s = self._progress.get(rank, (None, 0.0))
         if progress is None or self._context.now_s - told_s > FRESH_PROGRESS_S:
             return False
-        return rank not in self._saved_before and progress.step == progress.saved_step
+        return not self._takes_part(rank, progress) and progress.step == progress.saved_step
+
+    def _takes_part(self, rank: int, progress: m.RankProgress) -> bool:
+        """It has saved in this session."""
+        return rank in self._saved_before or progress.saved_before is not None
 
     def nodes_lost(self, lost: frozenset[str]) -> Iterator[m.Effect]:
         for attempt in list(self._attempts.values()):
@@ -543,6 +633,7 @@ class Saves:
         self._attempts.pop(name, None)
         self._note_end(attempt.id)
         context.holders.forget(name)
+        self._captures.forget(name)
         self._dropped.append(name)
         context.measure(telemetry.SAVES, outcome="dropped")
         context.measure(telemetry.FAILURES, cause="save")

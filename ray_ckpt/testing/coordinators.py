@@ -10,7 +10,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node as n
 from ray_ckpt.core.claim import check_claim
 from ray_ckpt.core.coordinator import RunMachine
-from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
+from ray_ckpt.errors import CheckpointError, RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.storage.log_store import write_snapshot
 from ray_ckpt.testing.nodes import Nodes
@@ -69,10 +69,14 @@ class Coordinators(Nodes):
                 for node in plan.nodes:
                     self._send_plan(process, node.node_id, plan, ("start", tokens, plan))
             case m.Reply(token=token, value=value):
+                if isinstance(value, m.MetAnswer):
+                    self.oracle.met(name, self.meetings[token], value)
                 self.wire.append(Told(token, value, None))
             case m.Fail(token=token, error=failure):
                 self.wire.append(Told(token, None, failure))
             case m.Publish(attempt=attempt, level=level, error=failed, nodes=nodes):
+                if isinstance(failed, SaveNotCollective):
+                    self.oracle.accused(attempt, self.now_s - self.saved_at_s[attempt.attempt], self.options)
                 told = n.Published(attempt=attempt, level=level, error=failed, epoch=effect.epoch)
                 self.wire += [Order(node_told, told, name) for node_told in nodes]
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):

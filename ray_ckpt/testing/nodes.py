@@ -57,6 +57,8 @@ class Nodes:
         self.pins: dict[m.Token, tuple[str, str]] = {}  # asked for: attempt, owner
         self.annotations: dict[m.Token, tuple[int, str, float]] = {}  # asked for: step, metric, value
         self.drills: set[m.Token] = set()  # that were read; the token is the text of its record, too
+        self.meetings: dict[m.Token, m.RanksMet] = {}  # that members wait for
+        self.saved_at_s: dict[str, float] = {}  # attempt -> when the first rank captured it
         self.num_tokens = 0
         self.num_agents = 0
         for service, size in clusters.items():

@@ -1,6 +1,7 @@
 """What must hold after every step, judged from the store, the disks and what ranks and launchers were told.
 
-The promises are those of the design (P1 to P6, P8). The oracle replays the log for itself and trusts nobody.
+The promises are those of the design (P1 to P6, P8), and that ranks are told alike (P9). The oracle replays
+the log for itself and trusts nobody.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ray_ckpt.config import resume_step
+from ray_ckpt.config import RunOptions, resume_step
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.core.messages import DeleteOrphans, GroupOpened, SessionPlan
+from ray_ckpt.core.messages import Age, DeleteOrphans, GroupOpened, MetAnswer, RanksMet, SessionPlan
+from ray_ckpt.core.saves import STAYS_OUT_S
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
@@ -66,6 +68,9 @@ class Oracle:
     annotated: dict[tuple[str, str], float] = field(default_factory=dict)  # attempt, metric -> last value
     annotations: set[tuple[int, str, float]] = field(default_factory=set)  # in the log: step, metric, value
     drilled: set[str] = field(default_factory=set)  # texts of the drills in the log
+    come: dict[tuple[Age, int], set[int]] = field(default_factory=dict)  # ranks, by barrier
+    answers: dict[tuple[str, Age, int], MetAnswer] = field(default_factory=dict)  # to those who came
+    sessions: list[SessionPlan] = field(default_factory=list)  # that ranks have trained in
     writer: str = ""  # of the last epoch
     began_s: float = 0.0  # the world's time that the record of the first session tells
     stale: bool = True  # something has changed since the last check of the copies
@@ -243,6 +248,7 @@ class Oracle:
         """Ranks were told to train."""
         self.restores(plan)
         self.told_go.add((plan.session, plan.epoch))
+        self.sessions.append(plan)
 
     def is_over(self, plan: SessionPlan) -> bool:
         """The log has gone on without this session."""
@@ -263,6 +269,25 @@ class Oracle:
             must(known is not None, "P6", f"step {attempt.step} was acknowledged and is not in the log")
             assert known is not None
             must(known.level >= level, "P6", f"step {attempt.step} was called {level.label} too early")
+
+    def comes(self, event: RanksMet) -> None:
+        """Ranks come to a barrier."""
+        self.come.setdefault((event.age, event.number), set()).update(event.ranks)
+
+    def met(self, coordinator: str, event: RanksMet, answer: MetAnswer) -> None:
+        """Ranks are told whether all have come to a barrier."""
+        what = f"barrier {event.number} of session {event.age}"
+        came = self.come[event.age, event.number]
+        plan = next(plan for plan in reversed(self.sessions) if plan.age == event.age)
+        missing = {rank for node in plan.nodes for rank in node.ranks} - came
+        must(bool(answer.missing) or not missing, "P9", f"{what} is entered without ranks {missing}")
+        told = self.answers.setdefault((coordinator, event.age, event.number), answer)
+        must(told == answer, "P9", f"{what} is entered by some ranks only")
+
+    def accused(self, attempt: AttemptId, since_s: float, options: RunOptions) -> None:
+        """Ranks here all take part; a slow one may be told from that by a time-out alone."""
+        is_late = since_s >= min(options.attempt_timeout_s, STAYS_OUT_S)
+        must(is_late, "P9", f"a rank was said to stay out of step {attempt.step} after {since_s} s")
 
     def finished(self, value: object) -> None:
         """A launcher was told that its last checkpoint is durable."""

@@ -79,6 +79,8 @@ class Member:
     plan: m.SessionPlan | None = None
     saved: int = 0  # how many of the group's saves it has made
     missed: int = 0  # the word of a step that it was past
+    met: int = 0  # the number of the last meeting before a barrier whose end it was told
+    went: int = 0  # and of the last that all have come to
     busy: set[int] = field(default_factory=set)  # ranks whose arena is not given back yet
     error: CheckpointError | None = None  # that its ranks were told
 

@@ -110,6 +110,8 @@ class Schedule:
             self.node_drains: 1,
             self.run_finishes: 1,
             self.ranks_report: 3,
+            self.ranks_meet: 3,
+            self.ranks_wait: 1,
             self.somebody_pins: 2,
             self.somebody_annotates: 2,
             self.somebody_drills: 2,
@@ -245,6 +247,24 @@ class Schedule:
         launcher = self.chance.choice(running)
         self.world.report_progress(launcher)
         return f"ranks of {launcher.name} report"
+
+    def ranks_meet(self) -> str | None:
+        """Those of a node come to a barrier."""
+        ready = [member for *_, member in self.world.members() if member.state == "training"]
+        if not ready:
+            return None
+        member = self.chance.choice(ready)
+        self.world.meet(member)
+        return f"{member.node} comes to barrier {member.met + 1}"
+
+    def ranks_wait(self) -> str | None:
+        """One of a node's has restored before the others."""
+        ready = [member for *_, member in self.world.members() if member.plan is not None]
+        if not ready:
+            return None
+        member = self.chance.choice(ready)
+        self.world.wait_to_restore(member)
+        return f"a rank on {member.node} waits to restore"
 
     def somebody_pins(self) -> str | None:
         """Or takes a pin away again."""

@@ -272,6 +272,7 @@ class World(Coordinators):
             epoch=member.plan.epoch,
         )
         self.oracle.saves(attempt, member.plan)
+        self.saved_at_s.setdefault(attempt.attempt, self.now_s)
         for rank in member.ranks if agent is not None else ():
             assert agent is not None
             event: n.NodeEvent = n.ShardSealed(
@@ -366,10 +367,39 @@ class World(Coordinators):
             if member.state == "training" and member.plan is not None:
                 saved = steps[member.saved - 1] if member.saved else -1
                 step = max(saved, _resumed_step(member.plan))
-                progress = m.RankProgress(step=step, saved_step=saved, missed=member.missed)
+                before = steps[member.saved - 2] if member.saved > 1 else _resumed_step(member.plan)
+                progress = m.RankProgress(
+                    step=step,
+                    saved_step=saved,
+                    missed=member.missed,
+                    saved_before=before if member.saved else None,
+                    updates=step - _resumed_step(member.plan),
+                    saved_updates=saved - _resumed_step(member.plan) if member.saved else 0,
+                )
                 ranks = dict.fromkeys(member.ranks, progress)
-                event = m.RanksProgressed(age=member.plan.age, ranks=ranks)
+                agent = self.nodes[member.node].agent
+                captured = agent.machine.incomplete() if agent is not None else ()
+                event = m.RanksProgressed(
+                    age=member.plan.age, ranks=ranks, captured=captured, met=member.went
+                )
                 self.wire.append(Report(launcher.service, event))
+
+    def meet(self, member: Member) -> None:
+        """The ranks of a node come to their next barrier, or ask again because nobody has answered."""
+        self.clock += 1
+        assert member.plan is not None
+        token = self._token()
+        event = m.RanksMet(token=token, age=member.plan.age, number=member.met + 1, ranks=member.ranks)
+        self.meetings[token], self.waiting[token] = event, ("", member)
+        self.oracle.comes(event)
+        self.wire.append(Report(self.nodes[member.node].service, event, token))
+
+    def wait_to_restore(self, member: Member) -> None:
+        """Some ranks of a node have read their state, and wait for the others."""
+        self.clock += 1
+        if member.plan is not None:
+            event = m.RanksRestored(age=member.plan.age, node_id=member.node, ranks=member.ranks[:1])
+            self.wire.append(Report(self.nodes[member.node].service, event))
 
     def upload_late(self, attempt: AttemptId, *, age_s: float = 0.0) -> None:
         """A file comes to the storage path that nobody waits for any more."""
@@ -440,7 +470,10 @@ class World(Coordinators):
             launcher.dead_owner = owner
 
     def _member_told(self, member: Member, message: Told) -> None:
-        if message.error is not None:
+        meeting = self.meetings.get(message.token)
+        if meeting is not None:
+            self._met(member, meeting, message)
+        elif message.error is not None:
             member.state, member.error = "ended", message.error
         elif isinstance(message.value, m.SessionPlan):
             member.state = "waiting"
@@ -448,6 +481,13 @@ class World(Coordinators):
             assert member.plan is not None
             member.state = "training"
             self.oracle.go(member.plan)
+
+    def _met(self, member: Member, meeting: m.RanksMet, message: Told) -> None:
+        """An error ends nothing: the ranks ask again."""
+        is_of_now = member.plan is not None and member.plan.age == meeting.age
+        if isinstance(message.value, m.MetAnswer) and is_of_now and meeting.number == member.met + 1:
+            member.met = meeting.number
+            member.went = member.went if message.value.missing else meeting.number
 
     def _give_up(self, launcher: Launcher, error: CheckpointError) -> None:
         self._end_group(launcher)

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load
 
 from ray_ckpt.actors.arena_memory import AgreedPage, RankArena, make_arena
 from ray_ckpt.config import RunOptions
+from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, Unavailable
@@ -32,6 +34,8 @@ from ray_ckpt.types import (
     RowKind,
     Slice,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -72,8 +76,14 @@ class LocalLink:
     def origin(self, session: int, epoch: int) -> RestoreTicket | None:
         return None
 
-    def restored(self, session: int, report: RankRestore) -> RestoreTicket | None:
-        return None
+    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
+        return _done(None)
+
+    def awaited(self) -> tuple[Awaited, ...]:
+        return ()
+
+    def meet(self, session: int, number: int) -> Future[tuple[int, ...]]:
+        return _done(())
 
     def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
         raise Unavailable("every rank reads for itself here")
@@ -154,9 +164,7 @@ class LocalLink:
         self.recovered += 1
 
     def make_durable(self) -> Future[None]:
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
     # -- for tests -------------------------------------------------------------------------------------
 
@@ -210,3 +218,9 @@ class LocalLink:
         """Its tree of everything else."""
         tree: dict[str, object] = decode_tree(next(s.state for s in self.sealed if s.attempt.step == step))
         return tree
+
+
+def _done(value: T) -> Future[T]:
+    done: Future[T] = Future()
+    done.set_result(value)
+    return done

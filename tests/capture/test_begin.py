@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -42,8 +43,9 @@ class Begins(LocalLink):
         )
         return replace(self.ticket(), checkpoint=checkpoint)
 
-    def restored(self, session: int, report: RankRestore) -> None:
+    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
         self.told.append(report)
+        return LocalLink.restored(self, session, report)
 
 
 PART = RestoredPart(file="shard", tier="remote", where="s3://bucket", size_bytes=7, seconds=1.0)

@@ -1,0 +1,67 @@
+"""Ranks that others wait for, as people read it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ray_ckpt.core.messages import RankProgress
+
+AWAITED_AFTER_S = 5.0  # ranks of one step are this far apart at most, unless one evaluates or takes no part
+MAX_NAMED = 20  # ranks in a text
+What: TypeAlias = Literal["restore", "save", "report"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awaited:
+    """Ranks that have not come to a restore, a save or a report, for `since_s` seconds."""
+
+    what: What
+    step: int  # of the save or the report; 0 of a restore
+    ranks: tuple[int, ...]  # the lowest MAX_NAMED of them
+    since_s: float  # since the first other rank has come
+    speaker: int  # the lowest rank that waits: its log has it, for all
+    text: str
+
+
+Progress: TypeAlias = Mapping[int, RankProgress]
+
+
+def awaited_restore(missing: tuple[int, ...], since_s: float) -> Awaited:
+    why = "Every rank must make a Checkpointer and call restore() or steps()."
+    return _awaited("restore", 0, missing, since_s, "The restore", f". {why}")
+
+
+def awaited_save(step: int, missing: tuple[int, ...], since_s: float, progress: Progress) -> Awaited:
+    why = f"{where_text(missing[0], progress)}. Call step (or save) on every rank, for the same steps."
+    return _awaited("save", step, missing, since_s, f"The save of step {step}", f"; {why}")
+
+
+def awaited_report(step: int, missing: tuple[int, ...], since_s: float, progress: Progress) -> Awaited:
+    why = f"{where_text(missing[0], progress)}. Call step on every rank, after every step."
+    return _awaited("report", step, missing, since_s, f"The report to Ray Train at step {step}", f"; {why}")
+
+
+def _awaited(
+    what: What, step: int, missing: tuple[int, ...], since_s: float, subject: str, rest: str
+) -> Awaited:
+    text = f"{subject} waits for rank(s) {ranks_text(missing)}, {since_s:.0f} s by now{rest}"
+    speaker = next((i for i, rank in enumerate(missing) if rank != i), len(missing))  # they are in order
+    ranks = missing[:MAX_NAMED]
+    return Awaited(what=what, step=step, ranks=ranks, since_s=since_s, speaker=speaker, text=text)
+
+
+def where_text(rank: int, progress: Progress) -> str:
+    """`rank 1 has completed step 9 last`."""
+    told = progress.get(rank)
+    if told is None:
+        return f"rank {rank} has told nothing since the restore"
+    return f"rank {rank} has {'ended its loop with' if told.is_over else 'completed'} step {told.step} last"
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """`1, 2, 3`, the lowest MAX_NAMED of them."""
+    named = ", ".join(map(str, sorted(ranks)[:MAX_NAMED]))
+    more = len(ranks) - MAX_NAMED
+    return f"{named} and {more} more" if more > 0 else named

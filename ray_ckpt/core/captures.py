@@ -1,0 +1,85 @@
+"""Attempts that only some ranks have captured: what nodes tell of them before they have stored anything.
+
+A node stores an attempt when all of its ranks have written it. Without this the coordinator would not know
+of an attempt that one rank of each node stays out of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ray_ckpt.core.messages import Captured, RankProgress
+from ray_ckpt.types import AttemptId
+
+MAX_CAPTURES = 16  # attempts; the ranks of a node have two buffers each, so they are seldom further apart
+STALE_S = 10.0  # nodes tell it each second while it is so; what is older is stored or settled by now
+MAX_UPDATES = 64  # steps whose number of optimizer steps is known
+
+
+@dataclass(slots=True)
+class _Capture:
+    attempt: AttemptId
+    since_s: float
+    told_s: float
+    ranks: set[int] = field(default_factory=set)
+
+
+class Captures:
+    """Of one session."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, _Capture] = {}
+        self._updates: dict[int, int] = {}  # step -> optimizer steps that ranks had made when they saved it
+
+    def told(self, captured: Iterable[Captured], ranks: Mapping[int, RankProgress], now_s: float) -> None:
+        """A node has told what some of its ranks have captured, and where its ranks are."""
+        for told in captured:
+            new = _Capture(told.attempt, since_s=now_s, told_s=now_s)
+            capture = self._found.setdefault(told.attempt.attempt, new)
+            capture.told_s = now_s
+            capture.ranks.update(told.ranks)
+        _limit(self._found, MAX_CAPTURES)
+        for progress in ranks.values():
+            if progress.saved_updates:
+                known = self._updates.pop(progress.saved_step, 0)
+                self._updates[progress.saved_step] = max(known, progress.saved_updates)
+        _limit(self._updates, MAX_UPDATES)
+
+    def forget(self, attempt: str) -> None:
+        self._found.pop(attempt, None)
+
+    def fresh(self, now_s: float) -> Iterator[AttemptId]:
+        """Attempts that still lack ranks of a node; others are forgotten."""
+        self._found = {name: c for name, c in self._found.items() if now_s - c.told_s <= STALE_S}
+        return iter([capture.attempt for capture in self._found.values()])
+
+    def ranks_of(self, attempt: str) -> set[int]:
+        """Ranks that are known to have captured it."""
+        capture = self._found.get(attempt)
+        return set() if capture is None else capture.ranks
+
+    def since_s(self, attempt: str, default_s: float) -> float:
+        """When the first word of it came."""
+        capture = self._found.get(attempt)
+        return default_s if capture is None else min(capture.since_s, default_s)
+
+    def has_passed(self, progress: RankProgress, step: int) -> bool:
+        """Whether a rank that has not captured `step` never will: steps rise, and it is beyond that one.
+
+        Its optimizers have made more steps than those of a rank that had saved the step, say: ranks make the
+        same number of them.
+        """
+        if progress.saved_step == step:
+            return False
+        between = progress.saved_before is not None and progress.saved_before < step < progress.saved_step
+        went_on = progress.step > step and progress.saved_step < step
+        updates = self._updates.get(step, 0)
+        trained_on = progress.saved_step < step and 0 < updates < progress.updates
+        return between or went_on or trained_on or (progress.is_over and progress.saved_step < step)
+
+
+def _limit(found: dict[str, _Capture] | dict[int, int], most: int) -> None:
+    """Forget the oldest."""
+    while len(found) > most:
+        del found[next(iter(found))]  # type: ignore[arg-type]

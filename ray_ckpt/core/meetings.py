@@ -1,0 +1,104 @@
+"""Meetings of all ranks before a barrier that is not ours, such as a report to Ray Train.
+
+Nobody who has entered such a barrier can leave it. So ranks enter it when all have come to it; if one does
+not come in time, the meeting is given up for all of them, whoever comes later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.awaited import AWAITED_AFTER_S, Awaited, awaited_report, ranks_text
+from ray_ckpt.core.context import Context
+from ray_ckpt.errors import CheckpointError, RunSuperseded
+
+MEET_S = 20.0  # that ranks wait for others before a barrier; one that evaluates for longer costs a report
+MAX_ENDED = 32  # meetings whose end late ranks are told; the steps between those that fail are doubled
+
+
+@dataclass(slots=True)
+class _Meeting:
+    since_s: float
+    ranks: set[int] = field(default_factory=set)
+    tokens: list[m.Token] = field(default_factory=list)
+
+
+class Meetings:
+    """Of the group at work."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._age: m.Age = (0, 0)
+        self._open: dict[int, _Meeting] = {}
+        self._ended: deque[tuple[int, m.MetAnswer]] = deque(maxlen=MAX_ENDED)
+
+    def met(self, event: m.RanksMet) -> Iterator[m.Effect]:
+        """Ranks of a node have come."""
+        plan = self._context.plan
+        if plan is None or event.age != plan.age:
+            yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
+            return
+        yield from self._enter_session()
+        known = next((answer for number, answer in self._ended if number == event.number), None)
+        if known is not None:
+            yield m.Reply(token=event.token, value=known)
+            return
+        meeting = self._open.setdefault(event.number, _Meeting(since_s=self._context.now_s))
+        meeting.ranks.update(event.ranks)
+        meeting.tokens.append(event.token)
+        if len(meeting.ranks) >= plan.world_size:
+            yield from self._end(event.number, ())
+
+    def progressed(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
+        """Ranks were let into a barrier by the coordinator before: so are those that were not told."""
+        plan = self._context.plan
+        if plan is not None and event.age == plan.age and event.met in self._open:
+            yield from self._end(event.met, ())
+
+    def ticked(self) -> Iterator[m.Effect]:
+        yield from self._enter_session()
+        for number, meeting in list(self._open.items()):
+            if self._context.now_s - meeting.since_s > MEET_S:
+                missing = self._missing(meeting)
+                yield m.Warn(
+                    text=f"Step {number} is not reported to Ray Train: rank(s) {ranks_text(missing)} did not "
+                    f"come to it within {MEET_S:.0f} s."
+                )
+                yield from self._end(number, missing)
+
+    def awaited(self, progress: dict[int, m.RankProgress]) -> Iterator[Awaited]:
+        for number, meeting in self._open.items():
+            since_s = self._context.now_s - meeting.since_s
+            if since_s >= AWAITED_AFTER_S and (missing := self._missing(meeting)):
+                yield awaited_report(number, missing, since_s, progress)
+
+    def _missing(self, meeting: _Meeting) -> tuple[int, ...]:
+        plan = self._context.plan
+        ranks = sorted(rank for node in plan.nodes for rank in node.ranks) if plan is not None else ()
+        return tuple(rank for rank in ranks if rank not in meeting.ranks)
+
+    def _end(self, number: int, missing: tuple[int, ...]) -> Iterator[m.Effect]:
+        answer = m.MetAnswer(missing=missing)
+        self._ended.append((number, answer))
+        for token in self._open.pop(number).tokens:
+            yield m.Reply(token=token, value=answer)
+
+    def _enter_session(self) -> Iterator[m.Effect]:
+        """Meetings are of one session; who waits for one that has ended is told so."""
+        plan = self._context.plan
+        age = plan.age if plan is not None else (0, 0)
+        if age == self._age:
+            return
+        yield from self.fail(RunSuperseded("A newer training group has opened this run."))
+        self._age = age
+        self._ended.clear()
+
+    def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
+        """Nobody will answer those who wait."""
+        waiting, self._open = self._open, {}
+        for meeting in waiting.values():
+            for token in meeting.tokens:
+                yield m.Fail(token=token, error=error)

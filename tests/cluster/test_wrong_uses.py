@@ -1,0 +1,165 @@
+"""Misuse is named within a minute, with its ranks on one node as on several, with Ray Train and without.
+
+Training that is wrong ends with an error that names the cause, or goes on with a warning that does; it never
+hangs without a word. What only looks odd goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray.train
+from ray.train.torch import TorchTrainer
+
+import ray_ckpt
+from jobs.local_cluster import LocalCluster
+from ray_ckpt.catalog import Catalog
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.train import CheckpointCallback
+from tests.cluster.ranks import RankGroup
+from tests.cluster.test_train_traps import cause
+from tests.cluster.wrong_uses import ARE_RIGHT, WRONG_USES, Rank, WrongUse
+
+pytestmark = pytest.mark.cluster
+NAMED_S = 60.0  # from the first step on
+START_S = 20.0  # that a group takes to come up, and an error to come through
+OPTIONS: dict[str, Any] = {"every_steps": 5, "replicas": 0}
+PLACES = {"one node": "aa", "two nodes": "ab", "three ranks on two nodes": "aab", "three on one": "aaa"}
+FAST = {"save on rank 0", "skip a step that is saved", "save other steps"}  # the others are slow
+
+
+def run_loop(name: str, run: str, storage: str, logs: str) -> None:
+    """On a rank that is not Ray Train's."""
+    import torch.distributed as dist
+
+    use = WRONG_USES.get(name)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    options = {**OPTIONS, **(use.options if use else {})}
+    ray_ckpt.connect(run=run, storage_path=storage, rank=rank, world_size=world_size, **options)
+    keep_log(Path(logs))
+    (use.loop if use else ARE_RIGHT[name])(Rank())
+
+
+def keep_log(folder: Path) -> None:
+    """What this rank logs, as a file; tests read it."""
+    import torch.distributed as dist
+
+    log = logging.getLogger("ray_ckpt")
+    log.handlers = [logging.FileHandler(folder / f"rank-{dist.get_rank()}.log")]
+
+
+def said(logs: Path) -> str:
+    return "".join(path.read_text() for path in sorted(logs.glob("rank-*.log")))
+
+
+def first_error(group: RankGroup, *args: Any, limit_s: float) -> CheckpointError:
+    """The first that a rank raises; the others may hang where they wait for it."""
+    calls = [actor.run.remote(run_loop, *args) for actor in group.actors]
+    left, end_s = calls, time.monotonic() + limit_s
+    while left:
+        done, left = ray.wait(left, timeout=max(end_s - time.monotonic(), 0.0))
+        assert done, f"nothing was named within {limit_s:.0f} s"
+        try:
+            ray.get(done)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, CheckpointError):
+                return error.cause
+            if left:  # it lost the rank that it was training with
+                continue
+            raise
+    raise AssertionError("training came to its end")
+
+
+@pytest.fixture
+def ranks(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    """Ranks that nobody uses afterwards, on nodes a and b as the parameter says."""
+    group = RankGroup([cluster.nodes[f"node-{letter}"].node_id for letter in request.param])
+    yield group
+    group.stop()
+
+
+def placed(places: dict[str, str], names: Any) -> list[Any]:
+    """Each name with each place; FAST ones on one node are quick, all others slow."""
+    return [
+        pytest.param(
+            letters,
+            name,
+            id=f"{name} ({place})",
+            marks=[] if name in FAST and letters == "aa" else pytest.mark.slow,
+        )
+        for place, letters in places.items()
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "name"), placed(PLACES, WRONG_USES), indirect=["ranks"])
+def test_a_wrong_use_is_named(ranks: RankGroup, name: str, storage: str, tmp_path: Path) -> None:
+    error = first_error(ranks, name, "wrong", storage, str(tmp_path), limit_s=NAMED_S + START_S)
+    assert_named(WRONG_USES[name], error, tmp_path)
+
+
+def assert_named(use: WrongUse, error: CheckpointError | None, logs: Path) -> None:
+    assert use.error is None or type(error).__name__ == use.error, repr(error)
+    told = f"{error}\n{said(logs)}"
+    assert re.search(use.words, told), told
+
+
+@pytest.mark.parametrize(("ranks", "name"), placed({"one node": "aa"}, ARE_RIGHT), indirect=["ranks"])
+def test_what_only_looks_odd_goes_on(ranks: RankGroup, name: str, storage: str, tmp_path: Path) -> None:
+    ranks.run(run_loop, name, "odd", storage, str(tmp_path))
+    newest = Catalog(f"{storage}/odd").newest()
+    assert newest is not None and newest.info.step == 40
+
+
+# -- Ray Train -------------------------------------------------------------------------------------------
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    keep_log(Path(config["logs"]))
+    name = config["name"]
+    (WRONG_USES[name].loop if name in WRONG_USES else ARE_RIGHT[name])(Rank())
+
+
+def trainer(name: str, storage: str, logs: Path, **options: Any) -> TorchTrainer:
+    use = WRONG_USES.get(name)
+    return TorchTrainer(
+        train_loop,
+        train_loop_config={"name": name, "logs": str(logs)},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=2, resources_per_worker={"CPU": 0.5}, placement_strategy="STRICT_PACK"
+        ),
+        run_config=ray.train.RunConfig(
+            name="run",
+            storage_path=storage,
+            callbacks=[CheckpointCallback(**{**OPTIONS, **(use.options if use else {}), **options})],
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reports", [True, False], ids=["reports", "no reports"])
+@pytest.mark.parametrize("name", WRONG_USES)
+def test_a_wrong_use_under_ray_train_is_named_with_two_ranks_on_one_node(
+    cluster: LocalCluster, name: str, reports: bool, storage: str, tmp_path: Path
+) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(ray.train.TrainingFailedError) as caught:
+        trainer(name, storage, tmp_path, ray_report=reports).fit()
+    assert time.monotonic() - began_s < NAMED_S + START_S
+    assert_named(WRONG_USES[name], cause(caught.value), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARE_RIGHT)
+def test_what_only_looks_odd_goes_on_under_ray_train(
+    cluster: LocalCluster, name: str, storage: str, tmp_path: Path
+) -> None:
+    result = trainer(name, storage, tmp_path).fit()
+    assert result.metrics is not None and result.metrics["step"] == 40

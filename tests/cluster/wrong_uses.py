@@ -1,0 +1,267 @@
+"""Wrong uses of a Checkpointer, as newcomers write them: one loop each, and what has to name it.
+
+A loop runs on each rank of a group whose steps are collective, as data-parallel training is. To add one,
+write the loop and give it a line in WRONG_USES; ARE_RIGHT has what looks odd and is right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ray_ckpt
+
+STEP_S = 0.05
+TOTAL = 200
+EVALUATION_S = 8.0  # longer than a rank may be awaited without a word
+
+
+class Rank:
+    """What a loop has on each rank. A step of training waits for all ranks, as all-reduced gradients do."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 4)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def make(self, **more: Any) -> ray_ckpt.Checkpointer:
+        return ray_ckpt.Checkpointer(model=self.model, optimizer=self.optimizer, **more)
+
+    def backward(self) -> None:
+        self.model(torch.ones(2, 4)).square().mean().backward()
+        for param in self.model.parameters():
+            dist.all_reduce(param.grad)
+
+    def train(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        time.sleep(STEP_S)
+
+    def train_all(self, step: Callable[[ray_ckpt.Checkpointer, int], None], total: int = TOTAL) -> None:
+        """Train, with `step(ckpt, number)` after each step."""
+        ckpt = self.make()
+        for number in ckpt.steps(total=total):
+            self.train()
+            step(ckpt, number)
+        ckpt.close()
+
+
+Loop: TypeAlias = Callable[[Rank], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongUse:
+    """`error` is the name of what ends training; None: training goes on. `words` are in it, or in a log."""
+
+    loop: Loop
+    error: str | None
+    words: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def step_on_rank_0(rank: Rank) -> None:
+    rank.train_all(lambda ckpt, number: ckpt.step(number) if rank.rank == 0 else None)
+
+
+def step_on_rank_0_without_an_optimizer(rank: Rank) -> None:
+    ckpt = ray_ckpt.Checkpointer(model=rank.model)
+    for number in ckpt.steps(total=TOTAL):
+        rank.backward()
+        with ckpt.lock():
+            nn.init.constant_(rank.model.weight, number)
+        time.sleep(STEP_S)
+        if rank.rank == 0:
+            ckpt.step(number)
+
+
+def save_on(saver: int) -> Loop:
+    def loop(rank: Rank) -> None:
+        ckpt = rank.make()
+        ckpt.restore()
+        for number in range(1, TOTAL + 1):
+            rank.train()
+            if rank.rank == saver and number % 5 == 0:
+                ckpt.save(number)
+        ckpt.close()
+
+    return loop
+
+
+def save_besides_on_rank_0(rank: Rank) -> None:
+    def step(ckpt: ray_ckpt.Checkpointer, number: int) -> None:
+        if rank.rank == 0 and number % 7 == 0:
+            ckpt.save(number)
+        ckpt.step(number)
+
+    rank.train_all(step)
+
+
+def skip(skipped: int) -> Loop:
+    def loop(rank: Rank) -> None:
+        last = rank.world_size - 1
+        rank.train_all(lambda ckpt, n: None if rank.rank == last and n == skipped else ckpt.step(n))
+
+    return loop
+
+
+def stop_after(last: int) -> Loop:
+    def loop(rank: Rank) -> None:
+        rank.train_all(lambda ckpt, n: ckpt.step(n) if rank.rank == 0 or n <= last else None)
+
+    return loop
+
+
+def save_other_steps(rank: Rank) -> None:
+    ckpt = rank.make()
+    ckpt.restore()
+    for number in range(1, TOTAL + 1):
+        rank.train()
+        if number % 10 == rank.rank:
+            ckpt.save(number)
+    ckpt.close()
+
+
+def count_differently(rank: Rank) -> None:
+    rank.train_all(lambda ckpt, n: ckpt.step(n if rank.rank == 0 else 2 * n))
+
+
+def make_on_rank_0(rank: Rank) -> None:
+    if rank.rank == 0:
+        rank.make().restore()
+    rank.train()
+
+
+def restore_on_rank_0(rank: Rank) -> None:
+    ckpt = rank.make()
+    if rank.rank == 0:
+        ckpt.restore()
+    rank.train()
+
+
+def register_other_items(rank: Rank) -> None:
+    ckpt = rank.make() if rank.rank == 0 else rank.make(ema=torch.zeros(4))
+    for number in ckpt.steps(total=TOTAL):
+        rank.train()
+        ckpt.step(number)
+
+
+def close_early(rank: Rank) -> None:
+    ckpt = rank.make()
+    ckpt.restore()
+    for number in range(1, TOTAL + 1):
+        rank.train()
+        if rank.rank == 1 and number == 7:
+            ckpt.close()
+        if rank.rank == 0 or number < 7:
+            ckpt.step(number)
+
+
+def break_early(rank: Rank) -> None:
+    ckpt = rank.make()
+    for number in ckpt.steps(total=TOTAL):
+        rank.train()
+        ckpt.step(number)
+        if rank.rank == 1 and number == 7:
+            break
+    for _ in range(TOTAL - 7 if rank.rank == 1 else 0):
+        rank.train()
+
+
+def accumulate_and_step_on_rank_0(rank: Rank) -> None:
+    def step(ckpt: ray_ckpt.Checkpointer, number: int) -> None:
+        if rank.rank == 0 and number % 4 == 0:
+            ckpt.step(number)
+
+    rank.train_all(step)
+
+
+# What is right.
+
+
+def wait_and_flush_on_rank_0(rank: Rank) -> None:
+    def step(ckpt: ray_ckpt.Checkpointer, number: int) -> None:
+        ckpt.step(number)
+        if rank.rank == 0 and number % 10 == 0:
+            ckpt.wait("local", timeout_s=30.0)
+            ckpt.flush()
+            ckpt.annotate(number, metrics={"eval": 1.0})
+
+    rank.train_all(step, total=40)
+
+
+def evaluate_on_rank_0(rank: Rank) -> None:
+    def step(ckpt: ray_ckpt.Checkpointer, number: int) -> None:
+        if rank.rank == 0 and number == 10:
+            time.sleep(EVALUATION_S)
+        ckpt.step(number)
+
+    rank.train_all(step, total=40)
+
+
+def skip_a_step_that_is_not_saved(rank: Rank) -> None:
+    rank.train_all(lambda ckpt, n: None if rank.rank == 1 and n == 7 else ckpt.step(n), total=40)
+
+
+ALONE = r"(was saved by some ranks only: rank\(s\) {}|waits for rank\(s\) {})"
+COUNTS: dict[str, Any] = {"restore_timeout_s": 12.0}
+WRONG_USES: Mapping[str, WrongUse] = {
+    "step on rank 0": WrongUse(
+        loop=step_on_rank_0, error="SaveNotCollective", words=r"some ranks only: rank\(s\) 1"
+    ),
+    "step on rank 0, no optimizer": WrongUse(
+        loop=step_on_rank_0_without_an_optimizer,
+        error="SaveNotCollective",
+        words=r"some ranks only: rank\(s\) 1",
+    ),
+    "save on rank 0": WrongUse(
+        loop=save_on(0), error="SaveNotCollective", words=r"some ranks only: rank\(s\) 1"
+    ),
+    "save on rank 1": WrongUse(
+        loop=save_on(1), error="SaveNotCollective", words=r"some ranks only: rank\(s\) 0"
+    ),
+    "save besides on rank 0": WrongUse(
+        loop=save_besides_on_rank_0, error="SaveNotCollective", words=r"Step 7 .*rank\(s\) 1"
+    ),
+    "skip a step that is saved": WrongUse(
+        loop=skip(15), error="SaveNotCollective", words=r"Step 15 .*rank\(s\) \d"
+    ),
+    "skip a step that is reported": WrongUse(
+        loop=skip(10), error="SaveNotCollective", words=r"Step 10 .*rank\(s\) \d"
+    ),
+    "stop after a step": WrongUse(
+        loop=stop_after(12), error="SaveNotCollective", words=r"Step 15 .*rank\(s\) 1"
+    ),
+    "save other steps": WrongUse(loop=save_other_steps, error="SaveNotCollective", words=r"rank\(s\) \d"),
+    "count differently": WrongUse(loop=count_differently, error="SaveNotCollective", words=r"rank\(s\) \d"),
+    "a Checkpointer on rank 0": WrongUse(
+        loop=make_on_rank_0,
+        error="CollectiveError",
+        words=r"has waited 12 s for rank\(s\) 1.*make a Checkpointer",
+        options=COUNTS,
+    ),
+    "restore on rank 0": WrongUse(
+        loop=restore_on_rank_0,
+        error="CollectiveError",
+        words=r"has waited 12 s for rank\(s\) 1.*call restore",
+        options=COUNTS,
+    ),
+    "other items": WrongUse(loop=register_other_items, error="CollectiveError", words="do not hold the same"),
+    "close early": WrongUse(loop=close_early, error="SaveNotCollective", words=r"rank\(s\) 1"),
+    "break early": WrongUse(loop=break_early, error="SaveNotCollective", words=r"rank\(s\) 1"),
+    "accumulate, and step on rank 0": WrongUse(
+        loop=accumulate_and_step_on_rank_0, error="SaveNotCollective", words=r"rank\(s\) 1"
+    ),
+}
+ARE_RIGHT: Mapping[str, Loop] = {
+    "wait on rank 0": wait_and_flush_on_rank_0,
+    "evaluate on rank 0": evaluate_on_rank_0,
+    "skip a step that is not saved": skip_a_step_that_is_not_saved,
+}
