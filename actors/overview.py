@@ -59,6 +59,7 @@ def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -
         needed_in_cluster=_needed(machine, wall_s),
         warning=seen.warning,
         warning_age_s=wall_s - seen.warned_at_s if seen.warning else None,
+        awaited=machine.awaited(),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.attempts import SaveUnderway
+from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.drain import DrainUnderway
 from ray_ckpt.core.drill import LiveCheckpoint
 from ray_ckpt.core.messages import SessionNode, SessionPlan
@@ -198,6 +199,7 @@ class RunView:
     warning: str  # the last one, "" if there was none
     warning_age_s: float | None
     is_put_away: bool = False  # it has finished, and this service has given up what it had of it
+    awaited: tuple[Awaited, ...] = ()  # ranks that others wait for, to restore, save or report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import re
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal

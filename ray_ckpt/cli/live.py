@@ -350,6 +350,7 @@ def _drains_table(run: RunView) -> FittedTable:
 
 
 def _notes(run: RunView) -> Iterator[str]:
+    yield from (awaited.text for awaited in run.awaited)
     if run.copies_missing:
         yield f"{run.copies_missing} copies of fragments are yet to be made again"
     if run.needed_in_cluster and run.state != "training":  # there it is always so
