@@ -10,6 +10,11 @@ import pytest
 from jobs.local_cluster import LocalCluster
 from tests.cluster.ranks import RankGroup
 
+TWO_NODES, ONE_NODE = "ab", "aa"  # where rank 0 and rank 1 are
+everywhere = pytest.mark.parametrize(
+    "spare_group", [TWO_NODES, ONE_NODE], ids=["two nodes", "one node"], indirect=True
+)
+
 
 class Shared:
     """The cluster that tests share, started by the first that needs it."""
@@ -59,10 +64,10 @@ def group(shared: Shared, cluster: LocalCluster) -> RankGroup:
     return shared.group
 
 
-@pytest.fixture
-def spare_group(cluster: LocalCluster) -> Iterator[RankGroup]:
-    """Ranks for one test that leaves them out of step with each other."""
-    group = RankGroup([cluster.nodes["node-a"].node_id, cluster.nodes["node-b"].node_id])
+@pytest.fixture(params=[TWO_NODES])
+def spare_group(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    """Ranks for one test that leaves them out of step with each other; the parameter has a node for each."""
+    group = RankGroup([cluster.nodes[f"node-{letter}"].node_id for letter in request.param])
     yield group
     group.stop()
 

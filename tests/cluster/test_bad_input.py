@@ -28,6 +28,7 @@ from ray_ckpt.errors import (
 )
 from ray_ckpt.storage import files
 from ray_ckpt.train import CheckpointCallback
+from tests.cluster.conftest import everywhere
 from tests.cluster.ranks import RankGroup, Training
 
 pytestmark = pytest.mark.cluster
@@ -127,9 +128,10 @@ def train(run: str, storage: str, total: int, options: dict[str, Any]) -> list[f
     return Training(run, storage, **options).train(total)
 
 
-def test_too_little_disk_is_found_before_training(group: RankGroup, storage: str) -> None:
+@everywhere
+def test_too_little_disk_is_found_before_training(spare_group: RankGroup, storage: str) -> None:
     with pytest.raises(InsufficientSpace, match=r"Two checkpoints with copies needs .* free") as caught:
-        group.run(train, "full", storage, 2, {"reserve_bytes": 1 << 60})
+        spare_group.run(train, "full", storage, 2, {"reserve_bytes": 1 << 60})
     assert caught.value.hint and caught.value.fields["free_bytes"] > 0
 
 
@@ -138,9 +140,10 @@ def reserve_memory(run: str, storage: str) -> None:
     training.ckpt._link.reserve(1 << 50)
 
 
-def test_too_little_memory_is_named(group: RankGroup, storage: str) -> None:
+@everywhere
+def test_too_little_memory_is_named(spare_group: RankGroup, storage: str) -> None:
     with pytest.raises(InsufficientSpace, match=r"memory='single' needs.*put fewer ranks on a node"):
-        group.run(reserve_memory, "memory", storage)
+        spare_group.run(reserve_memory, "memory", storage)
 
 
 def save_while_the_disk_fills_up(run: str, storage: str, mount: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from ray_ckpt.errors import (
     UnsupportedLeaf,
 )
 from ray_ckpt.types import Level
+from tests.cluster.conftest import everywhere
 from tests.cluster.ranks import RankGroup, Training
 
 pytestmark = pytest.mark.cluster
@@ -254,6 +255,7 @@ def save_on_rank_zero(run: str, storage: str) -> None:
         time.sleep(0.02)  # the time of a step
 
 
+@everywhere
 def test_save_on_rank_zero_only_is_found_and_named(spare_group: RankGroup, storage: str) -> None:
     with pytest.raises(SaveNotCollective, match=r"rank\(s\) 1 .*if rank == 0") as caught:
         spare_group.run(save_on_rank_zero, "alone", storage)
@@ -265,6 +267,7 @@ def train_unsharded_norm(run: str, storage: str) -> None:
     Training(run, storage, shard_norm=False, every_steps=2).train(20)
 
 
+@everywhere
 def test_parameters_that_differ_between_ranks_are_not_silently_dropped(
     spare_group: RankGroup, storage: str
 ) -> None:

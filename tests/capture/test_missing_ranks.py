@@ -1,0 +1,166 @@
+"""What a rank does while others are missing: it says so, and enters no barrier without them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import pytest
+import torch
+
+from ray_ckpt import client, waiting
+from ray_ckpt.client import FIRST_REPORT_STEPS, Checkpointer
+from ray_ckpt.config import RunOptions
+from ray_ckpt.connection import Connection, set_connection
+from ray_ckpt.core.awaited import Awaited, awaited_restore, awaited_save
+from ray_ckpt.core.node import Outcome
+from ray_ckpt.errors import CollectiveError, SaveNotCollective, Unavailable
+from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.types import RankRestore
+from tests.capture.local import LocalLink
+from tests.capture.test_missed_steps import Barrier
+
+Said: TypeAlias = Callable[[], list[str]]
+
+
+@dataclass(slots=True)
+class Alone(LocalLink):
+    """A link of rank 0 of two; the other rank comes to nothing."""
+
+    said: tuple[Awaited, ...] = ()
+    met: list[int] = field(default_factory=list)
+    answer: Future[tuple[int, ...]] = field(default_factory=Future)
+    answers_restore: bool = True
+
+    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
+        return LocalLink.restored(self, session, report) if self.answers_restore else Future()
+
+    def awaited(self) -> tuple[Awaited, ...]:
+        return self.said
+
+    def meet(self, session: int, number: int) -> Future[tuple[int, ...]]:
+        self.met.append(number)
+        return self.answer
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "LOOK_S", 0.02)
+    monkeypatch.setattr(client, "LOOK_S", 0.02)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Said]:
+    """Warnings so far."""
+    with caplog.at_level(logging.WARNING, logger="ray_ckpt"):
+        yield lambda: caplog.messages
+
+
+def checkpointer(link: LocalLink, reporter: Barrier | None = None) -> Checkpointer:
+    set_connection(Connection(link=link, reporter=reporter))
+    try:
+        return Checkpointer(model=torch.nn.Linear(2, 2))
+    finally:
+        set_connection(Connection())
+
+
+def test_a_restore_names_who_is_missing_and_gives_up(said: Said) -> None:
+    options = RunOptions(restore_timeout_s=0.3)
+    link = Alone(world_size=2, options=options, answers_restore=False, said=(awaited_restore((1,), 7.0),))
+    ckpt = checkpointer(link)
+    with pytest.raises(CollectiveError, match=r"waited 0 s for rank\(s\) 1\. Every rank must make") as caught:
+        ckpt.restore()
+    assert caught.value.fields["missing_ranks"] == (1,)
+    assert [text for text in said() if "waits for" in text] == [awaited_restore((1,), 7.0).text], "said once"
+
+
+def test_words_come_from_one_rank_and_seldom_again(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("ray_ckpt.waiting.time.monotonic", lambda: now_s[0])
+    link = Alone(world_size=3, rank=1)
+    words, times = waiting.Words(link, "save"), []
+    for second in range(0, 200, 5):
+        now_s[0] = float(second)
+        link.said = (
+            awaited_restore((0,), 9.0),
+            awaited_save(10, (0,), 6.0, {}),
+            awaited_save(20, (0,), 5.0, {}),
+        )
+        words.say()
+        times += [second] * (len(said()) - len(times))
+    assert times == [0, 15, 45, 105], "with doubled pauses"
+    assert all(text.startswith("The save of step 10 waits for rank(s) 0") for text in said())
+    other = waiting.Words(Alone(world_size=3, rank=2, said=link.said), "save")
+    other.say()
+    assert len(said()) == 4, "rank 1 waits too, and speaks"
+
+
+def test_an_agent_that_is_away_costs_words_only(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(self: Alone) -> tuple[Awaited, ...]:
+        raise Unavailable("away")
+
+    monkeypatch.setattr(Alone, "awaited", away)
+    waiting.Words(Alone(), "save").say()
+    assert not said()
+
+
+def train(ckpt: Checkpointer, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        ckpt.step(step)
+
+
+def test_no_report_is_entered_without_the_others(said: Said) -> None:
+    link, barrier = Alone(world_size=2, options=RunOptions(every_steps=1000)), Barrier()
+    ckpt = checkpointer(link, barrier)
+    ckpt.restore()
+    ckpt._next_report = FIRST_REPORT_STEPS
+    link.answer.set_result((1,))
+    train(ckpt, 1, 75)
+    assert barrier.steps == [] and link.met == [10, 20, 40], "after twice as many steps each time"
+    assert all(
+        re.search(r"not reported to Ray Train: rank\(s\) 1 did not come", text) for text in said()[-3:]
+    )
+    link.answer = Future()
+    link.answer.set_result(())
+    train(ckpt, 76, 80)
+    assert barrier.steps == [80] and link.met[-1] == 80
+    ckpt.close()
+
+
+def test_misuse_that_is_found_meanwhile_ends_the_wait() -> None:
+    link, barrier = Alone(world_size=2, options=RunOptions(every_steps=5)), Barrier()
+    ckpt = checkpointer(link, barrier)
+    ckpt.restore()
+    train(ckpt, 1, 9)
+    ckpt.flush()
+    misuse: Future[Outcome] = Future()
+    misuse.set_result(Outcome(level=None, error=SaveNotCollective("Step 5 was saved by some ranks only.")))
+    ckpt._pending[-1].outcome, ckpt._pending[-1].seen = misuse, False
+    with pytest.raises(SaveNotCollective):
+        train(ckpt, 10, 10)
+    assert barrier.steps == []
+    ckpt.close()
+
+
+def test_a_rank_tells_what_proves_that_it_takes_part() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    set_connection(Connection(link=LocalLink(options=RunOptions(every_steps=4))))
+    ckpt = Checkpointer(model=model, optimizer=optimizer)
+    set_connection(Connection())
+    told = []
+    for step in ckpt.steps(total=10):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ckpt.step(step)
+        told.append(ckpt._progress())
+    assert (told[2].saved_before, told[2].updates, told[2].saved_updates) == (None, 3, 0)
+    assert (told[4].saved_before, told[4].saved_step, told[4].saved_updates) == (0, 4, 4)
+    assert (told[9].saved_before, told[9].saved_step, told[9].updates, told[9].is_over) == (4, 8, 10, False)
+    assert ckpt._progress().is_over and ckpt._progress().saved_step == 10
+    ckpt.close()
