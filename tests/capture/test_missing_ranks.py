@@ -82,7 +82,8 @@ def test_words_come_from_one_rank_and_seldom_again(said: Said, monkeypatch: pyte
     now_s = [0.0]
     monkeypatch.setattr("ray_ckpt.waiting.time.monotonic", lambda: now_s[0])
     link = Alone(world_size=3, rank=1)
-    words, times = waiting.Words(link, "save"), []
+    words = waiting.Words(link, "save")
+    times: list[int] = []
     for second in range(0, 200, 5):
         now_s[0] = float(second)
         link.said = (

@@ -52,7 +52,9 @@ def keep_log(folder: Path) -> None:
     import torch.distributed as dist
 
     log = logging.getLogger("ray_ckpt")
-    log.handlers = [logging.FileHandler(folder / f"rank-{dist.get_rank()}.log")]
+    handler = logging.FileHandler(folder / f"rank-{dist.get_rank()}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.handlers = [handler]
 
 
 def said(logs: Path) -> str:

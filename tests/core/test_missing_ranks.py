@@ -116,7 +116,8 @@ def test_a_rank_that_was_past_an_agreed_step_is_no_misuse() -> None:
 
 def test_what_was_told_late_or_twice_opens_nothing_again() -> None:
     run = opened()
-    attempt = run.save(10) and run.attempt(10)
+    attempt = run.attempt(10)
+    run.save(10)
     ranks = {0: at(12, 10, saved_before=0), 1: at(12, 10, saved_before=0)}
     assert not errors(progress(run, ranks, (attempt, (0,))))
     refused = run.attempt(20)
