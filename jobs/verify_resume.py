@@ -64,6 +64,7 @@ def describe(parallel: str, found: ResumeCheck) -> dict[str, Any]:
         "at": found.at,
         "steps": found.steps,
         "same": difference is None,
+        "warnings": found.warnings,
         "states": found.num_states,
         "values": found.num_values,
         "seconds": {part: round(seconds, 1) for part, seconds in found.seconds.items()},

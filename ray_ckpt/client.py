@@ -24,7 +24,7 @@ from torch import nn
 
 from ray_ckpt.agreed import AgreedSteps
 from ray_ckpt.capture.classes import check_settings, classes_of
-from ray_ckpt.capture.forgotten import unregistered
+from ray_ckpt.capture.forgotten import early_iterators, unregistered
 from ray_ckpt.capture.gradients import GradientsItem, Window
 from ray_ckpt.capture.hyperparameters import Changed, Hyperparameters
 from ray_ckpt.capture.items import Item, adapt
@@ -162,6 +162,7 @@ class Checkpointer:
         self._probe = connection.probe
         self._objects: dict[str, Any] = {}
         self._items: dict[str, Item] = {}
+        self._warnings: tuple[str, ...] = ()  # of the start, about what resuming lacks
         self._session: int | None = None
         self._epoch = 0
         self._ended: Future[CheckpointError] | None = None
@@ -250,7 +251,7 @@ class Checkpointer:
                 check_settings(self._items)
             self._say(info)
         if self._probe is not None:
-            self._probe.restored(self._items, ticket.checkpoint)
+            self._probe.restored(self._items, ticket.checkpoint, self._warnings)
         self._saver = Saver(self._link, ticket.session, self._optimizers(), waited=self._count_wait)
         self._saver.prepare(self._predicted_layout(self._walk()))
         self._ended = self._link.ended(ticket.session)
@@ -310,8 +311,18 @@ class Checkpointer:
             self._items["gradients"] = GradientsItem(owners, window=self._window, world_size=world_size)
         self._resumer = Resumer(self._link, self._items)
         if self._link.identity.rank == 0:
-            for phrase in unregistered(self._objects):
-                log.warning("%s is not registered: pass it to the Checkpointer, or resuming lacks it", phrase)
+            self._warnings = (
+                *(
+                    f"{phrase} is not registered: pass it to the Checkpointer, or resuming lacks it"
+                    for phrase in unregistered(self._objects)
+                ),
+                *(
+                    f"{phrase}: make its iterator after ckpt.steps, and register its position"
+                    for phrase in early_iterators()
+                ),
+            )
+            for warning in self._warnings:
+                log.warning("%s", warning)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [obj for obj in self._objects.values() if isinstance(obj, torch.optim.Optimizer)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -89,6 +89,8 @@ class Trace:
 
     kinds: Mapping[str, Kind]
     states: Iterable[Noted]
+    warnings: tuple[str, ...] = ()
+    """Of the Checkpointer, at the start; rank 0 has them."""
 
 
 # -- in a rank -------------------------------------------------------------------------------------------
@@ -115,7 +117,9 @@ class Probe:
         """Whether a save is needed after `step`."""
         return self._spec.part == "first" and step == self._spec.at
 
-    def restored(self, items: Mapping[str, Item], info: Restored | None) -> None:
+    def restored(
+        self, items: Mapping[str, Item], info: Restored | None, warnings: Sequence[str] = ()
+    ) -> None:
         """The restore, if there was one, has been put in place. ConfigError if this is not the run meant."""
         wanted = None if self._spec.part == "first" else self._spec.at
         found = None if info is None else info.step
@@ -126,7 +130,8 @@ class Probe:
             )
         try:
             with self._file.open("x") as file:
-                file.write(json.dumps({name: kind_of(item) for name, item in items.items()}) + "\n")
+                kinds = {name: kind_of(item) for name, item in items.items()}
+                file.write(json.dumps({"kinds": kinds, "warnings": list(warnings)}) + "\n")
         except FileExistsError as error:
             raise ConfigError(
                 f"{self._file} is there already.",
@@ -358,8 +363,8 @@ def _read_trace(file: Path) -> Trace:
                 yield Noted(**json.loads(line))
 
     with file.open() as lines:
-        kinds = json.loads(next(lines))
-    return Trace(kinds=kinds, states=states())
+        head = json.loads(next(lines))
+    return Trace(kinds=head["kinds"], states=states(), warnings=tuple(head["warnings"]))
 
 
 def _order(difference: Difference) -> tuple[int, int]:

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ray_ckpt import probe
@@ -37,6 +39,7 @@ from ray_ckpt.probe import (
     read_traces,
     settle,
 )
+from ray_ckpt.train.check import ResumeCheck
 from tests.capture.local import LocalLink
 
 AT, LAST = 3, 6
@@ -433,3 +436,38 @@ def test_noting_a_loader_that_is_not_iterated_yet_takes_no_random_numbers() -> N
     assert torch.equal(torch.get_rng_state(), before)
     alone = note_state({"rng": RngItem()}, 0)
     assert {name: noted[name] for name in alone} == alone
+
+
+def test_warnings_of_the_start_are_in_the_result(tmp_path: Path) -> None:
+    spec = ProbeSpec(folder=str(tmp_path), at=AT, last=LAST, part="first")
+    link = LocalLink(options=RunOptions(every_steps=1000))
+    set_connection(Connection(link=link, probe=Probe(spec, link.rank)))
+    model = nn.Linear(2, 2)
+    ema = AveragedModel(model)
+    batches = iter(DataLoader([torch.zeros(1)] * 8))
+    next(batches)
+    try:
+        ckpt = Checkpointer(model=model)
+        for step in ckpt.steps(total=LAST):
+            ckpt.step(step)
+        ckpt.close()
+    finally:
+        set_connection(Connection())
+    warnings = read_traces(tmp_path, "first")[0].warnings
+    assert len(warnings) == 2, warnings
+    assert warnings[0].startswith("an averaged model (AveragedModel) of the registered module 'model'")
+    assert warnings[1].startswith("a DataLoader is being iterated already")
+    check = ResumeCheck(
+        name="check",
+        folder=tmp_path,
+        at=AT,
+        steps=LAST - AT,
+        num_ranks=1,
+        num_states=5,
+        num_values=3,
+        seconds={},
+        difference=None,
+        warnings=warnings,
+    )
+    assert "the same bit for bit" in str(check) and "AveragedModel" in str(check)
+    del ema, batches

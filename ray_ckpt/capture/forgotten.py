@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DistributedSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from ray_ckpt.capture.items import unwrap
 
@@ -50,6 +51,24 @@ def unregistered(objects: Mapping[str, object]) -> list[str]:
         return []
     gc.collect()
     return _phrases(objects)
+
+
+def early_iterators() -> list[str]:
+    """Return a phrase for each live iterator over a plain DataLoader; at most MAX_NAMED.
+
+    What is iterated before a restore does not go to the restored position.
+    """
+    kinds = _and_subclasses(_BaseDataLoaderIter)
+    live = [obj for obj in gc.get_referrers(*kinds) if type(obj) in kinds]
+    return [
+        f"a DataLoader is being iterated already ({found._num_yielded} of {len(found)} batches are read)"
+        for found in live
+        if found._dataset_kind == _DatasetKind.Map and not type(found).__module__.startswith("torchdata")
+    ][:MAX_NAMED]
+
+
+def _and_subclasses(kind: type) -> list[type]:
+    return [kind, *(inner for child in type.__subclasses__(kind) for inner in _and_subclasses(child))]
 
 
 def _phrases(objects: Mapping[str, object]) -> list[str]:

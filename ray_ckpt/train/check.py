@@ -1,7 +1,7 @@
 """check_resume: run a training loop, resume it, and compare the two bit for bit.
 
 Only what is registered is compared. State that nothing registered depends on, such as an EMA that was
-forgotten, is not seen: `ckpt.steps` warns of what it finds.
+forgotten, is not seen: what `ckpt.steps` warns of is in the result.
 """
 
 from __future__ import annotations
@@ -41,15 +41,20 @@ class ResumeCheck:
     seconds: Mapping[Part, float]
     """How long each run took; with a third one if chance had to be told from a missing item."""
     difference: Difference | None
+    warnings: tuple[str, ...] = ()
+    """Of the start: objects that are not registered, so not compared, and loaders iterated too early."""
 
     def __bool__(self) -> bool:
         return self.difference is None
 
     def __str__(self) -> str:
+        told = "; ".join(self.warnings)
         if self.difference is not None:
-            return f"The resumed run is not the run that it resumes. {self.difference}"
+            causes = f" Warnings of its start, which may be the cause: {told}." if told else ""
+            return f"The resumed run is not the run that it resumes. {self.difference}{causes}"
         what = f"{self.num_values:,} tensors and values in {self.num_states} states of {self.num_ranks} ranks"
-        return f"The resumed run is the same bit for bit: {what}, steps {self.at} to {self.at + self.steps}."
+        text = f"The resumed run is the same bit for bit: {what}, steps {self.at} to {self.at + self.steps}."
+        return f"{text} Not compared, for it is not registered: {told}." if told else text
 
     def raise_for_difference(self) -> None:
         """ResumeError with what differs first and the likely cause, if anything does."""
@@ -135,6 +140,7 @@ def check_resume(
         num_values=sizes[-1],
         seconds=seconds,
         difference=difference,
+        warnings=first[0].warnings,
     )
 
 

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ray_ckpt.capture.forgotten import MAX_NAMED, unregistered
+from ray_ckpt.capture.forgotten import MAX_NAMED, early_iterators, unregistered
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -228,3 +228,15 @@ def test_the_answer_and_its_time_are_bounded(
     start_s = time.perf_counter()
     unregistered(objects | {"junk": junk, "scalers": many})
     assert time.perf_counter() - start_s < 5.0  # 0.05 s on an idle core; looking into the junk takes as long
+
+
+def test_a_plain_loader_that_is_iterated_already_is_named() -> None:
+    loader = DataLoader([torch.zeros(1)] * 8, batch_size=2)
+    for _ in loader:
+        pass
+    assert early_iterators() == [], "that one has ended"
+    batches = iter(loader)
+    next(batches)
+    assert early_iterators() == ["a DataLoader is being iterated already (1 of 4 batches are read)"]
+    del batches
+    assert early_iterators() == []

@@ -11,6 +11,7 @@ import ray.train
 import torch
 from ray.train.torch import TorchConfig
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
 
 import ray_ckpt
 from jobs.local_cluster import LocalCluster
@@ -34,6 +35,7 @@ def loop(config: dict[str, Any]) -> None:
     items: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if flaw == "forgotten scheduler":
         del items["scheduler"]
+    ema = AveragedModel(model) if flaw == "forgotten average" else None
     scale = 1.0
     ckpt = ray_ckpt.Checkpointer(**items)
     for step in ckpt.steps(total=config["total"]):
@@ -45,6 +47,8 @@ def loop(config: dict[str, Any]) -> None:
         loss.backward()
         optimizer.step()
         scheduler.step()
+        if ema is not None:
+            ema.update_parameters(model)
         ckpt.step(step)
         if flaw == "late draw":
             torch.rand(1)
@@ -96,6 +100,16 @@ def test_what_spoils_a_resume_is_named(
     assert len(found.seconds) == runs
     with pytest.raises(ResumeError, match="Likely cause"):
         found.raise_for_difference()
+
+
+@pytest.mark.slow
+def test_what_is_not_compared_is_in_the_answer(cluster: LocalCluster, tmp_path: Path) -> None:
+    found = checked(tmp_path, "forgotten average")
+    assert found
+    assert [text.partition(" is not")[0] for text in found.warnings] == [
+        "an averaged model (AveragedModel) of the registered module 'model'"
+    ]
+    assert "Not compared, for it is not registered: an averaged model" in str(found)
 
 
 @pytest.mark.slow
