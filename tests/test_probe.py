@@ -444,7 +444,8 @@ def test_warnings_of_the_start_are_in_the_result(tmp_path: Path) -> None:
     set_connection(Connection(link=link, probe=Probe(spec, link.rank)))
     model = nn.Linear(2, 2)
     ema = AveragedModel(model)
-    batches = iter(DataLoader([torch.zeros(1)] * 8))
+    samples: Any = [torch.zeros(1)] * 8
+    batches = iter(DataLoader(samples))
     next(batches)
     try:
         ckpt = Checkpointer(model=model)

@@ -68,7 +68,8 @@ def early_iterators() -> list[str]:
 
 
 def _and_subclasses(kind: type) -> list[type]:
-    return [kind, *(inner for child in type.__subclasses__(kind) for inner in _and_subclasses(child))]
+    children: list[type] = type.__subclasses__(kind)
+    return [kind, *(inner for child in children for inner in _and_subclasses(child))]
 
 
 def _phrases(objects: Mapping[str, object]) -> list[str]:

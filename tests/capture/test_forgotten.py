@@ -231,7 +231,8 @@ def test_the_answer_and_its_time_are_bounded(
 
 
 def test_a_plain_loader_that_is_iterated_already_is_named() -> None:
-    loader = DataLoader([torch.zeros(1)] * 8, batch_size=2)
+    samples: Any = [torch.zeros(1)] * 8
+    loader: Any = DataLoader(samples, batch_size=2)
     for _ in loader:
         pass
     assert early_iterators() == [], "that one has ended"
