@@ -78,8 +78,7 @@ def train_rank_zero(run: str, storage: str, steps: int) -> dict[str, Any]:
         if ckpt is not None:
             ckpt.step(step, metrics={"loss": loss})
     if ckpt is not None:
-        ckpt.save(steps)
-        ckpt.wait("local")
+        ckpt.finish()
         ckpt.close()
     return {"steps": steps + 1 - first, "weight": weight_of(model)}
 

@@ -59,6 +59,7 @@ from ray_ckpt.protection import Protection
 from ray_ckpt.restore import RestoreTicket
 from ray_ckpt.resume import Resumer
 from ray_ckpt.saving import SaveParts, Saver
+from ray_ckpt.step_count import Call, StepCount, whole_number
 from ray_ckpt.types import (
     AttemptId,
     CheckpointInfo,
@@ -175,14 +176,15 @@ class Checkpointer:
         self._save_calls = 0
         self._own_saves = 0  # those that the training loop has asked for by itself
         self._next_report = 0  # the step at which all ranks report next
-        self._missed_reports = 0  # since the last one that all ranks came to
-        self._step = 0  # the last completed step
+        self._count = StepCount()
         self._whole_step = -1  # the last step whose `step` has returned
-        self._saved_step = 0  # the last step that `save` was called for
+        self._saved_step = 0  # the last step that a save was begun for
         self._saved_before: int | None = None  # and the one before; None: this is the first
         self._saved_updates = 0  # optimizer steps that were made when `save` was called last
+        self._asked: _Pending | str | None = None  # the last save asked for, or why it came to nothing
+        self._restored: CheckpointInfo | None = None  # of this run
+        self._missed_reports = 0  # since the last one that all ranks came to
         self._is_over = False  # the loop has ended: nothing more is saved
-        self._restored_step = 0
         self._rng: Any = None  # random state as restored, until the first step
         self._last_metrics: Mapping[str, Any] | None = None
         self._agreed = AgreedSteps(link)
@@ -256,8 +258,10 @@ class Checkpointer:
         self._saver.prepare(self._predicted_layout(self._walk()))
         self._ended = self._link.ended(ticket.session)
         self._rng = self._items["rng"].tree() if info else None
-        self._step = self._saved_step = self._restored_step = info.step if info else 0
-        self._next_report = self._step + max(
+        self._restored = ticket.checkpoint
+        self._saved_step = info.step if info else 0
+        self._count.restore(self._saved_step)
+        self._next_report = self._saved_step + max(
             FIRST_REPORT_STEPS, 2 * (self._link.options.steps_between_saves or 0)
         )
         self._protection.renew()
@@ -285,7 +289,7 @@ class Checkpointer:
 
     def _progress(self) -> RankProgress:
         stall_s = self.stats.blocked_s[-1] if self.stats.blocked_s else 0.0
-        told = self._agreed.progress(step=self._step, saved_step=self._saved_step, stall_s=stall_s)
+        told = self._agreed.progress(step=self._count.last, saved_step=self._saved_step, stall_s=stall_s)
         return replace(
             told,
             saved_before=self._saved_before,
@@ -385,16 +389,15 @@ class Checkpointer:
         The state after the body is that of the yielded step; `ckpt.step(step)` must be its last statement.
         At the end the last step is saved, and all ranks wait until it is committed.
         """
+        total = whole_number(total, "total")
         self.restore()
         if self._probe is not None:
             total = self._probe.total(total)
-        return self._steps(self._step + 1, total)
+        return self._steps(self._count.last + 1, total)
 
     def _steps(self, first: int, total: int) -> Iterator[int]:
         step = first - 1
-        if self._rng is not None:  # making an iterator draws from it, which the saved state already contains
-            self._items["rng"].load(self._rng)
-            self._rng = None
+        self.restore_random_state()
         try:
             for step in range(first, total + 1):
                 if self._probe is not None:
@@ -408,11 +411,71 @@ class Checkpointer:
             self.flush(commit=is_whole)
             self._end_progress()
             raise
+        self.finish()
+
+    # -- for a loop that calls back ------------------------------------------------------------------
+
+    def resume_step(self) -> int:
+        """The step that `restore` is going to bring back; 0 in a new run. Every rank gets the same.
+
+        For what has to know it while the objects are built: the counters of a framework, say. Items may be
+        added after it. If the checkpoint turns out to have no intact copy, `restore` falls back to an older
+        one, and says so: its `info.step` is what counts.
+        """
+        if self._saver is not None:
+            return self._count.restored
+        ticket = self._link.ticket()
+        if ticket.checkpoint is not None:
+            return ticket.checkpoint.step
+        if not is_uri(self._link.options.resume):
+            return 0
+        origin = self._link.origin(ticket.session, ticket.epoch)
+        return _step_of(origin) if origin is not None else 0
+
+    def restore_random_state(self) -> None:
+        """Put random state back as it was restored, once, before the first step; `steps` does so by itself.
+
+        In between, what makes iterators, validates or builds more objects draws random numbers, which the
+        saved state has drawn already. Call it in the hook that comes before each step, and last there: it
+        does nothing in a new run, the second time, or after a step.
+        """
+        rng, self._rng = self._rng, None
+        if rng is not None:
+            self._items["rng"].load(rng)
+
+    def finish(self) -> bool:
+        """Save the last step unless that has been done, and wait until it is committed: training is over.
+
+        On every rank, after the last step; `steps` does so by itself. False if there is no checkpoint of that
+        step: the log says why, and `wait` raises with the reason.
+        """
+        if self._saver is None:
+            raise ConfigError("finish was called before restore.", hint="Restore first, also in a new run.")
         self._save_last()
         self._is_over = True
         self.flush(commit=True)
+        if problem := self._problem():
+            newest = self._newest[0] if self._newest else self._restored.id if self._restored else None
+            log.error(
+                "training ends with step %d, which has no checkpoint: %s; the newest of the run is %s",
+                self._count.last,
+                problem,
+                "none" if newest is None else f"that of step {newest.step}",
+            )
         self._report()
         self._end_progress()
+        return not problem
+
+    def _problem(self) -> str:
+        """Why the last save that was asked for, if any, has not become a checkpoint; "" if it has."""
+        asked = self._asked
+        if asked is None or isinstance(asked, str):
+            return asked or ""
+        if not asked.outcome.done() or asked.outcome.exception() is not None:
+            return "nothing was heard of how its save ended"
+        return str(asked.outcome.result().error or "")
+
+    # -- saving --------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
         """Whether the cadence asks for a save after `step`, which is the one just completed.
@@ -421,7 +484,7 @@ class Checkpointer:
         In a loop without `step`, ask after each step, on every rank: saves by time and before a node leaves
         come at a step that lies ahead of all ranks, by the pace that they show here. Raises as `step` does.
         """
-        self._complete(step)
+        step = self._complete(step, "due")
         if not (is_due := self._is_due(step)):
             self._look_around(step)
         return is_due
@@ -431,13 +494,21 @@ class Checkpointer:
         is_agreed = self._agreed.look(step)
         return is_agreed or (every is not None and step % every == 0)
 
-    def _complete(self, step: int) -> None:
-        """Note that `step` is complete, once, by whichever call says so first."""
-        if step != self._step:
-            self._step = step
+    def _complete(self, step: int, call: Call) -> int:
+        """Note that `step` is complete, once, by whichever call says so first. Raises as `step` does."""
+        if self._saver is None:
+            raise ConfigError(
+                f"{call} was called before restore.",
+                hint="Call ckpt.restore() or ckpt.steps() first, also in a new run.",
+            )
+        if self._is_closed:
+            raise ConfigError(f"{call} was called after close.", hint="Close the Checkpointer last.")
+        step, is_new = self._count.complete(step, call)
+        if is_new:
             self._agreed.completed()
-        if self._saver is not None:
-            self._saver.look()
+            self._rng = None
+        self._saver.look()
+        return step
 
     def _look_around(self, step: int) -> None:
         """What there is to see at a step that is not saved."""
@@ -445,9 +516,13 @@ class Checkpointer:
         self._protection.check(step)
 
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Say that optimizer step number `step` is complete; saves if that is due."""
+        """Say that optimizer step number `step` is complete; saves if that is due.
+
+        `step` counts optimizer steps over the whole run: an integer (also NumPy's, or a tensor of one) above
+        the step before, from 1 or the restored step + 1 on. ConfigError for another, before anything is done.
+        """
+        step = self._complete(step, "step")
         self._last_metrics = _detached(metrics)
-        self._complete(step)
         if self._is_due(step) or self._num_postponed or (self._probe is not None and self._probe.due(step)):
             self._save_now(step, metrics)
         else:
@@ -463,9 +538,13 @@ class Checkpointer:
         Returns when the state has been copied; use `wait` to know that it is safe. Metrics are numbers or
         one-element tensors; rank 0's count. In the middle of an accumulation window, when gradients wait for
         an optimizer's step, it returns False, and the next `step` after the window saves, unless
-        `partial_grads` is set: then the gradients are saved too.
+        `partial_grads` is set: then the gradients are saved too. `step` is as in `step`, or the step that
+        `step` or `due` was called for last. A save that returned False may be tried again.
         """
+        step = self._complete(step, "save")
         saved = self._save_now(step, metrics)
+        if saved:
+            self._count.captured()
         if not self._agreed.is_at(step):  # a rank that has missed that word is not here
             self._own_saves += 1
             if self._own_saves >= 2:  # a rank that saves alone has been told so
@@ -474,6 +553,7 @@ class Checkpointer:
 
     def _save_now(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         if self._is_in_window():
+            self._asked = f"step {step}: its save waits for the end of the accumulation window"
             return False
         max_block_s = self._link.options.max_block_s
         if self._agreed.is_urgent:
@@ -496,13 +576,15 @@ class Checkpointer:
         if self._link.identity.rank != 0:
             return
         try:
+            if (step := whole_number(step, "The step")) < 1:
+                raise ConfigError("There is no checkpoint of a step below 1.")
             if values := _read_numbers(_detached(metrics)):
                 on_its_way = (p.attempt for p in reversed(self._pending) if not p.outcome.done())
                 attempt = next((a for a in on_its_way if a.step == step), None)
                 done = self._link.annotate(step, values, attempt)
                 done.add_done_callback(lambda done: _warn_of_annotation(step, done))
         except Exception as error:  # there is no agent, or a value of a strange kind: training goes on
-            log.warning("step %d was not annotated: %s", step, error)
+            log.warning("step %s was not annotated: %s", step, error)
 
     def _is_in_window(self) -> bool:
         """Whether a save is put off to the end of the accumulation window."""
@@ -516,28 +598,41 @@ class Checkpointer:
         return self._num_postponed > 0
 
     def wait(self, level: LevelName = "local", *, timeout_s: float = 600.0) -> None:
-        """Return when the last saved step is at `level`; Unavailable if it was dropped or time is up."""
+        """Return when the last save that was asked for is at `level`.
+
+        Unavailable with the reason if that save was skipped, could not be captured, was dropped, waits for
+        the end of an accumulation window, or if time is up. Before the first save it is about the checkpoint
+        that was restored; Unavailable if this run has none.
+        """
         if level not in LEVELS:
             raise ConfigError(f"{level!r} is not a level.", hint=f"Use one of {', '.join(LEVELS)}.")
-        if not self._pending or self._saver is None:
-            return
+        if self._saver is None:
+            raise ConfigError("wait was called before restore.", hint="Restore, train, save, then wait.")
         self._saver.settle()
-        last = self._pending[-1]
-        deadline_s = time.monotonic() + timeout_s
+        asked, deadline_s = self._asked, time.monotonic() + timeout_s
+        if isinstance(asked, str):
+            raise Unavailable(f"There is no checkpoint to wait for: {asked}.")
+        if asked is not None:
+            attempt = asked.attempt
+        elif self._restored is not None:
+            if self._restored.level >= LEVELS[level]:
+                return
+            attempt = self._restored.id
+        else:
+            raise Unavailable("There is no checkpoint to wait for: no save has been asked for yet.")
         try:
-            outcome = self._link.outcome(last.attempt, Level.LOCAL).result(timeout_s)
-            _raise_outcome(outcome, last.attempt)
+            if asked is not None:
+                _raise_outcome(self._link.outcome(attempt, Level.LOCAL).result(timeout_s), attempt)
             if level == "durable":
                 self._link.make_durable().result(deadline_s - time.monotonic())
             elif LEVELS[level] > Level.LOCAL:
                 left_s = deadline_s - time.monotonic()
-                outcome = self._link.outcome(last.attempt, LEVELS[level]).result(left_s)
-                _raise_outcome(outcome, last.attempt)
+                _raise_outcome(self._link.outcome(attempt, LEVELS[level]).result(left_s), attempt)
         except CheckpointError:
             raise
         except Exception as error:  # time is up, or the agent died
             raise Unavailable(
-                f"Step {last.attempt.step} did not become {level} within {timeout_s:.0f} s.",
+                f"Step {attempt.step} did not become {level} within {timeout_s:.0f} s.",
                 hint="See the log of the coordinator for the reason; raise timeout_s if it is just slow.",
             ) from error
 
@@ -592,20 +687,8 @@ class Checkpointer:
 
     def _save(self, step: int, metrics: Mapping[str, Any] | None, *, max_block_s: float) -> bool:
         start_s = time.monotonic()
-        if self._session is None:
-            raise ConfigError(
-                "save was called before restore.",
-                hint="Call ckpt.restore() or ckpt.steps() first, also in a new run.",
-            )
-        if step < self._saved_step:
-            raise ConfigError(
-                f"Step {step} comes after step {self._saved_step}.",
-                hint="Count optimizer steps over the whole run; to go back, start a new group.",
-            )
         saver = _require(self._saver)
-        if self._is_closed:
-            raise ConfigError("save was called after close.", hint="Close the Checkpointer last.")
-        self._step = step
+        self._asked = f"step {step} was not saved: an error ended its save"
         self._save_calls += 1
         if self._save_calls == 2 and self._pending:  # a rank that saves alone is told at its second save
             self._await_outcome(self._pending[0], FIRST_OUTCOME_S)
@@ -638,21 +721,23 @@ class Checkpointer:
         return saved
 
     def _stay_out(self, attempt: AttemptId, reason: str) -> None:
+        self._asked = f"step {attempt.step} was not saved: {reason}"
         self._protection.failed(attempt.step, reason)
         log.warning("step %d is not saved: %s", attempt.step, reason)
         self._link.skip(attempt, reason)
 
     def _save_last(self) -> None:
         """Save the last step unless that has been done; once more if its save was skipped or dropped."""
-        if self._step == self._restored_step:
+        step = self._count.last
+        if step == self._count.restored:
             return
-        if self._saved_step == self._step:
+        if self._saved_step == step:
             last = self._pending[-1] if self._pending else None
-            if last is not None and last.attempt.step == self._step and self._await_outcome(last):
+            if last is not None and last.attempt.step == step and self._await_outcome(last):
                 return
         if self._is_in_window():
             log.warning("the loop ends in an accumulation window; its gradients are not in the checkpoint")
-        self._save(self._step, self._last_metrics, max_block_s=FLUSH_S)
+        self._save(step, self._last_metrics, max_block_s=FLUSH_S)
 
     def _await_outcome(self, pending: _Pending, limit_s: float | None = None) -> bool:
         """Whether that attempt was committed; waits as long as the coordinator does for missing ranks."""
@@ -718,13 +803,15 @@ class Checkpointer:
                 state=state,
                 metrics=all_values,
                 compare_content=self._save_calls == 1,  # of a session: ranks that differ are found early
+                count=self._count.mark(),
                 began_s=began_s,
             ),
         )
         outcome = self._link.outcome(attempt, Level.LOCAL)
         if len(self._pending) == MAX_PENDING and not self._pending[0].outcome.done():
             self._protection.failed(self._pending[0].attempt.step, "nothing was heard of it")
-        self._pending.append(_Pending(attempt=attempt, metrics=values, outcome=outcome))
+        self._asked = _Pending(attempt=attempt, metrics=values, outcome=outcome)
+        self._pending.append(self._asked)
         self.stats.saved += 1
 
     def _check_outcomes(self) -> None:
@@ -768,7 +855,7 @@ class Checkpointer:
         if self._reporter is None:
             return
         if self._all_have_come(self._next_report):
-            self._next_report = self._reporter.report(self._newest, self._step)
+            self._next_report = self._reporter.report(self._newest, self._count.last)
             self._missed_reports = 0
         else:  # the same step on all ranks, also on those that come later
             self._next_report += FIRST_REPORT_STEPS << min(self._missed_reports, MAX_DOUBLED)
@@ -790,13 +877,13 @@ class Checkpointer:
             raise
         except Exception as error:  # the service is away: other ranks are not told to go either
             reason = str(error) or "the coordinator does not answer"
-            log.warning("step %d is not reported to Ray Train: %s", self._step, reason)
+            log.warning("step %d is not reported to Ray Train: %s", self._count.last, reason)
             return False
         if missing:
             log.warning(
                 "step %d is not reported to Ray Train: rank(s) %s did not come to it within %.0f s; "
                 "call step on every rank, after every step",
-                self._step,
+                self._count.last,
                 ranks_text(missing),
                 MEET_S,
             )

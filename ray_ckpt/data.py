@@ -229,6 +229,14 @@ class Batches(Generic[T]):
         """How much of that epoch has been handed out, at least 0 and less than 1."""
         return self._position % self._sampler.num_samples / self._sampler.num_samples
 
+    def __len__(self) -> int:
+        """Batches that are left of `num_batches`. TypeError without it, as of any endless iterable.
+
+        A loop that knows it has no need to look ahead for the end: Lightning fetches one batch more than it
+        has used where it does not, and the position is that of the batches that were handed out.
+        """
+        return max(0, len(self._sampler) - self._done)
+
     def __iter__(self) -> Iterator[T]:
         """Begin at the position, at once: a DataLoader starts its worker processes here."""
         with torch.random.fork_rng(devices=[]), self._sampler._starting(self._position, self._done):
@@ -258,6 +266,11 @@ class Batches(Generic[T]):
     def _iterator(self) -> Iterator[T] | None:
         """The iterator in use, under the name that DataLoader has for it: a restore looks there."""
         return self._live() if self._live is not None else None
+
+    @_iterator.setter
+    def _iterator(self, iterator: None) -> None:
+        """Give the iterator in use up. Lightning resets a loader by setting None here."""
+        self._turn, self._live = self._turn + 1, None
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the meaning of a position depends on."""

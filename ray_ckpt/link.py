@@ -65,7 +65,7 @@ class SealedShard:
     attempt: AttemptId
     rank: int
     state: bytes
-    replicated: str
+    replicated: tuple[str, ...]  # what the ranks must agree on: `<what>:<value>`, only like is compared
     metrics: Mapping[str, float] | None  # rank 0 only
     buffer: int  # of the grant
     layout: ShardLayout | None  # None: as in the last one in this buffer

@@ -48,6 +48,7 @@ class SaveParts:
     state: bytes
     metrics: Callable[[], Mapping[str, float] | None]
     compare_content: bool  # whether the ranks compare the bytes of what they share
+    count: str  # of steps, as `StepCount.mark`; the ranks of a part compare it
     began_s: float  # monotonic: when the training thread came to it
 
 
@@ -240,7 +241,7 @@ class Saver:
                 attempt=parts.attempt,
                 rank=rank,
                 state=parts.state,
-                replicated=agreed.digest(),
+                replicated=(agreed.digest(), f"{self._link.identity.part}/{parts.count}"),
                 metrics=parts.metrics(),
                 buffer=buffer.index,
                 layout=layout if is_new else None,

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ray_ckpt.core.awaited import ranks_text
 from ray_ckpt.core.messages import NodeStored, SessionNode
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.types import AttemptId, FileEntry, SaveFacts
+
+COUNTS = ("/steps", "/saves")  # kinds of what ranks agree on that are counts of steps (`StepCount.mark`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +97,24 @@ class Attempt:
 
     @property
     def disagrees(self) -> bool:
-        """The ranks of a part differ in what each of them takes for common to them; `<part>:<digest>`."""
+        """The ranks of a part differ in what each of them takes for common to them; `<what>:<value>`."""
         found = {name for stored in self.stored.values() for name in stored.replicated}
         return len(found) > len({name.rpartition(":")[0] for name in found})
+
+    def counts(self) -> str:
+        """Counts of steps that differ, as `10 on rank(s) 0, 1; 9 on rank(s) 2`; "" if none do."""
+        by_kind: dict[str, dict[int, list[str]]] = {}  # kind -> node_index -> values
+        for index, stored in sorted(self.stored.items()):
+            for name in sorted(stored.replicated, key=lambda name: (len(name), name)):
+                kind, _, value = name.rpartition(":")
+                if kind.endswith(COUNTS):
+                    by_kind.setdefault(kind, {}).setdefault(index, []).append(value)
+        ranks: dict[str, list[int]] = {}  # of the nodes with these values
+        for nodes in by_kind.values():
+            if len({value for values in nodes.values() for value in values}) > 1:
+                for index, values in nodes.items():
+                    ranks.setdefault(" or ".join(values), []).extend(self.nodes[index].ranks)
+        return "; ".join(f"{values} on rank(s) {ranks_text(where)}" for values, where in ranks.items())
 
     def reaches_goal(self) -> bool:
         """Local everywhere, and each fragment has all the copies that it can still get."""

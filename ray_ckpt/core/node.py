@@ -46,7 +46,7 @@ class ShardSealed:
 
     attempt: AttemptId
     rank: int
-    replicated: str  # digest of the names, shapes and dtypes that every rank must agree on
+    replicated: tuple[str, ...]  # as in `SealedShard`
     metrics: Mapping[str, float] | None
 
 
@@ -419,7 +419,7 @@ class NodeMachine:
         if event.rank in save.sealed:
             return
         save.sealed.add(event.rank)
-        save.replicated.add(event.replicated)
+        save.replicated.update(event.replicated)
         if event.metrics is not None:
             save.metrics = event.metrics
         yield WriteShard(attempt=event.attempt, rank=event.rank)

@@ -460,7 +460,7 @@ class Saves:
         if self._may_be_agreed(attempt.id):
             ranks = ", ".join(map(str, missed))
             return Unavailable(f"Rank(s) {ranks} had passed step {attempt.id.step} when it was named.")
-        return _not_collective(attempt, missed)
+        return _not_collective(attempt, missed, where_text(missed[0], self.told()))
 
     def _may_be_agreed(self, attempt: AttemptId) -> bool:
         """It was named by this coordinator, or may have been by the one before, whose words are nowhere."""
@@ -531,8 +531,16 @@ class Saves:
     def _commit(self, attempt: Attempt) -> Iterator[m.Effect]:
         """Queue the commit record, at the level reached; never behind a newer step of the session."""
         step, copies = attempt.id.step, self._num_copies(attempt)
-        if attempt.disagrees:
+        if counts := attempt.counts():
             error: CheckpointError = CollectiveError(
+                f"Step {step} is not the same step on all ranks. Steps counted since the restore: {counts}.",
+                hint="Count completed optimizer steps over the whole run, alike on every rank, and give each "
+                "of them to step, due or save.",
+                step=step,
+            )
+            yield from self.drop(attempt, error)
+        elif attempt.disagrees:
+            error = CollectiveError(
                 f"Step {step}: the ranks do not hold the same parameters outside their shards.",
                 hint="Register the same items on every rank. Parameters that differ between ranks must be "
                 "DTensors with a placement (fully_shard, parallelize_module), or one copy would be kept.",
@@ -658,12 +666,12 @@ def _stored(held: m.HeldFragment, node: str) -> m.NodeStored:
     )
 
 
-def _not_collective(attempt: Attempt, missed: Iterable[int]) -> CheckpointError:
+def _not_collective(attempt: Attempt, missed: Iterable[int], where: str) -> CheckpointError:
     missing_ranks = tuple(missed)
     ranks = ", ".join(map(str, missing_ranks))
     return SaveNotCollective(
-        f"Step {attempt.id.step} was saved by some ranks only: rank(s) {ranks} did not save it.",
-        hint="Call save (or step) on every rank; do not put it under `if rank == 0`.",
+        f"Step {attempt.id.step} was saved by some ranks only: rank(s) {ranks} did not save it; {where}.",
+        hint="Call save (or step) on every rank, with the same number; do not put it under `if rank == 0`.",
         step=attempt.id.step,
         missing_ranks=missing_ranks,
     )

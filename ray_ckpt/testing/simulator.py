@@ -276,7 +276,7 @@ class World(Coordinators):
         for rank in member.ranks if agent is not None else ():
             assert agent is not None
             event: n.NodeEvent = n.ShardSealed(
-                attempt=attempt, rank=rank, replicated="same", metrics={"loss": 1.0} if rank == 0 else None
+                attempt=attempt, rank=rank, replicated=("same",), metrics={"loss": 1.0} if rank == 0 else None
             )
             if rank in member.busy:
                 event = n.SaveFailed(attempt=attempt, rank=rank, reason="busy")

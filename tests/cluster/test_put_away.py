@@ -29,7 +29,7 @@ def train(run: str, storage: str, total: int, options: dict[str, Any]) -> int:
     """The step that was restored."""
     training = Training(run, storage, every_steps=1, max_block_s=20.0, **options)
     training.train(total)
-    return training.ckpt._restored_step
+    return training.ckpt.resume_step()
 
 
 def finish(storage: str, run: str, *, has_failed: bool = False) -> None:

@@ -572,4 +572,4 @@ class Cluster(Harness):
 
     def _sealed(self, attempt: AttemptId, rank: int) -> n.ShardSealed:
         metrics = {"loss": 1.0} if rank == 0 else None
-        return n.ShardSealed(attempt=attempt, rank=rank, replicated="same", metrics=metrics)
+        return n.ShardSealed(attempt=attempt, rank=rank, replicated=("same",), metrics=metrics)

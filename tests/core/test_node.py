@@ -39,7 +39,7 @@ def attempt(step: int, *, session: int = 1) -> AttemptId:
 
 def sealed(at: AttemptId, rank: int, *, replicated: str = "same") -> n.ShardSealed:
     metrics = {"loss": 0.5} if rank == 0 else None
-    return n.ShardSealed(attempt=at, rank=rank, replicated=replicated, metrics=metrics)
+    return n.ShardSealed(attempt=at, rank=rank, replicated=(replicated,), metrics=metrics)
 
 
 def written(at: AttemptId, rank: int) -> n.ShardWritten:

@@ -1,0 +1,257 @@
+"""What `wait` answers for: the last save that was asked for, whatever became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ckpt.client import Checkpointer
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.messages import STILL_WRITING
+from ray_ckpt.core.node import Outcome
+from ray_ckpt.errors import CollectiveError, ConfigError, InsufficientSpace, Unavailable
+from ray_ckpt.link import ArenaGrant, SealedShard
+from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.resume import Resumer
+from ray_ckpt.types import CheckpointInfo, Level, RankRestore
+from tests.capture.local import LocalLink
+
+LEVELS = ("local", "replicated", "durable")
+
+
+@dataclass(slots=True)
+class Agent(LocalLink):
+    """An agent that may have no arena, a full disk, or copies that never arrive."""
+
+    has_arena: bool = True
+    has_disk: bool = True
+    level: Level = Level.DURABLE  # that saves reach
+
+    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+        if not self.has_arena:
+            raise InsufficientSpace("There is no memory for captures.")
+        return LocalLink.open_arena(self, session, size_bytes, named=named)
+
+    def seal(self, shard: SealedShard) -> Future[None]:
+        if self.has_disk:
+            return LocalLink.seal(self, shard)
+        self.skip(shard.attempt, "the disk is full")
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def checkpointer(agent: Agent) -> Checkpointer:
+    model = torch.nn.Linear(4, 4)
+    ckpt = Checkpointer(link=agent, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    ckpt.restore()
+    return ckpt
+
+
+@pytest.fixture
+def agent() -> Agent:
+    return Agent(RunOptions(every_steps=2, memory="single", max_block_s=10.0))
+
+
+@pytest.fixture
+def ckpt(agent: Agent) -> Iterator[Checkpointer]:
+    made = checkpointer(agent)
+    yield made
+    made.close()
+
+
+Ask = Callable[[Checkpointer, int], Any]
+ASKS: tuple[Ask, ...] = (lambda ckpt, step: ckpt.step(step), lambda ckpt, step: ckpt.save(step))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_before_the_first_save_there_is_nothing_to_wait_for(ckpt: Checkpointer, level: Any) -> None:
+    with pytest.raises(Unavailable, match="no save has been asked for yet"):
+        ckpt.wait(level)
+    ckpt.step(1)
+    with pytest.raises(Unavailable, match="no save has been asked for yet"):
+        ckpt.wait(level)
+
+
+def test_before_the_restore_it_is_misuse() -> None:
+    ckpt = Checkpointer(link=Agent(), model=torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="before restore"):
+        ckpt.wait()
+    ckpt.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_save_that_ends_well_is_waited_for(ckpt: Checkpointer, agent: Agent, level: Any, ask: Ask) -> None:
+    ask(ckpt, 2)
+    ckpt.wait(level)
+    assert list(agent.files) == [2]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_rank_without_memory_for_captures_is_told(agent: Agent, level: Any, ask: Ask) -> None:
+    agent.has_arena = False
+    ckpt = checkpointer(agent)
+    for step in (2, 4, 6, 8):
+        ask(ckpt, step)
+    assert (ckpt.stats.saved, ckpt.stats.dropped) == (0, 4)
+    with pytest.raises(Unavailable, match=r"step 8 was not saved: .*no memory for captures"):
+        ckpt.wait(level)
+    ckpt.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("ask", ASKS)
+def test_an_older_save_does_not_answer_for_the_last_one(
+    ckpt: Checkpointer, agent: Agent, level: Any, ask: Ask
+) -> None:
+    ask(ckpt, 2)
+    ckpt.wait(level)
+    ckpt._objects["model"].state_dict = _raises  # what is registered gives no state any more
+    ask(ckpt, 4)
+    with pytest.raises(Unavailable, match=r"step 4 was not saved: .*no state"):
+        ckpt.wait(level)
+
+
+def _raises(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("no state")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_save_that_was_skipped_is_told(level: Any) -> None:
+    agent = Agent(RunOptions(every_steps=2, memory="single"))
+    agent.go.clear()
+    ckpt = checkpointer(agent)
+    assert ckpt.save(1) and not ckpt.save(3)
+    with pytest.raises(Unavailable, match=f"step 3 was not saved: {STILL_WRITING}"):
+        ckpt.wait(level)
+    assert agent.skipped == {3: STILL_WRITING}
+    agent.go.set()
+    with pytest.raises(Unavailable, match="step 3"):
+        ckpt.wait(level)
+    ckpt.step(4)
+    ckpt.close()
+
+
+def test_a_save_that_the_disk_refuses_is_told(ckpt: Checkpointer, agent: Agent) -> None:
+    ckpt.step(2)
+    ckpt.wait()
+    agent.has_disk = False
+    ckpt.step(4)
+    with pytest.raises(Unavailable, match="the disk is full"):
+        ckpt.wait("durable")
+
+
+def test_a_save_in_an_accumulation_window_is_told(ckpt: Checkpointer) -> None:
+    model = ckpt._objects["model"]
+    ckpt.step(1)
+    model(torch.ones(4)).sum().backward()
+    ckpt.step(2)
+    with pytest.raises(Unavailable, match="step 2: its save waits for the end of the accumulation window"):
+        ckpt.wait()
+    ckpt._objects["optimizer"].step()
+    ckpt.step(3)
+    ckpt.wait()
+
+
+def test_a_save_that_ends_with_an_error_is_told(ckpt: Checkpointer) -> None:
+    ckpt.step(2)
+    ckpt.wait()
+    misuse: Future[Outcome] = Future()
+    misuse.set_result(Outcome(level=None, error=CollectiveError("ranks differ")))
+    ckpt._pending[-1] = replace(ckpt._pending[-1], outcome=misuse, seen=False)
+    with pytest.raises(CollectiveError):
+        ckpt.save(4)
+    with pytest.raises(Unavailable, match="step 4 was not saved"):
+        ckpt.wait()
+
+
+# -- after a restore -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Restores(Agent):
+    """The run has a checkpoint of step 10."""
+
+    restored_level: Level = Level.LOCAL
+    brought: int = 0
+
+    def ticket(self) -> RestoreTicket:
+        checkpoint = CheckpointInfo(
+            id=_attempt(),
+            seq=1,
+            level=self.restored_level,
+            world_size=1,
+            num_nodes=1,
+            size_bytes=1,
+            root_digest="1" * 32,
+            committed_at_s=0.0,
+            metrics={},
+        )
+        return RestoreTicket(session=2, epoch=1, checkpoint=checkpoint)
+
+    def make_durable(self) -> Future[None]:
+        self.brought += 1
+        return LocalLink.make_durable(self)
+
+
+def _attempt() -> Any:
+    from ray_ckpt.format.names import make_attempt
+
+    return make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0)
+
+
+@pytest.mark.parametrize(
+    "has, level, brought",
+    [
+        ("LOCAL", "local", 0),
+        ("LOCAL", "durable", 1),
+        ("DURABLE", "durable", 0),
+        ("REPLICATED", "replicated", 0),
+    ],
+)
+def test_a_run_that_has_nothing_left_to_do_waits_for_what_it_restored(
+    monkeypatch: pytest.MonkeyPatch, has: str, level: Any, brought: int
+) -> None:
+    """A program that is started again when all its steps are done ends as well as the first time."""
+    answer = RankRestore(rank=0, parts=(), seconds=0.0)
+    monkeypatch.setattr(Resumer, "all_of", lambda self, ticket: (answer, frozenset))
+    agent = Restores(RunOptions(), restored_level=Level[has])
+    ckpt = Checkpointer(link=agent, model=torch.nn.Linear(2, 2))
+    assert list(ckpt.steps(total=10)) == []
+    ckpt.wait(level)
+    assert agent.brought == brought
+    ckpt.close()
+
+
+# -- the end of a loop -----------------------------------------------------------------------------------
+
+
+def test_a_loop_whose_last_step_cannot_be_saved_says_so_at_its_end(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    ckpt = Checkpointer(link=agent, model=model)
+    for step in ckpt.steps(total=3):
+        agent.has_disk = step < 3
+        ckpt.step(step)
+        ckpt.flush()
+    (line,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert "training ends with step 3" in line.getMessage() and "the disk is full" in line.getMessage()
+    assert "the newest of the run is that of step 2" in line.getMessage()
+    ckpt.close()
+
+
+def test_a_loop_whose_last_step_is_saved_says_nothing(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    ckpt = Checkpointer(link=agent, model=torch.nn.Linear(4, 4))
+    for step in ckpt.steps(total=3):
+        ckpt.step(step)
+    ckpt.wait("local")
+    assert not caplog.records
+    ckpt.close()
