@@ -11,6 +11,7 @@ from ray_ckpt.actors.node_run import NodeRun
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.storage.direct import read_blocks_direct
+from ray_ckpt.storage.files import size_of
 from ray_ckpt.transport.wire import FileName, PutRequest
 
 MAX_SERVED = 16  # files that peers read here at a time, each with its blocks of read-ahead
@@ -61,6 +62,6 @@ class Served:
     def size(self, name: FileName) -> int | None:
         path = self._run(name).staging.path(name.run_uid, name.directory, name.file)
         try:
-            return path.stat().st_size
+            return size_of(path)
         except FileNotFoundError:
             return None

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.format import records
 from ray_ckpt.format.manifest import rows_table
+from ray_ckpt.format.records import MAX_TIME_S
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, ManifestRow
 
 TableName: TypeAlias = Literal["checkpoints", "shards", "slices", "events", "sessions"]
@@ -33,7 +34,6 @@ ROW_GROUP_ROWS = 131_072  # of a Parquet file, held at a time: some 30 MB of sli
 MAX_CUTS = 8  # ways in which tensors are cut, of one checkpoint: a layout has three or four
 MAX_HTML_ROWS = 20  # of a table in a notebook
 MAX_HTML_METRICS = 5  # of a checkpoint there
-MAX_TIME_S = 253_402_300_800.0  # the year 10000: what datetime can hold
 
 _TIME = pa.timestamp("us", tz="UTC")
 _STRINGS = pa.list_(pa.string())

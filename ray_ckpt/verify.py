@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import islice
 from typing import TypeAlias, TypeVar
 
 from ray_ckpt.errors import CorruptionError, FormatError, NewerFormat, StoragePathError
@@ -31,9 +32,11 @@ from ray_ckpt.format.manifest import (
 )
 from ray_ckpt.location import Location, without_tilde
 from ray_ckpt.storage.file_store import Blocks, FileStore
+from ray_ckpt.storage.files import NotRegular
 from ray_ckpt.storage.remote import open_store
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow
 
+MAX_MISSING = 1000  # fragments that are named; one that is there may say that it is of a million
 FILES_AT_A_TIME = 4  # read by a thread each, with 72 MiB on their way at most: answers come late
 
 StoragePath: TypeAlias = str | os.PathLike[str] | Location
@@ -67,6 +70,8 @@ def readable(location: Location) -> Iterator[None]:
             hint = "Checkpoints are private to the user that trained; read them as that user."
         if isinstance(error, FileNotFoundError):
             hint = PERHAPS_DELETED
+        if isinstance(error, NotRegular):
+            hint = "Bring that file back from a backup."
         where = "" if str(location) in str(error) else f" {location}"
         message = f"The storage path{where} cannot be read: {error}."
         raise StoragePathError(message, hint=hint, path=str(location)) from error
@@ -361,8 +366,9 @@ class Verification:
         there = [name for name in self._names_there() if is_fragment(name)]
         read = self.read_named([(name, None) for name in there])
         num_nodes = next((f.num_nodes for f in read.values()), 0)
-        missing = {names.fragment_file(i, num_nodes) for i in range(num_nodes)} - set(there)
-        return read | self.read_named([(name, None) for name in sorted(missing)])
+        expected = (names.fragment_file(i, num_nodes) for i in range(num_nodes))
+        missing = islice((name for name in expected if name not in read), MAX_MISSING)
+        return read | self.read_named([(name, None) for name in missing if name not in there])
 
     def read_named(self, wanted: Sequence[tuple[str, FileEntry | None]]) -> dict[str, Fragment]:
         """Those of these fragments that are intact and, where that is known, what they should be."""

@@ -126,6 +126,13 @@ def integer(value: object, name: str, *, low: int = 0, high: int = MAX_INT) -> i
     return value
 
 
+def bounded(value: object, name: str, most: float) -> float:
+    """A `number` from -`most` to `most`."""
+    if not abs(found := number(value, name)) <= most:
+        raise FormatError(f"{name} must be a number from {-most:g} to {most:g}, not {_shown(value)}.")
+    return found
+
+
 def boolean(value: object, name: str) -> bool:
     if type(value) is not bool:
         raise FormatError(f"{name} must be true or false, not {_shown(value)}.")

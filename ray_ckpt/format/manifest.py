@@ -20,7 +20,14 @@ import pyarrow.parquet as pq
 from ray_ckpt.errors import FormatError, NewerFormat
 from ray_ckpt.format import jsontext
 from ray_ckpt.format.digest import root_digest
-from ray_ckpt.format.names import CHECKPOINT_JSON, check_directory, check_file, check_run_uid, fragment_file
+from ray_ckpt.format.names import (
+    CHECKPOINT_JSON,
+    MAX_RANKS,
+    check_directory,
+    check_file,
+    check_run_uid,
+    fragment_file,
+)
 from ray_ckpt.format.shard import check_slice
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow, Slice
 
@@ -373,8 +380,8 @@ def _check_group(attempt: AttemptId, world_size: int, num_nodes: int, files: Seq
     check_directory(attempt.directory)
     jsontext.integer(attempt.session, "session")
     jsontext.integer(attempt.step, "step")
-    jsontext.integer(world_size, "world_size", low=1)
-    jsontext.integer(num_nodes, "num_nodes", low=1)
+    jsontext.integer(world_size, "world_size", low=1, high=MAX_RANKS)
+    jsontext.integer(num_nodes, "num_nodes", low=1, high=MAX_RANKS)
     for file in files:
         check_file(jsontext.text(file.name, "A file name"))
         jsontext.integer(file.size_bytes, f"{file.name}: size")

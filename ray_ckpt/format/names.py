@@ -14,6 +14,8 @@ LOG_DIR = "log"
 SNAPSHOT_PREFIX = "snapshot-"  # of the names in the log that are snapshots
 SERVICE_DIR = "ray_ckpt"  # <storage_path>/<run>/ray_ckpt
 
+MAX_RANKS = 999_999  # of a group, and its nodes and copies: what file names of 6 digits count to
+
 _DIRECTORY = re.compile(r"(\d{12})-([0-9a-f]{16})\Z")
 _FILE = re.compile(
     r"(shard-\d{1,6}(\.\d{1,6})?-of-\d{1,6}\.safetensors|state-\d{1,6}-of-\d{1,6}\.json"

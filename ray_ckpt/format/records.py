@@ -14,12 +14,14 @@ from typing import Any, TypeAlias
 
 from ray_ckpt.errors import ConfigError, FormatError
 from ray_ckpt.format import jsontext
-from ray_ckpt.format.names import check_run_name, check_run_uid
+from ray_ckpt.format.names import MAX_RANKS, check_run_name, check_run_uid
 from ray_ckpt.types import END_CAUSES, EndCause, Level
 
 MAX_RECORD_BYTES = 2**20  # a commit takes about 500 bytes; bounds what a reader holds per record
 MAX_SEQ = 10**20 - 1  # what a file name of 20 digits counts to
 MAX_STEP = 10**12 - 1  # what a directory name of 12 digits counts to
+MAX_TIME_S = 253_402_300_800.0  # the year 10000, as Unix time: what a calendar holds; of spans as well
+MAX_COMMITTED_METRICS = 10_000  # of a commit, each of which readers show
 MAX_METRICS = 100  # of a checkpoint that are added later: each is a column of what readers show
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
@@ -233,7 +235,7 @@ OPS: Mapping[str, type[Op]] = {
     "note": Note,
 }
 _MAX_WRITER = 64  # characters of a writer's name; a uuid, sometimes behind a word
-_LONG_TIME_S = 1.7976931348623157e308  # as many digits as a time can have
+_LONG_TIME_S = 1.7976931348623157e-308  # as many digits as a time can have
 _OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}
 
 
@@ -299,7 +301,7 @@ def decode_record(data: bytes) -> LogRecord:
         epoch=jsontext.integer(document.get("epoch"), "epoch"),
         writer=jsontext.text(document.get("writer"), "writer", pattern=_NOT_EMPTY),
         prev=_prev(document.get("prev"), seq),
-        time_s=jsontext.number(document.get("time_s"), "time_s"),
+        time_s=read_time(document.get("time_s"), "time_s"),
         op=_op(document),
     )
 
@@ -335,8 +337,25 @@ def _to_json(value: Any) -> Any:
     return jsontext.metrics_json(value) if isinstance(value, Mapping) else value
 
 
-def _count(value: object, name: str) -> int:
-    return jsontext.integer(value, name, low=1)
+def read_count(value: object, name: str) -> int:
+    """Ranks or nodes of a group."""
+    return jsontext.integer(value, name, low=1, high=MAX_RANKS)
+
+
+def _copies(value: object, name: str) -> int:
+    return jsontext.integer(value, name, high=MAX_RANKS)
+
+
+def read_time(value: object, name: str) -> float:
+    """Unix time or a span, in seconds."""
+    return jsontext.bounded(value, name, MAX_TIME_S)
+
+
+def _metrics(value: object, name: str) -> dict[str, float]:
+    found = jsontext.metrics(value, name)
+    if len(found) > MAX_COMMITTED_METRICS:
+        raise FormatError(f"{len(found)} {name}; the format allows {MAX_COMMITTED_METRICS}.")
+    return found
 
 
 def _step(value: object, name: str) -> int:
@@ -390,29 +409,29 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "opened_by": jsontext.integer,
     "owner": jsontext.text,
     "retention": jsontext.text,
-    "expires_at_s": _optional(jsontext.number),
+    "expires_at_s": _optional(read_time),
     "after": _optional(jsontext.integer),
     "resumed_from": _optional(_attempt),
-    "world_size": _count,
-    "num_nodes": _count,
+    "world_size": read_count,
+    "num_nodes": read_count,
     "step": _step,
     "origin_step": _optional(_step),
     "attempt": _attempt,
     "level": _level,
-    "replicas": jsontext.integer,
+    "replicas": _copies,
     "size_bytes": jsontext.integer,
     "root_digest": jsontext.hex_digest,
-    "metrics": jsontext.metrics,
+    "metrics": _metrics,
     "read_bytes": jsontext.metrics,
-    "seconds": jsontext.number,
+    "seconds": read_time,
     "mesh": _optional(jsontext.text),
-    "stall_s": _optional(jsontext.number),
-    "capture_s": _optional(jsontext.number),
-    "local_s": _optional(jsontext.number),
-    "replicate_s": _optional(jsontext.number),
-    "stalled_s": _optional(jsontext.number),
-    "first_at_s": _optional(jsontext.number),
-    "last_at_s": _optional(jsontext.number),
+    "stall_s": _optional(read_time),
+    "capture_s": _optional(read_time),
+    "local_s": _optional(read_time),
+    "replicate_s": _optional(read_time),
+    "stalled_s": _optional(read_time),
+    "first_at_s": _optional(read_time),
+    "last_at_s": _optional(read_time),
     "scenario": jsontext.text,
     "passed": jsontext.boolean,
     "cause": end_cause,

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import accumulate, islice, pairwise
-from math import isfinite, nan
+from math import nan
 from typing import Any, TypeAlias, TypeVar
 
 import pyarrow as pa
@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from ray_ckpt.errors import ConfigError, FormatError, NewerFormat
 from ray_ckpt.format import jsontext
 from ray_ckpt.format.digest import Digester
-from ray_ckpt.format.names import check_run_name, check_run_uid
-from ray_ckpt.format.records import MAX_STEP, end_cause
+from ray_ckpt.format.names import MAX_RANKS, check_run_name, check_run_uid
+from ray_ckpt.format.records import MAX_STEP, MAX_TIME_S, end_cause, read_count, read_time
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
 
 MAX_CHECKPOINTS = 1_000_000  # in one log: one a minute for two years
@@ -88,7 +88,7 @@ _STATES = {"live", "lost", "retired", "collected"}
 _LEVELS = {level.label: level for level in Level}
 _ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
 _HEX = re.compile(r"[0-9a-f]*")
-_WHOLE = ("session", "replicas", "size_bytes")  # from 0 on
+_WHOLE = ("session", "size_bytes")  # from 0 on
 _COUNTS = ("world_size", "num_nodes")  # from 1 on
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ def decode_snapshot(data: bytes) -> LogSnapshot:
     snapshot = LogSnapshot(
         seq=jsontext.integer(head["seq"], "seq"),
         last_digest=jsontext.hex_digest(head["last_digest"], "last_digest"),
-        time_s=jsontext.number(head["time_s"], "time_s"),
+        time_s=read_time(head["time_s"], "time_s"),
         run_uid=check_run_uid(jsontext.text(head["run_uid"], "run_uid")),
         run_name=_run_name(jsontext.text(head["run_name"], "run_name")),
         epoch=jsontext.integer(head["epoch"], "epoch"),
@@ -216,7 +216,8 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
     for name in _WHOLE:
         _check_range(columns[name], name, 0, jsontext.MAX_INT)
     for name in _COUNTS:
-        _check_range(columns[name], name, 1, jsontext.MAX_INT)
+        _check_range(columns[name], name, 1, MAX_RANKS)
+    _check_range(columns["replicas"], "replicas", 0, MAX_RANKS)
     _check_range(columns["step"], "step", 0, MAX_STEP)
     _check_hex(columns["attempt"], "attempt", 16)
     _check_hex(columns["root_digest"], "root_digest", 32)
@@ -225,7 +226,7 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
     _check_all((value is not None for value in columns["metrics.value"]), "metric")
     for name in ("committed_at_s", "verified_at_s", *_SECONDS, "pins.value"):
         given = filter(None, columns[name])  # without null and 0.0, which are sound
-        _check_all(map(isfinite, given), name)
+        _check_all((-MAX_TIME_S <= value <= MAX_TIME_S for value in given), name)
     count = len(columns["seq"])
     ids = {name: columns[name] for name in ("session", "step", "attempt")}
     ids |= {"run_uid": [run_uid] * count, "epoch": [epochs.get(session, 0) for session in ids["session"]]}
@@ -367,9 +368,9 @@ def _session(value: object) -> SessionInfo:
         resumed_from=None
         if resumed_from is None
         else jsontext.text(resumed_from, "resumed_from", pattern=_ATTEMPT),
-        world_size=jsontext.integer(entry["world_size"], "world_size", low=1),
-        num_nodes=jsontext.integer(entry["num_nodes"], "num_nodes", low=1),
-        opened_at_s=jsontext.number(entry["opened_at_s"], "opened_at_s"),
+        world_size=read_count(entry["world_size"], "world_size"),
+        num_nodes=read_count(entry["num_nodes"], "num_nodes"),
+        opened_at_s=read_time(entry["opened_at_s"], "opened_at_s"),
         opened_by=jsontext.integer(entry["opened_by"], "opened_by"),
         service=jsontext.text(entry["service"], "service"),
         owner=jsontext.text(entry["owner"], "owner"),
@@ -396,7 +397,7 @@ def _session_end(value: object) -> SessionEnd:
 
 
 def _seconds(value: object, name: str) -> float | None:
-    return None if value is None else jsontext.number(value, name)
+    return None if value is None else read_time(value, name)
 
 
 def _check_whole(snapshot: LogSnapshot) -> None:

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ def write_direct(
     out of the file, OSError if the disk fails. Any exception leaves nothing behind.
     """
     path = files.temporary_name(directory)
-    file = _File(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+    file = _File(path, partial(_create, path))
     try:
         try:
             hashes = _Hashes(spans)
@@ -97,13 +98,16 @@ def write_direct(
     return path, written
 
 
-def read_blocks_direct(path: Path, offset: int = 0, nbytes: int | None = None) -> Iterator[memoryview]:
+def read_blocks_direct(
+    path: Path, offset: int = 0, nbytes: int | None = None, *, within: Path | None = None
+) -> Iterator[memoryview]:
     """The bytes of `path` from `offset`, read from the medium, in blocks of at most BLOCK_BYTES.
 
     Each view is valid until the next one is asked for; up to READ_AHEAD more are on their way. EOFError if
-    the file is too short. Where O_DIRECT is refused the cache is asked to forget the range before and after.
+    the file is too short; `files.open_file` opens it. Where O_DIRECT is refused the cache is asked to forget
+    the range before and after.
     """
-    file = _File(path, os.O_RDONLY)
+    file = _File(path, partial(files.open_file, path, within=within))
     try:
         end = os.fstat(file.fd).st_size if nbytes is None else offset + nbytes
         if end - offset <= BLOCK_BYTES - offset % PAGE_BYTES:  # one block needs no thread
@@ -280,16 +284,16 @@ class _File:
     `read` and `write` may run in several threads at once.
     """
 
-    def __init__(self, path: Path, flags: int) -> None:
+    def __init__(self, path: Path, opened: Callable[..., int]) -> None:
+        """`opened(flags=...)` opens it, with these flags besides its own."""
         self._path = path
         self._is_direct = True
         try:
-            self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, files.FILE_MODE)
+            self.fd = opened(flags=os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # A refused O_DIRECT may have made the file all the same: it is ours, and empty.
-            self.fd = os.open(path, (flags | os.O_CLOEXEC) & ~os.O_EXCL, files.FILE_MODE)
+            self.fd = opened(flags=0)
             self._use_cache()
 
     def close(self) -> None:
@@ -345,6 +349,13 @@ class _File:
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self._is_direct = False  # said when it is true: another thread may look
         self._forget_cached()
+
+
+def _create(path: Path, *, flags: int) -> int:
+    """A new file to write. A refused O_DIRECT may have made it all the same: it is ours, and empty."""
+    is_new = os.O_EXCL if flags & os.O_DIRECT else 0
+    wanted = flags | is_new | os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, wanted, files.FILE_MODE)
 
 
 def reserve(fd: int, size_bytes: int) -> None:

@@ -128,14 +128,14 @@ class PosixFiles:
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
         try:
             for offset, nbytes in ranges:
-                yield from read_blocks_direct(self._root / name, offset, nbytes)
+                yield from read_blocks_direct(self._root / name, offset, nbytes, within=self._root)
         except FileNotFoundError:
             self._check_root()
             raise
 
     def size(self, name: str) -> int | None:
         try:
-            return (self._root / name).stat().st_size
+            return files.size_of(self._root / name)
         except (FileNotFoundError, NotADirectoryError):
             self._check_root()
             return None
@@ -151,7 +151,7 @@ class PosixFiles:
                     yield StoredFile(name=name, size_bytes=stat.st_size, modified_s=stat.st_mtime)
 
     def children(self, folder: str = "") -> Children:
-        """Links count as what they point to: a copy may be made of them."""
+        """Links count as what they point to. Which of them are read, `files.open_file` says."""
         try:
             paths = sorted((self._root / folder).iterdir())
         except (FileNotFoundError, NotADirectoryError):

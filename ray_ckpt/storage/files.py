@@ -8,7 +8,9 @@ then forgets it (PostgreSQL's fsyncgate, 2018); the temporary is removed and the
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +25,10 @@ DIR_MODE = 0o700
 IO_BLOCK_BYTES = 8 << 20  # large enough for any disk's bandwidth, small enough to bound a buffer
 _TMP_PREFIX = ".tmp-"
 TEMPORARIES = f"{_TMP_PREFIX}*"  # a glob
+
+
+class NotRegular(OSError):
+    """What should be a file is a folder, a named pipe, a device or a link."""
 
 
 def is_temporary(name: str) -> bool:
@@ -106,9 +112,87 @@ def checked(chunks: Iterable[Buffer], *, size_bytes: int, digest: str, what: str
         )
 
 
+def open_file(path: Path, *, within: Path | None = None, flags: int = 0) -> int:
+    """Open a regular file to read, without waiting: a named pipe, a device or a folder is an OSError.
+
+    A link is followed if what it leads to lies in the folder `within`, which may itself be a link; without
+    `within` no link is. Every file of a run, a staging folder or a storage path is opened here.
+    """
+    if within is None:
+        flags |= os.O_NOFOLLOW
+    _check_regular(path, _stat(path, follow=within is not None).st_mode)  # some devices act when opened
+    fd = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check_regular(path, os.fstat(fd).st_mode)
+        if within is not None and not _lies_in(fd, path, within):
+            raise NotRegular(f"{path} is a link that leads out of {within}")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_small(path: Path, max_bytes: int, *, within: Path | None = None) -> bytes:
+    """A small file, opened as `open_file` does. EOFError if it has more than `max_bytes`, of which little is
+    read.
+    """
+    fd = open_file(path, within=within)
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        size = os.fstat(fd).st_size
+        if size <= max_bytes:
+            data = file.read(size + 1)
+            while len(data) <= max_bytes and (more := file.read(max_bytes + 1 - len(data))):
+                data += more
+            size = max(size, len(data))
+    if size > max_bytes:
+        raise EOFError(f"{path} has {size} bytes; the format allows {max_bytes}")
+    return data
+
+
+def size_of(path: Path) -> int:
+    """Of a regular file, or of the one that a link leads to. OSError."""
+    found = _stat(path, follow=True)
+    _check_regular(path, found.st_mode)
+    return found.st_size
+
+
+def _stat(path: Path, *, follow: bool) -> os.stat_result:
+    try:
+        return path.stat(follow_symlinks=follow)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotRegular(f"{path} is a link to itself and no file") from error
+        raise
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise NotRegular(f"{path} is {_kind(mode)} and no file")
+
+
+def _kind(mode: int) -> str:
+    for is_kind, name in (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISLNK, "a link"),
+        (stat.S_ISFIFO, "a named pipe"),
+        (stat.S_ISSOCK, "a socket"),
+    ):
+        if is_kind(mode):
+            return name
+    return "a device"
+
+
+def _lies_in(fd: int, path: Path, folder: Path) -> bool:
+    real = f"{os.path.realpath(folder)}/"
+    with contextlib.suppress(OSError):  # no /proc
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(real):  # noqa: PTH115
+            return True
+    return os.path.realpath(path).startswith(real)
+
+
 def read_blocks(path: Path, offset: int = 0, nbytes: int | None = None) -> Iterator[bytes]:
     """The bytes of `path` from `offset`, in blocks of at most IO_BLOCK_BYTES. EOFError if it is too short."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_file(path)
     try:
         left = os.fstat(fd).st_size - offset if nbytes is None else nbytes
         while left > 0:

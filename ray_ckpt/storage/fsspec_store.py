@@ -23,7 +23,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
 from ray_ckpt.storage.file_store import Blocks, Children, StoredFile, Upload
 from ray_ckpt.storage.object_log import Unsupported
-from ray_ckpt.storage.object_store import short_error
+from ray_ckpt.storage.object_store import short_error, too_large
 
 BLOCK_BYTES = 16 << 20  # gathered by fsspec before it sends them
 READ_BYTES = 8 << 20  # asked for at a time
@@ -149,7 +149,10 @@ class FsspecStore:
         with _os_errors(self.where, name):
             self._fs.pipe_file(self._path(name), data, mode="create")
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        size = self.size(name) or 0
+        if size > max_bytes:
+            raise too_large(self.where, name, size, max_bytes)
         with _os_errors(self.where, name):
             return bytes(self._fs.cat_file(self._path(name)))
 

@@ -25,8 +25,8 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import FormatError, NewerFormat, StoragePathError
 from ray_ckpt.format import names
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.records import Create, LogRecord, decode_record
-from ray_ckpt.format.snapshot import LogSnapshot, decode_snapshot, encode_snapshot
+from ray_ckpt.format.records import MAX_RECORD_BYTES, Create, LogRecord, decode_record
+from ray_ckpt.format.snapshot import MAX_SNAPSHOT_BYTES, LogSnapshot, decode_snapshot, encode_snapshot
 from ray_ckpt.storage import files
 
 PROBE_PREFIX = "probe-"  # of the names that a probe leaves if it is killed; no reader takes them for records
@@ -54,7 +54,10 @@ class LogStore(Protocol):
     def create(self, name: str, data: bytes) -> Outcome: ...
 
     def read(self, name: str) -> bytes | None:
-        """The object's bytes, None if it is not there; OSError if that cannot be told."""
+        """The object's bytes, None if it is not there; OSError if that cannot be told.
+
+        FormatError if it is larger than the format allows, of which little is read, or no file at all.
+        """
         ...
 
     def list(self, prefix: str = "") -> tuple[str, ...]:
@@ -119,9 +122,11 @@ class PosixLogStore:
 
     def read(self, name: str) -> bytes | None:
         try:
-            return (self._directory / name).read_bytes()
+            return files.read_small(self._directory / name, max_bytes(name), within=self._directory)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except (files.NotRegular, EOFError) as error:
+            raise FormatError(f"{error}.") from error
 
     def list(self, prefix: str = "") -> tuple[str, ...]:
         try:
@@ -135,10 +140,17 @@ class PosixLogStore:
             (self._directory / name).unlink()
 
 
+def max_bytes(name: str) -> int:
+    """That the format allows an object of this name."""
+    return MAX_SNAPSHOT_BYTES if names.snapshot_seq(name) is not None else MAX_RECORD_BYTES
+
+
 def compare(store: LogStore, name: str, data: bytes, *, absent: Outcome) -> Outcome:
     """What a create of `data` has come to, by what is there now."""
     try:
         there = store.read(name)
+    except FormatError:
+        return Outcome.EXISTS
     except OSError:
         return Outcome.UNKNOWN
     if there is None:
@@ -232,15 +244,21 @@ def read_log(store: LogStore, *, start: int = 0) -> Records:
     FormatError if a record is damaged.
     """
     found: list[tuple[LogRecord, str]] = []
-    while (data := store.read(name := names.record_file(start + len(found)))) is not None:
-        try:
-            record = decode_record(data)
-        except FormatError as error:
-            hint = error.hint or "Bring that file back from a backup; nothing after it can be trusted."
-            message = f"Record {name} of the log cannot be read. {error.message}"
-            raise type(error)(message, hint=hint, **error.fields) from error
-        found.append((record, digest(data)))
+    while (record := _read_record(store, start + len(found))) is not None:
+        found.append(record)
     return tuple(found)
+
+
+def _read_record(store: LogStore, seq: int) -> tuple[LogRecord, str] | None:
+    """A record with the digest of its bytes, None if it is not there. OSError; FormatError that names it."""
+    name = names.record_file(seq)
+    try:
+        data = store.read(name)
+        return None if data is None else (decode_record(data), digest(data))
+    except FormatError as error:
+        hint = error.hint or "Bring that file back from a backup; nothing after it can be trusted."
+        message = f"Record {name} of the log cannot be read. {error.message}"
+        raise type(error)(message, hint=hint, **error.fields) from error
 
 
 def read_covered(store: LogStore, history: RunHistory) -> Records:
@@ -251,12 +269,21 @@ def read_covered(store: LogStore, history: RunHistory) -> Records:
     """
     found: list[tuple[LogRecord, str]] = []
     seq, wanted = history.next_seq - 1, history.last_digest
-    while seq >= 0 and (data := store.read(names.record_file(seq))) is not None and digest(data) == wanted:
-        found.append((decode_record(data), wanted))
-        seq, wanted = seq - 1, found[-1][0].prev
-    if seq >= 0 and (data := store.read(names.record_file(0))) is not None:
-        found.append((decode_record(data), digest(data)))
+    while seq >= 0 and (covered := _read_covered(store, seq, wanted)) is not None:
+        found.append((covered, wanted))
+        seq, wanted = seq - 1, covered.prev
+    if seq >= 0 and (first := _read_record(store, 0)) is not None:
+        found.append(first)
     return tuple(reversed(found))
+
+
+def _read_covered(store: LogStore, seq: int, wanted: str) -> LogRecord | None:
+    """The record `seq` of digest `wanted`; None if that is not there."""
+    try:
+        data = store.read(names.record_file(seq))
+    except FormatError:
+        return None
+    return None if data is None or digest(data) != wanted else decode_record(data)
 
 
 def create_record(store: LogStore, seq: int, data: bytes) -> Outcome:
@@ -323,10 +350,10 @@ def _newest_history(store: LogStore) -> tuple[RunHistory, FormatError | None]:
 def _read_snapshot(store: LogStore, seq: int, run_uid: str) -> LogSnapshot | FormatError:
     """The snapshot up to record `seq` of that run, or why there is none."""
     name = names.snapshot_file(seq)
-    data = store.read(name)
-    if data is None:
-        return FormatError(f"{name} is gone.")
     try:
+        data = store.read(name)
+        if data is None:
+            return FormatError(f"{name} is gone.")
         with _collector_paused():
             snapshot = decode_snapshot(data)
     except NewerFormat as error:
@@ -353,8 +380,8 @@ def _collector_paused() -> Iterator[None]:
 
 def _run_uid(store: LogStore) -> str:
     """The run that record 0 begins; empty if there is none. FormatError if it is damaged."""
-    data = store.read(names.record_file(0))
-    op = None if data is None else decode_record(data).op
+    first = _read_record(store, 0)
+    op = None if first is None else first[0].op
     return op.run_uid if isinstance(op, Create) else ""
 
 

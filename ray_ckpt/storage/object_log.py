@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ray_ckpt.storage.log_store import Outcome, compare
+from ray_ckpt.errors import FormatError
+from ray_ckpt.storage.log_store import Outcome, compare, max_bytes
 
 
 class Unsupported(OSError):
@@ -24,8 +25,8 @@ class SmallObjects(Protocol):
         """FileExistsError if the store says that the name is taken; Unsupported; OSError otherwise."""
         ...
 
-    def get(self, name: str) -> bytes:
-        """FileNotFoundError, OSError."""
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """FileNotFoundError, OSError; EOFError if it has more than `max_bytes`, of which little is read."""
         ...
 
     def names(self, folder: str) -> tuple[str, ...]:
@@ -56,9 +57,11 @@ class ObjectLogStore:
 
     def read(self, name: str) -> bytes | None:
         try:
-            return self._objects.get(self._path(name))
+            return self._objects.get(self._path(name), max_bytes=max_bytes(name))
         except FileNotFoundError:
             return None
+        except EOFError as error:
+            raise FormatError(f"{error}.") from error
 
     def list(self, prefix: str = "") -> tuple[str, ...]:
         return tuple(name for name in self._objects.names(self._folder) if name.startswith(prefix))

@@ -263,9 +263,12 @@ class BucketObjects:
         with as_os_errors(self._where, name):
             obstore.put(self._store, name, data, mode="create")
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, *, max_bytes: int) -> bytes:
         with as_os_errors(self._where, name):
-            return bytes(obstore.get(self._store, name).bytes())
+            answer = obstore.get(self._store, name)
+            if (size := int(answer.meta["size"])) > max_bytes:
+                raise too_large(self._where, name, size, max_bytes)
+            return bytes(answer.bytes())
 
     def names(self, folder: str) -> tuple[str, ...]:
         with as_os_errors(self._where, folder):
@@ -371,6 +374,11 @@ class _Sent:
         if self._checksum is not None:
             self._checksum.update(lent)
         return lent
+
+
+def too_large(where: str, name: str, size: int, max_bytes: int) -> EOFError:
+    """The error that says so of an object."""
+    return EOFError(f"{where}/{name} has {size} bytes; the format allows {max_bytes}")
 
 
 @contextlib.contextmanager

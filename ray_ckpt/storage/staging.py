@@ -21,7 +21,7 @@ from ray_ckpt.core.claim import RunMark
 from ray_ckpt.errors import CorruptionError, FormatError, InsufficientSpace, StagingError
 from ray_ckpt.format import jsontext, names
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.manifest import decode_fragment
+from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_fragment
 from ray_ckpt.storage import files
 from ray_ckpt.storage.direct import Written, write_direct
 from ray_ckpt.types import FileEntry, Fragment
@@ -213,7 +213,7 @@ class Staging:
         path = self.root / DISK_FILE
         if not path.exists():
             files.write_file(path, [uuid.uuid4().hex.encode()])
-        return path.read_bytes().decode()
+        return files.read_small(path, MAX_MARK_BYTES).decode(errors="replace")
 
     def _settle(self) -> None:
         """Take over from the agent before, which may have been killed at any moment.
@@ -278,26 +278,27 @@ class _Lock:
 
 def _read_mark(path: Path) -> dict[str, Any] | None:
     try:
-        data = path.read_bytes()
+        data = files.read_small(path, MAX_MARK_BYTES)
         mark = jsontext.mapping(jsontext.loads(data, what="The run's mark", max_bytes=MAX_MARK_BYTES), "mark")
         jsontext.integer(mark.get("epoch"), "epoch")
         names.check_run_uid(path.parent.name)
-    except (OSError, FormatError):
+    except (OSError, EOFError, FormatError):
         return None
     return mark if {"run_name", "storage_path"} <= set(mark) else None
 
 
 def _holding(path: Path, run_uid: str, find: Callable[[str, str, str], Path]) -> Holding | None:
     try:
-        data = path.read_bytes()
+        data = files.read_small(path, MAX_FRAGMENT_BYTES)
         fragment = decode_fragment(data)
-    except (OSError, FormatError):
+    except (OSError, EOFError, FormatError):
         return None
     if fragment.attempt.run_uid != run_uid or fragment.attempt.directory != path.parent.name:
         return None
     for file in fragment.files:
         try:
-            if find(run_uid, path.parent.name, file.name).stat().st_size != file.size_bytes:
+            found = find(run_uid, path.parent.name, file.name).lstat()
+            if not stat.S_ISREG(found.st_mode) or found.st_size != file.size_bytes:
                 return None
         except (OSError, FormatError):
             return None

@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 import ray.train
+from pyarrow.fs import FileType
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.service import CALL_S, ask
@@ -156,6 +157,8 @@ def _is_to_come(catalog: Catalog, attempt: AttemptId) -> bool:
 def _read_pointer(checkpoint: ray.train.Checkpoint) -> Pointer:
     path = f"{checkpoint.path}/{POINTER_FILE}"
     try:
+        if checkpoint.filesystem.get_file_info(path).type not in (FileType.File, FileType.NotFound):
+            raise ValueError(f"{POINTER_FILE} is no file")  # a named pipe would never answer
         with checkpoint.filesystem.open_input_stream(path) as stream:
             data = stream.read(MAX_POINTER_BYTES)
         return Pointer.decode(data, checkpoint.filesystem.type_name)

@@ -52,7 +52,7 @@ COMMIT = Commit(
 RECORD = LogRecord(seq=7, epoch=3, writer="node-a/1", prev=DIGEST, time_s=1700000000.5, op=COMMIT)
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-counts = st.integers(1, 2**63 - 1)
+counts = st.integers(1, 999_999)
 sizes = st.integers(0, 2**63 - 1)
 attempts = st.text("0123456789abcdef", min_size=16, max_size=16)
 digests = st.text("0123456789abcdef", min_size=32, max_size=32)
@@ -77,14 +77,14 @@ ops: st.SearchStrategy[Op] = st.one_of(
         step=st.integers(0, 10**12 - 1),
         attempt=attempts,
         level=levels,
-        replicas=sizes,
+        replicas=counts,
         world_size=counts,
         num_nodes=counts,
         size_bytes=sizes,
         root_digest=digests,
         metrics=st.dictionaries(words, st.floats(allow_nan=False), max_size=3),
     ),
-    st.builds(Promote, attempt=attempts, level=levels, replicas=sizes),
+    st.builds(Promote, attempt=attempts, level=levels, replicas=counts),
     st.builds(Lost, attempt=attempts, reason=words),
     st.builds(Retired, attempt=attempts, reason=words),
     st.builds(Collected, attempt=attempts),
@@ -201,8 +201,15 @@ def test_a_run_of_a_newer_format_is_refused() -> None:
         ("level", "cosmic"),
         ("level", 1),
         ("level", []),
+        ("time_s", 1e12),
+        ("time_s", -1e12),
+        ("stall_s", 1e308),
         ("replicas", -1),
+        ("replicas", 10**6),
         ("world_size", 0),
+        ("world_size", 10**12),
+        ("num_nodes", 10**12),
+        ("metrics", {str(n): 0.0 for n in range(10_001)}),
         ("root_digest", DIGEST + "\n"),
         ("metrics", []),
         ("metrics", {"a": None}),
