@@ -161,11 +161,11 @@ class Coordinator:
             try:
                 await self._open(found.spec, owner=None, is_wanted=False)
             except RunSuperseded as error:
-                log.error("%s: %s", found.spec.name, error)
+                log.error("%s", error)
                 await self._end_group(found, error)
                 return
             except RunConflict as error:
-                log.error("%s: it is left alone: %s", found.spec.name, error)
+                log.error("%s The run is left alone.", error)
                 return
             except (CheckpointError, OSError) as error:
                 log.warning("%s: cannot take over yet: %s", found.spec.name, error)
@@ -657,11 +657,13 @@ class Coordinator:
             case m.Supersede(nodes=nodes, age=age, error=problem):
                 for node in nodes:
                     self._send(run, node, "end_session", run.run_uid, age, problem, epoch)
+            case m.Warn(text=text, is_expected=True):
+                log.info("%s: %s", run.spec.name, text)
             case m.Warn(text=text):
                 log.warning("%s: %s", run.spec.name, text)
                 run.warning = (text, time.time())
             case m.StepDown(error=error, is_foreign=is_foreign):
-                log.error("%s: %s This coordinator steps down.", run.spec.name, error)
+                log.error("%s This coordinator steps down.", error)
                 if self._runs.get(run.spec.key) is run:
                     del self._runs[run.spec.key]
                 if run.is_fenced_in and not is_foreign:

@@ -302,8 +302,9 @@ def _parts_of(part: str, parts: Mapping[str, int] | None, world_size: int) -> tu
     if parts is None:
         return ()
     if parts.get(part) != world_size or not all(name.isidentifier() for name in parts):
+        named = ", ".join(f"{name} with {size}" for name, size in parts.items()) or "none"
         raise ConfigError(
-            f"This process is of part {part!r} with {world_size} ranks, and the parts are {dict(parts)}.",
+            f"This process is of part {part!r} with {world_size} ranks, and the parts are {named}.",
             hint="Give all processes the same parts, names with their numbers of ranks, and each its own.",
         )
     return tuple(Part(name=name, world_size=size) for name, size in parts.items())

@@ -60,6 +60,7 @@ from ray_ckpt.restore import RestoreTicket
 from ray_ckpt.resume import Resumer
 from ray_ckpt.saving import SaveParts, Saver
 from ray_ckpt.step_count import Call, StepCount, whole_number
+from ray_ckpt.texts import tiers_text
 from ray_ckpt.types import (
     AttemptId,
     CheckpointInfo,
@@ -279,7 +280,7 @@ class Checkpointer:
             return ()
 
     def _say(self, info: RestoreInfo) -> None:
-        log.info("restored step %d in %.2f s from %s", info.step, info.seconds, dict(info.bytes_by_tier()))
+        log.info("restored step %d in %.2f s: %s", info.step, info.seconds, tiers_text(info.bytes_by_tier()))
         if self._link.identity.rank == 0:
             for changed in info.changed:
                 log.warning("hyperparameter %s", changed)

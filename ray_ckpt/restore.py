@@ -27,6 +27,7 @@ import numpy.typing as npt
 from ray_ckpt.errors import CheckpointError, CorruptionError, FormatError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.storage.remote import RemoteRef, RemoteTier
+from ray_ckpt.texts import tier_text
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.transport.wire import FileName
@@ -419,7 +420,7 @@ class ProgressLog:
         self._said_s, self._said_bytes = now_s, done_bytes
         self._say(
             f"restoring step {self._step}: {done_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB, "
-            f"{rate / 1e9:.2g} GB/s, from {tier}"
+            f"{rate / 1e9:.2g} GB/s, from {tier_text(tier)}"
         )
 
 

@@ -99,7 +99,7 @@ class Resumer:
         saved = {part.name: part for part in _parts(any_state)}
         if identity.part not in saved:
             raise MismatchError(
-                f"The checkpoint has the parts {sorted(saved)} and not {identity.part!r}.",
+                f"The checkpoint has the parts {', '.join(sorted(saved))} and not {identity.part!r}.",
                 hint="Connect with the parts of the run that saved it, or start another run name.",
             )
         ranks = ranks_of(tuple(saved.values()), identity.part, world_size)

@@ -25,6 +25,7 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.format import records
 from ray_ckpt.format.manifest import rows_table
 from ray_ckpt.format.records import MAX_TIME_S
+from ray_ckpt.texts import tiers_text
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, ManifestRow
 
 TableName: TypeAlias = Literal["checkpoints", "shards", "slices", "events", "sessions"]
@@ -264,8 +265,7 @@ def _event_text(op: records.Op, history: RunHistory) -> str:
             what = "another run" if origin_step is None else f"step {origin_step} of another run"
             if source is not None:
                 what = f"step {history.checkpoints[source].step}"
-            parts = ", ".join(f"{size:,.0f} bytes from {tier}" for tier, size in sorted(read.items()))
-            return f"restored {what} in {seconds:.2f} s: {parts}"
+            return f"restored {what} in {seconds:.2f} s: {tiers_text(read)}"
         case records.Ended(cause=cause, step=step):
             return f"{cause}, at step {step}"
         case records.Drilled(scenario=scenario, passed=passed, text=text):

@@ -261,7 +261,7 @@ def test_the_page_has_all_its_parts(night: Story) -> None:
     for said in (
         "By the log it survives the loss of any one node",
         "node lost at step 5,050",
-        "573.0 GB from memory, 191.0 GB from peer",
+        "573.0 GB from memory, 191.0 GB from other nodes",
         "drill passed: remote only",
         "pinned by eval",
         "from step 2,820 of session 1",

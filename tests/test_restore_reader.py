@@ -442,6 +442,6 @@ def test_a_long_restore_says_how_far_it_is() -> None:
         now_s = 100.0 + second
         log(second * 2_000_000_000, 40_000_000_000, "peer")
     assert lines == [
-        "restoring step 7: 10.0 of 40.0 GB, 2 GB/s, from peer",
-        "restoring step 7: 20.0 of 40.0 GB, 2 GB/s, from peer",
+        "restoring step 7: 10.0 of 40.0 GB, 2 GB/s, from other nodes",
+        "restoring step 7: 20.0 of 40.0 GB, 2 GB/s, from other nodes",
     ]

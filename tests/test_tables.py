@@ -140,7 +140,7 @@ def test_sessions_have_their_lineage_restore_and_end(run: SampleRun) -> None:
     assert (second["end_cause"], second["last_step"], second["stalled_s"]) == ("node", 57, 0.5)
     assert second["last_step_at"].timestamp() == START_S + 9.5 and first["end_cause"] is None
     texts = catalog.events()["text"].to_pylist()
-    restored = "restored step 30 in 1.25 s: 7 bytes from peer, 5 bytes from remote"
+    restored = "restored step 30 in 1.25 s: 7 B from other nodes, 5 B from the storage path"
     assert texts[-2:] == [restored, "node, at step 57"]
     assert list(catalog.to_pandas("sessions")["branch"]) == [1, 2]
 
@@ -154,7 +154,7 @@ def test_a_session_says_which_step_of_another_run_it_went_on_from(
     (session,) = catalog.to_arrow("sessions").to_pylist()
     assert (session["resumed_from_step"], session["origin_step"]) == (None, 50_000)
     assert catalog.events()["text"].to_pylist()[-1] == (
-        "restored step 50000 of another run in 2.00 s: 5 bytes from remote"
+        "restored step 50000 of another run in 2.00 s: 5 B from the storage path"
     )
     assert ray_ckpt_cli("tree", run.folder) == 0
     assert "session 1  from step 50000 of another run" in capsys.readouterr().out

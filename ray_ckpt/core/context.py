@@ -136,12 +136,12 @@ class Context:
         """For people and alerts; nothing is decided by it."""
         self.samples.append(Sample(metric=metric, value=value, labels=labels))
 
-    def warn_once(self, text: str) -> Iterator[Warn]:
+    def warn_once(self, text: str, *, is_expected: bool = False) -> Iterator[Warn]:
         if text not in self.warned:
             self.warned[text] = None
             if len(self.warned) > MAX_WARNINGS:
                 del self.warned[next(iter(self.warned))]
-            yield Warn(text=text)
+            yield Warn(text=text, is_expected=is_expected)
 
 
 def names_of(nodes: Iterable[str]) -> str:

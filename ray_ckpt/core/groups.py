@@ -280,13 +280,21 @@ class Groups:
 
     def _warn_of_few_copies(self, plan: m.SessionPlan) -> Iterator[m.Effect]:
         context = self._context
-        copies = min(len(n.holders) for n in plan.nodes)
-        if copies < context.options.replicas:
-            level = f"replicated on {copies} other node(s)" if copies else "local"
+        copies, num_live = min(len(n.holders) for n in plan.nodes), len(context.holders.live)
+        if copies >= context.options.replicas:
+            return
+        if num_live == 1:
             yield from context.warn_once(
-                f"Checkpoints of run {context.history.run_name} are {level} until drained: "
-                f"{len(context.holders.live)} live node(s) cannot hold {context.options.replicas} replica(s)."
+                "The cluster has one node, so no checkpoint has a copy on another: if the node is lost, "
+                "training goes on from the newest one on the storage path. Set replicas=0 if it stays so.",
+                is_expected=True,
             )
+            return
+        level = f"replicated on {copies} other node(s)" if copies else "local"
+        yield from context.warn_once(
+            f"Checkpoints are {level} until drained: {num_live} live node(s) cannot hold "
+            f"{context.options.replicas} replica(s)."
+        )
 
     def _resume_point(self, history: RunHistory, attempt: str | None) -> m.ResumePoint | None:
         if attempt is None:

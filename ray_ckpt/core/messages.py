@@ -613,7 +613,10 @@ class Supersede:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warn:
+    """For people. `is_expected`: it needs nobody's attention, as it is how the run was set up."""
+
     text: str
+    is_expected: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ray_ckpt import texts
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
@@ -483,14 +484,6 @@ def moment(time_s: float) -> str:
     return "?" if found is None else f"{found:%Y-%m-%d %H:%M:%S}"
 
 
-def size(size_bytes: float) -> str:
-    """`1.5 GB`, in powers of 1000."""
-    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= one:
-            return f"{size_bytes / one:.1f} {unit}"
-    return f"{size_bytes:.0f} B"
-
-
 def steps_text(steps: Seconds) -> str:
     """`12`, or `12 (10 to 20)` where it is estimated."""
     if steps.low == steps.high:
@@ -499,9 +492,8 @@ def steps_text(steps: Seconds) -> str:
 
 
 def tiers_text(read_bytes: Mapping[str, float]) -> str:
-    """`4.0 GB from memory, 1.2 GB from peer`."""
-    parts = [f"{size(nbytes)} from {said(tier)}" for tier, nbytes in sorted(read_bytes.items()) if nbytes]
-    return ", ".join(parts) or "nothing"
+    """`4.0 GB from memory, 1.2 GB from other nodes`. The names of tiers are a log's, of any length."""
+    return texts.tiers_text({said(tier): nbytes for tier, nbytes in read_bytes.items()})
 
 
 # JSON

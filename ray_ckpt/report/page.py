@@ -27,7 +27,6 @@ from ray_ckpt.report.facts import (
     group_text,
     measured_percent,
     moment,
-    size,
     span,
     steps_text,
     tiers_text,
@@ -37,6 +36,7 @@ from ray_ckpt.report.markup import Html, el, join, said
 from ray_ckpt.report.style import STYLE
 from ray_ckpt.report.timeline import MAX_DRAWN, around_last_failure, draw, part, whole
 from ray_ckpt.tables import drain_s
+from ray_ckpt.texts import size_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 
 MAX_SAVES = 12  # drawn phase by phase, the last ones
@@ -385,7 +385,7 @@ def _checkpoint(info: CheckpointInfo, report: RunReport) -> tuple[str | Html, ..
         f"{info.step:,}",
         str(info.id.session),
         _badge(info),
-        size(info.size_bytes),
+        size_text(info.size_bytes),
         moment(info.committed_at_s),
         "" if info.stall_s is None else span(info.stall_s),
         "" if whole_s is None else span(whole_s),
@@ -413,7 +413,7 @@ def _in_cluster(report: RunReport) -> Html:
     shown = held[-MAX_IN_CLUSTER:]
     steps = ", ".join(f"{info.step:,} ({info.level.label})" for info in reversed(shown))
     more = f", and {len(held) - len(shown):,} older ones" if len(held) > len(shown) else ""
-    total = size(sum(info.size_bytes for info in held))
+    total = size_text(sum(info.size_bytes for info in held))
     return _section(
         "in-cluster",
         title,

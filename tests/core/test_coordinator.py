@@ -155,11 +155,16 @@ def test_a_group_that_is_found_late_does_not_come_back() -> None:
 
 
 def test_a_single_node_says_once_that_checkpoints_are_local() -> None:
+    """For information: it is the first line of a newcomer. Whoever logs it puts the run's name before it."""
     run = Harness("a")
-    first = [w.text for w in of(run.open("a"), m.Warn)]
-    assert len(first) == 1 and "are local until drained" in first[0]
+    told = one(run.open("a"), m.Warn)
+    assert told.is_expected and "one node" in told.text and "replicas=0" in told.text
     assert not of(run.open("a"), m.Warn)
     assert commits(run.save(10)) == [(10, Level.LOCAL, 0)]
+    assert not of(Harness("a", replicas=0).open("a"), m.Warn)
+    few = one(Harness("ab", replicas=2).open("ab"), m.Warn)
+    assert not few.is_expected and "cannot hold 2 replica(s)" in few.text
+    assert all("gpt" not in warning.text for warning in (told, few))
 
 
 # -- a save ------------------------------------------------------------------------------------------
