@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,11 +57,31 @@ class _Plan:
     """What a save copies, as long as the tensors of the rank stay where they are."""
 
     whole: tuple[LiveSlice, ...]  # all of the rank, for which this was made
-    hooks: int
+    optimized: tuple[int, ...]  # identities of what optimizers change, behind the number of hooks in backward
     layout: ShardLayout
     slices: tuple[LiveSlice, ...]  # in the layout's order
     background: Set[str]
+    guarded: Set[int]  # storages of what is in `background`
     mesh: str
+
+    def followed(self, whole: tuple[LiveSlice, ...]) -> _Plan | None:
+        """Return the plan for the same slices with other tensors behind some, as random state has each time.
+
+        None if a slice differs otherwise, or an optimizer's step may change its memory.
+        """
+        if len(whole) != len(self.whole):
+            return None
+        replaced = {id(old): new for old, new in zip(self.whole, whole, strict=True) if old is not new}
+        olds = (old for old in self.whole if id(old) in replaced)
+        if not all(self._is_alike(old, replaced[id(old)]) for old in olds):
+            return None
+        slices = tuple(replaced.get(id(live), live) for live in self.slices)
+        return replace(self, whole=whole, slices=slices)
+
+    def _is_alike(self, old: LiveSlice, new: LiveSlice) -> bool:
+        in_step = old.changes_in_step or new.changes_in_step
+        is_guarded = new.tensor.untyped_storage().data_ptr() in self.guarded
+        return not in_step and not is_guarded and old.slice == new.slice and old.ranks == new.ranks
 
 
 class Saver:
@@ -356,18 +376,28 @@ class Saver:
 
     def _plan_of(self, walked: Walked) -> _Plan:
         """What to copy where; that of the save before unless a tensor has moved, or a hook was added."""
-        hooks = hooks_in_backward(self._optimizers)
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        params = (id(param) for group in groups for param in group["params"])
+        optimized = (hooks_in_backward(self._optimizers), *params)
         plan = self._plan
-        if plan is None or plan.whole is not walked.slices or plan.hooks != hooks:
+        if plan is not None and plan.whole is not walked.slices:
+            plan = self._plan = plan.followed(walked.slices)
+        if plan is None or plan.optimized != optimized:
             owned = walked.owned(self._link.identity.rank)
             layout = self._layout_of(frozenset(live.slice for live in owned))
             by_place = walked.by_place
+            background = background_slices(walked.slices, guarded_storages(self._optimizers))
             plan = self._plan = _Plan(
                 whole=walked.slices,
-                hooks=hooks,
+                optimized=optimized,
                 layout=layout,
                 slices=tuple(by_place[placed.slice.key, placed.slice.offset] for placed in layout.slices),
-                background=background_slices(walked.slices, guarded_storages(self._optimizers)),
+                background=background,
+                guarded={
+                    live.tensor.untyped_storage().data_ptr()
+                    for live in walked.slices
+                    if live.slice.key in background
+                },
                 mesh=mesh_text(held.leaf for held in walked.held.values()),
             )
         return plan

@@ -1,0 +1,123 @@
+"""A save's plan is made once, and follows tensors that are replaced, moved, resized or added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ray_ckpt.client import Checkpointer
+from tests.capture.local import LocalLink
+
+
+def _count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of times that an owner is sought for each slice, as its only element."""
+    from ray_ckpt.capture.walk import Walked
+
+    calls, owned = [0], Walked.owned
+
+    def counted(walked: Walked, rank: int) -> Any:
+        calls[0] += 1
+        return owned(walked, rank)
+
+    monkeypatch.setattr(Walked, "owned", counted)
+    return calls
+
+
+def test_random_state_in_new_tensors_makes_no_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, tensors = LocalLink(), {f"t{i}": torch.full((3,), float(i)) for i in range(10)}
+    ckpt = Checkpointer(link=link, tensors=tensors)
+    ckpt.restore()
+    ckpt.save(1)
+    calls = _count(monkeypatch)
+    states = {}
+    for step in (2, 3):
+        torch.manual_seed(step)
+        states[step] = torch.get_rng_state()
+        ckpt.save(step)
+        ckpt.flush()
+    ckpt.close()
+    assert calls == [0], "the plan of the first save is that of the others"
+    for step, state in states.items():
+        assert torch.equal(link.tensors(step)["rank0.rng.torch_cpu"], state)
+
+
+def _replaced(tensors: dict[str, Any]) -> None:
+    tensors["t3"] = torch.full((3,), 33.0)
+
+
+def _moved(tensors: dict[str, Any]) -> None:
+    tensors["t3"].data = torch.full((3,), 34.0)
+
+
+def _resized(tensors: dict[str, Any]) -> None:
+    tensors["t3"].data = torch.full((5, 2), 35.0)
+
+
+def _of_another_dtype(tensors: dict[str, Any]) -> None:
+    tensors["t3"].data = torch.full((3,), 36, dtype=torch.int64)
+
+
+def _added(tensors: dict[str, Any]) -> None:
+    tensors["new"] = torch.full((7,), 37.0)
+
+
+def _removed(tensors: dict[str, Any]) -> None:
+    del tensors["t3"]
+
+
+def _swapped(tensors: dict[str, Any]) -> None:
+    tensors["t3"], tensors["t4"] = tensors["t4"], tensors["t3"]
+
+
+def _a_view_of_a_parameter(tensors: dict[str, Any]) -> None:
+    tensors["t3"] = tensors["weight of the model"].detach()[0, :3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _replaced,
+        _moved,
+        _resized,
+        _of_another_dtype,
+        _added,
+        _removed,
+        _swapped,
+        _a_view_of_a_parameter,
+    ],
+)
+def test_a_plan_follows_what_has_changed(change: Callable[[dict[str, Any]], None]) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tensors = {f"t{i}": torch.full((3,), float(i)) for i in range(10)}
+    link = LocalLink()
+    ckpt = Checkpointer(link=link, tensors=tensors, model=model, optimizer=optimizer)
+    ckpt.restore()
+    for step in (1, 2):
+        ckpt.save(step)
+        ckpt.flush()
+    given = {**tensors, "weight of the model": model.weight}
+    change(given)
+    given.pop("weight of the model")
+    tensors.clear()
+    tensors.update(given)
+    ckpt.save(3)
+    with torch.no_grad():
+        expected = {f"rank0.tensors.{name}": value.clone() for name, value in tensors.items()}
+        expected |= {f"model.{name}": value.clone() for name, value in model.named_parameters()}
+        expected = {key.replace("rank0.tensors", _prefix(link)): v for key, v in expected.items()}
+    ckpt.flush()
+    ckpt.close()
+    found = {k: v for k, v in link.tensors(3).items() if not k.startswith("rank0.rng")}
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+
+
+def _prefix(link: LocalLink) -> str:
+    """Of the tensors of the dict."""
+    return next(key for key in link.tensors(1) if key.endswith(".t0")).removesuffix(".t0")
