@@ -260,6 +260,27 @@ def test_a_gap_after_a_snapshot_is_an_error_and_one_before_it_is_none(branched: 
         Catalog(branched.folder)
 
 
+def test_a_flip_in_a_record_that_no_other_one_names_is_found(branched: SampleRun) -> None:
+    """The last one, and record 0 when a snapshot stands for those after it."""
+    attempt = branched.checkpoints[50].attempt.attempt
+    branched.log.append(records.Annotated(attempt=attempt, metrics={"loss": 0.25}))
+    path = max((branched.folder / "ray_ckpt" / "log").glob("0*.json"))
+    _expect_damage(branched, path, b"0.25", b"0.35")
+    branched.log.snapshot(time_s=0.0)
+    first = path.with_name(names.record_file(0))
+    _expect_damage(branched, first, branched.log.run_uid.encode(), digest(b"another").encode())
+    assert Catalog(branched.folder)[50].info.metrics["loss"] == 0.25
+
+
+def _expect_damage(run: SampleRun, path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new))
+    with pytest.raises(FormatError, match=f"{path.name}.*does not match its own digest"):
+        Catalog(run.folder)
+    path.write_bytes(data)
+
+
 def test_a_damaged_snapshot_is_an_error_only_without_its_records(branched: SampleRun) -> None:
     whole = Catalog(branched.folder)
     branched.log.snapshot(time_s=0.0)
@@ -272,7 +293,8 @@ def test_a_damaged_snapshot_is_an_error_only_without_its_records(branched: Sampl
 
 def test_a_changed_record_is_an_error(branched: SampleRun) -> None:
     record = branched.folder / "ray_ckpt" / "log" / names.record_file(8)
-    record.write_bytes(record.read_bytes().replace(b'"loss": 0.6', b'"loss": 0.5'))
+    other = replace(records.decode_record(record.read_bytes()), time_s=0.0)
+    record.write_bytes(records.encode_record(other))
     with pytest.raises(FormatError, match="record 9 does not follow"):
         Catalog(branched.folder)
 

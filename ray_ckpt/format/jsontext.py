@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from math import isfinite
 from typing import Any
 
@@ -69,6 +69,37 @@ def loads_sealed(data: bytes, *, what: str, max_bytes: int, indent: int | None =
     """
     document = mapping(loads(data, what=what, max_bytes=max_bytes), what)
     check_version(document.get("format"), what)
+    return _unsealed(document, data, what=what, max_bytes=max_bytes, indent=indent)
+
+
+def loads_if_sealed(
+    data: bytes,
+    *,
+    what: str,
+    max_bytes: int,
+    known: Container[str],
+    indent: int | None = None,
+    final_newline: bool = True,
+) -> dict[str, Any]:
+    """The document of `dumps_sealed` without `digest`, or one that was written before it had that field.
+
+    Such a one has no fields but those that are `known`: a writer that adds a field seals the document, too.
+    So a change of any byte of a sealed document is a FormatError, also of the name of the seal.
+    """
+    document = mapping(loads(data, what=what, max_bytes=max_bytes, final_newline=final_newline), what)
+    if "digest" in document:
+        return _unsealed(document, data, what=what, max_bytes=max_bytes, indent=indent)
+    if unknown := sorted(name for name in document if name not in known):
+        raise FormatError(
+            f"{what} is damaged: it has no digest, and a field {_shown(unknown[0])}.", what=what
+        )
+    return document
+
+
+def _unsealed(
+    document: dict[str, Any], data: bytes, *, what: str, max_bytes: int, indent: int | None
+) -> dict[str, Any]:
+    """`document` without `digest`, which `data` must prove."""
     document.pop("digest", None)
     if dumps_sealed(document, what=what, max_bytes=max_bytes, indent=indent) != data:
         raise FormatError(f"{what} is damaged: it does not match its own digest.", what=what)

@@ -1,6 +1,7 @@
 """The records of a run's log: one small JSON file each, linked by the digest of the one before.
 
-A record is a fact: it happened because the file exists. Reading is strict where a value is known and lenient
+A record is a fact: it happened because the file exists. It has a digest of its own, since nothing else proves
+the last one; records of the first writers have none. Reading is strict where a value is known and lenient
 about fields that are not, so that a later version may add some; an unknown op is refused, because skipping a
 fact would change what the log says.
 """
@@ -234,6 +235,7 @@ OPS: Mapping[str, type[Op]] = {
     "drilled": Drilled,
     "note": Note,
 }
+_WHAT = "The log record"
 _MAX_WRITER = 64  # characters of a writer's name; a uuid, sometimes behind a word
 _LONG_TIME_S = 1.7976931348623157e-308  # as many digits as a time can have
 _OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}
@@ -256,7 +258,10 @@ class LogRecord:
 
 
 def encode_record(record: LogRecord) -> bytes:
-    """`record` as one line of JSON; equal records give equal bytes. FormatError if no reader takes it."""
+    """`record` as one line of sealed JSON; equal records give equal bytes.
+
+    FormatError if no reader takes it.
+    """
     name = _OP_NAMES.get(type(record.op))
     if name is None:
         raise FormatError(f"{type(record.op).__name__} is not an op of the log.")
@@ -269,7 +274,7 @@ def encode_record(record: LogRecord) -> bytes:
         "op": name,
         **{name: _to_json(value) for name, value in _said(record.op)},
     }
-    data = jsontext.dumps(document, what="The log record", max_bytes=MAX_RECORD_BYTES)
+    data = jsontext.dumps_sealed(document, what=_WHAT, max_bytes=MAX_RECORD_BYTES)
     decode_record(data)
     return data
 
@@ -291,10 +296,8 @@ def _said(op: Op) -> Iterator[tuple[str, Any]]:
 
 
 def decode_record(data: bytes) -> LogRecord:
-    """The record in `data`. Raises FormatError."""
-    document = jsontext.mapping(
-        jsontext.loads(data, what="The log record", max_bytes=MAX_RECORD_BYTES), "The log record"
-    )
+    """The record in `data`. Raises FormatError, also for any change of what `encode_record` has written."""
+    document = jsontext.loads_if_sealed(data, what=_WHAT, max_bytes=MAX_RECORD_BYTES, known=_KNOWN)
     seq = jsontext.integer(document.get("seq"), "seq", high=MAX_SEQ)
     return LogRecord(
         seq=seq,
@@ -439,3 +442,5 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "text": jsontext.text,
 }
 """How each field of an op is read; a name means the same in every op."""
+_KNOWN = _FIELDS.keys() | {"seq", "epoch", "writer", "prev", "time_s", "op"}
+"""What a record without a digest may have: all that was ever written without one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import stat
 import threading
 import time
@@ -29,6 +30,8 @@ from ray_ckpt.types import FileEntry, Fragment
 MARK_FILE = "run.json"  # <staging>/<run uid>/run.json: whose files these are, and the highest epoch heard of
 DISK_FILE = "disk"  # <staging>/disk: the name of the folder
 MAX_MARK_BYTES = 1 << 16
+_MARK_FIELDS = frozenset(("run_uid", "run_name", "storage_path", "epoch"))
+_DISK_NAME = re.compile(r"[0-9a-f]{32}\Z")
 QUARANTINE_DIR = "quarantine"
 MAX_QUARANTINED = 4  # checkpoints of a run whose bad files are kept for a look; the oldest go
 LOCK_WAIT_S = 20.0  # a killed agent's lock is free within seconds; a live owner's never
@@ -165,7 +168,7 @@ class Staging:
         with self._publishing:
             files.make_dirs(folder)
         document = {"run_uid": run_uid, "run_name": run_name, "storage_path": storage_path, "epoch": epoch}
-        data = jsontext.dumps(document, what="The run's mark", max_bytes=MAX_MARK_BYTES)
+        data = jsontext.dumps_sealed(document, what="The run's mark", max_bytes=MAX_MARK_BYTES)
         files.write_file(folder / MARK_FILE, [data])
 
     def marks(self, run_name: str, storage_path: str) -> tuple[RunMark, ...]:
@@ -211,9 +214,12 @@ class Staging:
     def _name_disk(self) -> str:
         """The name of this folder, given once: nodes come and go, and a returned disk is the same disk."""
         path = self.root / DISK_FILE
-        if not path.exists():
-            files.write_file(path, [uuid.uuid4().hex.encode()])
-        return files.read_small(path, MAX_MARK_BYTES).decode(errors="replace")
+        with contextlib.suppress(FileNotFoundError, EOFError):
+            if _DISK_NAME.match(name := files.read_small(path, MAX_MARK_BYTES).decode(errors="replace")):
+                return name
+        name = uuid.uuid4().hex  # also for one whose name is damaged: to others it is a new disk then
+        files.write_file(path, [name.encode()])
+        return name
 
     def _settle(self) -> None:
         """Take over from the agent before, which may have been killed at any moment.
@@ -279,12 +285,14 @@ class _Lock:
 def _read_mark(path: Path) -> dict[str, Any] | None:
     try:
         data = files.read_small(path, MAX_MARK_BYTES)
-        mark = jsontext.mapping(jsontext.loads(data, what="The run's mark", max_bytes=MAX_MARK_BYTES), "mark")
+        mark = jsontext.loads_if_sealed(
+            data, what="The run's mark", max_bytes=MAX_MARK_BYTES, known=_MARK_FIELDS
+        )
         jsontext.integer(mark.get("epoch"), "epoch")
         names.check_run_uid(path.parent.name)
     except (OSError, EOFError, FormatError):
         return None
-    return mark if {"run_name", "storage_path"} <= set(mark) else None
+    return mark if mark.keys() >= _MARK_FIELDS else None
 
 
 def _holding(path: Path, run_uid: str, find: Callable[[str, str, str], Path]) -> Holding | None:

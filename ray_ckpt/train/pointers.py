@@ -7,7 +7,6 @@ it points to, and opening it then says what is left.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from ray_ckpt.actors import names
 from ray_ckpt.actors.service import CALL_S, ask
 from ray_ckpt.catalog import Catalog
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
-from ray_ckpt.format.jsontext import newer
+from ray_ckpt.format import jsontext
 from ray_ckpt.location import BUCKETS, Location
 from ray_ckpt.opened import OpenedCheckpoint, OpenedRun
 from ray_ckpt.types import AttemptId, Level
@@ -32,6 +31,8 @@ log = logging.getLogger("ray_ckpt")
 POINTER_FILE = "pointer.json"
 VERSION = 2  # 1 had the run as a path without a scheme
 MAX_POINTER_BYTES = 64 << 10  # it has some hundred
+_WHAT = "The pointer"
+_FIELDS = frozenset(("ray_ckpt", "run", "storage_options", "run_uid", "step", "session", "attempt"))
 LOOK_S = 1.0  # between two looks at the log while a checkpoint is awaited
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}  # of version 1, by the kind of its file system
 
@@ -62,17 +63,21 @@ class Pointer:
             "session": self.attempt.session,
             "attempt": self.attempt.attempt,
         }
-        return json.dumps(told, indent=1).encode()
+        return jsontext.dumps_sealed(told, what=_WHAT, max_bytes=MAX_POINTER_BYTES, indent=1)
 
     @classmethod
     def decode(cls, data: bytes, file_system: str = "local") -> Pointer:
         """ValueError, NewerFormat. `file_system` is pyarrow's name of its file system's kind."""
-        told = json.loads(data)
+        told = jsontext.loads(data, what=_WHAT, max_bytes=MAX_POINTER_BYTES, final_newline=False)
         version = told.get("ray_ckpt") if isinstance(told, dict) else None
         if type(version) is not int or version < 1:
             raise ValueError("it has no version")
         if version > VERSION:
-            raise newer("A pointer", f"it is of version {version}, and this one reads up to {VERSION}")
+            found = f"it is of version {version}, and this one reads up to {VERSION}"
+            raise jsontext.newer("A pointer", found)
+        told = jsontext.loads_if_sealed(
+            data, what=_WHAT, max_bytes=MAX_POINTER_BYTES, known=_FIELDS, indent=1, final_newline=False
+        )
         run, options = _need(told, "run", str), told.get("storage_options", {})
         if told["ray_ckpt"] == 1:
             if file_system not in _SCHEMES:

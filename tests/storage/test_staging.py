@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,3 +227,30 @@ def test_the_lock_file_is_not_followed(tmp_path: Path) -> None:
     (root / "agent.lock").symlink_to(tmp_path / "victim")
     with pytest.raises(StagingError):
         Staging(root)
+
+
+def test_a_mark_that_is_damaged_counts_for_nothing(stage: Staging) -> None:
+    """Or a flip in its epoch would keep out every coordinator, and a flip in its path would hide the run."""
+    stage.write_mark(UID, run_name="gpt", storage_path="/shared", epoch=5)
+    path = stage.root / UID / staging.MARK_FILE
+    data = path.read_bytes()
+    assert stage.epoch(UID) == 5
+    for index in range(len(data)):
+        for bit in range(8):
+            path.write_bytes(data[:index] + bytes([data[index] ^ 1 << bit]) + data[index + 1 :])
+            assert (stage.epoch(UID), stage.marks("gpt", "/shared")) == (0, ())
+    mark = json.loads(data)
+    del mark["digest"]
+    path.write_text(json.dumps(mark) + "\n")
+    assert stage.epoch(UID) == 5, "as the first writers wrote it"
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\xff" * 32, b"0123", b"g" * 32, b"0" * 32 + b"\n"])
+def test_a_folder_whose_name_is_damaged_gets_a_new_one(tmp_path: Path, damaged: bytes) -> None:
+    opened = Staging(tmp_path / "stage")
+    opened.close()
+    (tmp_path / "stage" / staging.DISK_FILE).write_bytes(damaged)
+    again = Staging(tmp_path / "stage")
+    again.close()
+    assert again.disk not in ("", opened.disk) and len(again.disk) == 32
+    assert (tmp_path / "stage" / staging.DISK_FILE).read_text() == again.disk

@@ -13,6 +13,7 @@ import ray.train
 from pyarrow.fs import LocalFileSystem
 
 from ray_ckpt.errors import ConfigError, NewerFormat
+from ray_ckpt.format import jsontext
 from ray_ckpt.train import open_checkpoint
 from ray_ckpt.train.pointers import MAX_POINTER_BYTES, POINTER_FILE, Pointer
 from ray_ckpt.types import AttemptId
@@ -31,8 +32,10 @@ def run(tmp_path: Path) -> SampleRun:
 def pointer_to(run: SampleRun, step: int, **changes: Any) -> ray.train.Checkpoint:
     """As Ray Train has it, beside a run that lies elsewhere."""
     pointer = Pointer(attempt=run.checkpoints[step].attempt, run=str(run.folder))
-    told = json.loads(pointer.encode())
-    return write_pointer(run.folder.parent / "ray" / pointer.directory, json.dumps({**told, **changes}))
+    told = {**json.loads(pointer.encode()), **changes}
+    del told["digest"]
+    data = jsontext.dumps_sealed(told, what="it", max_bytes=MAX_POINTER_BYTES, indent=1)
+    return write_pointer(run.folder.parent / "ray" / pointer.directory, data.decode())
 
 
 def write_pointer(folder: Path, text: str) -> ray.train.Checkpoint:
@@ -126,11 +129,26 @@ def test_a_checkpoint_of_others_is_refused(tmp_path: Path) -> None:
 def test_pointers_of_version_1_are_still_read(run: SampleRun) -> None:
     assert open_checkpoint(pointer_to(run, 30, ray_ckpt=1)).step == 30
     told = {**json.loads(Pointer(attempt=ATTEMPT, run="/runs/gpt").encode()), "ray_ckpt": 1}
+    del told["digest"], told["storage_options"]
     told["run"] = "bucket/runs/gpt"
     assert Pointer.decode(json.dumps(told).encode(), "s3").run == "s3://bucket/runs/gpt"
     assert Pointer.decode(json.dumps(told).encode(), "gcs").run == "gs://bucket/runs/gpt"
     with pytest.raises(ValueError, match="does not say where"):
         Pointer.decode(json.dumps(told).encode(), "py::fsspec")
+
+
+def test_a_pointer_proves_its_own_bytes_and_those_from_before_are_read() -> None:
+    pointer = Pointer(attempt=ATTEMPT, run="s3://bucket/runs/gpt", storage_options={"profile": "training"})
+    data = bytearray(pointer.encode())
+    for index in range(len(data)):
+        for bit in range(8):
+            data[index] ^= 1 << bit
+            with pytest.raises(ValueError):
+                Pointer.decode(bytes(data))
+            data[index] ^= 1 << bit
+    told = json.loads(data)
+    del told["digest"]
+    assert Pointer.decode(json.dumps(told, indent=1).encode()) == pointer
 
 
 def test_a_pointer_says_how_a_bucket_is_opened_and_no_option_that_may_be_a_secret() -> None:
