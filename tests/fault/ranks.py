@@ -40,6 +40,7 @@ class Job:
     total: int = 1_000_000
     pace_s: float = 0.1
     waits: tuple[int, int, int] = (8, 2, 0)  # of ten saves, how many wait for local, replicated, durable
+    ack_s: float = ACK_S  # for which such a save waits
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -146,7 +147,7 @@ def _await_ack(ckpt: Any, journal: Journal, step: int, job: Job) -> None:
         return
     attempt = ckpt._pending[-1].attempt
     try:
-        ckpt.wait(level, timeout_s=ACK_S)
+        ckpt.wait(level, timeout_s=job.ack_s)
     except Unavailable:
         return
     journal.write("acked", attempt.step, session=attempt.session, attempt=attempt.attempt, level=level)
