@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,9 @@ STREAM_POLL_S = 0.001  # a block takes some milliseconds to fill
 STREAM_STALL_S = 60.0  # no block of a stream is filled for so long: the rank is dead or stuck
 SHM_FOLDER = Path("/dev/shm")
 ARENA_GIVEN_BYTES = 1 << 20  # beyond what was asked for, so that a header that grows a little still fits
+_BESIDES_BYTES = ARENA_GIVEN_BYTES + ARENA_PAGE_BYTES  # what a buffer takes besides the shard
+_MODES: Mapping[str, ArenaMode] = {"double": "double", "single": "single", "stream": "stream"}
+_COPIES: Mapping[ArenaMode, int] = {"double": 2, "single": 1, "stream": 0}
 
 
 class ArenaMemory:
@@ -52,6 +55,11 @@ class ArenaMemory:
         self._lock = threading.Lock()  # of the two below
         self._is_populating = False
         self._is_closed = False
+
+    @property
+    def is_named(self) -> bool:
+        """It is a file in /dev/shm."""
+        return self._named is not None
 
     def populate(self) -> None:
         """Put memory behind all of it; ends early when it is closed. Takes a second per GB or more."""
@@ -147,6 +155,11 @@ class RankArena:
     def populated_bytes(self) -> int:
         return sum(buffer.page.populated_bytes for buffer in self.buffers)
 
+    @property
+    def named_bytes(self) -> int:
+        """Of files in /dev/shm."""
+        return sum(len(buffer.memory) for buffer in self.buffers if buffer.is_named)
+
     def chunks(self, buffer: ArenaMemory, attempt: str) -> Iterable[memoryview]:
         """The shard file's bytes, to be written; of an arena they can be read again."""
         layout = buffer.layout
@@ -183,50 +196,130 @@ class RankArena:
 
 
 def make_arena(
-    rank: int, size_bytes: int, *, mode: str, all_bytes: int, free_bytes: int, named: bool
+    rank: int,
+    size_bytes: int,
+    *,
+    mode: str,
+    all_bytes: int,
+    free_bytes: int,
+    named: bool,
+    ranks: int = 1,
+    taken_bytes: int = 0,
 ) -> RankArena:
-    """Memory for one rank, where all ranks of the node will need `all_bytes` of the `free_bytes` there are.
+    """Memory for one rank, where all `ranks` of the node will need `all_bytes` of the `free_bytes` there are.
 
-    `mode` is the option `memory`. InsufficientSpace if what it asks for is not there.
+    `mode` is the option `memory`. `named`: in /dev/shm, of which arenas of these ranks have `taken_bytes`
+    already. InsufficientSpace if what it asks for is not there, and with `auto` if nothing fits.
     """
-    chosen = choose_mode(mode, all_bytes=all_bytes, free_bytes=free_bytes)
-    size = RING_BYTES if chosen == "stream" else size_bytes + ARENA_GIVEN_BYTES
-    count = 2 if chosen == "double" else 1
-    buffers: list[ArenaMemory] = []
+    room = ShmRoom.look(taken_bytes) if named else None
+    chosen = choose_mode(mode, all_bytes=all_bytes, free_bytes=free_bytes, ranks=ranks, room=room)
+    modes = _SMALLER[chosen] if mode == "auto" else (chosen,)
+    failure = OSError()
+    for candidate in modes:  # other processes take memory, too
+        size = RING_BYTES if candidate == "stream" else size_bytes + ARENA_GIVEN_BYTES
+        try:
+            return RankArena(candidate, _buffers(rank, size, 2 if candidate == "double" else 1, named=named))
+        except OSError as error:
+            failure = error
+    where = f" in {room}" if room else ""
+    raise InsufficientSpace(
+        f"There is no shared memory of {size:,} bytes for rank {rank}{where}: {failure}.",
+        hint=SHM_HINT if room else "Give the node more memory, or set memory='stream'.",
+        needed_bytes=size,
+        free_bytes=room.free_bytes if room else free_bytes,
+    ) from failure
+
+
+def _buffers(rank: int, size: int, count: int, *, named: bool) -> tuple[ArenaMemory, ...]:
+    """All of them, or an OSError and none."""
+    made: list[ArenaMemory] = []
     try:
-        while len(buffers) < count:
-            buffers.append(ArenaMemory(rank, size, named=named))
-    except OSError as error:
-        for buffer in buffers:
-            buffer.close()
+        while len(made) < count:
+            made.append(ArenaMemory(rank, size, named=named))
+    except OSError:
+        while made:  # the traceback keeps this frame, and a mapping would keep the memory
+            made.pop().close()
+        raise
+    return tuple(made)
+
+
+_SMALLER: Mapping[ArenaMode, tuple[ArenaMode, ...]] = {
+    "double": ("double", "single", "stream"),
+    "single": ("single", "stream"),
+    "stream": ("stream",),
+}
+"""What `auto` tries, one after another."""
+SHM_HINT = (
+    "Enlarge /dev/shm (docker run --shm-size, a volume with medium: Memory in Kubernetes, mount -o "
+    "remount,size=...). Or let ranks open the memory of their agent below /proc, which needs none of it: "
+    "same user and PID namespace, and ptrace allowed (kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE)."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmRoom:
+    """What arenas of a run may take of /dev/shm, with what they have there."""
+
+    free_bytes: int
+    size_bytes: int
+
+    @classmethod
+    def look(cls, taken_bytes: int = 0) -> ShmRoom:
+        found = os.statvfs(SHM_FOLDER)
+        free_bytes = found.f_bavail * found.f_frsize + taken_bytes
+        return cls(free_bytes=free_bytes, size_bytes=found.f_blocks * found.f_frsize)
+
+    def __str__(self) -> str:
+        return f"{SHM_FOLDER}, which has {self.free_bytes:,} of {self.size_bytes:,} bytes free"
+
+
+def choose_mode(
+    mode: str, *, all_bytes: int, free_bytes: int, ranks: int = 1, room: ShmRoom | None = None
+) -> ArenaMode:
+    """What `auto` means on a node whose `ranks` save `all_bytes` altogether; other modes are checked.
+
+    `room`: of /dev/shm, if the memory has to be there. InsufficientSpace if it does not fit.
+    """
+    needed: Mapping[ArenaMode, int] = {
+        "double": 2 * (all_bytes + ranks * _BESIDES_BYTES),
+        "single": all_bytes + ranks * _BESIDES_BYTES,
+        "stream": ranks * (RING_BYTES + ARENA_PAGE_BYTES),
+    }
+    found = _smallest_that_fits(needed, all_bytes, free_bytes, room) if mode == "auto" else _MODES[mode]
+    if room is not None and needed[found] > room.free_bytes:
         raise InsufficientSpace(
-            f"There is no shared memory of {size:,} bytes for rank {rank}: {error}.",
-            hint="Give the node more memory, or set memory='stream'.",
-            needed_bytes=size,
+            f"memory={mode!r} needs {needed[found]:,} bytes for the captures of this node's ranks in {room}. "
+            "It has to be there, since a rank may not open the memory of its agent below /proc.",
+            hint=SHM_HINT,
+            needed_bytes=needed[found],
+            free_bytes=room.free_bytes,
+        )
+    copies_bytes = _COPIES[found] * all_bytes
+    if mode != "auto" and copies_bytes > free_bytes * (1 - MEMORY_RESERVE):
+        raise InsufficientSpace(
+            f"memory={mode!r} needs {copies_bytes:,} bytes for the captures of this node's ranks; "
+            f"{free_bytes:,} are available.",
+            hint="Use memory='auto', put fewer ranks on a node, or give the node more memory.",
+            needed_bytes=copies_bytes,
             free_bytes=free_bytes,
-        ) from error
-    return RankArena(chosen, tuple(buffers))
+        )
+    return found
 
 
-def choose_mode(mode: str, *, all_bytes: int, free_bytes: int) -> ArenaMode:
-    """What `auto` means on a node whose ranks save `all_bytes` altogether; other modes are checked."""
-    copies = {"double": 2, "single": 1}
-    if mode == "auto":
+def _smallest_that_fits(
+    needed: Mapping[ArenaMode, int], all_bytes: int, free_bytes: int, room: ShmRoom | None
+) -> ArenaMode:
+    """The largest that leaves enough of both memory and /dev/shm; else what takes least of /dev/shm."""
+    if room is None:
         if 2 * all_bytes <= DOUBLE_SHARE * free_bytes:
             return "double"
         return "single" if all_bytes <= SINGLE_SHARE * free_bytes else "stream"
-    if mode == "stream":
-        return "stream"
-    needed = copies[mode] * all_bytes
-    if needed > free_bytes * (1 - MEMORY_RESERVE):
-        raise InsufficientSpace(
-            f"memory={mode!r} needs {needed:,} bytes for the captures of this node's ranks; "
-            f"{free_bytes:,} are available.",
-            hint="Use memory='auto', put fewer ranks on a node, or give the node more memory.",
-            needed_bytes=needed,
-            free_bytes=free_bytes,
-        )
-    return "double" if mode == "double" else "single"
+    shm_bytes = SINGLE_SHARE * room.free_bytes  # data loaders and NCCL have files there, too
+    if 2 * all_bytes <= DOUBLE_SHARE * free_bytes and needed["double"] <= shm_bytes:
+        return "double"
+    if all_bytes <= SINGLE_SHARE * free_bytes and needed["single"] <= shm_bytes:
+        return "single"
+    return min(("stream", "single"), key=needed.__getitem__)
 
 
 # -- what there is -----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ray_ckpt.actors import names
 from ray_ckpt.actors.arena_memory import (
     AgreedPage,
     RankArena,
+    ShmRoom,
     available_memory_bytes,
     choose_mode,
     make_arena,
@@ -350,13 +351,20 @@ class NodeAgent:
             return None
         return await self.get_ticket(run_uid)
 
-    async def reserve(self, run_uid: str, rank: int, size_bytes: int) -> None:
-        """InsufficientSpace unless memory takes the arena and the disk two checkpoints with copies."""
+    async def reserve(self, run_uid: str, rank: int, size_bytes: int, named: bool) -> None:
+        """InsufficientSpace unless memory takes the arena and the disk two checkpoints with copies.
+
+        `named`: the arena has to be in /dev/shm.
+        """
         run = self._run(run_uid)
         ranks = run.machine.here.ranks if run.machine.here else (rank,)
         run.reserved = {k: size for k, size in run.reserved.items() if k in ranks} | {rank: size_bytes}
         choose_mode(
-            run.spec.options.memory, all_bytes=sum(run.reserved.values()), free_bytes=self._free_memory(run)
+            run.spec.options.memory,
+            all_bytes=sum(run.reserved.values()),
+            free_bytes=self._free_memory(run),
+            ranks=len(run.reserved),
+            room=ShmRoom.look(run.named_bytes) if named else None,
         )
         needed = 2 * size_bytes * len(ranks) * (1 + run.spec.options.replicas)
         run.check_space(needed, what="Two checkpoints with copies", is_one_file=False)
@@ -370,21 +378,24 @@ class NodeAgent:
         if (old := run.arenas.pop(rank, None)) is not None:
             old.close()
         run.reserved[rank] = size_bytes
-        arena: RankArena = await self._in_thread(
-            self._disk_io,
-            make_arena,
-            rank,
-            size_bytes,
-            mode=run.spec.options.memory,
-            all_bytes=sum(run.reserved.values()),
-            free_bytes=self._free_memory(run),
-            named=named,
-        )
-        if rank in run.arenas or require(run.machine.plan).session != session:
-            arena.close()
-            raise Unavailable("Another one has asked for this rank's memory meanwhile.")
+        async with run.arena_lock:  # or another rank's memory would be neither free nor taken
+            arena: RankArena = await self._in_thread(
+                self._disk_io,
+                make_arena,
+                rank,
+                size_bytes,
+                mode=run.spec.options.memory,
+                all_bytes=sum(run.reserved.values()),
+                free_bytes=self._free_memory(run),
+                named=named,
+                ranks=len(run.reserved),
+                taken_bytes=run.named_bytes,
+            )
+            if rank in run.arenas or require(run.machine.plan).session != session:
+                arena.close()
+                raise Unavailable("Another one has asked for this rank's memory meanwhile.")
+            run.arenas[rank] = arena
         arena.start_populating()
-        run.arenas[rank] = arena
         return ArenaGrant(
             mode=arena.mode,
             paths=tuple(buffer.path for buffer in arena.buffers),

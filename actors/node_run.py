@@ -69,6 +69,7 @@ class NodeRun:
         self.end: tuple[int, CheckpointError] | None = None  # the last session that ended here, and why
         self.endpoints: dict[str, str] = {}
         self.arenas: dict[int, RankArena] = {}
+        self.arena_lock = asyncio.Lock()  # one rank's memory at a time is looked for and taken
         self.page: AgreedPage | None = None  # made when the first rank asks for it
         self.word = 0  # what it shows
         self.sealed: dict[tuple[str, int], SealedShard] = {}
@@ -109,6 +110,11 @@ class NodeRun:
         self.staging.check_space(
             needed_bytes, reserve_bytes=reserve_bytes, what=what, is_one_file=is_one_file
         )
+
+    @property
+    def named_bytes(self) -> int:
+        """What arenas of the run take of /dev/shm."""
+        return sum(arena.named_bytes for arena in self.arenas.values())
 
     def persist_epoch(self, epoch: int) -> None:
         """Blocks until it is durable."""

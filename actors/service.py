@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -169,6 +170,15 @@ def _own_errors(call: Any) -> Future[Any]:
     return answer
 
 
+def _can_open(path: str) -> bool:
+    """Whether this process may open memory of its agent, which is below /proc."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return path.startswith("/proc/")
+
+
 class RayLink:
     """A rank's link to the agent of its node, by Ray actor calls."""
 
@@ -220,7 +230,8 @@ class RayLink:
         return shared
 
     def reserve(self, size_bytes: int) -> None:
-        ask(self._agent.reserve.remote(self._uid, self._rank, size_bytes), CALL_S)
+        named = not _can_open(self.agreed_page())  # the agent's memory is reached by a file in /dev/shm then
+        ask(self._agent.reserve.remote(self._uid, self._rank, size_bytes, named), CALL_S)
 
     def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         call = self._agent.open_arena.remote(self._uid, session, self._rank, size_bytes, named)

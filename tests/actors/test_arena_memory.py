@@ -15,6 +15,7 @@ import torch
 import ray_ckpt.actors.arena_memory as memory_module
 from ray_ckpt.actors.arena_memory import (
     ArenaMemory,
+    ShmRoom,
     available_memory_bytes,
     choose_mode,
     make_arena,
@@ -45,6 +46,50 @@ def test_what_is_asked_for_by_name_is_checked() -> None:
     for mode, size in (("single", 8 * GIB), ("double", 4 * GIB)):
         with pytest.raises(InsufficientSpace, match=f"memory='{mode}' needs 8,589,934,592 bytes"):
             choose_mode(mode, all_bytes=size, free_bytes=8 * GIB)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("all_bytes", "room_bytes", "ranks", "expected"),
+    [
+        (20 * MIB, 64 * MIB, 1, "double"),
+        (30 * MIB, 64 * MIB, 1, "single"),
+        (60 * MIB, 64 * MIB, 1, "single"),  # a ring is larger
+        (200 * MIB, 190 * MIB, 1, "stream"),
+        (200 * MIB, 260 * MIB, 2, "single"),  # two rings are larger
+        (2 * GIB, 64 * GIB, 1, "single"),  # by memory, of which there are 8 GiB
+        (6 * GIB, 64 * GIB, 1, "stream"),
+    ],
+)
+def test_auto_takes_what_fits_into_dev_shm_where_the_memory_has_to_be_there(
+    all_bytes: int, room_bytes: int, ranks: int, expected: str
+) -> None:
+    room = ShmRoom(free_bytes=room_bytes, size_bytes=room_bytes)
+    assert choose_mode("auto", all_bytes=all_bytes, free_bytes=8 * GIB, ranks=ranks, room=room) == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "all_bytes", "needed"),
+    [
+        ("auto", 100, 105_910_272),
+        ("double", 40, 85_991_424),
+        ("single", 64, 68_161_536),
+        ("stream", 1, 134_221_824),
+    ],
+)
+def test_what_does_not_fit_into_dev_shm_is_an_error_that_says_what_would_help(
+    mode: str, all_bytes: int, needed: int
+) -> None:
+    room = ShmRoom(free_bytes=63 * MIB, size_bytes=64 * MIB)
+    with pytest.raises(InsufficientSpace) as caught:
+        choose_mode(mode, all_bytes=all_bytes * MIB, free_bytes=8 * GIB, room=room)
+    message, hint = caught.value.message, caught.value.hint
+    assert f"memory='{mode}' needs {needed:,} bytes" in message
+    assert "/dev/shm, which has 66,060,288 of 67,108,864 bytes free" in message
+    assert "--shm-size" in hint and "ptrace_scope" in hint and "CAP_SYS_PTRACE" in hint
+    assert caught.value.fields["needed_bytes"] == needed
 
 
 def test_a_cgroup_limits_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,30 +143,66 @@ def test_a_rank_cannot_be_cut_off_from_its_memory() -> None:
     buffer.close()
 
 
-def test_too_little_room_in_dev_shm_is_an_error_at_once_and_leaves_nothing(tmp_path: Path) -> None:
-    """In a mount namespace of its own, with a /dev/shm of 64 MB, as containers have it."""
-    script = f"""
+def in_small_dev_shm(script: str) -> str:
+    """What a program prints in a mount namespace of its own, with a /dev/shm of 64 MB as in containers."""
+    preface = f"""
 import sys
 sys.path.insert(0, {str(Path.cwd())!r})
 from ray_ckpt.actors.arena_memory import make_arena, SHM_FOLDER
 from ray_ckpt.errors import InsufficientSpace
-arena = make_arena(0, 256 << 20, mode="single", all_bytes=1, free_bytes=1 << 40, named=False)
-arena.buffers[0].populate()
-assert arena.buffers[0].page.populated_bytes == len(arena.buffers[0].memory)
-try:
-    make_arena(0, 256 << 20, mode="single", all_bytes=1, free_bytes=1 << 40, named=True)
-except InsufficientSpace as error:
-    print("refused:", error)
-assert not list(SHM_FOLDER.glob("ray_ckpt-*"))
 """
     command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -"
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", command], input=script, capture_output=True, text=True, timeout=60
+        ["unshare", "--mount", "sh", "-c", command],
+        input=preface + script,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     if "unshare" in done.stderr and done.returncode != 0:
         pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
-    assert "refused: There is no shared memory of 269,484,032 bytes" in done.stdout
+    return done.stdout
+
+
+def test_too_little_room_in_dev_shm_is_an_error_at_once_and_leaves_nothing() -> None:
+    said = in_small_dev_shm("""
+arena = make_arena(0, 256 << 20, mode="single", all_bytes=1, free_bytes=1 << 40, named=False)
+arena.buffers[0].populate()
+assert arena.buffers[0].page.populated_bytes == len(arena.buffers[0].memory)
+for mode, all_bytes in ("single", 1), ("single", 256 << 20), ("auto", 256 << 20):
+    try:
+        make_arena(0, 256 << 20, mode=mode, all_bytes=all_bytes, free_bytes=1 << 40, named=True)
+    except InsufficientSpace as error:
+        print("refused:", error)
+assert not list(SHM_FOLDER.glob("ray_ckpt-*"))
+""").splitlines()
+    assert said[0].startswith(
+        "refused: There is no shared memory of 269,484,032 bytes for rank 0 in /dev/shm"
+    )
+    assert said[1].startswith("refused: memory='single' needs 269,488,128 bytes")
+    assert said[2].startswith("refused: memory='auto' needs 134,221,824 bytes")
+    assert len(said) == 3 and all("--shm-size" in line and "ptrace_scope" in line for line in said)
+
+
+def test_auto_uses_dev_shm_as_far_as_it_goes() -> None:
+    """Of two ranks each has its part; what others have taken in the meantime leaves a smaller mode."""
+    said = in_small_dev_shm("""
+size = 14 << 20
+both = {"mode": "auto", "all_bytes": 2 * size, "free_bytes": 1 << 40, "named": True, "ranks": 2}
+first = make_arena(0, size, **both)
+second = make_arena(1, size, **both, taken_bytes=first.named_bytes)
+print(first.mode, second.mode, first.named_bytes)
+first.close(), second.close()
+del first, second  # the last who has mapped them
+alone = make_arena(0, size, mode="auto", all_bytes=size, free_bytes=1 << 40, named=True)
+print(alone.mode)
+alone.close()
+del alone
+(SHM_FOLDER / "ballast").write_bytes(bytes(36 << 20))
+print(make_arena(0, size, mode="auto", all_bytes=1, free_bytes=1 << 40, named=True).mode)
+""").splitlines()
+    assert said == ["single single 15732736", "double", "single"]
 
 
 def test_files_of_dead_agents_are_swept_and_those_of_live_ones_are_not() -> None:
