@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -144,6 +145,19 @@ def reserve_memory(run: str, storage: str) -> None:
 def test_too_little_memory_is_named(spare_group: RankGroup, storage: str) -> None:
     with pytest.raises(InsufficientSpace, match=r"memory='single' needs.*put fewer ranks on a node"):
         spare_group.run(reserve_memory, "memory", storage)
+
+
+def reserve_memory_in_dev_shm(run: str, storage: str) -> None:
+    """As a rank that ptrace rules keep from the memory of its agent."""
+    training = Training(run, storage, memory="auto")
+    with mock.patch("ray_ckpt.actors.service._can_open", return_value=False):
+        training.ckpt._link.reserve(1 << 20)
+        training.ckpt._link.reserve(1 << 50)
+
+
+def test_too_little_room_in_dev_shm_is_named(group: RankGroup, storage: str) -> None:
+    with pytest.raises(InsufficientSpace, match=r"in /dev/shm, which has .*--shm-size.*ptrace_scope"):
+        group.run(reserve_memory_in_dev_shm, "shm", storage)
 
 
 def save_while_the_disk_fills_up(run: str, storage: str, mount: str) -> dict[str, Any]:
