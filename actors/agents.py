@@ -19,7 +19,7 @@ from ray_ckpt.actors import names
 from ray_ckpt.actors.node_agent import NodeAgent
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.actors.wire import AgentCard, ServiceCard
-from ray_ckpt.errors import CheckpointError
+from ray_ckpt.errors import CheckpointError, text_of
 from ray_ckpt.transport.credentials import ServiceKeys
 
 log = logging.getLogger("ray_ckpt.coordinator")
@@ -174,6 +174,4 @@ class Agents:
 
 def reason(error: Exception) -> str:
     """Why a call to an agent came to nothing, on one line."""
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    return str(getattr(error, "cause", None) or error).splitlines()[0]
+    return text_of(getattr(error, "cause", None) or error).splitlines()[0]

@@ -76,7 +76,7 @@ class Effects:
                 return None
 
     async def _append(self, run: Run, work: m.Append) -> m.Appended:
-        record, service = work.record, ""
+        record, service, missing = work.record, "", ""
         create = run.log_threads.run(create_record, run.store, record.seq, encode_record(record))
         outcome: Literal["ok", "exists", "unknown"] = "unknown"
         try:
@@ -86,9 +86,11 @@ class Effects:
                 case Outcome.EXISTS:
                     outcome = "exists"
                     service = await asyncio.wait_for(self._last_service(run), STORE_TIMEOUT_S)
+            if outcome == "unknown":
+                missing = await asyncio.wait_for(run.log_threads.run(run.remote.missing), STORE_TIMEOUT_S)
         except (TimeoutError, OSError, CheckpointError) as error:
-            log.warning("%s: record %d: %s", run.spec.name, record.seq, error or "no answer in time")
-        return m.Appended(seq=record.seq, outcome=outcome, service=service)
+            log.warning("%s: record %d: %s", run.spec.name, record.seq, reason(error))
+        return m.Appended(seq=record.seq, outcome=outcome, service=service, reason=missing)
 
     async def _last_service(self, run: Run) -> str:
         """Whose coordinator has written the last epoch of the log."""

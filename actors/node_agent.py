@@ -43,7 +43,15 @@ from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.claim import RunMark
 from ray_ckpt.core.meetings import MEET_S
 from ray_ckpt.core.messages import Age, DiskSpace, Inventory, RankProgress, ReplicaEnded, SessionPlan
-from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunConflict, RunSuperseded, Unavailable
+from ray_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    Fenced,
+    RunConflict,
+    RunSuperseded,
+    Unavailable,
+    named_text,
+)
 from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
@@ -70,6 +78,7 @@ PROBE_FOR_S = 3600.0  # then the next copy asks: a node that is gone is not aske
 REMOTE_THREADS = 4  # questions and scrubs on storage paths at a time
 MAX_TOLD = 16  # saves of which that is kept until they are stored; those that were dropped give way
 MAX_ANNOTATING = 64  # annotations of a run that wait; each holds a call and its metrics
+MISSING_LOOK_S = 5.0  # between looks, by the node of rank 0, whether the log is where it was
 OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten question
 RETIRE_AFTER_S = 0.5  # time for the answer to leave
 MAX_MEETINGS = 16  # whose end late ranks are told; the coordinator knows of more
@@ -470,12 +479,23 @@ class NodeAgent:
     async def skip(self, run_uid: str, attempt: AttemptId, rank: int, reason: str) -> None:
         await self._handle(self._run(run_uid), n.SaveFailed(attempt=attempt, rank=rank, reason=reason))
 
-    async def progress(self, run_uid: str, session: int, rank: int, progress: RankProgress) -> None:
+    async def progress(self, run_uid: str, session: int, rank: int, progress: RankProgress) -> str:
+        """Take it, and tell the rank what is missing of the storage path; empty if nothing is known to be."""
         run = self._run(run_uid)
+        if rank == 0 and time.monotonic() - run.looked_s > MISSING_LOOK_S:
+            run.looked_s = float("inf")  # one look at a time
+            self._spawn(self._look_for_missing(run))
         is_first = not run.progress
         run.progress[rank] = progress
         if is_first:
             self._spawn(self._forward_progress(run, session))
+        return run.missing if rank == 0 else ""
+
+    async def _look_for_missing(self, run: NodeRun) -> None:
+        try:
+            run.missing = await run.drain_threads.run(run.remote.missing)
+        finally:
+            run.looked_s = time.monotonic()
 
     async def leaves(self, notice: Notice) -> None:
         """This node, or a rank on it, is about to go."""
@@ -820,7 +840,7 @@ class NodeAgent:
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CheckpointError) else named_text(error)
 
 
 async def _logged(work: Awaitable[None]) -> None:

@@ -87,6 +87,8 @@ class NodeRun:
         self.meetings: dict[int, Meeting] = {}  # by number
         self.met = 0  # the highest number of one that all ranks have come to
         self.progress: dict[int, RankProgress] = {}
+        self.missing = ""  # of the storage path; see `RemoteTier.missing`
+        self.looked_s = 0.0  # for that (monotonic)
         self.annotating = 0  # annotations that wait for a save, or for the log
         self.reserved: dict[int, int] = {}  # bytes of each rank's coming arena
         self.checked_nonce = ""

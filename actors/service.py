@@ -22,7 +22,7 @@ from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
-from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable
+from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable, text_of
 from ray_ckpt.format.names import check_run_name
 from ray_ckpt.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.location import Location, storage_options
@@ -69,7 +69,7 @@ def ask(call: Any, timeout_s: float | None) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, CheckpointError) else Unavailable(str(error))) from None
     except (ray.exceptions.RayError, TimeoutError) as error:
-        raise Unavailable(f"The checkpoint service did not answer: {error}") from error
+        raise Unavailable(f"The checkpoint service did not answer: {text_of(error)}") from error
 
 
 def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -> RunSpec:
@@ -197,6 +197,8 @@ class RayLink:
         self._uid, self._rank, self._node = joined.run_uid, rank, node
         self._origin = joined.origin
         self._handle: Any = None
+        self._answer: Any = None  # to a progress that was sent
+        self._missing = ""  # what the last answer has said
 
     @property
     def _agent(self) -> Any:
@@ -256,8 +258,18 @@ class RayLink:
             self._agent.skip.remote(self._uid, attempt, self._rank, reason)
 
     def progress(self, session: int, progress: RankProgress) -> None:
-        with contextlib.suppress(Unavailable):
+        """Send it, and log what the answer to an earlier one says of the storage path."""
+        with contextlib.suppress(Unavailable, ray.exceptions.RayError):
+            if self._answer is None:
+                self._answer = self._agent.progress.remote(self._uid, session, self._rank, progress)
+                return
             self._agent.progress.remote(self._uid, session, self._rank, progress)
+            if ray.wait([self._answer], timeout=0)[0]:
+                answer, self._answer = self._answer, None
+                missing = ray.get(answer)
+                if missing and missing != self._missing:
+                    log.warning("%s: %s", self.identity.run_name, missing)
+                self._missing = missing
 
     def leaves(self, notice: Notice) -> None:
         with contextlib.suppress(Unavailable):

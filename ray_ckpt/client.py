@@ -49,6 +49,8 @@ from ray_ckpt.errors import (
     ServiceError,
     StateError,
     Unavailable,
+    named_text,
+    text_of,
 )
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.format.records import MAX_METRICS
@@ -585,7 +587,7 @@ class Checkpointer:
                 done = self._link.annotate(step, values, attempt)
                 done.add_done_callback(lambda done: _warn_of_annotation(step, done))
         except Exception as error:  # there is no agent, or a value of a strange kind: training goes on
-            log.warning("step %s was not annotated: %s", step, error)
+            log.warning("step %s was not annotated: %s", step, text_of(error))
 
     def _is_in_window(self) -> bool:
         """Whether a save is put off to the end of the accumulation window."""
@@ -710,11 +712,11 @@ class Checkpointer:
                 self.stats.dropped += 1
                 if isinstance(error, ServiceError | OSError):
                     saver.lose_agent()
-                self._stay_out(attempt, str(error))
+                self._stay_out(attempt, text_of(error))
             except Exception as error:  # no memory for a copy, a state_dict that raises: training goes on
                 self.stats.dropped += 1
                 log.exception("step %d could not be captured", step)
-                self._stay_out(attempt, f"{type(error).__name__}: {error}")
+                self._stay_out(attempt, named_text(error))
         if step != self._saved_step or self._saved_before is None:
             self._saved_before = self._saved_step
         self._saved_updates, self._saved_step = self._num_updates(), step
@@ -748,9 +750,12 @@ class Checkpointer:
             limit_s = self._link.options.attempt_timeout_s + OUTCOME_SLACK_S
         try:
             return pending.outcome.result(limit_s).error is None
-        except Exception as error:  # time-out, or the agent died
-            log.warning("step %d: cannot tell how its save ended: %s", pending.attempt.step, error)
-            return False
+        except TimeoutError:
+            text = f"nothing was heard of it for {limit_s:.0f} s"
+        except Exception as error:  # the agent died
+            text = text_of(error)
+        log.warning("step %d: cannot tell how its save ended: %s", pending.attempt.step, text)
+        return False
 
     def _walk(self) -> Walked:
         identity = self._link.identity
@@ -838,8 +843,9 @@ class Checkpointer:
         try:
             outcome = pending.outcome.result(0)
         except Exception as error:
-            self._protection.failed(pending.attempt.step, str(error))
-            log.warning("step %d: the agent did not tell how its save ended: %s", pending.attempt.step, error)
+            text = text_of(error)
+            self._protection.failed(pending.attempt.step, text)
+            log.warning("step %d: the agent did not tell how its save ended: %s", pending.attempt.step, text)
             return
         if isinstance(outcome.error, CollectiveError | RunConflict):
             raise outcome.error
@@ -940,7 +946,7 @@ def _read_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _warn_of_annotation(step: int, done: Future[None]) -> None:
     if (error := done.exception()) is not None:
-        log.warning("step %d was not annotated: %s", step, getattr(error, "cause", None) or error)
+        log.warning("step %d was not annotated: %s", step, text_of(getattr(error, "cause", None) or error))
 
 
 def _require(saver: Saver | None) -> Saver:

@@ -38,7 +38,7 @@ from ray_ckpt.config import (
     staging_roots,
     transport_ports,
 )
-from ray_ckpt.errors import CheckpointError
+from ray_ckpt.errors import CheckpointError, named_text
 from ray_ckpt.format import names
 from ray_ckpt.location import Location
 from ray_ckpt.storage.direct import PAGE_BYTES, read_blocks_direct, write_direct
@@ -183,7 +183,7 @@ def _run(
         except CheckpointError as error:
             found.append(("fail", error.message, error.hint or advice))
         except Exception as error:  # whatever it is, the other checks still tell something
-            found.append(("fail", f"{type(error).__name__}: {error}", advice))
+            found.append(("fail", named_text(error), advice))
 
     thread = threading.Thread(target=body, name=f"ray_ckpt-doctor-{name}", daemon=True)
     thread.start()

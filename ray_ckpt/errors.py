@@ -151,3 +151,16 @@ class ServiceError(CheckpointError, RuntimeError):
 
 class Unavailable(ServiceError):
     """An agent, a peer or the store could not be reached in time."""
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says; those that say nothing are named, so that no message ends in a colon."""
+    if text := str(error).strip():
+        return text
+    return "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+
+
+def named_text(error: BaseException) -> str:
+    """The class of an error, and what it says if it says something."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

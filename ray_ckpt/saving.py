@@ -20,7 +20,7 @@ from ray_ckpt.capture.dtensors import mesh_text
 from ray_ckpt.capture.guard import background_slices, guarded_storages, hooks_in_backward
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.walk import LiveSlice, Walked, bytes_digest
-from ray_ckpt.errors import CheckpointError, ConfigError, InsufficientSpace, Unavailable
+from ray_ckpt.errors import CheckpointError, ConfigError, InsufficientSpace, Unavailable, text_of
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.link import ArenaGrant, Identity, Link, SealedShard
 from ray_ckpt.types import AttemptId, Slice
@@ -203,7 +203,7 @@ class Saver:
         except FutureTimeout:
             return False
         except Exception as error:  # the agent died, and the save with it
-            log.warning("the last save was lost: %s", error)
+            log.warning("the last save was lost: %s", text_of(error))
             self.lose_agent()
             return True
         self._buffers[0].released = None
@@ -279,11 +279,11 @@ class Saver:
             sealed.add_done_callback(lambda done: _pass_on(done, released))
 
         def fail(error: Exception) -> None:
-            log.warning("step %d is not saved: %s", parts.attempt.step, error)
+            log.warning("step %d is not saved: %s", parts.attempt.step, text_of(error))
             if is_told:  # a stream was given up: its reader finds out, and says so itself
                 return
             with contextlib.suppress(Exception):
-                self._link.skip(parts.attempt, str(error))
+                self._link.skip(parts.attempt, text_of(error))
             if not released.done():
                 released.set_result(None)
 

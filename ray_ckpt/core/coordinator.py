@@ -287,6 +287,7 @@ class RunMachine:
             yield from self._saves.shed()
             yield from self._context.warn_once(
                 f"The log did not answer for record {event.seq}; trying again."
+                + (f" {event.reason}" if event.reason else "")
             )
         elif op == "lost":
             yield from self._step_down(f"Another coordinator wrote record {event.seq}", event.service)

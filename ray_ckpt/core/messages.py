@@ -160,6 +160,7 @@ class Appended:
     seq: int
     outcome: Literal["ok", "exists", "unknown"]
     service: str = ""  # if others' bytes are there: the service of the log's last epoch, "" if not known
+    reason: str = ""  # of an unknown outcome, as far as it is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,6 +130,26 @@ class RemoteTier:
 
     # -- is it the right place ---------------------------------------------------------------------------
 
+    def missing(self) -> str:
+        """Why the log takes no records, if what was there is gone: the folder's name, and what to do.
+
+        Empty if record 0 is there, and if the store does not answer, which says nothing about the folder.
+        """
+        try:
+            if self.log.read(names.record_file(0)) is not None:
+                return ""
+        except OSError:
+            return ""
+        gone = self.where
+        if self.root.is_posix:
+            log = self.root.folder / names.LOG_DIR
+            gone = next((str(path) for path in (*reversed(log.parents), log) if not path.is_dir()), str(log))
+        return (
+            f"{gone} is not there any more, or is empty: no checkpoint can be recorded. Bring it back as it "
+            "was (a mount, a rename), and the saves that wait follow. If it was deleted, end training and "
+            "give the run another name: its checkpoints went with it."
+        )
+
     def probe_log(self) -> None:
         """Prove that commits work here, whoever else is at work here. StoragePathError."""
         if self.root.is_posix:

@@ -26,7 +26,7 @@ from ray_ckpt.actors.wire import Joined, RunSpec
 from ray_ckpt.client import close_all
 from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.connection import Connection, set_connection
-from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError
+from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError, named_text
 from ray_ckpt.notices import TermSignal
 from ray_ckpt.probe import Probe, ProbeSpec
 from ray_ckpt.storage.remote import RemoteRef
@@ -221,7 +221,7 @@ def _guarded(
 
 def _unexpected(what: str, error: Exception) -> ServiceError:
     return ServiceError(
-        f"{what}: {type(error).__name__}: {error}",
+        f"{what}: {named_text(error)}",
         hint="This is not supposed to happen; the log has a traceback.",
     )
 

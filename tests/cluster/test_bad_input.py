@@ -149,7 +149,7 @@ def test_too_little_memory_is_named(spare_group: RankGroup, storage: str) -> Non
 
 def reserve_memory_in_dev_shm(run: str, storage: str) -> None:
     """As a rank that ptrace rules keep from the memory of its agent."""
-    training = Training(run, storage, memory="auto")
+    training = Training(run, storage, memory="single")
     with mock.patch("ray_ckpt.actors.service._can_open", return_value=False):
         training.ckpt._link.reserve(1 << 20)
         training.ckpt._link.reserve(1 << 50)

@@ -363,3 +363,11 @@ def test_a_found_group_that_is_older_than_the_logs_session_is_ended(logged: bool
     effects = run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
     assert bool(of(effects, m.Supersede)) is logged
     assert (run.machine.plan is None) is logged
+
+
+def test_the_reason_for_a_silent_log_is_in_the_warning() -> None:
+    run = away()
+    run.save(20)
+    seq = run.machine.history.next_seq
+    warned = one(run.tell(m.Appended(seq=seq, outcome="unknown", reason="/x is not there any more.")), m.Warn)
+    assert warned.text == f"The log did not answer for record {seq}; trying again. /x is not there any more."

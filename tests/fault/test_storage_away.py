@@ -34,3 +34,19 @@ def test_a_group_restores_what_is_held_and_the_log_hears_of_it_later(make_rig: M
     rig.wait_commits(2)
     newest = rig.commits()[-1].step
     assert rig.restore(["node-a", "node-b"]) >= newest
+
+
+def test_a_run_folder_that_is_gone_is_named_within_seconds(make_rig: MakeRig) -> None:
+    """The training goes on, and its commits come when the folder is back."""
+    rig = make_rig("vanished", every_steps=2, remote_every=1000, keep_last=50, attempt_timeout_s=5.0)
+    rig.train(["node-a", "node-b"], replace(rig.job, waits=NO_ACKS))
+    rig.wait_commits(2)
+    parked = rig.folder.with_name("parked")
+    rig.folder.rename(parked)
+    try:
+        named = f"{rig.folder} is not there any more"
+        took_s = wait_for(lambda: named in rig.status().warning, within_s=15.0, what="it is named")
+        print(f"named after {took_s:.1f} s")
+    finally:
+        parked.rename(rig.folder)
+    rig.wait_commits(2)

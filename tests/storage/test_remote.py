@@ -266,3 +266,18 @@ def test_a_node_that_cannot_write_says_so(tier: RemoteTier, monkeypatch: pytest.
     monkeypatch.setattr(file_store, "write_direct", refuse)
     with pytest.raises(StoragePathError, match="Node n1 cannot write"):
         tier.check_shared("n", node="n1")
+
+
+def test_a_folder_that_is_gone_is_named_with_what_to_do(tier: RemoteTier, root: Path, tmp_path: Path) -> None:
+    """The outermost one that is missing; a store that does not answer has lost nothing."""
+    assert tier.log.create("00000000000000000000.json", b"1") is Outcome.OK
+    assert tier.missing() == ""
+    parked = root.with_name("parked")
+    for gone in (root / "log", root, root.parent):
+        aside = parked if gone != root.parent else tmp_path / "parked"
+        gone.rename(aside)
+        assert tier.missing().startswith(f"{gone} is not there any more") and "name" in tier.missing()
+        aside.rename(gone)
+        assert tier.missing() == ""
+    (root / "log" / "00000000000000000000.json").unlink()
+    assert tier.missing().startswith(f"{root / 'log'} is not there any more, or is empty")
