@@ -153,7 +153,7 @@ def drive(plan: Plan) -> None:
 
 
 def _rig(cluster: LocalCluster, root: Path, every_s: float) -> Rig:
-    options = {"every_s": every_s, "remote_every": 1000, "keep_last": 10}
+    options: dict[str, Any] = {"every_s": every_s, "remote_every": 1000, "keep_last": 10}
     rig = Rig(cluster, root, f"each-{every_s:g}-s", **options)
     rig.job = replace(rig.job, waits=(6, 4, 0), ack_s=ACK_S)
     return rig
@@ -202,8 +202,8 @@ def _row(rig: Rig, begun_at_s: float, healed_at_s: float, **known: Any) -> Row:
     return Row(
         commits=len(during),
         gap_s=max(b - a for a, b in pairwise([before, *during, healed_at_s])),
-        replicated_s=first and (first.replicated_at_s or 0.0) - begun_at_s,
-        begun_s=first and _begun_at_s(first) - begun_at_s,
+        replicated_s=(first.replicated_at_s or 0.0) - begun_at_s if first else None,
+        begun_s=_begun_at_s(first) - begun_at_s if first else None,
         lost=len(rig.check().lost),
         **known,
     )

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ray_ckpt.actors.service import ask, coordinator
+from ray_ckpt.actors.wire import ServiceView
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import away, wait_for
 
@@ -45,8 +47,14 @@ def test_a_run_folder_that_is_gone_is_named_within_seconds(make_rig: MakeRig) ->
     rig.folder.rename(parked)
     try:
         named = f"{rig.folder} is not there any more"
-        took_s = wait_for(lambda: named in rig.status().warning, within_s=15.0, what="it is named")
+        took_s = wait_for(lambda: named in _warning(rig.key), within_s=15.0, what="it is named")
         print(f"named after {took_s:.1f} s")
     finally:
         parked.rename(rig.folder)
     rig.wait_commits(2)
+
+
+def _warning(key: str) -> str:
+    """The last one of the run's coordinator."""
+    view: ServiceView = ask(coordinator().overview.remote(), 10.0)
+    return next(run.warning for run in view.runs if run.where == key)
