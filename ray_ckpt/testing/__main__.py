@@ -1,4 +1,4 @@
-"""`python -m ray_ckpt.testing --seeds 0:1000 [--exhaustive DEPTH]`: what was tried and held, in numbers."""
+"""`python -m ray_ckpt.testing --seeds 0:1000 [--silences 0:1000] [--exhaustive DEPTH]`: what held."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections import Counter
 
-from ray_ckpt.testing import exhaustive, schedules
+from ray_ckpt.testing import exhaustive, schedules, silences
 
 MAX_SHOWN = 5  # failures that are printed in full
 
@@ -15,11 +15,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ray_ckpt.testing", description=__doc__)
     parser.add_argument("--seeds", default="0:200", help="first:last+1 of the random schedules")
     parser.add_argument("--events", type=int, default=schedules.NUM_EVENTS, help="of each schedule")
+    parser.add_argument("--silences", default="0:0", help="first:last+1 of the schedules of silent links")
     parser.add_argument("--exhaustive", type=int, default=0, metavar="DEPTH", help="steps in every order")
     parser.add_argument("--states", type=int, default=exhaustive.MAX_STATES, help="bound of each scene")
     arguments = parser.parse_args()
-    first, last = (int(text) for text in arguments.seeds.split(":"))
-    failed = _random(range(first, last), arguments.events)
+    failed = _random(_range(arguments.seeds), arguments.events)
+    failed += _silences(_range(arguments.silences))
     if arguments.exhaustive:
         failed += _exhaustive(arguments.exhaustive, arguments.states)
     return 1 if failed else 0
@@ -50,6 +51,26 @@ def _random(seeds: range, num_events: int) -> int:
         print(f"  {count:12,} {name}")
     print(f"  {counts['violations']:12,} violations")
     return counts["violations"]
+
+
+def _range(text: str) -> range:
+    first, last = (int(number) for number in text.split(":"))
+    return range(first, last)
+
+
+def _silences(seeds: range) -> int:
+    failed = num_commits = 0
+    for seed in seeds:
+        try:
+            num_commits += silences.play(seed).num_commits
+        except Exception as error:
+            failed += 1
+            if failed <= MAX_SHOWN:
+                _show(error)
+    if seeds:
+        print(f"silences: seeds {seeds.start} to {seeds.stop - 1}")
+        print(f"  {num_commits:12,} commits\n  {failed:12,} violations")
+    return failed
 
 
 def _exhaustive(depth: int, max_states: int) -> int:

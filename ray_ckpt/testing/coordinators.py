@@ -53,6 +53,8 @@ class Coordinators(Nodes):
             process.waits_since_s = None
         if isinstance(event, m.GroupOpened):
             self.oracle.group_opened(process.name, event.token)
+        if isinstance(event, m.NodeStored):
+            self.oracle.told_stored(process.name, event)
         for effect in process.machine.handle(event):
             self._do(process, effect)
 
@@ -77,6 +79,7 @@ class Coordinators(Nodes):
             case m.Publish(attempt=attempt, level=level, error=failed, nodes=nodes):
                 if isinstance(failed, SaveNotCollective):
                     self.oracle.accused(attempt, self.now_s - self.saved_at_s[attempt.attempt], self.options)
+                self.oracle.gives_up(name, attempt, failed)
                 told = n.Published(attempt=attempt, level=level, error=failed, epoch=effect.epoch)
                 self.wire += [Order(node_told, told, name) for node_told in nodes]
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
@@ -45,6 +46,11 @@ class Nodes:
         self.ranks_per_node = ranks_per_node
         self.disk_bytes = disk_bytes
         self.now_s = 0.0
+        self.copy_s = 0.0  # that a copy takes
+        self.silent_s = 0.0  # after which a sender gives a silent peer up
+        self.silent: dict[
+            tuple[str, str], bool
+        ] = {}  # from, to: packets are lost; True: a connection is open
         self.clock = 0  # events so far
         self.storage = Storage()
         self.oracle = Oracle()
@@ -122,7 +128,9 @@ class Nodes:
                 file = shard_file(rank, agent.machine.plan.world_size)
                 node.disk.write(attempt.directory)
                 self.wire.append(Local(name, agent.number, effect, file))
-            case n.WriteFragment() | n.SendCopy() | n.DeleteFolder():
+            case n.SendCopy():
+                self.wire.append(Local(name, agent.number, effect, at_s=self.now_s + self.copy_s))
+            case n.WriteFragment() | n.DeleteFolder() | n.ProbePeer():
                 self.wire.append(Local(name, agent.number, effect))
             case n.TellStored():
                 stored = m.NodeStored(
@@ -193,16 +201,51 @@ class Nodes:
                 self._arrived(node, (held.attempt.attempt, held.node_index))
                 self._agent_does(node.name, n.FragmentWritten(attempt=held.attempt, entry=held.files[-1]))
             case n.SendCopy(attempt=attempt, node_index=index, holder=holder, epoch=epoch):
-                error = self._send_copy(node, (attempt.attempt, index), holder, fate)
-                self._agent_does(
-                    node.name,
-                    n.CopyEnded(attempt=attempt, node_index=index, holder=holder, epoch=epoch, error=error),
+                is_silent = message.is_silent or not self.reaches(node.name, holder)
+                if is_silent and not message.is_silent:
+                    self._send_into_silence(node, (attempt.attempt, index), holder)
+                    if self.silent_s:
+                        at_s = self.now_s + self.silent_s
+                        self.wire.append(replace(message, at_s=at_s, is_silent=True))
+                        return
+                error = None if is_silent else self._send_copy(node, (attempt.attempt, index), holder, fate)
+                ended = n.CopyEnded(
+                    attempt=attempt,
+                    node_index=index,
+                    holder=holder,
+                    epoch=epoch,
+                    error="no sign of life" if is_silent else error,
+                    is_unreachable=is_silent,
                 )
+                self._agent_does(node.name, ended)
+            case n.ProbePeer(peer=peer):
+                self._agent_does(node.name, n.PeerReturned(peer=peer))
             case n.DeleteFolder(directory=directory):
                 self.oracle.deletes(node.disk, directory, self.storage)
                 node.disk.delete(directory)
             case event:
                 self._agent_does(node.name, event)
+
+    def reaches(self, name: str, peer: str) -> bool:
+        """Whether a node gets answers from the agent of another one."""
+        node = self.nodes[peer]
+        is_there = node.is_alive and node.agent is not None
+        return is_there and (name, peer) not in self.silent and (peer, name) not in self.silent
+
+    def cut(self, name: str, peer: str) -> None:
+        """Packets from a node to another one are lost from now on."""
+        self.clock += 1
+        self.silent[name, peer] = True
+
+    def mend(self, name: str, peer: str) -> None:
+        self.clock += 1
+        self.silent.pop((name, peer), None)
+
+    def _send_into_silence(self, source: Node, copy: Copy, name: str) -> None:
+        """Where only answers are lost, what was under way arrives all the same; later nothing connects."""
+        if (source.name, name) not in self.silent and self.silent.get((name, source.name)):
+            self.silent[name, source.name] = False
+            self._send_copy(source, copy, name, "unheard")
 
     def _send_copy(self, source: Node, copy: Copy, name: str, fate: Fate) -> str | None:
         """To the other node's disk, the fragment last; what is cut off leaves the other files there."""

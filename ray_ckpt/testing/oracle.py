@@ -6,14 +6,23 @@ the log for itself and trusts nobody.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ray_ckpt.config import RunOptions, resume_step
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.core.messages import Age, DeleteOrphans, GroupOpened, MetAnswer, RanksMet, SessionPlan
+from ray_ckpt.core.messages import (
+    Age,
+    DeleteOrphans,
+    GroupOpened,
+    MetAnswer,
+    NodeStored,
+    RanksMet,
+    SessionPlan,
+)
 from ray_ckpt.core.saves import STAYS_OUT_S
-from ray_ckpt.errors import FormatError
+from ray_ckpt.errors import CheckpointError, FormatError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import attempt_of
@@ -55,9 +64,11 @@ class Oracle:
     history: RunHistory = field(default_factory=RunHistory)
     num_commits: int = 0
     plans: dict[str, SessionPlan] = field(default_factory=dict)  # attempt -> of the ranks that saved it
+    attempts: dict[str, AttemptId] = field(default_factory=dict)  # that ranks have saved
     stored_on: dict[Copy, set[str]] = field(default_factory=dict)  # disks that ever had it, fsynced
     failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost parts of it
     damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) found without a source
+    told: dict[tuple[str, str], set[int]] = field(default_factory=dict)  # coordinator, attempt -> nodes
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was given up
     unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # begun without the log
     told_go: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) that train
@@ -257,6 +268,34 @@ class Oracle:
 
     def saves(self, attempt: AttemptId, plan: SessionPlan) -> None:
         self.plans[attempt.attempt] = plan
+        self.attempts[attempt.attempt] = attempt
+
+    def told_stored(self, coordinator: str, event: NodeStored) -> None:
+        """A coordinator hears that a node has all of its part of an attempt."""
+        self.told.setdefault((coordinator, event.attempt.attempt), set()).add(event.node_index)
+
+    def gives_up(self, coordinator: str, attempt: AttemptId, error: CheckpointError | None) -> None:
+        """A coordinator drops an attempt: one that is complete gives way to a newer complete one only."""
+        if error is None or "overtaken" not in error.message or not self._is_complete(coordinator, attempt):
+            return
+        newer = [p for p in self._session(attempt) if p.step > attempt.step]
+        must(
+            any(self._is_complete(coordinator, other) for other in newer),
+            "P6",
+            f"step {attempt.step} was complete and is dropped for newer ones that are not",
+        )
+
+    def _session(self, attempt: AttemptId) -> Iterator[AttemptId]:
+        """Attempts of the same session that ranks have made, and those in the log."""
+        age = (attempt.epoch, attempt.session)
+        known = [c.id for c in self.history.checkpoints.values()]
+        yield from (a for a in (*self.attempts.values(), *known) if (a.epoch, a.session) == age)
+
+    def _is_complete(self, coordinator: str, attempt: AttemptId) -> bool:
+        name = attempt.attempt
+        plan = self.plans.get(name)
+        told = self.told.get((coordinator, name), set())
+        return name in self.history.checkpoints or (plan is not None and len(told) == len(plan.nodes))
 
     def gave_up(self, attempt: AttemptId, epoch: int) -> None:
         """Ranks were told not to count on a save; a later coordinator may still find it whole."""

@@ -158,8 +158,10 @@ class Local:
 
     node: str
     agent: int  # its number; a later one does not go on with it
-    work: n.NodeEvent | n.WriteShard | n.WriteFragment | n.SendCopy | n.DeleteFolder
+    work: n.NodeEvent | n.WriteShard | n.WriteFragment | n.SendCopy | n.DeleteFolder | n.ProbePeer
     file: str = ""  # of a WriteShard
+    at_s: float = 0.0  # not before that
+    is_silent: bool = False  # a copy whose peer gives no sign of life
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ class Schedule:
             self.coordinator_dies: 1,
             self.coordinator_freezes: 3,
             self.node_goes: 3,
+            self.links_change: 4,
             self.node_comes: 2,
             self.agent_crashes: 1,
             self.agent_revives: 3,
@@ -418,6 +419,22 @@ class Schedule:
         self.world.lose_node(name, disk=how)
         return f"{name} goes ({how})"
 
+    def links_change(self) -> str | None:
+        """A node does not reach another one, in one direction or in both, or does again."""
+        world, chance = self.world, self.chance
+        if world.silent and chance.random() < 0.5:
+            name, peer = chance.choice(sorted(world.silent))
+            world.mend(name, peer)
+            return f"{name} reaches {peer}"
+        live = sorted(world.live(chance.choice(sorted(self.launchers))))
+        if len(live) < 2:
+            return None
+        name, peer = chance.sample(live, 2)
+        world.cut(name, peer)
+        if both := chance.random() < 0.5:
+            world.cut(peer, name)
+        return f"{name} {'and' if both else 'does not reach'} {peer}{' are cut off' if both else ''}"
+
     def node_comes(self) -> str | None:
         if len(self.world.nodes) >= MAX_NODES:
             return None
@@ -465,6 +482,7 @@ class Schedule:
         self.faults = 0.0
         world = self.world
         world.storage.is_away = False
+        world.silent.clear()
         for process in world.coordinators.values():
             world.thaw(process.name)
         for node in world.nodes.values():

@@ -74,6 +74,11 @@ class World(Coordinators):
                 return process is None or not process.is_frozen
             case Create(is_late=False):
                 return True
+            case Local(node=name, agent=number, work=n.ProbePeer(peer=peer)):
+                agent = self.nodes[name].agent
+                return agent is None or agent.number != number or self.reaches(name, peer)
+            case Local(at_s=at_s):
+                return at_s <= self.now_s
             case _:
                 return True
 

@@ -14,21 +14,25 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node as n
 from ray_ckpt.core import sweep
+from ray_ckpt.core.attempts import Attempt
 from ray_ckpt.core.closing import Closing
 from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.node import NodeMachine
 from ray_ckpt.core.requests import Requests
+from ray_ckpt.core.saves import MAX_OPEN_ATTEMPTS, Saves
 from ray_ckpt.core.sweep import Sweeps
 from ray_ckpt.core.tenure import Tenure
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format import records as r
+from ray_ckpt.testing import silences
 from ray_ckpt.testing.oracle import Violation
 from ray_ckpt.testing.parts import fragment_on_disk
 from ray_ckpt.testing.schedules import play
 from ray_ckpt.types import CheckpointInfo, Level
 
 SEEDS = range(400)
+SILENT_SEEDS = range(60)  # of `silences`
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -231,6 +235,40 @@ def annotate_what_is_retired(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Requests, "_meant", meant)
 
 
+def drop_the_oldest_of_many(patch: pytest.MonkeyPatch) -> None:
+    """Of too many open attempts the oldest goes, complete or not."""
+
+    def bound_open(self: Saves) -> Iterator[m.Effect]:
+        waiting = [a for a in self._attempts.values() if not a.committing]
+        if len(waiting) > MAX_OPEN_ATTEMPTS:
+            oldest = min(waiting, key=lambda a: a.id.step)
+            yield from self.drop(oldest, Unavailable(f"Step {oldest.id.step} was overtaken by newer saves."))
+
+    patch.setattr(Saves, "_bound_open", bound_open)
+
+
+def wait_for_silent_holders(patch: pytest.MonkeyPatch) -> None:
+    """A sender waits for a silent peer for as long as four tries took, and drops the oldest of many."""
+    patch.setattr(silences, "SILENT_S", 123.0)
+    drop_the_oldest_of_many(patch)
+
+
+def never_ask_another_holder(patch: pytest.MonkeyPatch) -> None:
+    """A copy that failed is not sent elsewhere."""
+    patch.setattr(Attempt, "others", lambda self, node_index, live: [])
+
+
+def forget_who_is_silent(patch: pytest.MonkeyPatch) -> None:
+    """Each copy waits for the silent peer again."""
+    patch.setattr(NodeMachine, "reaches", lambda self, peer: True)
+
+
+SILENCES: tuple[tuple[Plant, str], ...] = (
+    (wait_for_silent_holders, "nothing was committed|complete and is dropped"),
+    (never_ask_another_holder, "has no copies"),
+    (forget_who_is_silent, "has no copies"),
+)
+
 BUGS: tuple[tuple[Plant, str], ...] = (
     (an_end_told_twice, "P3"),
     (a_finished_run_keeps_nothing, "P5"),
@@ -257,3 +295,13 @@ def test_a_planted_bug_is_found(plant: Plant, promise: str, monkeypatch: pytest.
     with pytest.raises(Violation, match=f"^({promise}): "):
         for seed in SEEDS:
             play(seed)
+
+
+@pytest.mark.parametrize(("plant", "said"), SILENCES, ids=[plant.__name__ for plant, _ in SILENCES])
+def test_a_bug_that_shows_in_silence_is_found(
+    plant: Plant, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Violation, match=said):
+        for seed in SILENT_SEEDS:
+            silences.play(seed)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from ray_ckpt.testing import silences
 from ray_ckpt.testing.exhaustive import SCENES
 from ray_ckpt.testing.oracle import Violation
 from ray_ckpt.testing.schedules import NUM_EVENTS, play
@@ -17,12 +18,21 @@ from ray_ckpt.testing.schedules import NUM_EVENTS, play
 SOAK_S = float(os.environ.get("RAY_CKPT_SOAK_S", "60"))
 NUM_SCHEDULES = 300  # more: python -m ray_ckpt.testing --seeds 300:20000
 CHUNK = 50  # schedules of one test
+NUM_SILENCES = 40  # more: python -m ray_ckpt.testing --silences 40:2000
+CHUNK_OF_SILENCES = 20
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, CHUNK))
 def test_the_promises_hold_under_any_schedule(first: int) -> None:
     for seed in range(first, first + CHUNK):
         assert play(seed).events.total() == NUM_EVENTS
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SILENCES, CHUNK_OF_SILENCES))
+def test_commits_go_on_while_links_are_silent(first: int) -> None:
+    """And copies are complete soon after; see `ray_ckpt.testing.silences`."""
+    for seed in range(first, first + CHUNK_OF_SILENCES):
+        assert silences.play(seed).num_commits > 0
 
 
 @pytest.mark.slow
