@@ -106,8 +106,7 @@ def save_besides_on_rank_0(rank: Rank) -> None:
 
 def skip(skipped: int) -> Loop:
     def loop(rank: Rank) -> None:
-        last = rank.world_size - 1
-        rank.train_all(lambda ckpt, n: None if rank.rank == last and n == skipped else ckpt.step(n))
+        rank.train_all(lambda ckpt, n: None if rank.rank == 1 and n == skipped else ckpt.step(n))
 
     return loop
 
