@@ -108,7 +108,7 @@ def test_the_format_has_every_field_of_a_description(tmp_path: Path) -> None:
         ("blocks of 8 MiB", arena.RING_BLOCK_BYTES >> 20),
         ("the last 4 checkpoints", MAX_QUARANTINED),
         ("At most 64 KiB; written anew", MAX_MARK_BYTES >> 10),
-        ("| log record | 1 MiB |", records.MAX_RECORD_BYTES >> 20),
+        ("| log record | 1 MiB;", records.MAX_RECORD_BYTES >> 20),
         ("| snapshot | 256 MiB, 1,000,000 checkpoints", snapshot.MAX_SNAPSHOT_BYTES >> 20),
         ("256 MiB, 1,000,000 checkpoints", snapshot.MAX_CHECKPOINTS),
         ("| fragment | 64 MiB, 1,000,000 rows", manifest.MAX_FRAGMENT_BYTES >> 20),
