@@ -18,7 +18,7 @@ from ray_ckpt.actors.coordinator import PARTS_WAIT_S, Coordinator, group_nodes
 from ray_ckpt.actors.ray_state import owner_here
 from ray_ckpt.actors.wire import Joined, RunSpec
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
-from ray_ckpt.connection import Connection, set_connection
+from ray_ckpt.connection import Connection, get_connection, set_connection
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
@@ -317,6 +317,13 @@ def connect(
     )
     first = ranks_of(group, part, world_size).start
     link = RayLink(joined, first + rank, part)
+    known = get_connection().link
+    if known is not None and known.identity.run_uid != link.identity.run_uid and link.identity.rank == 0:
+        log.warning(
+            "this process was connected to run %s, now to %s; its Checkpointers of before save to the former",
+            known.identity.run_name,
+            link.identity.run_name,
+        )
     set_connection(Connection(link=link))
     _heed_signals(link)
 

@@ -37,7 +37,8 @@ from ray_ckpt.location import Location
 from ray_ckpt.types import Level, RankRestore, Tier
 
 STEPS = 70
-EVERY_STEPS = 10
+EVERY_STEPS = 5
+DURABLE_STEPS = 10  # every second checkpoint goes to the storage path and stays: enough to draw curves by
 KILL_AFTER_STEP = 43  # some steps after a checkpoint, so that the run has steps to repeat
 STEP_TIME_S = 0.25
 MARKER = ".ray_ckpt-demo"  # only a folder with this file in it is wiped
@@ -175,7 +176,8 @@ def prepare(out: Path) -> None:
 @contextmanager
 def training(cluster: LocalCluster, out: Path, name: str) -> Iterator[Watch]:
     """Train in a thread while the caller watches."""
-    options = f"--name {name} --steps {STEPS} --workers 2 --every-steps {EVERY_STEPS} --remote-every 3"
+    options = f"--name {name} --steps {STEPS} --workers 2 --every-steps {EVERY_STEPS}"
+    options += f" --remote-every {DURABLE_STEPS // EVERY_STEPS} --keep-every {DURABLE_STEPS}"
     args = parse_args([*options.split(), "--step-time-s", str(STEP_TIME_S), "--eval-every", str(STEPS)])
     args.storage_path, args.history = str(out / "storage"), str(out / f"{name}.jsonl")
     errors: list[BaseException] = []

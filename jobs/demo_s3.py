@@ -30,7 +30,6 @@ from rich.table import Table
 from jobs import s3_server
 from jobs.demo import (
     CALM,
-    EVERY_STEPS,
     STEP_TIME_S,
     STEPS,
     TIER_NAMES,
@@ -54,6 +53,7 @@ from ray_ckpt.types import Level, RankRestore
 STORMY = "gpt-cluster-lost"
 NODES = ("node-a", "node-b")
 REMOTE_EVERY = 2  # checkpoints; so the newest one is often on the nodes only, and lost with them
+EVERY_STEPS = 10
 KILL_AFTER_STEP = 53
 DURABLE_STEP = 40  # of a checkpoint that is in the bucket by then; that of step 50 is not
 BUCKET = "checkpoints"

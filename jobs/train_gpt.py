@@ -224,6 +224,7 @@ def build_trainer(args: argparse.Namespace) -> TorchTrainer:
     callback = CheckpointCallback(
         replicas=args.replicas,
         keep_last=args.keep_last,
+        keep_every=args.keep_every,
         every_steps=args.every_steps,
         remote_every=args.remote_every,
         staging=args.staging,
@@ -271,6 +272,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     checkpoints.add_argument("--every-steps", type=positive, default=20, help="steps between checkpoints")
     checkpoints.add_argument("--remote-every", type=positive, default=5, help="copy every n-th to storage")
     checkpoints.add_argument("--keep-last", type=positive, default=3, help="checkpoints to keep")
+    checkpoints.add_argument("--keep-every", type=positive, help="keep one of each so many steps as well")
     checkpoints.add_argument("--replicas", type=int, default=1, help="copies on other nodes")
     checkpoints.add_argument("--staging", type=absolute, help="local folder of each node, best on NVMe")
 

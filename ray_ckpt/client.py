@@ -86,6 +86,7 @@ FIRST_REPORT_STEPS = 10  # after the restore, and two saves by number: a rank th
 MAX_DOUBLED = 10  # times that the steps to the next report are doubled while ranks do not come to one
 MEET_SLACK_S = 40.0  # for the answer, also of a coordinator that is restarted: it must be the others' answer
 LOOK_S = 1.0  # between looks at the outcomes of saves while ranks are waited for
+MAX_SAID = 500  # characters of a line about metrics
 MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
 
 LevelName = Literal["local", "replicated", "durable"]
@@ -190,6 +191,7 @@ class Checkpointer:
         self._is_over = False  # the loop has ended: nothing more is saved
         self._rng: Any = None  # random state as restored, until the first step
         self._last_metrics: Mapping[str, Any] | None = None
+        self._no_numbers: set[str] = set()  # names of metrics that a warning has named
         self._agreed = AgreedSteps(link)
         self._protection = Protection(link.options.unprotected_after)
         self._watch: ProgressThread | None = None
@@ -396,6 +398,12 @@ class Checkpointer:
         self.restore()
         if self._probe is not None:
             total = self._probe.total(total)
+        if 0 < total <= self._count.last and self._link.identity.rank == 0:
+            log.warning(
+                "step %d was restored and total=%d: no step is left; a larger total trains on",
+                self._count.last,
+                total,
+            )
         return self._steps(self._count.last + 1, total)
 
     def _steps(self, first: int, total: int) -> Iterator[int]:
@@ -581,7 +589,7 @@ class Checkpointer:
         try:
             if (step := whole_number(step, "The step")) < 1:
                 raise ConfigError("There is no checkpoint of a step below 1.")
-            if values := _read_numbers(_detached(metrics)):
+            if values := self._read_numbers(_detached(metrics)):
                 on_its_way = (p.attempt for p in reversed(self._pending) if not p.outcome.done())
                 attempt = next((a for a in on_its_way if a.step == step), None)
                 done = self._link.annotate(step, values, attempt)
@@ -794,10 +802,10 @@ class Checkpointer:
                 f"The non-tensor state has {len(state):,} bytes, more than {MAX_STATE_BYTES:,}.",
                 hint="Keep large data in tensors or numpy-backed tensors, not in lists.",
             )
-        values, late = _numbers(metrics)
+        values, late = self._numbers(metrics)
 
         def all_values() -> Mapping[str, float] | None:
-            for name, value in _read_numbers(late).items():
+            for name, value in self._read_numbers(late).items():
                 if len(values) < MAX_METRICS:
                     values[name] = value
             return values if identity.rank == 0 else None
@@ -819,6 +827,33 @@ class Checkpointer:
         self._asked = _Pending(attempt=attempt, metrics=values, outcome=outcome)
         self._pending.append(self._asked)
         self.stats.saved += 1
+
+    def _numbers(self, metrics: Mapping[str, Any] | None) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        """Metrics as numbers, and copies of those that an accelerator still computes, to be read later."""
+        now, late = _detached(metrics), {}
+        for name, value in list(now.items()):
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
+                late[name] = now.pop(name).clone()
+        return self._read_numbers(now), late
+
+    def _read_numbers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """What is no number is left out with a warning, once for a name: a save must not fail over it."""
+        values: dict[str, float] = {}
+        bad: dict[str, str] = {}
+        for name, value in itertools.islice(metrics.items(), MAX_METRICS):
+            short = str(name)[:MAX_METRIC_NAME]
+            try:
+                values[short] = float(value)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                bad[short] = f"{short!r} ({error})"
+        if len(metrics) > MAX_METRICS and "" not in self._no_numbers:
+            self._no_numbers.add("")
+            log.warning("of %d metrics the first %d are kept", len(metrics), MAX_METRICS)
+        new = [text for name, text in bad.items() if name not in self._no_numbers]
+        if new and len(self._no_numbers) < MAX_METRICS and self._link.identity.rank == 0:
+            self._no_numbers.update(bad)
+            log.warning("metrics are left out, as they are no numbers: %s", ", ".join(new)[:MAX_SAID])
+        return values
 
     def _check_outcomes(self) -> None:
         """Look at ended saves without waiting. Misuse and lost tenure are raised, other failures counted."""
@@ -918,30 +953,6 @@ def _detached(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     """Metrics without the graphs that they hang on, which must not live until the next step."""
     items = (metrics or {}).items()
     return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in items}
-
-
-def _numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Metrics as numbers, and copies of those that an accelerator still computes, to be read later.
-
-    What is no number is left out with a warning, for a save must not fail over it.
-    """
-    now, late = _detached(metrics), {}
-    for name, value in list(now.items()):
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
-            late[name] = now.pop(name).clone()
-    return _read_numbers(now), late
-
-
-def _read_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    values: dict[str, float] = {}
-    if len(metrics) > MAX_METRICS:
-        log.warning("of %d metrics the first %d are kept", len(metrics), MAX_METRICS)
-    for name, value in itertools.islice(metrics.items(), MAX_METRICS):
-        try:
-            values[str(name)[:MAX_METRIC_NAME]] = float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            log.warning("metric %r is not a number and is left out: %s", name, error)
-    return values
 
 
 def _warn_of_annotation(step: int, done: Future[None]) -> None:

@@ -12,8 +12,10 @@ the next one nobody wanted to train: that time is no part of it (`not_counted_s`
 
 **Measured** (`measure_goodput`), of a session that was told to its end (`SessionEnd`):
 
-- It restored until all ranks had their state, started until its first step began, trained until its last step
-  ended, and was down until the next session opened. Saves held up training for a known time.
+- Its group started until the slowest rank began to restore, restored until all ranks had their state,
+  started up until its first step began, trained until its last step ended, and was down until the next one
+  opened. Saves held up training for a known time. Where a log does not tell how long the restore took, it
+  is in the group's start.
 - Its steps survived until the one that the lineage goes on from. A save's step was done when its commit came,
   less what capture, writing and copying took. Where that is not known, or the commit came after the last step
   (a coordinator may find a save later), steps are taken to have been equally long.
@@ -83,7 +85,8 @@ _ENDS: Mapping[EndCause, str] = {
 }
 
 MEASURED_CAUSES: Mapping[str, str] = {
-    "restore": "from the opening of a session until all ranks had their state",
+    "group_start": "from the opening of a session until its ranks restored",
+    "restore": "reading the state and putting it into place, by the slowest rank",
     "startup": "from then on to the first step",
     "stalls": "saves held up training",
     "lost_steps": "steps whose effect was lost",
@@ -92,6 +95,25 @@ MEASURED_CAUSES: Mapping[str, str] = {
     "no_commit": "sessions that committed nothing and of which nobody has told",
 }
 """Of badput, as `measure_goodput` tells them apart."""
+
+COLOURS: Mapping[str, str] = {
+    "goodput": "#009e73",
+    "group_start": "#56b4e9",
+    "restore": "#0072b2",
+    "startup": "#f0b400",
+    "stalls": "#cc79a7",
+    "lost_steps": "#d55e00",
+    "down_node": "#20272e",
+    "down_process": "#434e59",
+    "down_preemption": "#66737f",
+    "down_launcher": "#8995a1",
+    "down_replaced": "#a8b2bc",
+    "down_finished": "#c5cdd4",
+    "down_unknown": "#e1e6ea",
+    "no_commit": "#7a5230",
+}
+"""Of each part in pictures, one for each: those of Okabe and Ito, which the colour-blind tell apart, and
+greys for being down."""
 
 CLOCK_SLACK_S = 1.0  # by which clocks of coordinators may differ; what they tell is no finer
 
@@ -147,13 +169,14 @@ class Progress:
 class Tenure:
     """The time of a session as moments, Unix times in their order; `measured` as opposed to estimated.
 
-    It opened, had its state, began its first step, had done the last step that survived, and the last one
-    of all (`last_step`); then the next one opened, or nothing more is known. Without steps the three before
-    the last are one.
+    It opened, restored, had its state, began its first step, had done the last step that survived, and the
+    last one of all (`last_step`); then the next one opened, or nothing more is known. Without steps the three
+    before the last are one, and without a restore the first three.
     """
 
     session: int
     opened_s: float
+    restoring_s: float
     ready_s: float
     first_s: float
     survived_s: float
@@ -222,6 +245,7 @@ class _Tenure:
     session: int
     opened_s: float
     restored_s: float | None
+    restore_s: float | None  # how long that took
     ended_s: float
     first_step: int
     commits: tuple[_Commit, ...]
@@ -230,6 +254,16 @@ class _Tenure:
     cause: EndCause | None
     is_rollback: bool
     is_jumpy: bool
+
+    @property
+    def ready_s(self) -> float:
+        """When all ranks had their state."""
+        return self.opened_s if self.restored_s is None else self.restored_s
+
+    @property
+    def restoring_s(self) -> float:
+        """When the slowest rank began to restore, as far as that is known."""
+        return max(self.opened_s, self.ready_s - (self.restore_s or 0.0))
 
     @property
     def last_step(self) -> int:
@@ -255,6 +289,7 @@ class _Pace:
     interval_s: float | None
 
 
+_BEFORE_STEPS = ("group_start", "restore", "startup")  # of a session, by the names of causes
 _Parts: TypeAlias = Mapping[str, Seconds]  # of the time of one session: productive, and causes of badput
 
 
@@ -353,6 +388,7 @@ def _tenures(
                 session=info.session,
                 opened_s=opened_s,
                 restored_s=times_s[1] if has_restore else None,
+                restore_s=info.restore_s,
                 ended_s=max(times_s[-1], last_at_s or times_s[-1]),
                 first_step=first,
                 commits=tuple(points),
@@ -469,6 +505,7 @@ def _idle_times(tenure: _Tenure) -> Tenure:
     return Tenure(
         session=tenure.session,
         opened_s=s,
+        restoring_s=s,
         ready_s=s,
         first_s=s,
         survived_s=s,
@@ -483,7 +520,7 @@ def _idle_times(tenure: _Tenure) -> Tenure:
 
 def _partly_told(tenure: _Tenure, pace: _Pace) -> tuple[_Parts, Tenure, float]:
     """The same of a session of which something is missing: measured are its restore, and its end if known."""
-    ready_s = tenure.opened_s if tenure.restored_s is None else tenure.restored_s
+    ready_s = tenure.ready_s
     last_at_s = tenure.end.last_at_s if tenure.end else None
     guess = _estimated(tenure, ready_s, pace, last_at_s)
     known_s = ready_s - tenure.opened_s
@@ -491,7 +528,8 @@ def _partly_told(tenure: _Tenure, pace: _Pace) -> tuple[_Parts, Tenure, float]:
         known_s += guess.get("down", ZERO).estimate
     down = f"down_{tenure.cause or 'unknown'}"
     part = {down if cause == "down" else cause: time for cause, time in guess.items()}
-    part["restore"] = _exactly(ready_s - tenure.opened_s)
+    part["group_start"] = _exactly(tenure.restoring_s - tenure.opened_s)
+    part["restore"] = _exactly(ready_s - tenure.restoring_s)
     kept_s, gone_s = _stalls_between_commits(tenure)
     part["productive"] = _less(part["productive"], kept_s)
     if gone_s:
@@ -522,7 +560,7 @@ def _told_times(tenure: _Tenure) -> Tenure | None:
     end = tenure.end
     if end is None:
         return None
-    ready_s = tenure.opened_s if tenure.restored_s is None else tenure.restored_s
+    ready_s = tenure.ready_s
     if end.first_at_s is None or end.last_at_s is None:
         if max(end.step, tenure.last_step) > tenure.first_step:
             return None  # there were steps; a coordinator died in between
@@ -539,6 +577,7 @@ def _told_times(tenure: _Tenure) -> Tenure | None:
     return Tenure(
         session=tenure.session,
         opened_s=tenure.opened_s,
+        restoring_s=min(tenure.restoring_s, ready_s),
         ready_s=ready_s,
         first_s=first_s,
         survived_s=survived_s,
@@ -566,7 +605,8 @@ def _measured(tenure: _Tenure, told: Tenure) -> dict[str, Seconds]:
         "productive": _exactly(kept_s - kept_stall_s),
         "lost_steps": _exactly(gone_s - gone_stall_s),
         "stalls": _exactly(kept_stall_s + gone_stall_s),
-        "restore": _exactly(told.ready_s - told.opened_s),
+        "group_start": _exactly(told.restoring_s - told.opened_s),
+        "restore": _exactly(told.ready_s - told.restoring_s),
         "startup": _exactly(told.first_s - told.ready_s),
         f"down_{told.cause}": _exactly(told.closed_s - told.last_s),
     }
@@ -631,6 +671,7 @@ def _estimated_times(tenure: _Tenure, ready_s: float, part: _Parts) -> Tenure:
     return Tenure(
         session=tenure.session,
         opened_s=tenure.opened_s,
+        restoring_s=min(tenure.restoring_s, ready_s),
         ready_s=ready_s,
         first_s=first_s,
         survived_s=max(first_s, tenure.commits[tenure.kept - 1].time_s) if tenure.kept else first_s,
@@ -663,7 +704,7 @@ def _interruption(
         opened_at_s=new.opened_s,
         known_steps_lost=known,
         steps_lost=steps_lost,
-        recovery=_idle(old_parts, ("down", "no_commit")) + _idle(new_parts, ("restore", "startup"))
+        recovery=_idle(old_parts, ("down", "no_commit")) + _idle(new_parts, _BEFORE_STEPS)
         if trained
         else None,
         cause=None if old.is_rollback else old.cause,

@@ -211,6 +211,7 @@ class SessionInfo:
     owner: str = ""
     retention: str = ""
     restored_at_s: float | None = None  # when all ranks had their state; None: nothing was restored
+    restore_s: float | None = None  # of the slowest rank; None also in logs from before it was kept
     read_bytes: Mapping[str, float] = field(default_factory=dict)  # by that restore, from each tier
     ended: SessionEnd | None = None  # None: it is at work, or its coordinator died with it
     origin_step: int | None = None  # that of another run's checkpoint which it went on from

@@ -44,8 +44,8 @@ def test_numbers_and_tensors_of_one_element_are_taken_as_in_a_save(
     assert (step, attempt) == (7, None)
     assert math.isnan(values.pop("nan"))
     assert values == {"loss": 2.0, "n": 3.0, "m" * MAX_METRIC_NAME: 1.0}
-    left_out = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
-    assert ["'text'" in left_out[0], "'two'" in left_out[1], len(left_out)] == [True, True, 2]
+    (left_out,) = (r.getMessage() for r in caplog.records if "are left out" in r.getMessage())
+    assert "'text' (" in left_out and "'two' (" in left_out
 
 
 def test_only_rank_0_hands_anything_over() -> None:
@@ -82,7 +82,7 @@ def test_a_number_that_no_float_holds_is_left_out(caplog: pytest.LogCaptureFixtu
     with trained() as (ckpt, link), caplog.at_level(logging.WARNING, "ray_ckpt"):
         ckpt.annotate(3, metrics={"loss": 10**400})
         assert not link.annotated
-    assert "'loss' is not a number" in caplog.text
+    assert "no numbers: 'loss' (" in caplog.text
 
 
 def test_nothing_is_handed_over_when_nothing_is_left() -> None:

@@ -119,6 +119,14 @@ def test_what_a_newer_version_wrote_is_no_damage(
     assert "of a newer version; update ray_ckpt" in ray_ckpt_cli("ls", run.folder.parent)
 
 
+def test_show_without_a_step_takes_the_newest(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert as_json("show", run.folder) == as_json("show", run.folder, 50)
+    write_run(tmp_path, "unused", steps=())
+    assert "Run unused has no live checkpoint" in fails(capsys, "show", tmp_path / "unused")[2]
+
+
 def test_ls_of_a_storage_path_lists_its_runs(
     run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_
 from ray_ckpt.cli.output import add_row, make_table, moment_text, plain, print_json, stdout
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.goodput import (
+    COLOURS,
     MEASURED_CAUSES,
     Goodput,
     Interruption,
@@ -35,21 +36,6 @@ UNITS = (
     ("hours", 7200.0, HOUR_S),
     ("minutes", 120.0, 60.0),
 )  # from, seconds in it
-GOOD, LOST = "#2a7f4f", "#c0392b"
-COLOURS = {
-    "restore": "#3d7ea6",
-    "startup": "#e0a030",
-    "stalls": "#8c5aa0",
-    "lost_steps": LOST,
-    "down_finished": "#b8c0c8",
-    "down_process": "#5b6c7d",
-    "down_node": "#39444f",
-    "down_preemption": "#7f93a6",
-    "down_replaced": "#99a3ad",
-    "down_launcher": "#abb4bd",
-    "down_unknown": "#cfd5da",
-    "no_commit": "#d9b3a6",
-}  # of MEASURED_CAUSES
 MAX_TITLE = 60  # characters of a run's name in a picture, which is no wider
 SAME_S = 0.05  # a time that is printed alike is not printed as bounds
 
@@ -150,7 +136,7 @@ def _by_commits(name: str, time: Seconds, found: Goodput) -> str:
     if name.startswith("down_"):
         down = found.badput["down"]
         return f"of {_estimate(down)}" if time.estimate <= down.high else "in no_commit, too"
-    return {"restore": "in startup", "stalls": "in goodput"}[name]
+    return {"group_start": "in startup", "restore": "in startup", "stalls": "in goodput"}[name]
 
 
 def _print_interruptions(console: Console, found: Goodput) -> None:
@@ -200,8 +186,8 @@ def _estimate(time: Seconds) -> str:
 
 
 def draw(run_name: str, found: Goodput) -> bytes:
-    """A PNG: steps over time, green where they survived, and the parts of the wall time below. Time that is
-    not counted is left out. ConfigError without matplotlib.
+    """A PNG: steps over time, dotted where they were lost, and the parts of the wall time below, in the same
+    colours. Time that is not counted is left out. ConfigError without matplotlib.
     """
     try:
         import matplotlib
@@ -216,13 +202,14 @@ def draw(run_name: str, found: Goodput) -> bytes:
     )
     begins_s = _beginnings(found)
     unit, _, unit_s = next((u for u in UNITS if found.wall_s >= u[1]), ("seconds", 0.0, 1.0))
-    lines, colours = [], []
+    lines, colours, styles = [], [], []
     for before, after in pairwise(found.progress):
         if before.session == after.session and after.step > before.step:
             begin_s = begins_s[after.session]
             lines.append([((point.time_s - begin_s) / unit_s, point.step) for point in (before, after)])
-            colours.append(GOOD if after.survived else LOST)
-    steps.add_collection(LineCollection(lines, colors=colours, linewidths=1.2))
+            colours.append(COLOURS["goodput" if after.survived else "lost_steps"])
+            styles.append("solid" if after.survived else (0, (1.5, 0.7)))
+    steps.add_collection(LineCollection(lines, colors=colours, linestyles=styles, linewidths=1.8))
     steps.autoscale_view()
     openings = [(each.opened_at_s - begins_s[each.session]) / unit_s for each in found.interruptions]
     whole = steps.get_xaxis_transform()
@@ -237,7 +224,7 @@ def draw(run_name: str, found: Goodput) -> bytes:
         share = 100 * time.estimate / found.wall_s if found.wall_s else 0.0
         if share:
             label = f"{name.replace('_', ' ')} {share:.1f} %"
-            parts.barh([0], [share], left=[left], color=COLOURS.get(name, GOOD), label=label)
+            parts.barh([0], [share], left=[left], color=COLOURS[name], label=label)
         left += share
     parts.set_xlim(0, 100)
     parts.set_yticks([])

@@ -23,23 +23,29 @@ from ray_ckpt.cli.output import (
     stdout,
     when_text,
 )
+from ray_ckpt.errors import ConfigError
 
 
 def show(
     path: PathArgument,
-    step: Annotated[int, typer.Argument(metavar="STEP", help="The step.", show_default=False)],
+    step: Annotated[
+        int | None, typer.Argument(metavar="STEP", help="Else the newest one.", show_default=False)
+    ] = None,
     slices: Annotated[bool, typer.Option("--slices", help="Also every slice: where its bytes are.")] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show one checkpoint: what the log says, its files, and its tensors by item.
 
-    Of several attempts at a step it takes the newest live one, on the lineage if there is one.
+    Without STEP it is the one that a restart resumes from. Of several attempts at a step it takes the newest
+    live one, on the lineage if there is one.
 
     Example: `ray-ckpt show /shared/runs/gpt 3000 --slices`
     """
     catalog = Catalog(path, store_options(storage_option))
-    view = catalog.find(step, all=True) or catalog[step]
+    view = catalog.newest() if step is None else catalog.find(step, all=True) or catalog[step]
+    if view is None:
+        raise ConfigError(f"Run {catalog.run_name} has no live checkpoint.", hint="See `ray-ckpt ls --all`.")
     document = {"run_name": catalog.run_name, "run_uid": catalog.run_uid, **info_json(view)}
     if view.where is not None:
         document |= _content_json(view, slices)

@@ -256,7 +256,13 @@ def _opened(op: Session, time_s: float) -> SessionInfo:
 
 def _told(old: SessionInfo, op: Restored | Ended, time_s: float) -> SessionInfo:
     if isinstance(op, Restored):
-        return replace(old, restored_at_s=time_s, read_bytes=op.read_bytes, origin_step=op.origin_step)
+        return replace(
+            old,
+            restored_at_s=time_s,
+            restore_s=op.seconds,
+            read_bytes=op.read_bytes,
+            origin_step=op.origin_step,
+        )
     end = SessionEnd(
         cause=op.cause,
         step=op.step,

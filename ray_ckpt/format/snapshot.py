@@ -353,8 +353,9 @@ _SESSION_DEFAULTS = {f.name: f.default for f in fields(SessionInfo) if f.default
 
 def _session_json(session: SessionInfo) -> dict[str, Any]:
     entry = asdict(session) | {"read_bytes": jsontext.metrics_json(session.read_bytes)}
-    if session.origin_step is None:  # what most have not; readers from before that field take the rest
-        del entry["origin_step"]
+    for name in ("origin_step", "restore_s"):
+        if entry[name] is None:  # readers from before that field take the rest
+            del entry[name]
     return entry
 
 
@@ -376,6 +377,7 @@ def _session(value: object) -> SessionInfo:
         owner=jsontext.text(entry["owner"], "owner"),
         retention=jsontext.text(entry["retention"], "retention"),
         restored_at_s=_seconds(entry["restored_at_s"], "restored_at_s"),
+        restore_s=_seconds(entry["restore_s"], "restore_s"),
         read_bytes=jsontext.metrics(entry["read_bytes"], "read_bytes"),
         ended=None if entry["ended"] is None else _session_end(entry["ended"]),
         origin_step=None

@@ -68,8 +68,8 @@ class Trouble:
 
     `steps_lost` are steps, `recovery` seconds; see `goodput.Interruption`. `recovery` goes on through
     sessions without a step, up to the first step of a later one, and is None if there is none. Then
-    `is_waiting` says whether the session that was to go on may have one yet. `restore_s` is from the next
-    session's opening until it had its state, `read_bytes` what it read for that, by tier.
+    `is_waiting` says whether the session that was to go on may have one yet. `restore_s` is how long
+    the next session's slowest rank restored, `read_bytes` what it read for that, by tier.
     """
 
     cause: EndCause | None
@@ -168,9 +168,7 @@ class RunReport:
                 steps_lost=each.steps_lost,
                 recovery=self._recovery(number),
                 is_waiting=self._is_waiting(number),
-                restore_s=None
-                if known[each.session].restored_at_s is None
-                else times[each.session].ready_s - times[each.session].opened_s,
+                restore_s=known[each.session].restore_s,
                 read_bytes=known[each.session].read_bytes,
             )
             for number, each in enumerate(found.interruptions)
@@ -561,6 +559,7 @@ def _session_json(info: SessionInfo, report: RunReport) -> dict[str, Any]:
         "num_nodes": info.num_nodes,
         "opened_at_s": info.opened_at_s,
         "restored_at_s": info.restored_at_s,
+        "restore_s": info.restore_s,
         "read_bytes": dict(info.read_bytes),
         "ended": None if info.ended is None else dataclasses.asdict(info.ended),
     }

@@ -144,6 +144,7 @@ _MARKS = (
 _TIMELINE_KEYS = (
     ("c-productive", "steps that survived"),
     ("c-lost_steps", "steps that were lost"),
+    ("c-group_start", "group start"),
     ("c-restore", "restore"),
     ("c-startup", "startup"),
     ("c-down", "no steps"),

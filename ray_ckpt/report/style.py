@@ -8,15 +8,15 @@ STYLE = """
 :root { color-scheme: light dark;
   --page: #f4f6f8; --card: #fff; --ink: #1b2430; --soft: #5a6675; --line: #dde3e9; --faint: #eef1f4;
   --good: #1d7f50; --warn: #a96700; --bad: #c22f2f; --plain: #7b8794;
-  --restore: #2f74b5; --startup: #d99a2b; --productive: #2c9462; --stalls: #8458ad; --lost: #d6453f;
-  --p1: #a9c8e8; --p2: #5c97d0; --p3: #1f5f9f;
-  --down: #98a3af; --nothing: #c9a597; --past: #b9c2cb; }
+  --group-start: #56b4e9; --restore: #0072b2; --startup: #f0b400; --productive: #009e73; --stalls: #cc79a7;
+  --lost: #d55e00; --p1: #cfc8ea; --p2: #8f83cf; --p3: #4f4299;
+  --down: #98a3af; --nothing: #7a5230; --past: #b9c2cb; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #12171d; --card: #1b222b; --ink: #e6ebf0; --soft: #9aa7b5; --line: #323c48; --faint: #242d38;
   --good: #4cc38a; --warn: #e2a53c; --bad: #f2726b; --plain: #7b8794;
-  --restore: #5aa2e0; --startup: #e3ae4f; --productive: #3fae79; --stalls: #a983d0; --lost: #ee6a63;
-  --p1: #36577a; --p2: #4c86c2; --p3: #8fc0f0;
-  --down: #616d7a; --nothing: #8a6c61; --past: #4c5866; } }
+  --group-start: #7cc7f2; --restore: #2a8fd0; --startup: #f2c14e; --productive: #2bb98f; --stalls: #d795bc;
+  --lost: #ea7a2b; --p1: #453c78; --p2: #7a6dc4; --p3: #b8aef0;
+  --down: #616d7a; --nothing: #a57c58; --past: #4c5866; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -51,7 +51,7 @@ td.time { white-space: nowrap; overflow-wrap: normal; }
 tr.newest td { font-weight: 650; } tr.past td { color: var(--soft); }
 tr.failed td:first-child { color: var(--bad); }
 .badge { display: inline-block; padding: 0 7px; border-radius: 9px; font-size: 12px; border: 1px solid; }
-.badge.durable { color: var(--good); } .badge.replicated { color: var(--restore); }
+.badge.durable { color: var(--good); } .badge.replicated { color: var(--p3); }
 .badge.local { color: var(--warn); } .badge.lost { color: var(--bad); } .badge.past { color: var(--soft); }
 .key { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin: 0 5px 0 0; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px; color: var(--soft);
@@ -60,6 +60,7 @@ svg { display: block; width: 100%; height: auto; } .wide svg { min-width: 960px;
 svg text { font-size: 11.5px; fill: var(--soft); }
 svg .lane-name { fill: var(--ink); } svg .note { font-size: 11.5px; } svg .bad { fill: var(--bad); }
 .grid, .lane { stroke: var(--line); stroke-width: 1; } .lane { stroke-dasharray: 1 3; }
+.c-group_start { fill: var(--group-start); background: var(--group-start); }
 .c-restore { fill: var(--restore); background: var(--restore); }
 .c-startup { fill: var(--startup); background: var(--startup); }
 .c-productive { fill: var(--productive); background: var(--productive); }
@@ -77,9 +78,8 @@ svg .lane-name { fill: var(--ink); } svg .note { font-size: 11.5px; } svg .bad {
 .back { stroke: var(--soft); stroke-dasharray: 2 3; fill: none; }
 .fail-line { stroke: var(--bad); stroke-width: 1; opacity: .55; }
 .cross { stroke: var(--bad); stroke-width: 2.4; fill: none; }
-.m-live { fill: var(--productive); } .m-past { fill: var(--past); } .m-restore { fill: var(--restore); }
-.m-verified { fill: var(--good); opacity: .7; } .m-passed { fill: var(--good); }
-.m-pin { fill: var(--stalls); }
+.m-live { fill: var(--ink); } .m-past { fill: var(--past); } .m-restore { fill: var(--restore); }
+.m-verified, .m-passed, .m-pin { fill: var(--ink); }
 .m-other { fill: var(--soft); }
 ul.tree { list-style: none; margin: 0; padding: 0; font-size: 13.5px; }
 ul.tree li { border-left: 2px solid var(--line); padding: 2px 0 2px 12px; }

@@ -208,7 +208,8 @@ def _stretches(tenure: Tenure, info: SessionInfo) -> Iterator[tuple[str, float, 
     if info.is_rollback:
         closing = ("no_commit", "a rollback; nobody trained in it")
     moments = (
-        ("restore", tenure.opened_s, tenure.ready_s, f"restore{read}"),
+        ("group_start", tenure.opened_s, tenure.restoring_s, "group start"),
+        ("restore", tenure.restoring_s, tenure.ready_s, f"restore{read}"),
         ("startup", tenure.ready_s, tenure.first_s, f"startup{about}"),
         ("productive", tenure.first_s, tenure.survived_s, f"steps that survived{about}"),
         ("lost_steps", tenure.survived_s, tenure.last_s, f"steps that were lost{about}"),
@@ -376,15 +377,16 @@ def _restored(report: RunReport, window: Window) -> Iterator[Mark]:
     for info, tenure in zip(report.sessions, report.goodput.tenures, strict=True):
         if info.restored_at_s is not None and tenure.ready_s in window:
             source = report.by_attempt.get(info.resumed_from or "")
-            text = partial(_restored_text, info, source, tenure.ready_s - tenure.opened_s)
+            text = partial(_restored_text, info, source)
             yield Mark(time_s=tenure.ready_s, kind="restore", text=text)
 
 
-def _restored_text(info: SessionInfo, source: CheckpointInfo | None, took_s: float) -> str:
+def _restored_text(info: SessionInfo, source: CheckpointInfo | None) -> str:
     step = "state" if info.origin_step is None else f"step {info.origin_step} of another run"
     if source is not None:
         step = f"step {source.step}"
-    return f"session {info.session}: {step} in {span(took_s)}, {tiers_text(info.read_bytes)}"
+    took = "" if info.restore_s is None else f" in {span(info.restore_s)}"
+    return f"session {info.session}: {step}{took}, {tiers_text(info.read_bytes)}"
 
 
 def _checked(report: RunReport, window: Window) -> Iterator[Mark]:
