@@ -128,8 +128,6 @@ def test_no_checkpoint_mixes_two_steps(slow_copies: None, memory: str, kind: str
         training.step(step)
         if step == 1 or chance.random() < 0.6:
             training.save(step)
-        if chance.random() < 0.2:
-            training.save(step)  # once more, at the same step
     assert training.check() >= 3
     assert not training.link.skipped
     training.ckpt.close()
