@@ -36,6 +36,7 @@ class Saves:
         self._saved_before: set[int] = set()  # ranks that took part in a save of this session
         self._progress: dict[int, tuple[m.RankProgress, float]] = {}  # with the time of the message
         self._captures = Captures()
+        self._idle_since_s: dict[int, float] = {}  # ranks that attempts lack and that have not begun
         self._looked_s = 0.0
         self._age: m.Age = (0, 0)  # of the session that these three are of
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
@@ -129,7 +130,7 @@ class Saves:
         if age != self._age:
             self._age, self._saved_before, self._progress, self._ended_step = age, set(), {}, 0
             self._num_ended = self._num_skipped = 0
-            self._captures = Captures()
+            self._captures, self._idle_since_s = Captures(), {}
 
     def _note_end(self, attempt: AttemptId) -> None:
         self._enter_session()
@@ -433,20 +434,27 @@ class Saves:
     def _end_misuse(self) -> Iterator[m.Effect]:
         """Drop attempts that ranks will never take part in, by what they tell of themselves."""
         self._enter_session()
-        told = self.told()
-        for id_, since_s, missing in list(self._lacking()):
+        told, lacking, now_s = self.told(), list(self._lacking()), self._context.now_s
+        self._idle_since_s = {  # over all attempts: a node forgets the older ones of many
+            k: min(self._idle_since_s.get(k, now_s), now_s - since_s)
+            for _, since_s, missing in lacking
+            for k in missing
+            if self._stays_out(k)
+        }
+        for id_, _, missing in lacking:
             missed = [
                 k
                 for k in missing
                 if (k in told and self._captures.has_passed(told[k], id_.step))
-                or self._never_comes(k, id_.step, since_s)
+                or self._never_comes(k, id_.step)
             ]
             if missed and (attempt := self._find(id_)) is not None:
                 yield from self.drop(attempt, self._why_missed(attempt, missed))
 
-    def _never_comes(self, rank: int, step: int, since_s: float) -> bool:
+    def _never_comes(self, rank: int, step: int) -> bool:
         """It lives and has not begun to take part, for longer than the slowest start."""
-        if since_s <= STAYS_OUT_S or not self._stays_out(rank):
+        since_s = self._context.now_s - self._idle_since_s.get(rank, self._context.now_s)
+        if since_s <= STAYS_OUT_S:
             return False
         is_far_behind = self._progress[rank][0].step + 2 <= step
         return is_far_behind or since_s > self._context.options.attempt_timeout_s

@@ -31,8 +31,8 @@ class Rank:
         self.model = nn.Linear(4, 4)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
-    def make(self, **more: Any) -> ray_ckpt.Checkpointer:
-        return ray_ckpt.Checkpointer(model=self.model, optimizer=self.optimizer, **more)
+    def make(self) -> ray_ckpt.Checkpointer:
+        return ray_ckpt.Checkpointer(model=self.model, optimizer=self.optimizer)
 
     def backward(self) -> None:
         self.model(torch.ones(2, 4)).square().mean().backward()
@@ -146,7 +146,7 @@ def restore_on_rank_0(rank: Rank) -> None:
 
 
 def register_other_items(rank: Rank) -> None:
-    ckpt = rank.make() if rank.rank == 0 else rank.make(ema=torch.zeros(4))
+    ckpt = rank.make() if rank.rank == 0 else ray_ckpt.Checkpointer(model=rank.model)
     for number in ckpt.steps(total=TOTAL):
         rank.train()
         ckpt.step(number)

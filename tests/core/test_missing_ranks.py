@@ -89,6 +89,15 @@ def test_a_rank_that_lives_and_does_nothing_is_found_after_a_while() -> None:
     assert waited_s > STAYS_OUT_S and isinstance(found[0], SaveNotCollective)
 
 
+def test_it_is_found_also_if_its_node_forgets_older_saves() -> None:
+    run = opened()
+    found: list[CheckpointError | None] = []
+    for step in range(10, 10 + int(STAYS_OUT_S) + 5):
+        saver = at(step, step, saved_before=step - 1)
+        found += errors(progress(run, {0: saver, 1: at(0)}, (run.attempt(step), (0,))))
+    assert isinstance(found[0], SaveNotCollective)
+
+
 def test_of_two_nodes_the_rank_and_not_its_node_is_named() -> None:
     run = opened("ab")
     attempt = run.attempt(10)
