@@ -23,7 +23,7 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray_ckpt.config import FAILURE_DOMAIN_LABELS
 
 AUTH_MODE = "RAY_AUTH_MODE"
-MAX_REASON = 200  # characters of what a port that is no Ray says, or Ray of tokens
+MAX_REASON = 400  # characters of what a port that is no Ray says, or Ray of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
