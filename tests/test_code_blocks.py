@@ -93,6 +93,10 @@ def _callback(tmp_path: Path) -> tuple[Given, Replaced]:
     return {"CheckpointCallback": CheckpointCallback}, {}
 
 
+def _hooks(tmp_path: Path) -> tuple[Given, Replaced]:
+    return {"ray_ckpt": ray_ckpt, "Callback": object}, {}  # tests/test_callbacks.py trains with it
+
+
 def _trainer(tmp_path: Path) -> tuple[Given, Replaced]:
     import ray.train
     from ray.train.torch import TorchTrainer
@@ -104,6 +108,7 @@ def _trainer(tmp_path: Path) -> tuple[Given, Replaced]:
 PYTHON: Mapping[tuple[str, str], Callable[[Path], tuple[Given, Replaced]]] = {
     ("README.md", "CheckpointCallback(every_s=300)"): _callback,
     ("README.md", "init_items="): _callback,
+    ("README.md", "ckpt.restore_random_state()"): _hooks,
     ("README.md", "anew="): _callback,
     ("README.md", "num_workers=(1, 4)"): _trainer,
     ("README.md", 'run.load("loader", rank=3)'): _reading,

@@ -393,6 +393,22 @@ def test_a_live_iterator_is_refused_and_a_dropped_one_is_not() -> None:
     adapt("batches", batches, {})
 
 
+def test_a_framework_may_reset_the_iterator() -> None:
+    """As Lightning does: it looks whether a loader can be iterated, and resets it by setting `_iterator`."""
+    batches = indices_of(10, 4, num_batches=5)
+    iter(batches)
+    first = iter(batches)
+    seen = [next(first), next(first)]
+    batches._iterator = None
+    assert batches._iterator is None and len(batches) == 3
+    adapt("batches", batches, {})
+    with pytest.raises(ConfigError, match="after the restore"):
+        next(first)
+    assert seen + list(batches) == list(indices_of(10, 4, num_batches=5)) and len(batches) == 0
+    with pytest.raises(TypeError):
+        len(indices_of(10, 4))
+
+
 def test_an_iterator_of_an_earlier_position_raises() -> None:
     batches = indices_of(10, 4)
     first = iter(batches)
