@@ -93,6 +93,28 @@ def _callback(tmp_path: Path) -> tuple[Given, Replaced]:
     return {"CheckpointCallback": CheckpointCallback}, {}
 
 
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_stock_reader_reads_a_model_with_tied_weights(tmp_path: Path) -> None:
+    saved, model = _Tied(), _Tied()
+    save(RunLog(folder=tmp_path / "gpt"), [items_of(model=saved)] * 2, step=10)
+    view = ray_ckpt.Catalog(tmp_path / "gpt").newest()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+        found = run_python(find(*STOCK), {"view": view, "model": model}, {})
+        with pytest.raises(BaseException, match=r"Missing key .*: model\.head\.weight"):
+            found["dcp"].load(found["state"], storage_reader=found["reader"])
+    assert found["lacking"] == {"model.head.weight"}
+    assert model.head.weight is model.embed.weight
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
 def _hooks(tmp_path: Path) -> tuple[Given, Replaced]:
     return {"ray_ckpt": ray_ckpt, "Callback": object}, {}  # tests/test_callbacks.py trains with it
 
@@ -105,6 +127,7 @@ def _trainer(tmp_path: Path) -> tuple[Given, Replaced]:
     return given, {"/shared/runs": str(tmp_path)}
 
 
+STOCK = ("README.md", "lacking = state")
 PYTHON: Mapping[tuple[str, str], Callable[[Path], tuple[Given, Replaced]]] = {
     ("README.md", "CheckpointCallback(every_s=300)"): _callback,
     ("README.md", "init_items="): _callback,
@@ -126,7 +149,7 @@ def test_a_python_block_runs(tmp_path: Path, document: str, anchor: str) -> None
 
 
 def test_every_python_block_runs_here_or_on_a_cluster() -> None:
-    treated = [find(*place) for place in (*PYTHON, *PARTS)]
+    treated = [find(*place) for place in (*PYTHON, *PARTS, STOCK)]
     assert len(set(treated)) == len(treated), "a block is run twice"
     passed_over = [block for block in blocks() if block.language == "python" and block not in treated]
     assert not passed_over, [str(block) for block in passed_over]
