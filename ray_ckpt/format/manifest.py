@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_ckpt.errors import FormatError, NewerFormat
-from ray_ckpt.format import jsontext
+from ray_ckpt.format import jsontext, parquet
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.format.names import (
     CHECKPOINT_JSON,
@@ -32,7 +32,6 @@ from ray_ckpt.format.shard import check_slice
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow, Slice
 
 MAX_FRAGMENT_BYTES = 64 * 2**20  # a million rows take about 40 MB; bounds what a reader holds
-MAX_UNPACKED_BYTES = 2**30  # of columns as the file declares them; against compressed nonsense
 MAX_ROWS = 1_000_000  # of one fragment: eight ranks with 125,000 slices each
 MAX_DESCRIPTION_BYTES = 64 * 2**20  # of checkpoint.json: about 300,000 files
 MAX_CHOICES = 64  # of fragments that differ between holders, until one is the log's: copies hardly ever do
@@ -158,15 +157,11 @@ def rows_table(fragments: Iterable[Fragment]) -> pa.Table:
 def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
     """The metadata and the columns of a fragment, of the right types."""
     try:
-        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        unpacked = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
-        if file.metadata.num_rows > MAX_ROWS or unpacked > MAX_UNPACKED_BYTES:
-            raise FormatError(f"it declares {file.metadata.num_rows} rows of {unpacked} bytes")
-        metadata = file.metadata.metadata[METADATA_KEY]
+        metadata = parquet.metadata(data, METADATA_KEY)
         jsontext.refuse_newer(metadata, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
-        table = file.read(columns=COLUMNS.names, use_threads=False).select(COLUMNS.names).combine_chunks()
-        table = table.cast(COLUMNS)
-        table.validate(full=True)
+        table = parquet.read_table(data, COLUMNS, max_rows=MAX_ROWS)
+        if missing := set(COLUMNS.names) - set(table.column_names):
+            raise FormatError(f"it has no column {min(missing)}")
     except NewerFormat:
         raise
     except Exception as error:  # the errors of a foreign decoder on foreign bytes have no common class
@@ -175,9 +170,9 @@ def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
 
 
 def _rows(table: pa.Table) -> tuple[ManifestRow, ...]:
-    plain = [table.column(name).to_pylist() for name in ("kind", "file", "byte_offset", "nbytes", "digest")]
-    texts = [table.column(name).to_pylist() for name in ("item", "name", "dtype")]
-    lists = [_tuples(table.column(name)) for name in ("global_shape", "offset", "shape")]
+    plain = [parquet.values(table, name) for name in ("kind", "file", "byte_offset", "nbytes", "digest")]
+    texts = [parquet.values(table, name) for name in ("item", "name", "dtype")]
+    lists = [_tuples(parquet.column(table, name)) for name in ("global_shape", "offset", "shape")]
     return tuple(
         ManifestRow(
             kind=kind,
@@ -197,17 +192,14 @@ def _slice(item: Any, name: Any, dtype: Any, global_shape: Any, offset: Any, sha
     return Slice(item=item, name=name, dtype=dtype, global_shape=global_shape, offset=offset, shape=shape)
 
 
-def _tuples(column: pa.ChunkedArray) -> list[tuple[int, ...] | None]:
-    """A column of lists as tuples; several times faster than `to_pylist`."""
-    result: list[tuple[int, ...] | None] = []
-    for chunk in column.chunks:
-        values, ends = chunk.values.to_pylist(), chunk.offsets.to_pylist()
-        present = chunk.is_valid().to_pylist()
-        result += [
-            tuple(values[a:b]) if valid else None
-            for (a, b), valid in zip(pairwise(ends), present, strict=True)
-        ]
-    return result
+def _tuples(column: pa.ListArray) -> list[tuple[int, ...] | None]:
+    """A column of lists as tuples, equal ones as one object; several times faster than `to_pylist`."""
+    values, ends = column.values.to_pylist(), column.offsets.to_pylist()
+    present, known = column.is_valid().to_pylist(), dict[tuple[int, ...], tuple[int, ...]]()
+    return [
+        known.setdefault(found := tuple(values[a:b]), found) if valid else None
+        for (a, b), valid in zip(pairwise(ends), present, strict=True)
+    ]
 
 
 def version_files(version: FragmentVersion) -> tuple[FileEntry, ...]:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_ckpt.errors import ConfigError, FormatError, NewerFormat
-from ray_ckpt.format import jsontext
+from ray_ckpt.format import jsontext, parquet
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.names import MAX_RANKS, check_run_name, check_run_uid
 from ray_ckpt.format.records import MAX_STEP, MAX_TIME_S, end_cause, read_count, read_time
@@ -28,7 +28,6 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, Session
 
 MAX_CHECKPOINTS = 1_000_000  # in one log: one a minute for two years
 MAX_SNAPSHOT_BYTES = 256 * 2**20  # a million checkpoints take about 60 MB; bounds what a reader holds
-MAX_UNPACKED_BYTES = 2**30  # of columns as the file declares them; against compressed nonsense
 METADATA_KEY = b"ray_ckpt"
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
@@ -308,17 +307,12 @@ def _map_array(columns: Columns, name: str) -> pa.MapArray:
 def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
     """The metadata and the columns of a snapshot, of the right types and null where null may be."""
     try:
-        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        unpacked = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
-        if file.metadata.num_rows > MAX_CHECKPOINTS or unpacked > MAX_UNPACKED_BYTES:
-            raise FormatError(f"it declares {file.metadata.num_rows} rows of {unpacked} bytes")
-        metadata = file.metadata.metadata[METADATA_KEY]
+        metadata = parquet.metadata(data, METADATA_KEY)
         jsontext.refuse_newer(metadata, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)
-        table = file.read(use_threads=False).combine_chunks()
-        present = [name for name in COLUMNS.names if name not in _LATER or name in table.column_names]
-        _check_names(table.column_names, set(present), "The snapshot")
-        table = table.select(present).cast(pa.schema([COLUMNS.field(name) for name in present]))
-        table.validate(full=True)
+        there = parquet.column_names(data)
+        present = [name for name in COLUMNS.names if name not in _LATER or name in there]
+        _check_names(there, set(present), "The snapshot")
+        table = parquet.read_table(data, COLUMNS, max_rows=MAX_CHECKPOINTS)
         for name in present:
             if table.column(name).null_count and name not in _NULLABLE:
                 raise FormatError(f"{name} is null somewhere")
@@ -331,13 +325,13 @@ def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
 
 def _lists(table: pa.Table) -> dict[str, list[Any]]:
     plain = [name for name in _PLAIN if name in table.column_names]
-    columns: dict[str, list[Any]] = {name: table.column(name).to_pylist() for name in plain}
+    columns: dict[str, list[Any]] = {name: parquet.values(table, name) for name in plain}
     for name in ("metrics", "pins"):
-        array = table.column(name).combine_chunks()
+        array = parquet.column(table, name)
         ends = array.offsets.to_pylist()
         rows = slice(ends[0], ends[-1])
         columns[f"{name}.count"] = [b - a for a, b in pairwise(ends)]
-        columns[f"{name}.key"] = array.keys[rows].to_pylist()
+        columns[f"{name}.key"] = parquet.texts(array.keys[rows])
         columns[f"{name}.value"] = array.items[rows].to_pylist()
     return columns
 

@@ -289,7 +289,7 @@ def test_other_parquet_files_are_refused() -> None:
 
 def test_size_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode_fragment(FRAGMENT)
-    for name, limit in (("MAX_FRAGMENT_BYTES", 1000), ("MAX_ROWS", 4), ("MAX_UNPACKED_BYTES", 100)):
+    for name, limit in (("MAX_FRAGMENT_BYTES", 1000), ("MAX_ROWS", 4)):
         with monkeypatch.context() as context:
             context.setattr(manifest, name, limit)
             with pytest.raises(FormatError):
