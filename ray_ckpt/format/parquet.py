@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from ray_ckpt.errors import FormatError
 
 MAX_UNPACKED_BYTES = 256 * 2**20  # of all pages; a million rows of a manifest take about 120 MB
-MAX_TEXT_BYTES = 2**30  # of all texts together, as if each row had its own
+MAX_TEXT_BYTES = 1024 * 2**20  # of all texts together, as if each row had its own
 MAX_FREE_VALUES = 2**20  # of a column, in a file of any size; beyond it one for each byte of the file
 MAX_FREE_ROWS = 2**17  # likewise
 MAX_THRIFT_ITEMS = 1000  # of a list in the footer: row groups, columns

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,11 +37,14 @@ def repeated(text: str, num_rows: int) -> pa.Array:
     return pa.DictionaryArray.from_arrays(pa.array([0] * num_rows, pa.int32()), pa.array([text]))
 
 
-def written(columns: dict[str, pa.Array], **options: object) -> bytes:
-    sink = pa.BufferOutputStream()
-    metadata = {manifest.METADATA_KEY: b"{}\n"}
-    table = pa.table(columns).replace_schema_metadata(metadata)
-    pq.write_table(table, sink, compression="zstd", store_schema=False, write_statistics=False, **options)
+def written(columns: dict[str, pa.Array], *, row_group_size: int = 10**6, **options: Any) -> bytes:
+    """A file of these columns, with metadata that is read before them."""
+    sink, table = pa.BufferOutputStream(), pa.table(columns)
+    with pq.ParquetWriter(
+        sink, table.schema, compression="zstd", store_schema=False, write_statistics=False, **options
+    ) as writer:
+        writer.write_table(table, row_group_size=row_group_size)
+        writer.add_key_value_metadata({manifest.METADATA_KEY: b'{"format": 1}\n'})
     return bytes(sink.getvalue().to_pybytes())
 
 
@@ -53,7 +57,7 @@ def a_long_text() -> bytes:
 
 
 def many_rows() -> bytes:
-    return written(fragment_columns(900_000), row_group_size=10**6)
+    return written(fragment_columns(900_000))
 
 
 def a_long_list() -> bytes:
@@ -68,8 +72,8 @@ def many_groups() -> bytes:
 
 
 def a_long_fixed_text() -> bytes:
-    kind = pa.binary(16 << 20)
-    return written(fragment_columns(200) | {"name": pa.array([b"a" * (16 << 20)] * 18 + [None] * 182, kind)})
+    kind = pa.binary(2 << 20)
+    return written(fragment_columns(200) | {"name": pa.array([b"a" * (2 << 20)] * 150 + [None] * 50, kind)})
 
 
 def a_footer_without_end() -> bytes:
