@@ -72,8 +72,8 @@ def many_groups() -> bytes:
 
 
 def a_long_fixed_text() -> bytes:
-    kind = pa.binary(2 << 20)
-    return written(fragment_columns(200) | {"name": pa.array([b"a" * (2 << 20)] * 150 + [None] * 50, kind)})
+    kind = pa.binary(1 << 20)
+    return written(fragment_columns(200) | {"name": pa.array([b"a" * (1 << 20)] * 30 + [None] * 170, kind)})
 
 
 def a_footer_without_end() -> bytes:
@@ -82,7 +82,7 @@ def a_footer_without_end() -> bytes:
 
 def keys_of_a_map() -> bytes:
     columns = {field.name: pa.nulls(1, field.type) for field in snapshot.COLUMNS}
-    keys = pa.array(["k" * (1 << 20)] * 1500)
+    keys = pa.array(["k" * (1 << 20)] * 1100)
     columns["pins"] = pa.MapArray.from_arrays([0, len(keys)], keys, pa.nulls(len(keys), pa.float64()))
     return written(columns)
 
