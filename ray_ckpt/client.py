@@ -339,7 +339,7 @@ class Checkpointer:
     def _preflight(self) -> None:
         """Find what would make a save fail before training time is lost."""
         walked = self._walk()
-        encode_tree(dict(walked.trees))
+        encode_tree(dict(walked.trees), kept=walked.kept)
         self._link.reserve(self._predicted_layout(walked).size_bytes)
 
     def _predicted_layout(self, walked: Walked) -> ShardLayout:
@@ -795,7 +795,8 @@ class Checkpointer:
                 **({"parts": [asdict(part) for part in identity.parts]} if identity.parts else {}),
                 "classes": classes_of(self._items),
                 "items": dict(walked.trees),
-            }
+            },
+            kept=walked.kept,
         )
         if len(state) > MAX_STATE_BYTES:
             raise StateError(

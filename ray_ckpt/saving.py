@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
+from itertools import compress
+from operator import is_not
 
 import torch
 
@@ -19,7 +21,7 @@ from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.dtensors import mesh_text
 from ray_ckpt.capture.guard import background_slices, guarded_storages, hooks_in_backward
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
-from ray_ckpt.capture.walk import LiveSlice, Walked, bytes_digest
+from ray_ckpt.capture.walk import LiveSlice, Place, Walked, bytes_digest
 from ray_ckpt.errors import CheckpointError, ConfigError, InsufficientSpace, Unavailable, text_of
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.link import ArenaGrant, Identity, Link, SealedShard
@@ -60,6 +62,7 @@ class _Plan:
     optimized: tuple[int, ...]  # identities of what optimizers change, behind the number of hooks in backward
     layout: ShardLayout
     slices: tuple[LiveSlice, ...]  # in the layout's order
+    places: Mapping[Place, int]  # of each among `slices`
     background: Set[str]
     guarded: Set[int]  # storages of what is in `background`
     mesh: str
@@ -71,12 +74,13 @@ class _Plan:
         """
         if len(whole) != len(self.whole):
             return None
-        replaced = {id(old): new for old, new in zip(self.whole, whole, strict=True) if old is not new}
-        olds = (old for old in self.whole if id(old) in replaced)
-        if not all(self._is_alike(old, replaced[id(old)]) for old in olds):
-            return None
-        slices = tuple(replaced.get(id(live), live) for live in self.slices)
-        return replace(self, whole=whole, slices=slices)
+        slices = list(self.slices)
+        for old, new in compress(zip(self.whole, whole, strict=True), map(is_not, self.whole, whole)):
+            if not self._is_alike(old, new):
+                return None
+            if (place := self.places.get(new.place)) is not None:
+                slices[place] = new
+        return replace(self, whole=whole, slices=tuple(slices))
 
     def _is_alike(self, old: LiveSlice, new: LiveSlice) -> bool:
         in_step = old.changes_in_step or new.changes_in_step
@@ -386,17 +390,19 @@ class Saver:
             owned = walked.owned(self._link.identity.rank)
             layout = self._layout_of(frozenset(live.slice for live in owned))
             by_place = walked.by_place
+            order = [(placed.slice.key, placed.slice.offset) for placed in layout.slices]
             background = background_slices(walked.slices, guarded_storages(self._optimizers))
             plan = self._plan = _Plan(
                 whole=walked.slices,
                 optimized=optimized,
                 layout=layout,
-                slices=tuple(by_place[placed.slice.key, placed.slice.offset] for placed in layout.slices),
+                slices=tuple(map(by_place.__getitem__, order)),
+                places={place: index for index, place in enumerate(order)},
                 background=background,
                 guarded={
                     live.tensor.untyped_storage().data_ptr()
                     for live in walked.slices
-                    if live.slice.key in background
+                    if live.changes_in_step and live.slice.key in background
                 },
                 mesh=mesh_text(held.leaf for held in walked.held.values()),
             )

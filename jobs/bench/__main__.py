@@ -30,6 +30,7 @@ from ray_ckpt.notices import METADATA_ENV
 ROWS: Mapping[str, str] = {  # name -> the module with its `rows(context)`, loaded when wanted
     "limits": "jobs.bench.limits",
     "snapshot": "jobs.bench.snapshot",
+    "small": "jobs.bench.small",
     "overhead": "jobs.bench.overhead",
     "disk": "jobs.bench.disk",
     "wire": "jobs.bench.wire",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import itemgetter
@@ -41,11 +41,10 @@ def local_ray(folder: Path) -> Iterator[None]:
         ray.shutdown()
 
 
-class Training:
-    """A model with its AdamW that saves into a run of its own."""
+class Saves:
+    """Items that are saved into a run of their own, and have been restored."""
 
-    def __init__(self, size_bytes: int, folder: Path, name: str, **options: Any) -> None:
-        self.model, self.optimizer = make_state(size_bytes)
+    def __init__(self, items: Mapping[str, Any], folder: Path, name: str, **options: Any) -> None:
         self.step = 0
         defaults = {
             "storage_path": str(folder / "storage"),
@@ -56,7 +55,7 @@ class Training:
             "every_steps": FAR_FUTURE_STEPS,
         }
         ray_ckpt.connect(run=name, **{**defaults, **options})
-        self.ckpt = ray_ckpt.Checkpointer(model=self.model, optimizer=self.optimizer)
+        self.ckpt = ray_ckpt.Checkpointer(**items)
         self.ckpt.restore()
 
     def wait_ready(self) -> float:
@@ -81,6 +80,14 @@ class Training:
 
     def close(self) -> None:
         self.ckpt.close()
+
+
+class Training(Saves):
+    """A model with its AdamW."""
+
+    def __init__(self, size_bytes: int, folder: Path, name: str, **options: Any) -> None:
+        self.model, self.optimizer = make_state(size_bytes)
+        super().__init__({"model": self.model, "optimizer": self.optimizer}, folder, name, **options)
 
 
 class Compute:

@@ -106,6 +106,8 @@ def background_slices(slices: Iterable[LiveSlice], guarded: set[int]) -> set[str
 
     `slices` are all of the rank, also those that another rank saves: a buffer may be a view of a parameter.
     """
+    if not guarded:
+        return set()
     places: dict[int, list[LiveSlice]] = {}
     for live in slices:
         places.setdefault(live.tensor.untyped_storage().data_ptr(), []).append(live)

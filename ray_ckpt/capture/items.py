@@ -148,12 +148,13 @@ class ModuleItem:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parameters = {clean_name(n) for n, _ in module.named_parameters(remove_duplicate=False)}
+        self._names: tuple[tuple[str, ...], tuple[str, ...]] = (), ()  # of the tree before: full, clean
 
     def tree(self) -> Any:
-        state: dict[str, Any] = {}
-        for name, value in self._module.state_dict(keep_vars=True).items():  # the same objects each time
-            state[clean_name(name)] = value
-        return state
+        state = self._module.state_dict(keep_vars=True)  # the same objects each time
+        if (names := tuple(state)) != self._names[0]:
+            self._names = names, tuple(map(clean_name, names))
+        return dict(zip(self._names[1], state.values(), strict=True))
 
     def load(self, tree: Any) -> None:
         extra = {k: v for k, v in tree.items() if _is_extra_state(k) or not isinstance(v, torch.Tensor)}

@@ -48,6 +48,15 @@ class _Part:
         return not torch.equal(_raw(self.view), _raw(self.reference.cpu()))
 
 
+@dataclass(slots=True)
+class _Batch:
+    """Slices in the host's memory that are copied at once, none of which needs a part of its own."""
+
+    sources: list[torch.Tensor]
+    views: list[torch.Tensor]
+    is_late: bool = False
+
+
 class Snapshot:
     """A copy that is running, or has ended. Made by `Snapshotter.start`."""
 
@@ -145,9 +154,11 @@ class Snapshotter:
         before live state may change. Either `finish` or `fail` is called once, by the thread of the copy, or
         before returning if nothing is overlapped. The target has begun; `finish` seals it.
         """
-        snapshot = Snapshot(self._parts(target, slices, background), self._waited)
+        safe = background - self._unsafe if self._overlap else frozenset()
+        batch, parts = self._split(target, slices, safe)
+        snapshot = Snapshot(parts, self._waited)
         with torch.no_grad():
-            rest = self._copy_now(target, snapshot)
+            rest = self._copy_now(target, batch, snapshot)
         if snapshot.is_late:
             running.add(snapshot)
         run = partial(self._run, snapshot, rest, during, finish, fail)
@@ -192,22 +203,31 @@ class Snapshotter:
         """End the thread once the copy that it is at has ended."""
         self._thread.shutdown(wait=False)
 
-    def _parts(self, target: Arena | Ring, slices: Sequence[LiveSlice], background: Set[str]) -> list[_Part]:
-        safe = background - self._unsafe if self._overlap else frozenset()
-        parts = [_Part(live, live.tensor, is_late=live.slice.key in safe) for live in slices]
-        if isinstance(target, Arena):
-            for part, view in zip(parts, target.views, strict=True):
-                part.view = view
-                part.reference = part.source.detach().clone() if self._verify else None
-        return parts
+    def _split(
+        self, target: Arena | Ring, slices: Sequence[LiveSlice], safe: Set[str]
+    ) -> tuple[_Batch, list[_Part]]:
+        """What one call copies at once, and a part for each other slice: a part alone takes a microsecond."""
+        batch, parts = _Batch([], []), []
+        if not isinstance(target, Arena):
+            return batch, [_Part(live, live.tensor, is_late=live.slice.key in safe) for live in slices]
+        for live, view in zip(slices, target.views, strict=True):
+            source = live.tensor
+            is_late = bool(safe) and live.changes_in_step and live.slice.key in safe  # the key costs most
+            if is_late or self._verify or not _is_on_host(source):
+                reference = source.detach().clone() if self._verify else None
+                parts.append(_Part(live, source, is_late=is_late, view=view, reference=reference))
+            else:
+                batch.sources.append(source)
+                batch.views.append(view)
+        return batch, parts
 
-    def _copy_now(self, target: Arena | Ring, snapshot: Snapshot) -> Callable[[], None]:
+    def _copy_now(self, target: Arena | Ring, batch: _Batch, snapshot: Snapshot) -> Callable[[], None]:
         """Copy what may change at any time; returns what copies the rest."""
         parts = snapshot.parts
         if isinstance(target, Arena):
-            on_host = [part for part in parts if _is_on_host(part)]
-            _copy([part for part in on_host if not part.is_late])
-            snapshot.device_copied = self._start_devices([p for p in parts if not _is_on_host(p)])
+            on_host = [part for part in parts if _is_on_host(part.source)]
+            _copy([batch, *(part for part in on_host if not part.is_late)])
+            snapshot.device_copied = self._start_devices([p for p in parts if not _is_on_host(p.source)])
             return partial(_copy, [part for part in on_host if part.is_late])
         for part in parts:
             if not part.is_late and self._overlap:
@@ -253,7 +273,7 @@ class Snapshotter:
     def _ready_events(self, parts: Sequence[_Part]) -> dict[torch.device, Any]:
         """An event for each device, behind everything that training has asked of it so far."""
         events = {}
-        for device in {part.source.device for part in parts if not _is_on_host(part)}:
+        for device in {part.source.device for part in parts if not _is_on_host(part.source)}:
             module, _ = self._stream_of(device)
             with _on_device(module, device):
                 events[device] = module.Event()
@@ -264,7 +284,7 @@ class Snapshotter:
         """Put every part through the ring, in file order."""
         for part in parts:
             device = part.source.device
-            if _is_on_host(part):
+            if _is_on_host(part.source):
                 ring.write(part.source)
                 continue
             module, stream = self._stream_of(device)
@@ -286,8 +306,8 @@ def _version(live: LiveSlice) -> tuple[int, int]:
     return live.leaf._version, live.tensor._version
 
 
-def _is_on_host(part: _Part) -> bool:
-    return part.source.device.type == "cpu"
+def _is_on_host(source: torch.Tensor) -> bool:
+    return bool(source.is_cpu)
 
 
 def _on_device(module: Any, device: torch.device) -> AbstractContextManager[Any]:
@@ -307,11 +327,19 @@ def _copy_from_device(part: _Part) -> None:
     part.view.copy_(part.source, non_blocking=True)
 
 
-def _copy(parts: Sequence[_Part]) -> None:
+def _copy(parts: Sequence[_Part | _Batch]) -> None:
     """In one call, which holds the interpreter's lock at its beginning and its end only."""
-    if parts:
-        views = [part.view for part in parts if part.view is not None]
-        torch._foreach_copy_(views, [part.source for part in parts])
+    views: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for part in parts:
+        if isinstance(part, _Batch):
+            views += part.views
+            sources += part.sources
+        elif part.view is not None:
+            views.append(part.view)
+            sources.append(part.source)
+    if views:
+        torch._foreach_copy_(views, sources)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,16 +57,28 @@ class TorchDtype:
     name: str
 
 
-def encode_tree(value: object) -> bytes:
+class Kept:
+    """The JSON of a container that never changes, written when it is first met in a tree."""
+
+    __slots__ = ("num_values", "text", "value")
+
+    def __init__(self, value: Collection[Any]) -> None:
+        self.value = value
+        self.text: str | None = None
+        self.num_values = 0
+
+
+def encode_tree(value: object, kept: Mapping[int, Kept] | None = None) -> bytes:
     """`value` as one line of UTF-8 JSON. Equal trees in equal order give equal bytes.
+
+    `kept` has containers by their identity whose JSON is to be kept, and used again.
 
     Raises UnsupportedLeaf, with the path in `fields["path"]`, for a value that only pickle could store, a
     container inside itself, more than MAX_DEPTH levels, MAX_VALUES values or MAX_TREE_BYTES bytes.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(kept or {})
     try:
-        tree = encoder.encode(value)
-        data = json.dumps(tree, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        data = encoder.text(value).encode() + b"\n"
     except RecursionError as error:
         raise encoder.refuse("is nested deeper than the stack allows") from error
     if len(data) > MAX_TREE_BYTES:
@@ -89,10 +101,16 @@ def decode_tree(data: bytes) -> Any:
 class _Encoder:
     """One walk over a tree; knows where it is, for errors."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Mapping[int, Kept]) -> None:
+        self._kept = kept
+        self._used: list[str] = []  # texts of the kept ones in this tree
         self._path: list[str | int | None] = []  # None: an element of a set
         self._open: set[int] = set()  # ids of the containers around the current value
         self._num_values = 0
+
+    def text(self, value: Any) -> str:
+        text = _dumps(self.encode(value))
+        return _USED.sub(lambda found: self._used[int(found[1])], text) if self._used else text
 
     def encode(self, value: Any) -> Any:
         self._num_values += 1
@@ -120,10 +138,26 @@ class _Encoder:
             raise self.refuse("contains itself")
         if len(self._open) == MAX_DEPTH:
             raise self.refuse(f"is nested deeper than {MAX_DEPTH} levels")
+        if (kept := self._kept.get(id(value))) is not None:
+            return self._use(kept)
         self._open.add(id(value))
-        result = self._mapping(value) if isinstance(value, dict) else self._sequence(value)
+        result = self._content(value)
         self._open.discard(id(value))
         return result
+
+    def _content(self, value: Collection[Any]) -> Any:
+        return self._mapping(value) if isinstance(value, dict) else self._sequence(value)
+
+    def _use(self, kept: Kept) -> Any:
+        """What stands for its text until all is written; no tree has such an object of its own."""
+        if kept.text is None:
+            num_before = self._num_values
+            kept.text = _dumps(self._content(kept.value))
+            kept.num_values = self._num_values - num_before
+        else:
+            self._num_values += kept.num_values
+        self._used.append(kept.text)
+        return {"$kept": len(self._used) - 1}
 
     def _sequence(self, value: Collection[Any]) -> Any:
         if isinstance(value, (set, frozenset)):
@@ -159,6 +193,13 @@ class _Encoder:
         if factory is not None:
             raise self.refuse("is a defaultdict with a factory of its own, which only pickle could store")
         return None
+
+
+_USED = re.compile(r'\{"\$kept": (\d+)\}')  # never inside a text, where JSON escapes each quote
+
+
+def _dumps(tree: Any) -> str:
+    return json.dumps(tree, ensure_ascii=False, allow_nan=False)
 
 
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict, Counter, defaultdict})

@@ -105,7 +105,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         made.current_stream().put(copy)
         return target
 
-    monkeypatch.setattr(snapshot_module, "_is_on_host", lambda part: False)
+    monkeypatch.setattr(snapshot_module, "_is_on_host", lambda source: False)
     monkeypatch.setattr(snapshot_module, "_clone", clone)
     monkeypatch.setattr(snapshot_module, "_copy_from_device", slow_copy)
     monkeypatch.setattr(torch, "get_device_module", lambda device: made)

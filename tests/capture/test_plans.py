@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from ray_ckpt.capture.items import TreeItem
+from ray_ckpt.capture.walk import Walked, walk
 from ray_ckpt.client import Checkpointer
+from ray_ckpt.errors import UnsupportedLeaf
+from ray_ckpt.format.tree import encode_tree
 from tests.capture.local import LocalLink
 
 
 def _count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of times that an owner is sought for each slice, as its only element."""
-    from ray_ckpt.capture.walk import Walked
-
     calls, owned = [0], Walked.owned
 
     def counted(walked: Walked, rank: int) -> Any:
@@ -61,6 +63,14 @@ def _of_another_dtype(tensors: dict[str, Any]) -> None:
     tensors["t3"].data = torch.full((3,), 36, dtype=torch.int64)
 
 
+def _turned(tensors: dict[str, Any]) -> None:
+    tensors["t5"].data = tensors["t5"].data.t()
+
+
+def _of_another_dtype_in_the_same_memory(tensors: dict[str, Any]) -> None:
+    tensors["t3"].data = tensors["t3"].data.view(torch.int32)
+
+
 def _added(tensors: dict[str, Any]) -> None:
     tensors["new"] = torch.full((7,), 37.0)
 
@@ -84,6 +94,8 @@ def _a_view_of_a_parameter(tensors: dict[str, Any]) -> None:
         _moved,
         _resized,
         _of_another_dtype,
+        _of_another_dtype_in_the_same_memory,
+        _turned,
         _added,
         _removed,
         _swapped,
@@ -93,7 +105,8 @@ def _a_view_of_a_parameter(tensors: dict[str, Any]) -> None:
 def test_a_plan_follows_what_has_changed(change: Callable[[dict[str, Any]], None]) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tensors = {f"t{i}": torch.full((3,), float(i)) for i in range(10)}
+    tensors = {f"t{i}": torch.full((3,), float(i)) for i in range(40)}  # a block of them
+    tensors["t5"] = torch.arange(9.0).view(3, 3)
     link = LocalLink()
     ckpt = Checkpointer(link=link, tensors=tensors, model=model, optimizer=optimizer)
     ckpt.restore()
@@ -116,6 +129,79 @@ def test_a_plan_follows_what_has_changed(change: Callable[[dict[str, Any]], None
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+
+
+def _key_is_a_number(tree: dict[str, Any]) -> None:
+    tree["inner"] = {(7 if name == "t7" else name): tensor for name, tensor in tree["inner"].items()}
+
+
+def _other_order(tree: dict[str, Any]) -> None:
+    tree["inner"] = dict(reversed(tree["inner"].items()))
+
+
+def _a_list(tree: dict[str, Any]) -> None:
+    tree["inner"] = list(tree["inner"].values())
+
+
+def _a_tuple_and_a_number(tree: dict[str, Any]) -> None:
+    tree["inner"] = (*tree["inner"].values(), 7)
+
+
+def _first_elsewhere(tree: dict[str, Any]) -> None:
+    inner = tree.pop("inner")
+    tree.update({"before": [inner["t3"]], "inner": inner})
+
+
+def _the_same_twice(tree: dict[str, Any]) -> None:
+    tree["inner"]["t3"] = tree["inner"]["t4"]
+
+
+def _nothing(tree: dict[str, Any]) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _nothing,
+        _key_is_a_number,
+        _other_order,
+        _a_list,
+        _a_tuple_and_a_number,
+        _first_elsewhere,
+        _the_same_twice,
+    ],
+)
+def test_a_walk_that_has_seen_a_container_finds_what_a_first_walk_finds(
+    change: Callable[[dict[str, Any]], None],
+) -> None:
+    tree: dict[str, Any] = {"step": 1, "inner": {f"t{i}": torch.full((3,), float(i)) for i in range(40)}}
+
+    def walked(before: Walked | None) -> Walked:
+        return walk({"tree": TreeItem(tree)}, rank=0, world_size=1, before=before)
+
+    seen = walked(walked(None))
+    encode_tree(dict(seen.trees), kept=seen.kept)
+    change(tree)
+    tree["step"] = 2
+    again, fresh = walked(seen), walked(None)
+    assert encode_tree(dict(again.trees), kept=again.kept) == encode_tree(dict(fresh.trees))
+    assert [live.slice for live in again.slices] == [live.slice for live in fresh.slices]
+    assert again.held.keys() == fresh.held.keys()
+    for mine, other in zip(again.slices, fresh.slices, strict=True):
+        assert mine.leaf is other.leaf and torch.equal(mine.tensor, other.tensor)
+
+
+def test_a_name_that_comes_twice_is_refused_beside_a_container_that_is_known() -> None:
+    tree: dict[str, Any] = {"inner": {f"t{i}": torch.zeros(3) for i in range(40)}}
+
+    def walked(before: Walked | None) -> Walked:
+        return walk({"tree": TreeItem(tree)}, rank=0, world_size=1, before=before)
+
+    seen = walked(None)
+    tree.update({"inner.t3": torch.zeros(3), "inner": tree.pop("inner")})
+    with pytest.raises(UnsupportedLeaf, match=r"tree\.inner\.t3"):
+        walked(seen)
 
 
 def _prefix(link: LocalLink) -> str:

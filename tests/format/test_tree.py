@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format import tree
-from ray_ckpt.format.tree import TensorRef, TorchDtype, decode_tree, encode_tree
+from ray_ckpt.format.tree import Kept, TensorRef, TorchDtype, decode_tree, encode_tree
 
 NAN_WITH_PAYLOAD = struct.unpack(">d", bytes.fromhex("7ff8000000000123"))[0]
 Point = namedtuple("Point", "x y")
@@ -120,6 +120,28 @@ def test_plain_values_are_plain_json() -> None:
     assert json.loads(encode_tree(state)) == state
     assert encode_tree({"betas": (0.9, 0.999)}) == b'{"betas": {"$tuple": [0.9, 0.999]}}\n'
     assert encode_tree({"a": {1, 3, 2}}) == encode_tree({"a": {3, 2, 1}})
+
+
+def test_a_kept_container_is_written_once_and_read_as_it_was() -> None:
+    refs = {'a"}': TensorRef('{"$kept": 0}'), "b": TensorRef("b")}
+    other = [TensorRef("c")]
+    tree = {"x": [refs, (refs, other)], '{"$kept": 1}': '{"$kept": 1}', "$kept": 0}
+    kept = {id(one): Kept(one) for one in (refs, other)}
+    first = encode_tree(tree, kept)
+    assert first == encode_tree(tree, kept) == encode_tree(tree)
+    assert all(one.text is not None for one in kept.values()) and same(decode_tree(first), tree)
+
+
+def test_what_is_kept_counts_and_is_refused_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedLeaf) as refused:
+        encode_tree({"a": (bad := [object()])}, {id(bad): Kept(bad)})
+    assert refused.value.fields["path"] == "a[0]"
+    refs = [TensorRef("a")] * 4
+    kept = {id(refs): Kept(refs)}
+    encode_tree(refs, kept)
+    monkeypatch.setattr("ray_ckpt.format.tree.MAX_VALUES", 10)
+    with pytest.raises(UnsupportedLeaf, match="beyond the 10 values"):
+        encode_tree([refs, refs, 1], kept)
 
 
 def test_a_decoded_array_is_its_own_and_writable() -> None:

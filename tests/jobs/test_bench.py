@@ -549,7 +549,7 @@ class TestCommand:
         rows = json.loads(out.read_text())["rows"]
         assert code in (0, 1), [one["skipped"] for one in rows if one["skipped"]]
         names = {one["name"] for one in rows}
-        assert names >= {"memcpy", "raw-write", "save-100", "list", "schedule"}
+        assert names >= {"memcpy", "raw-write", "small-dict", "small-module", "save-100", "list", "schedule"}
         assert list((tmp_path / "work").iterdir()) == []
 
     @pytest.mark.slow
