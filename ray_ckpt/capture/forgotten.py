@@ -56,8 +56,16 @@ def unregistered(objects: Mapping[str, object]) -> list[str]:
 def early_iterators() -> list[str]:
     """Return a phrase for each live iterator over a plain DataLoader; at most MAX_NAMED.
 
-    What is iterated before a restore does not go to the restored position.
+    An iterator that exists before a restore does not go to the restored position. If one is found, collects
+    and looks again, as `unregistered` does: what only a reference cycle holds is not alive.
     """
+    if not _iterator_phrases():
+        return []
+    gc.collect()
+    return _iterator_phrases()
+
+
+def _iterator_phrases() -> list[str]:
     kinds = _and_subclasses(_BaseDataLoaderIter)
     live = [obj for obj in gc.get_referrers(*kinds) if type(obj) in kinds]
     return [
