@@ -35,7 +35,7 @@ from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.format.short import ShortRepr
-from ray_ckpt.format.tree import TensorRef, decode_tree, encode_tree
+from ray_ckpt.format.tree import TensorRef, decode_state, encode_tree
 from ray_ckpt.lazy import named
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import plan_restore
@@ -305,7 +305,7 @@ class _Side:
         if digest(data.data) != row.digest:
             raise self.damaged(row)
         try:
-            return decode_tree(data.tobytes())["items"]
+            return decode_state(data.tobytes())["items"]
         except FormatError as error:
             raise error.at(f"{self.label}: {self._files.place(file)}") from error
 

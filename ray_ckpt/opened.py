@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, overload
 from ray_ckpt.catalog import Catalog, CheckpointView
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, RestoreError
 from ray_ckpt.format.names import state_file
-from ray_ckpt.format.tree import TensorRef, decode_tree
+from ray_ckpt.format.tree import TensorRef, decode_state
 from ray_ckpt.lazy import MAX_NEAREST, named, nearest
 from ray_ckpt.restore import ProgressLog, Source, SourceReader
 from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
@@ -327,10 +327,9 @@ class _Saved:
         self._check(reader)
         assert data is not None, "nothing is damaged"
         try:
-            state: dict[str, Any] = decode_tree(data)
+            return decode_state(data)
         except FormatError as error:
             raise error.at(file) from error
-        return state
 
     def _reader(self) -> SourceReader:
         progress = ProgressLog(self.info.step, say=log.info)

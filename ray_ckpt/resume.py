@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import Load, load_items
-from ray_ckpt.errors import ConfigError, MismatchError
+from ray_ckpt.errors import ConfigError, FormatError, MismatchError
 from ray_ckpt.format.names import state_file
-from ray_ckpt.format.tree import decode_tree
+from ray_ckpt.format.tree import decode_state
 from ray_ckpt.link import Link
 from ray_ckpt.restore import ProgressLog, RestoreTicket, SourceReader
 from ray_ckpt.types import ManifestRow, Part, RankRestore, ranks_of
@@ -141,8 +141,10 @@ class _States:
         """What that rank saved besides tensors; None if no source has it intact."""
         wanted = state_file(rank, self.world_size)
         data = next((self.reader.read_bytes(row) for row in self.rows if row.file == wanted), None)
-        state: dict[str, Any] | None = None if data is None else decode_tree(data)
-        return state
+        try:
+            return None if data is None else decode_state(data)
+        except FormatError as error:
+            raise error.at(wanted) from error
 
 
 _Choose: TypeAlias = Callable[[_States], tuple[Mapping[str, Item], dict[str, Any]] | None]

@@ -95,6 +95,29 @@ def decode_tree(data: bytes) -> Any:
     return loads(data, what="The state tree", max_bytes=MAX_TREE_BYTES, hook=_object)
 
 
+def decode_state(data: bytes) -> dict[str, Any]:
+    """Return the document of a state file: a rank's items by name, and what else a save notes of them.
+
+    Raises FormatError, also for a tree that is no such document.
+    """
+    document = decode_tree(data)
+    if type(document) is not dict or type(document.get("items")) is not dict:
+        raise FormatError("The state tree has no items.")
+    if type(document.get("classes", {})) is not dict or not _is_parts(document.get("parts", [])):
+        raise FormatError("The state tree has classes or parts of another kind.")
+    return document
+
+
+def _is_parts(value: Any) -> bool:
+    return type(value) is list and all(
+        type(part) is dict
+        and part.keys() == {"name", "world_size"}
+        and type(part["name"]) is str
+        and type(part["world_size"]) is int
+        for part in value
+    )
+
+
 # Writing
 
 

@@ -1,0 +1,34 @@
+"""Seeds of `python -m tests.hostile`, and single faults that it has found."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.hostile import mutations, readers
+from tests.hostile.__main__ import NUM_READERS, some
+from tests.hostile.play import Player
+
+
+@pytest.mark.slow
+def test_readers_of_damaged_runs_name_the_file_or_are_right(tmp_path: Path) -> None:
+    player = Player(tmp_path / "at")
+    found = [v for seed in range(300) for v in player.play(seed, some(seed, NUM_READERS))]
+    assert not found, "\n".join(map(str, found))
+    assert player.num_errors > player.num_answers / 10, "the damage has no effect"
+
+
+def test_a_few_seeds(tmp_path: Path) -> None:
+    player = Player(tmp_path / "at")
+    assert [v for seed in range(1, 8) if seed % 4 for v in player.play(seed, some(seed, 2))] == []
+
+
+@pytest.mark.parametrize("kind", sorted(kind for kind in mutations.LIES if kind != "state: many small lists"))
+@pytest.mark.parametrize("reader", ["load", "diff"])
+def test_a_lie_with_right_digests(kind: str, reader: str, tmp_path: Path) -> None:
+    run = mutations.build(tmp_path, mutations.LIES[kind](random.Random(1)))
+    (answer,) = readers.ask(run, [reader])
+    assert not answer.problem
+    assert not answer.code or any(n in answer.text for n in (mutations.STATE, mutations.SHARD, "manifest-"))
