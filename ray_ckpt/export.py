@@ -182,6 +182,8 @@ def _header(shard: Mapping[str, LazyTensor]) -> bytes:
 def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress: Progress) -> None:
     """One file. A tensor goes to its place through mapped memory, which the kernel writes back."""
     size_bytes = len(header) + sum(lazy.nbytes for lazy in shard.values())
+    for lazy in shard.values():
+        lazy.check()  # before its room is taken
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size_bytes)  # mapped memory of a full disk would be a SIGBUS
         file.write(header)

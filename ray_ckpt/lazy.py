@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.shard import ITEMSIZE
-from ray_ckpt.plan.restore import Copy, Read, plan_restore
+from ray_ckpt.plan.restore import Copy, Read, RestorePlan, plan_restore
 from ray_ckpt.tables import MAX_HTML_ROWS, html_table
 from ray_ckpt.types import ManifestRow, Slice
 from ray_ckpt.verify import PERHAPS_DELETED, CheckpointFile, CheckpointFiles, readable
@@ -99,6 +99,13 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
                 )
             self._opened[name] = file
         return self._opened[name]
+
+    def check(self, reads: Iterable[Read]) -> None:
+        """CorruptionError if a file ends before what is to be read of it: no memory is taken for that."""
+        for row in (read.row for read in reads):
+            size_bytes = self.open(row.file).size_bytes
+            if row.byte_offset + row.nbytes > size_bytes:
+                raise _damaged(self._files, row, f"cannot be read: it ends at byte {size_bytes}")
 
     def read(self, read: Read, steps: Sequence[int], out: Bytes) -> None:
         """What `read` says, of each dimension every `steps`th index, to its places in `out`.
@@ -232,13 +239,20 @@ class LazyTensor:
         import torch
 
         shape, dtype = [len(span) for span in spans], self.dtype
+        if all(spans):
+            self._tensors.check(self._plan(spans).reads)
         out = torch.empty(shape, dtype=dtype)
         if out.numel():
             flat = out.view(-1).view(torch.uint8).numpy()
             self._read_into(spans, flat.reshape(*shape, ITEMSIZE[self.dtype_name]))
         return out
 
-    def _read_into(self, spans: Sequence[range], out: Bytes) -> None:
+    def check(self) -> None:
+        """CorruptionError unless its files are as long as the manifest has them."""
+        if self.nbytes:
+            self._tensors.check(self._plan([range(size) for size in self.shape]).reads)
+
+    def _plan(self, spans: Sequence[range]) -> RestorePlan:
         target = Slice(
             item=self._slice.item,
             name=self._slice.name,
@@ -250,6 +264,10 @@ class LazyTensor:
         plan = plan_restore([target], self._rows)
         if plan.problems:
             raise CorruptionError(f"The manifest does not have all of it: {plan.problems[0]}.", hint=_DAMAGED)
+        return plan
+
+    def _read_into(self, spans: Sequence[range], out: Bytes) -> None:
+        plan = self._plan(spans)
         steps = [span.step for span in spans]
         with ThreadPoolExecutor(SLICES_AT_A_TIME, thread_name_prefix="ray_ckpt-lazy") as pool:
             try:

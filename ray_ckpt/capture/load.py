@@ -34,7 +34,7 @@ from ray_ckpt.capture.walk import (
     slices_of,
     walk,
 )
-from ray_ckpt.errors import MismatchError
+from ray_ckpt.errors import CheckpointError, InsufficientSpace, MismatchError
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.plan.regions import Box
@@ -191,10 +191,25 @@ class _Wanted:
         elif saved is None:
             self.problems.append(f"{key}: not in the checkpoint's manifest")
         else:
-            leaf = leaves[path] = item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
+            leaf = leaves[path] = self._allocated(item, path, saved)
             ranks = self.everyone if item.is_shared(path) else (self.rank,)
             slices = slices_of(leaf, item=name, path=path, ranks=ranks, first=self.everyone[0])
             self.targets += [_under(live, key) for live in slices]
+
+    def _allocated(self, item: Item, path: Path, saved: Slice) -> torch.Tensor:
+        """Return a tensor for a saved one; InsufficientSpace, which names its file, if memory lacks."""
+        try:
+            return item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
+        except RuntimeError as error:  # torch has no class of its own for this on the CPU
+            if isinstance(error, CheckpointError):
+                raise
+            file = next(row.file for row in self.rows if row.slice is saved)
+            raise InsufficientSpace(
+                f"{saved.key} of {file} cannot be held in memory, with shape {list(saved.global_shape)}: "
+                f"{str(error)[:200]}",
+                hint="If it is not so large, `ray-ckpt verify` tells what is damaged.",
+                file=file,
+            ) from error
 
     def filled(self, name: str, tree: Any) -> Any:
         """The saved tree of an item with its leaves in place."""
