@@ -135,6 +135,14 @@ def _key_is_a_number(tree: dict[str, Any]) -> None:
     tree["inner"] = {(7 if name == "t7" else name): tensor for name, tensor in tree["inner"].items()}
 
 
+def _renamed(tree: dict[str, Any]) -> None:
+    tree["inner"] = {("new" if name == "t7" else name): tensor for name, tensor in tree["inner"].items()}
+
+
+def _another_object_in_the_same_memory(tree: dict[str, Any]) -> None:
+    tree["inner"]["t3"] = tree["inner"]["t3"].detach()
+
+
 def _other_order(tree: dict[str, Any]) -> None:
     tree["inner"] = dict(reversed(tree["inner"].items()))
 
@@ -165,6 +173,8 @@ def _nothing(tree: dict[str, Any]) -> None:
     [
         _nothing,
         _key_is_a_number,
+        _renamed,
+        _another_object_in_the_same_memory,
         _other_order,
         _a_list,
         _a_tuple_and_a_number,
