@@ -11,8 +11,10 @@ from jobs.local_cluster import LocalCluster
 from tests.cluster.ranks import RankGroup
 
 TWO_NODES, ONE_NODE = "ab", "aa"  # where rank 0 and rank 1 are
-everywhere = pytest.mark.parametrize(
-    "spare_group", [TWO_NODES, ONE_NODE], ids=["two nodes", "one node"], indirect=True
+everywhere = pytest.mark.parametrize(  # on one node as newcomers have it; two take as long again
+    "spare_group",
+    [pytest.param(TWO_NODES, id="two nodes", marks=pytest.mark.slow), pytest.param(ONE_NODE, id="one node")],
+    indirect=True,
 )
 
 
