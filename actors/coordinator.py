@@ -976,11 +976,14 @@ class Coordinator:
     # -- small helpers ---------------------------------------------------------------------------------
 
     async def _reach(self, key: str) -> Run:
-        """The run; opened again for a while if it was put away."""
-        if key not in self._runs and (past := self._past.get(key)) is not None:
+        """The run; opened again for a while if it was put away, or is about to be."""
+        run, past = self._runs.get(key), self._past.get(key)
+        closing = run if run is not None and run.machine.is_closing else None
+        if closing is not None or (run is None and past is not None):
+            spec = (closing or past).spec  # type: ignore[union-attr]
             self._check_goes_on()
-            with self._in_use(past.spec.name):
-                await self._open(past.spec, owner=None)
+            with self._in_use(spec.name):
+                await self._open(spec, owner=None)
         return self._run(key)
 
     def _run(self, key: str) -> Run:

@@ -108,6 +108,7 @@ def verify_files(folder: Path) -> int:
 
 def test_retention_bounds_every_disk(group: RankGroup, cluster: LocalCluster, storage: str) -> None:
     options = {"every_steps": 1, "keep_last": 2, "remote_every": 7, "max_block_s": 5, "retire_grace_s": 0}
+    options["keep_local_at_end"] = True  # else the one that only nodes have goes when the run has finished
     group.run(train, "bounded", storage, 20, options)
     make_durable(storage, "bounded")
     uid = status_of(storage, "bounded").run_uid
