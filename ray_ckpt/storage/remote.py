@@ -133,12 +133,13 @@ class RemoteTier:
     def missing(self) -> str:
         """Why the log takes no records, if what was there is gone: the folder's name, and what to do.
 
-        Empty if record 0 is there, and if the store does not answer, which says nothing about the folder.
+        Empty if record 0 is there, whole or damaged, and if the store does not answer, which says nothing of
+        the folder.
         """
         try:
             if self.log.read(names.record_file(0)) is not None:
                 return ""
-        except OSError:
+        except (OSError, FormatError):
             return ""
         gone = self.where
         if self.root.is_posix:

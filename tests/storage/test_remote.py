@@ -281,3 +281,5 @@ def test_a_folder_that_is_gone_is_named_with_what_to_do(tier: RemoteTier, root: 
         assert tier.missing() == ""
     (root / "log" / "00000000000000000000.json").unlink()
     assert tier.missing().startswith(f"{root / 'log'} is not there any more, or is empty")
+    (root / "log" / "00000000000000000000.json").mkdir()
+    assert tier.missing() == "", "what is damaged is not gone"
