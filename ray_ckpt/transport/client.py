@@ -77,6 +77,8 @@ class PeerClient:
         while not call.ended.wait(max(SILENT_S - call.pulse.silent_s, LOOK_S)):
             if call.pulse.silent_s >= SILENT_S:
                 call.is_given_up = True
+                if call.source_error is not None:
+                    raise call.source_error
                 silent = flight.FlightTimedOutError(f"it gave no sign of life for {SILENT_S:.0f} s")
                 raise self._unavailable(request.name, silent, unreachable=True)
         if call.source_error is not None:
@@ -219,6 +221,7 @@ class _Put(threading.Thread):
         try:
             self._send(writer)
         except BaseException:  # the peer finds that bytes are missing and keeps nothing
+            self.pulse.wait_for_peer()
             for end in (writer.done_writing, listener.join, writer.close):
                 with contextlib.suppress(*_FAILURES):
                     end()

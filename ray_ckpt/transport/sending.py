@@ -123,6 +123,8 @@ class _Sender:
         """Send one file, however many tries it takes."""
         try:
             for tried in range(1, MAX_TRIES + 1):
+                if self._stop.is_set():  # before a connection that may take seconds to fail
+                    raise _Stopped
                 try:
                     return self._try(file)
                 except Unavailable as error:

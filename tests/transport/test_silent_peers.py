@@ -81,11 +81,12 @@ def server(folder: Slow) -> Iterator[PeerServer]:
     opened.shutdown()
 
 
-def send(endpoint: str, data: bytes, *, limiter: Limiter | None = None) -> None:
+def send(endpoint: str, *files: bytes, limiter: Limiter | None = None) -> None:
     def no_second_try(pause_s: float) -> None:
         pytest.fail("tried again")
 
-    send_files(endpoint, OURS, [outgoing(0, data)], limiter=limiter, sleep=no_second_try)
+    batch = [outgoing(rank, data) for rank, data in enumerate(files)]
+    send_files(endpoint, OURS, batch, streams=1, limiter=limiter, sleep=no_second_try)
 
 
 @contextlib.contextmanager
@@ -97,8 +98,11 @@ def given_up_soon() -> Iterator[None]:
     assert caught.value.fields["unreachable"] is True
 
 
-def test_a_peer_whose_connections_do_not_open_is_given_up() -> None:
-    """As if packets to its port were dropped: the queue of the listener is full."""
+@pytest.fixture
+def unopened() -> Iterator[str]:
+    """An endpoint whose connections do not open, as if packets to its port were dropped: the queue of the
+    listener is full.
+    """
     with socket.socket() as listener, contextlib.ExitStack() as stack:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -106,11 +110,15 @@ def test_a_peer_whose_connections_do_not_open_is_given_up() -> None:
             one = stack.enter_context(socket.socket())
             one.setblocking(False)
             one.connect_ex(listener.getsockname())
-        endpoint = f"grpc+tls://127.0.0.1:{listener.getsockname()[1]}"
-        with given_up_soon():
-            send(endpoint, b"1")
-        with PeerClient(endpoint, credentials=OURS) as peer:
-            assert not peer.is_there(UID, within_s=0.5)
+        yield f"grpc+tls://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("num_files", [1, 12])
+def test_a_peer_whose_connections_do_not_open_is_given_up(unopened: str, num_files: int) -> None:
+    with given_up_soon():
+        send(unopened, *[b"1"] * num_files)
+    with PeerClient(unopened, credentials=OURS) as peer:
+        assert not peer.is_there(UID, within_s=0.5)
 
 
 @pytest.mark.parametrize("size", [100, 20 * MIB])
@@ -140,6 +148,23 @@ def test_a_way_that_falls_silent_in_the_middle_is_given_up(
         ):
             peer.put(announce(data, name=shard(0)), chunks())
         assert cut_once.is_set()
+
+
+def test_an_error_of_the_source_does_not_wait_for_a_silent_peer(server: PeerServer) -> None:
+    with SilentWire(server.port) as proxy:
+
+        def chunks() -> Iterator[bytes]:
+            yield b"1"
+            proxy.cut(there=True, back=True)
+            raise InsufficientSpace("the source")
+
+        endpoint, started_s = f"grpc+tls://127.0.0.1:{proxy.port}", time.monotonic()
+        with (
+            pytest.raises(InsufficientSpace),
+            PeerClient(endpoint, credentials=OURS, gone_s=60.0) as peer,
+        ):
+            peer.put(announce(b"12"), chunks())
+        assert time.monotonic() - started_s < SILENT_S + LATE_S
 
 
 def test_a_peer_that_answers_no_more_after_it_has_stored_all_is_given_up(
