@@ -197,10 +197,13 @@ class Saves:
         for node, copy in held:
             if node != plan.nodes[copy.node_index].node_id:
                 self._attempts[copy.attempt.attempt].arrive(copy.node_index, node)
+        found: dict[str, Attempt] = {}
         for node, part in held:
             attempt = self._attempts.get(part.attempt.attempt)
             if attempt is not None and part.node_index not in attempt.stored:
-                yield from self.stored(_stored(part, node))
+                found[attempt.id.attempt] = attempt
+                yield from self._take(attempt, _stored(part, node))
+        yield from self._settle(*found.values())
 
     # -- messages ------------------------------------------------------------------------------------
 
@@ -210,29 +213,37 @@ class Saves:
             if self._context.ledger.is_open:  # before that nothing is known of what was committed
                 yield from self._answer_late(event)
             return
+        yield from self._take(attempt, event)
+        yield from self._settle(attempt)
+
+    def _take(self, attempt: Attempt, event: m.NodeStored) -> Iterator[m.Effect]:
+        """Note that a node has its part."""
         attempt.store(event, self._context.now_s)
         self._enter_session()
         self._saved_before |= set(attempt.nodes[event.node_index].ranks)
         self._context.holders.add(event.attempt.attempt, event.node_index, event.node_id)
         if self._context.draining:
             yield from self._copy_elsewhere(attempt, event.node_index)
+
+    def _settle(self, *attempts: Attempt) -> Iterator[m.Effect]:
+        """Commit what is ready, once all that is known of it has been taken."""
         yield from self._bound_open()
-        yield from self._try_commit(attempt)
+        for attempt in attempts:
+            yield from self._try_commit(attempt)
 
     def _bound_open(self) -> Iterator[m.Effect]:
         """Commit the newest complete attempt as it is if too many are open; drop one if none is complete.
 
         The commit drops the older attempts, and copies that arrive later promote it.
         """
-        waiting = [a for a in self._attempts.values() if not a.committing]
-        if len(waiting) <= MAX_OPEN_ATTEMPTS:
-            return
-        complete = [a for a in waiting if a.is_local and not self._is_overtaken(a)]
-        if complete:
-            yield from self._commit(max(complete, key=lambda a: a.id.step))
-        else:
-            oldest = min(waiting, key=lambda a: a.id.step)
-            yield from self.drop(oldest, Unavailable(f"Step {oldest.id.step} was overtaken by newer saves."))
+        while len(waiting := [a for a in self._attempts.values() if not a.committing]) > MAX_OPEN_ATTEMPTS:
+            complete = [a for a in waiting if a.is_local and not self._is_overtaken(a)]
+            if complete:
+                yield from self._commit(max(complete, key=lambda a: a.id.step))
+            else:
+                oldest = min(waiting, key=lambda a: a.id.step)
+                error = Unavailable(f"Step {oldest.id.step} was overtaken by newer saves.")
+                yield from self.drop(oldest, error)
 
     def _find(self, attempt: AttemptId) -> Attempt | None:
         """The open attempt of that id, opened now if new; None if it is settled or of another session."""

@@ -109,6 +109,8 @@ class Tenure:
         if plan is None or self._is_ended:
             return False
         self._is_ended = True
+        if self._has_successor(plan):
+            return False
         known = self._context.history.sessions.get(plan.session)
         if known is not None and known.ended is not None:  # by a coordinator that died before what came next
             return False
@@ -130,6 +132,11 @@ class Tenure:
             )
         )
         return True
+
+    def _has_successor(self, plan: m.SessionPlan) -> bool:
+        """Return True if a newer session is in the log or on its way there: after damage one replaces it."""
+        newest = self._context.ledger.projected().session
+        return newest is not None and (newest.opened_by, newest.session) > plan.age
 
     def _cause_by_nodes(self, live: Collection[str]) -> EndCause | None:
         nodes = set(self._context.session_nodes())

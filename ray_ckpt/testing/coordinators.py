@@ -54,7 +54,11 @@ class Coordinators(Nodes):
         if isinstance(event, m.GroupOpened):
             self.oracle.group_opened(process.name, event.token)
         if isinstance(event, m.NodeStored):
-            self.oracle.told_stored(process.name, event)
+            self.oracle.told_stored(process.name, event.attempt, event.node_index)
+        if isinstance(event, m.GroupFound | m.GroupOpened | m.InventoryTaken | m.NodesOpened):
+            for inventory in event.inventories.values():
+                for held in inventory.fragments:
+                    self.oracle.told_stored(process.name, held.attempt, held.node_index)
         for effect in process.machine.handle(event):
             self._do(process, effect)
 

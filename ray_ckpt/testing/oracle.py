@@ -17,7 +17,6 @@ from ray_ckpt.core.messages import (
     DeleteOrphans,
     GroupOpened,
     MetAnswer,
-    NodeStored,
     RanksMet,
     SessionPlan,
 )
@@ -270,9 +269,9 @@ class Oracle:
         self.plans[attempt.attempt] = plan
         self.attempts[attempt.attempt] = attempt
 
-    def told_stored(self, coordinator: str, event: NodeStored) -> None:
-        """A coordinator hears that a node has all of its part of an attempt."""
-        self.told.setdefault((coordinator, event.attempt.attempt), set()).add(event.node_index)
+    def told_stored(self, coordinator: str, attempt: AttemptId, node_index: int) -> None:
+        """A coordinator learns that a node has all of its part of an attempt."""
+        self.told.setdefault((coordinator, attempt.attempt), set()).add(node_index)
 
     def gives_up(self, coordinator: str, attempt: AttemptId, error: CheckpointError | None) -> None:
         """A coordinator drops an attempt: one that is complete gives way to a newer complete one only."""

@@ -70,6 +70,20 @@ def test_of_attempts_that_are_all_incomplete_the_oldest_is_dropped() -> None:
     assert (committed(effects), dropped(effects)) == ([], [1])
 
 
+def test_what_nodes_hold_is_counted_before_the_limit_is_looked_at() -> None:
+    """A restarted coordinator finds more open attempts than the limit: the complete one among them stays."""
+    run = Harness("ab")
+    run.open("ab")
+    plan = run.plan
+    for step in range(2, MAX_OPEN_ATTEMPTS + 2):
+        run.stored(run.attempt(step), "a")
+    for node in "ab":
+        run.stored(run.attempt(1), node)
+    run.start_coordinator()
+    effects = run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    assert (committed(effects), dropped(effects)) == ([(1, Level.LOCAL, 0)], [])
+
+
 @pytest.mark.parametrize("store", ["ok", "held", "silent"])
 def test_no_complete_attempt_is_dropped_but_for_a_newer_complete_one(store: StoreMode) -> None:
     """Whatever order they come in, and also while the store does not take records."""

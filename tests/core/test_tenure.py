@@ -190,6 +190,22 @@ def test_a_session_ends_once_also_if_the_coordinator_dies_behind_that_record(is_
     assert not samples(run, telemetry.INTERRUPTIONS)
 
 
+def test_a_session_whose_successor_waits_for_the_log_does_not_end_behind_it() -> None:
+    """Damage has begun session 3; a group that opens before that is in the log ends neither it nor 2."""
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.save(20)
+    run.tell(run.group("ab"))
+    run.store_mode = "held"
+    run.tell(run.restored("a"), run.restored("b", damage=["x"]))
+    run.tell(run.group("ab"))
+    run.store_mode = "ok"
+    run.confirm()
+    assert [op.session for op in run.records if isinstance(op, r.Session)][:3] == [1, 2, 3]
+    assert [e.session for e in ends(run)] == [1]
+
+
 def test_nodes_that_join_are_no_agents_that_died() -> None:
     run = Harness("ab")
     run.open("ab")
