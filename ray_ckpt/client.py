@@ -47,7 +47,6 @@ from ray_ckpt.errors import (
     RestoreError,
     RunConflict,
     ServiceError,
-    StateError,
     Unavailable,
     named_text,
     text_of,
@@ -56,7 +55,7 @@ from ray_ckpt.format.names import make_attempt
 from ray_ckpt.format.records import MAX_METRICS
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.format.tree import encode_tree
-from ray_ckpt.link import MAX_STATE_BYTES, Link
+from ray_ckpt.link import Link
 from ray_ckpt.protection import Protection
 from ray_ckpt.restore import RestoreTicket
 from ray_ckpt.resume import Resumer
@@ -798,11 +797,6 @@ class Checkpointer:
             },
             kept=walked.kept,
         )
-        if len(state) > MAX_STATE_BYTES:
-            raise StateError(
-                f"The non-tensor state has {len(state):,} bytes, more than {MAX_STATE_BYTES:,}.",
-                hint="Keep large data in tensors or numpy-backed tensors, not in lists.",
-            )
         values, late = self._numbers(metrics)
 
         def all_values() -> Mapping[str, float] | None:

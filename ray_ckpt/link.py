@@ -21,8 +21,6 @@ from ray_ckpt.notices import Notice
 from ray_ckpt.restore import Place, RestoreTicket, Shared
 from ray_ckpt.types import AttemptId, Level, Part, RankRestore, ranks_of
 
-MAX_STATE_BYTES = 64 << 20  # non-tensor state travels in a control message; tensors do not
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:

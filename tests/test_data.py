@@ -32,8 +32,7 @@ from ray_ckpt.data import (
     round_keys,
 )
 from ray_ckpt.errors import ConfigError, MismatchError, UnsupportedItem
-from ray_ckpt.format.tree import decode_tree, encode_tree
-from ray_ckpt.link import MAX_STATE_BYTES
+from ray_ckpt.format.tree import MAX_TREE_BYTES, decode_tree, encode_tree
 from tests.capture.local import LocalLink
 
 T = TypeVar("T")
@@ -585,7 +584,7 @@ def test_the_state_of_a_stateful_loader_is_small(num_workers: int) -> None:
     loader = stateful_loader(data, 64, shuffle=num_workers == 0, num_workers=num_workers)
     item = adapt("loader", loader, {})
     take(loader, 2)
-    assert len(Checkpoint(item).tree) < 4096 < MAX_STATE_BYTES
+    assert len(Checkpoint(item).tree) < 4096 < MAX_TREE_BYTES
 
 
 @pytest.mark.parametrize(("then", "now"), [(0, 2), (2, 0), (2, 1)])

@@ -12,13 +12,20 @@ from collections.abc import Callable, Container, Mapping
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 from ray_ckpt.errors import FormatError, NewerFormat
 from ray_ckpt.format.digest import digest
 
 FORMAT_VERSION = 1
 MAX_INT = 2**63 - 1  # what an int64 column holds; larger sizes do not occur
+MAX_VALUES_BYTES = 400 * 2**20  # of the values of one document in memory: ten million numbers
 
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
+_VALUE_BYTES = {b"{": 240, b"[": 96, b":": 48, b",": 40, b'"': 28}
+"""CPython's memory for what a character of JSON stands for: a dict of one item, a list, an item of a dict, a
+number and its place, half a string."""
+_BLOCK_BYTES = 1 << 20
 _NON_FINITE = ("nan", "inf", "-inf")
 Pairs = list[tuple[str, Any]]
 
@@ -46,6 +53,7 @@ def loads(
     check_size(data, what=what, max_bytes=max_bytes)
     if final_newline and not data.endswith(b"\n"):
         raise FormatError(f"{what} is cut short: it does not end in a newline.")
+    check_values(data, what=what)
     try:
         return json.loads(data.decode(), object_pairs_hook=hook or unique_keys, parse_constant=_refuse)
     except NewerFormat as error:
@@ -109,6 +117,35 @@ def _unsealed(
 def check_size(data: bytes, *, what: str, max_bytes: int) -> None:
     if len(data) > max_bytes:
         raise FormatError(f"{what} has {len(data)} bytes; the format allows {max_bytes}.")
+
+
+def check_values(data: bytes, *, what: str) -> None:
+    """Raise FormatError if the values of a JSON text would take more than MAX_VALUES_BYTES of memory.
+
+    Three bytes of text can be a dict of 240 bytes, so the size of a text does not bound its values.
+    """
+    if len(data) * max(_VALUE_BYTES.values()) <= MAX_VALUES_BYTES:
+        return
+    most = sum(size * data.count(char) for char, size in _VALUE_BYTES.items())
+    if most > MAX_VALUES_BYTES and (found := _values_bytes(data)) > MAX_VALUES_BYTES:
+        raise FormatError(
+            f"{what} has {len(data)} bytes of text whose values take about {found >> 20} MiB; "
+            f"the format allows {MAX_VALUES_BYTES >> 20}."
+        )
+
+
+def _values_bytes(data: bytes) -> int:
+    """Memory of the values of a JSON text; characters inside of strings are none."""
+    text = data.replace(rb"\\", b"").replace(rb"\"", b"")  # so each quotation mark begins or ends a string
+    found, in_string = 0, np.False_
+    for offset in range(0, len(text), _BLOCK_BYTES):
+        block = np.frombuffer(text[offset : offset + _BLOCK_BYTES], np.uint8)
+        inside = np.logical_xor.accumulate(block == ord('"')) ^ in_string
+        in_string = inside[-1]
+        for char, size in _VALUE_BYTES.items():
+            is_char = block == ord(char)
+            found += size * int(np.count_nonzero(is_char if char == b'"' else is_char & ~inside))
+    return found
 
 
 def check_version(value: object, what: str) -> None:

@@ -28,12 +28,14 @@ from ray_ckpt.format.names import (
     check_run_uid,
     fragment_file,
 )
-from ray_ckpt.format.shard import check_slice
+from ray_ckpt.format.shard import MAX_HEADER_BYTES, check_slice
+from ray_ckpt.format.tree import MAX_TREE_BYTES
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow, Slice
 
 MAX_FRAGMENT_BYTES = 64 * 2**20  # a million rows take about 40 MB; bounds what a reader holds
 MAX_ROWS = 1_000_000  # of one fragment: eight ranks with 125,000 slices each
 MAX_DESCRIPTION_BYTES = 64 * 2**20  # of checkpoint.json: about 300,000 files
+_MAX_BYTES = {"state": MAX_TREE_BYTES, "header": 8 + MAX_HEADER_BYTES}  # of a row of these kinds
 MAX_CHOICES = 64  # of fragments that differ between holders, until one is the log's: copies hardly ever do
 METADATA_KEY = b"ray_ckpt"
 
@@ -426,7 +428,7 @@ def _check_row(row: ManifestRow, files: Mapping[str, Any]) -> None:
     jsontext.integer(
         row.byte_offset, f"{row.file}: byte_offset", high=0 if row.kind == "header" else jsontext.MAX_INT
     )
-    jsontext.integer(row.nbytes, f"{row.file}: nbytes")
+    jsontext.integer(row.nbytes, f"{row.file}: nbytes", high=_MAX_BYTES.get(row.kind, jsontext.MAX_INT))
     jsontext.hex_digest(row.digest, f"{row.file}: digest")
     if row.slice is not None and check_slice(row.slice) != row.nbytes:
         raise FormatError(f"{row.label} cannot have {row.nbytes} bytes.", file=row.file)

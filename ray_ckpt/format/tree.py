@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
-from ray_ckpt.format.jsontext import Pairs, loads, newer, unique_keys
+from ray_ckpt.format.jsontext import Pairs, check_values, loads, newer, unique_keys
 from ray_ckpt.format.short import ShortRepr
 
-MAX_TREE_BYTES = 256 * 2**20  # of JSON; larger things belong into tensors, which are never parsed
+MAX_TREE_BYTES = 64 * 2**20  # of JSON; larger things belong into tensors, which are never parsed
 MAX_DEPTH = 100  # containers inside each other; real states have about 10, the JSON parser allows about 900
 MAX_VALUES = 10_000_000  # in one tree; stops shared references from unfolding without end
 
@@ -74,7 +74,8 @@ def encode_tree(value: object, kept: Mapping[int, Kept] | None = None) -> bytes:
     `kept` has containers by their identity whose JSON is to be kept, and used again.
 
     Raises UnsupportedLeaf, with the path in `fields["path"]`, for a value that only pickle could store, a
-    container inside itself, more than MAX_DEPTH levels, MAX_VALUES values or MAX_TREE_BYTES bytes.
+    container inside itself, more than MAX_DEPTH levels, MAX_VALUES values, MAX_TREE_BYTES bytes, or values
+    that a reader would have no memory for.
     """
     encoder = _Encoder(kept or {})
     try:
@@ -87,6 +88,10 @@ def encode_tree(value: object, kept: Mapping[int, Kept] | None = None) -> bytes:
             hint="Keep large arrays as tensors.",
             path="",
         )
+    try:
+        check_values(data, what="The state without its tensors")
+    except FormatError as error:
+        raise UnsupportedLeaf(error.message, hint="Keep large arrays as tensors.", path="") from error
     return data
 
 

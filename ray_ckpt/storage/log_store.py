@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import gc
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.records import MAX_RECORD_BYTES, Create, LogRecord, decode_record
 from ray_ckpt.format.snapshot import MAX_SNAPSHOT_BYTES, LogSnapshot, decode_snapshot, encode_snapshot
 from ray_ckpt.storage import files
+
+log = logging.getLogger("ray_ckpt.storage")
 
 PROBE_PREFIX = "probe-"  # of the names that a probe leaves if it is killed; no reader takes them for records
 READ_TRIES = 3  # of a log whose records are trimmed while it is read: each time a reader a day late
@@ -264,8 +267,9 @@ def _read_record(store: LogStore, seq: int) -> tuple[LogRecord, str] | None:
 def read_covered(store: LogStore, history: RunHistory) -> Records:
     """The records before `history.next_seq` that are still there: record 0, and those that lead up to it.
 
-    Each is proven by the one after it, so what a stalled writer put in the place of a deleted one is left
-    out. OSError and FormatError as in `read_log`.
+    Each is proven by the one after it. One that is not proven is left out with all before it, and logged: it
+    is damaged, or a stalled writer put it in the place of a deleted one. OSError and FormatError as in
+    `read_log`.
     """
     found: list[tuple[LogRecord, str]] = []
     seq, wanted = history.next_seq - 1, history.last_digest
@@ -279,11 +283,17 @@ def read_covered(store: LogStore, history: RunHistory) -> Records:
 
 def _read_covered(store: LogStore, seq: int, wanted: str) -> LogRecord | None:
     """The record `seq` of digest `wanted`; None if that is not there."""
+    name, reason = names.record_file(seq), "it is not the record that the next one follows"
     try:
-        data = store.read(names.record_file(seq))
-    except FormatError:
+        data = store.read(name)
+    except FormatError as error:
+        data, reason = b"", str(error)
+    if data is None:
         return None
-    return None if data is None or digest(data) != wanted else decode_record(data)
+    if digest(data) == wanted:
+        return decode_record(data)
+    log.warning("The log up to %s is left out; a snapshot has what it says. %s: %s", name, name, reason)
+    return None
 
 
 def create_record(store: LogStore, seq: int, data: bytes) -> Outcome:

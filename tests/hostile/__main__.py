@@ -19,6 +19,7 @@ from tests.hostile.play import Player
 from tests.hostile.readers import READERS
 
 NUM_READERS = 4  # of a seed
+SHOWN_EACH = 100  # seeds
 
 
 def main() -> int:
@@ -37,6 +38,8 @@ def main() -> int:
             for violation in player.play(seed, chosen):
                 counts[violation.reader] += 1
                 print(violation, flush=True)
+            if (seed - first + 1) % SHOWN_EACH == 0:
+                print(f"{seed - first + 1} seeds, {time.monotonic() - start_s:.0f} s", flush=True)
     print(f"seeds {first} to {last - 1}: {player.num_answers} answers, {player.num_errors} errors")
     print(f"  {time.monotonic() - start_s:.0f} s; slowest {player.slowest_s:.1f} s")
     print(f"  largest {player.largest_bytes / 1e6:.0f} MB; {counts.total()} violations {dict(counts)}")

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +203,16 @@ def _number(path: Path, rng: random.Random) -> None:
 
 
 def _dumps(document: object) -> bytes:
+    """As the format writes it, but also with numbers that Python itself would not write."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return _plain_dumps(document)
+    finally:
+        sys.set_int_max_str_digits(limit)
+
+
+def _plain_dumps(document: object) -> bytes:
     return json.dumps(document, ensure_ascii=False, sort_keys=True).encode() + b"\n"
 
 

@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -147,7 +146,7 @@ def ask(run: Path, readers: Sequence[str]) -> list[Answer]:
 
 
 def _answer(run: Path, reader: str) -> Answer:
-    before, start_s = _peak_bytes(), time.monotonic()
+    before, start_s = _reset_peak(), time.monotonic()
     code, problem, out, err = 0, "", io.StringIO(), io.StringIO()
     with _surroundings(out, err):
         try:
@@ -171,7 +170,7 @@ def _answer(run: Path, reader: str) -> Answer:
         text=out.getvalue() + err.getvalue(),
         problem=problem[-3000:],
         seconds=time.monotonic() - start_s,
-        grown_bytes=_peak_bytes() - before,
+        grown_bytes=_status_bytes("VmHWM") - before,
     )
 
 
@@ -209,5 +208,15 @@ def _digest(value: Any) -> str:
     return repr(value)
 
 
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _reset_peak() -> int:
+    """Begin to measure anew; returns the memory that there is."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(field: str) -> int:
+    """Of this process, as `proc(5)` has it."""
+    (line,) = [
+        found for found in Path("/proc/self/status").read_text().splitlines() if found.startswith(field)
+    ]
+    return int(line.split()[1]) * 1024

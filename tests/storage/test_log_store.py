@@ -754,7 +754,9 @@ def test_a_reader_that_meets_a_trimmed_record_starts_over() -> None:
     assert history.next_seq == 30
 
 
-def test_covered_records_that_are_still_there_are_proven(trimmed: tuple[MemoryLogStore, Writer]) -> None:
+def test_covered_records_that_are_still_there_are_proven(
+    trimmed: tuple[MemoryLogStore, Writer], caplog: pytest.LogCaptureFixture
+) -> None:
     store, writer = trimmed
     history, _ = read_run(store)
     late = replace(writer.record(r.Note(text="late")), seq=10)
@@ -762,4 +764,17 @@ def test_covered_records_that_are_still_there_are_proven(trimmed: tuple[MemoryLo
     covered = read_covered(store, history)
     assert [record.seq for record, _ in covered] == [0, *range(11, 31)]
     assert covered == (read_log(store)[0], *read_log(store, start=11)[:20])
+    assert record_file(10) in caplog.text
     assert read_covered(store, RunHistory()) == ()
+
+
+def test_a_covered_record_that_is_damaged_is_named(
+    trimmed: tuple[MemoryLogStore, Writer], caplog: pytest.LogCaptureFixture
+) -> None:
+    store, _ = trimmed
+    history, _ = read_run(store)
+    assert [record.seq for record, _ in read_covered(store, history)] == [0, *range(11, 31)]
+    assert not caplog.text, "what was trimmed is no damage"
+    store.objects[record_file(20)] = store.objects[record_file(20)][:-3]
+    assert [record.seq for record, _ in read_covered(store, history)] == [0, *range(21, 31)]
+    assert record_file(20) in caplog.text
