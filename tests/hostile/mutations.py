@@ -98,7 +98,7 @@ def _group(path: Path) -> str:
 
 
 def _names(path: Path) -> tuple[str, ...]:
-    known = [path.name]
+    known = [path.name, path.name.removesuffix(".zst")]  # a missing one has the name that it was saved by
     if path.name == POINTER_FILE:
         known.append(path.parent.name)
     if path.parent.name == names.LOG_DIR and path.suffix == ".json":
