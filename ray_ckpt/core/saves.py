@@ -375,7 +375,7 @@ class Saves:
         captured = [told for told in event.captured if self._may_open(told.attempt)]
         self._captures.told(captured, event.ranks, now_s)
         self._saved_before |= {rank for told in captured for rank in told.ranks}
-        for attempt in list(self._attempts.values()):
+        for attempt in [a for a in self._attempts.values() if not a.committing]:
             step = attempt.id.step
             passed = {k for k, p in event.ranks.items() if self._captures.has_passed(p, step)}
             if passed and (missed := sorted(passed.intersection(self._missing(attempt.id)))):

@@ -54,11 +54,11 @@ class Coordinators(Nodes):
         if isinstance(event, m.GroupOpened):
             self.oracle.group_opened(process.name, event.token)
         if isinstance(event, m.NodeStored):
-            self.oracle.told_stored(process.name, event.attempt, event.node_index)
+            self.oracle.told_stored(process.name, event.attempt, event.node_index, event.node_id)
         if isinstance(event, m.GroupFound | m.GroupOpened | m.InventoryTaken | m.NodesOpened):
-            for inventory in event.inventories.values():
+            for node, inventory in event.inventories.items():
                 for held in inventory.fragments:
-                    self.oracle.told_stored(process.name, held.attempt, held.node_index)
+                    self.oracle.told_stored(process.name, held.attempt, held.node_index, node)
         for effect in process.machine.handle(event):
             self._do(process, effect)
 
@@ -83,7 +83,7 @@ class Coordinators(Nodes):
             case m.Publish(attempt=attempt, level=level, error=failed, nodes=nodes):
                 if isinstance(failed, SaveNotCollective):
                     self.oracle.accused(attempt, self.now_s - self.saved_at_s[attempt.attempt], self.options)
-                self.oracle.gives_up(name, attempt, failed)
+                self.oracle.gives_up(name, attempt, failed, process.machine.live_nodes)
                 told = n.Published(attempt=attempt, level=level, error=failed, epoch=effect.epoch)
                 self.wire += [Order(node_told, told, name) for node_told in nodes]
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):

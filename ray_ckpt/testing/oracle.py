@@ -6,7 +6,7 @@ the log for itself and trusts nobody.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -67,7 +67,9 @@ class Oracle:
     stored_on: dict[Copy, set[str]] = field(default_factory=dict)  # disks that ever had it, fsynced
     failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost parts of it
     damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) found without a source
-    told: dict[tuple[str, str], set[int]] = field(default_factory=dict)  # coordinator, attempt -> nodes
+    told: dict[tuple[str, str], set[tuple[int, str]]] = field(
+        default_factory=dict
+    )  # coordinator, attempt -> parts, and nodes that have them
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was given up
     unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # begun without the log
     told_go: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) that train
@@ -269,13 +271,17 @@ class Oracle:
         self.plans[attempt.attempt] = plan
         self.attempts[attempt.attempt] = attempt
 
-    def told_stored(self, coordinator: str, attempt: AttemptId, node_index: int) -> None:
-        """A coordinator learns that a node has all of its part of an attempt."""
-        self.told.setdefault((coordinator, attempt.attempt), set()).add(node_index)
+    def told_stored(self, coordinator: str, attempt: AttemptId, node_index: int, node: str) -> None:
+        """A coordinator learns that `node` has all of a part of an attempt."""
+        self.told.setdefault((coordinator, attempt.attempt), set()).add((node_index, node))
 
-    def gives_up(self, coordinator: str, attempt: AttemptId, error: CheckpointError | None) -> None:
-        """A coordinator drops an attempt: one that is complete gives way to a newer complete one only."""
-        if error is None or "overtaken" not in error.message or not self._is_complete(coordinator, attempt):
+    def gives_up(
+        self, coordinator: str, attempt: AttemptId, error: CheckpointError | None, live: Set[str]
+    ) -> None:
+        """A coordinator drops an attempt: a whole one on `live` nodes gives way to a newer whole one only."""
+        if error is None or "overtaken" not in error.message:
+            return
+        if not self._is_complete(coordinator, attempt, live):
             return
         newer = [p for p in self._session(attempt) if p.step > attempt.step]
         must(
@@ -290,11 +296,12 @@ class Oracle:
         known = [c.id for c in self.history.checkpoints.values()]
         yield from (a for a in (*self.attempts.values(), *known) if (a.epoch, a.session) == age)
 
-    def _is_complete(self, coordinator: str, attempt: AttemptId) -> bool:
-        name = attempt.attempt
-        plan = self.plans.get(name)
+    def _is_complete(self, coordinator: str, attempt: AttemptId, live: Set[str] | None = None) -> bool:
+        """Return True if that coordinator knows of each part, on nodes of `live` if they are given."""
+        name, plan = attempt.attempt, self.plans.get(attempt.attempt)
         told = self.told.get((coordinator, name), set())
-        return name in self.history.checkpoints or (plan is not None and len(told) == len(plan.nodes))
+        parts = {index for index, node in told if live is None or node in live}
+        return name in self.history.checkpoints or (plan is not None and len(parts) == len(plan.nodes))
 
     def gave_up(self, attempt: AttemptId, epoch: int) -> None:
         """Ranks were told not to count on a save; a later coordinator may still find it whole."""

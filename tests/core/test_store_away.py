@@ -74,6 +74,18 @@ def test_of_many_that_wait_the_newest_stay_besides_the_one_in_flight() -> None:
 # -- groups ------------------------------------------------------------------------------------------
 
 
+def test_ranks_of_a_new_group_say_nothing_of_a_commit_of_the_old_one_that_waits() -> None:
+    """They are past its step, and there are more of them."""
+    run = away("abc")
+    run.save(20)
+    plan = next_group(run, "abc")
+    past = m.RankProgress(step=25, saved_step=-1, since_s=0.0, step_s=1.0, stall_s=0.0)
+    (rank,) = plan.nodes[2].ranks
+    assert not of(run.tell(m.RanksProgressed(age=plan.age, ranks={rank: past})), m.Publish)
+    assert ("commit", 20) in story(back(run))
+    assert [c.step for c in run.machine.history.live()] == [10, 20]
+
+
 def test_a_group_that_fails_goes_on_from_the_newest_held_checkpoint() -> None:
     run = away()
     run.save(20)

@@ -192,7 +192,7 @@ def _number(path: Path, rng: random.Random) -> None:
     try:
         document = json.loads(path.read_bytes())
     except ValueError:
-        path.write_bytes(repr(value).encode()[:300] + path.read_bytes())
+        path.write_bytes(_dumps(value)[:300] + path.read_bytes())
         return
     if isinstance(document, dict):
         numbers = [name for name, found in sorted(document.items()) if type(found) in (int, float)]
