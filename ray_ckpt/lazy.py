@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ray_ckpt.errors import ConfigError, CorruptionError
+from ray_ckpt.errors import ConfigError, CorruptionError, FormatError
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, plan_restore
@@ -123,6 +123,8 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
             raise _damaged(self._files, row, f"cannot be read: {error}") from error
         except _Differs as error:
             raise _damaged(self._files, row, f"differs from its digest {row.digest}") from error
+        except (CorruptionError, FormatError) as error:  # of a compressed file: a frame, or its table
+            raise _damaged(self._files, row, f"cannot be read: {error.message}") from error
 
 
 class LazyTensor:

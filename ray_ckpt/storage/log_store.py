@@ -268,8 +268,8 @@ def read_covered(store: LogStore, history: RunHistory) -> Records:
     """The records before `history.next_seq` that are still there: record 0, and those that lead up to it.
 
     Each is proven by the one after it. One that is not proven is left out with all before it, and logged: it
-    is damaged, or a stalled writer put it in the place of a deleted one. OSError and FormatError as in
-    `read_log`.
+    is damaged or missing, or a stalled writer put it in the place of a deleted one. OSError and FormatError
+    as in `read_log`.
     """
     found: list[tuple[LogRecord, str]] = []
     seq, wanted = history.next_seq - 1, history.last_digest
@@ -289,7 +289,9 @@ def _read_covered(store: LogStore, seq: int, wanted: str) -> LogRecord | None:
     except FormatError as error:
         data, reason = b"", str(error)
     if data is None:
-        return None
+        if not any(0 < older < seq for older in _record_seqs(store)):
+            return None  # it was trimmed, which begins with the oldest
+        data, reason = b"", "it is missing"
     if digest(data) == wanted:
         return decode_record(data)
     log.warning("The log up to %s is left out; a snapshot has what it says. %s: %s", name, name, reason)
@@ -338,12 +340,16 @@ def trim_log(store: LogStore, now_s: float) -> int:
     )
     after = [seq for seq in sound if seq > boundary]
     kept = {boundary, *after[:1], *found[-2:]}
-    records = (seq for name in store.list() if (seq := names.record_seq(name)) is not None)
     going = [names.snapshot_file(seq) for seq in found if seq not in kept]
-    going += [names.record_file(seq) for seq in sorted(records) if 0 < seq <= boundary]
+    going += [names.record_file(seq) for seq in sorted(_record_seqs(store)) if 0 < seq <= boundary]
     for name in going[:TRIM_BATCH]:
         store.delete(name)
     return len(going[:TRIM_BATCH])
+
+
+def _record_seqs(store: LogStore) -> Iterator[int]:
+    """The numbers of the records that are there, in any order."""
+    return (seq for name in store.list() if (seq := names.record_seq(name)) is not None)
 
 
 def _newest_history(store: LogStore) -> tuple[RunHistory, FormatError | None]:

@@ -108,6 +108,8 @@ def placed(places: dict[str, str], names: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("ranks", "name"), placed(PLACES, WRONG_USES), indirect=["ranks"])
 def test_a_wrong_use_is_named(ranks: RankGroup, name: str, storage: str, tmp_path: Path) -> None:
+    if before := WRONG_USES[name].after:
+        ranks.run(run_loop, before, "wrong", storage, str(tmp_path))
     error = first_error(ranks, name, "wrong", storage, str(tmp_path), limit_s=NAMED_S + START_S)
     assert_named(WRONG_USES[name], error, tmp_path)
 
@@ -158,6 +160,8 @@ def trainer(name: str, storage: str, logs: Path, **options: Any) -> TorchTrainer
 def test_a_wrong_use_under_ray_train_is_named_with_two_ranks_on_one_node(
     cluster: LocalCluster, name: str, reports: bool, storage: str, tmp_path: Path
 ) -> None:
+    if before := WRONG_USES[name].after:
+        trainer(before, storage, tmp_path, ray_report=reports).fit()
     with pytest.raises(ray.train.TrainingFailedError) as caught:
         trainer(name, storage, tmp_path, ray_report=reports).fit()
     assert_named(WRONG_USES[name], cause(caught.value), tmp_path)

@@ -29,7 +29,7 @@ class Rank:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
         self.model = nn.Linear(4, 4)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def make(self) -> ray_ckpt.Checkpointer:
         return ray_ckpt.Checkpointer(model=self.model, optimizer=self.optimizer)
@@ -59,12 +59,16 @@ Loop: TypeAlias = Callable[[Rank], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongUse:
-    """`error` is the name of what ends training; None: training goes on. `words` are in it, or in a log."""
+    """`error` is the name of what ends training; None: training goes on. `words` are in it, or in a log.
+
+    `after` is a loop that trains in the same run before, in a group of its own.
+    """
 
     loop: Loop
     error: str | None
     words: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    after: str = ""
 
 
 def step_on_rank_0(rank: Rank) -> None:
@@ -182,7 +186,60 @@ def accumulate_and_step_on_rank_0(rank: Rank) -> None:
     rank.train_all(step)
 
 
+def give(first: int, *rest: Any) -> Loop:
+    """These numbers of steps, one after another, on all ranks."""
+
+    def loop(rank: Rank) -> None:
+        ckpt = rank.make()
+        ckpt.restore()
+        for number in (*range(1, first + 1), *rest):
+            rank.train()
+            ckpt.step(number)
+
+    return loop
+
+
+def count_each_epoch(rank: Rank) -> None:
+    ckpt = rank.make()
+    ckpt.restore()
+    for _epoch in range(4):
+        for number in range(1, 8):
+            rank.train()
+            ckpt.step(number)
+
+
+def step_before_the_restore(rank: Rank) -> None:
+    ckpt = rank.make()
+    rank.train()
+    ckpt.step(1)
+
+
+def count_one_more_on_rank_1(rank: Rank) -> None:
+    """It completes a step more than the others before each number that they give."""
+
+    def step(ckpt: ray_ckpt.Checkpointer, number: int) -> None:
+        if rank.rank == 1:
+            ckpt.step(2 * number - 1)
+        ckpt.step(2 * number)
+
+    rank.train_all(step)
+
+
+def restore_into(make: Callable[[Any], torch.optim.Optimizer]) -> Loop:
+    """Restore what `train` has saved into another optimizer."""
+
+    def loop(rank: Rank) -> None:
+        rank.optimizer = make(rank.model.parameters())
+        train(rank)
+
+    return loop
+
+
 # What is right.
+
+
+def train(rank: Rank) -> None:
+    rank.train_all(lambda ckpt, number: ckpt.step(number), total=40)
 
 
 def wait_and_flush_on_rank_0(rank: Rank) -> None:
@@ -213,7 +270,7 @@ ALONE = r"(was saved by some ranks only: rank\(s\) {}|waits for rank\(s\) {})"
 COUNTS: dict[str, Any] = {"restore_timeout_s": 12.0}
 SKIPPED = r"some ranks only: rank\(s\) 1|Steps counted since the restore: \d+ or \d+"  # which one comes first
 
-WRONG_USES: Mapping[str, WrongUse] = {
+WRONG_USES: dict[str, WrongUse] = {
     "step on rank 0": WrongUse(
         loop=step_on_rank_0, error="SaveNotCollective", words=r"some ranks only: rank\(s\) 1"
     ),
@@ -237,6 +294,9 @@ WRONG_USES: Mapping[str, WrongUse] = {
         loop=stop_after(12), error="SaveNotCollective", words=r"some ranks only: rank\(s\) 1"
     ),
     "save other steps": WrongUse(loop=save_other_steps, error="SaveNotCollective", words=r"rank\(s\) \d"),
+    "count one more on rank 1": WrongUse(
+        loop=count_one_more_on_rank_1, error="CollectiveError", words="Steps counted since the restore"
+    ),
     "count differently": WrongUse(loop=count_differently, error="SaveNotCollective", words=r"rank\(s\) \d"),
     "a Checkpointer on rank 0": WrongUse(
         loop=make_on_rank_0,
@@ -257,7 +317,33 @@ WRONG_USES: Mapping[str, WrongUse] = {
         loop=accumulate_and_step_on_rank_0, error="SaveNotCollective", words=r"rank\(s\) 1"
     ),
 }
+WRONG_USES |= {
+    f"a step of {value!r}": WrongUse(
+        loop=give(3, value), error="ConfigError", words="Count completed optimizer steps over the whole run"
+    )
+    for value in (0, -1, 1.5, "3", None)
+}
+WRONG_USES |= {
+    name: WrongUse(loop=loop, error="ConfigError", words=words)
+    for name, loop, words in (
+        ("steps that go back", give(7, 2, 3, 4, 5), "Step 2 comes after step 7"),
+        ("the same step twice", give(7, 7), "Step 7 comes twice"),
+        ("a count that begins anew each epoch", count_each_epoch, "Step 1 comes after step 7"),
+        ("step before the restore", step_before_the_restore, "step was called before restore"),
+    )
+}
+WRONG_USES |= {
+    f"AdamW into {name}": WrongUse(
+        loop=restore_into(make), error="MismatchError", words=rf"AdamW.*{name}|{name}.*AdamW", after="train"
+    )
+    for name, make in (
+        ("SGD", lambda params: torch.optim.SGD(params, lr=0.01)),
+        ("RMSprop", lambda params: torch.optim.RMSprop(params, lr=0.01)),
+        ("Adagrad", lambda params: torch.optim.Adagrad(params, lr=0.01)),
+    )
+}
 ARE_RIGHT: Mapping[str, Loop] = {
+    "train": train,
     "wait on rank 0": wait_and_flush_on_rank_0,
     "evaluate on rank 0": evaluate_on_rank_0,
     "skip a step that is not saved": skip_a_step_that_is_not_saved,

@@ -39,7 +39,7 @@ Change = Callable[[SampleCheckpoint], SampleCheckpoint]
 class Mutation:
     """What became of the run. `names_of_file` are the texts of which an error has to show one.
 
-    All digests of a run that is `is_sound` are right, so what it says is an answer too.
+    A run that is `is_sound` shows no damage: all digests are right, so what it says is an answer too.
     """
 
     kind: str
@@ -82,14 +82,21 @@ def mutate(run: Path, seed: int) -> Mutation:
         if rng.random() < 0.3:
             compress(run)
         file = STATE if kind.startswith("state") else SHARD
-        return Mutation(kind=kind, file=file, names_of_file=(file, "manifest-"), is_sound=True)
+        known = (file, "manifest-", "has other items", "has no item")
+        return Mutation(kind=kind, file=file, names_of_file=known, is_sound=True)
     files = [path for path in sorted(run.rglob("*")) if path.is_file()]
     groups = sorted({_group(path) for path in files})
     group = rng.choice(groups)
     path = rng.choice([path for path in files if _group(path) == group])
     kind = rng.choice(sorted(MUTATIONS))
+    newest_record = max((run / names.SERVICE_DIR / names.LOG_DIR).glob("0*.json"))
     MUTATIONS[kind](path, rng)
-    return Mutation(kind=kind, file=str(path.relative_to(run)), names_of_file=_names(path))
+    return Mutation(
+        kind=kind,
+        file=str(path.relative_to(run)),
+        names_of_file=_names(path),
+        is_sound=path == newest_record and kind in GONE,  # a log that was never longer
+    )
 
 
 def _group(path: Path) -> str:
@@ -237,6 +244,7 @@ MUTATIONS: dict[str, Callable[[Path, random.Random], None]] = {
     "many small lists": lambda path, rng: _replace(path, b"[" + b"[]," * (20 << 20) + b"[]]\n"),
     "absurd number": _number,
 }
+GONE = ("missing", "link to nothing")
 
 
 # With digests that are right

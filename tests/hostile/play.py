@@ -79,7 +79,7 @@ def _problem(answer: Answer, whole: Answer, mutation: Mutation) -> str:
         return f"it took {answer.seconds:.1f} s"
     if (answer.code, _timeless(answer.out)) == (whole.code, _timeless(whole.out)):
         return ""
-    if mutation.is_sound and not answer.code:
+    if mutation.is_sound and answer.code in (0, whole.code):
         return ""
     if any(name in answer.text for name in mutation.names_of_file):
         return ""

@@ -30,7 +30,7 @@ from ray_ckpt.cli import main
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format import names
 from ray_ckpt.origin import CheckpointUri
-from ray_ckpt.train.pointers import POINTER_FILE, open_checkpoint
+from ray_ckpt.train.pointers import open_checkpoint
 from tests.sample_run import START_S
 
 MAX_S = 20
@@ -85,8 +85,8 @@ def _load_origin(run: Path) -> Any:
 
 
 def _load_pointer(run: Path) -> Any:
-    (pointer,) = run.glob(f"*/{POINTER_FILE}")
-    return open_checkpoint(ray.train.Checkpoint(pointer.parent)).load()
+    (pointer,) = run.glob("ray_ckpt_*/")
+    return open_checkpoint(ray.train.Checkpoint(pointer)).load()
 
 
 LOADS: dict[str, Callable[[Path], Any]] = {

@@ -778,3 +778,6 @@ def test_a_covered_record_that_is_damaged_is_named(
     store.objects[record_file(20)] = store.objects[record_file(20)][:-3]
     assert [record.seq for record, _ in read_covered(store, history)] == [0, *range(21, 31)]
     assert record_file(20) in caplog.text
+    del store.objects[record_file(25)]
+    assert [record.seq for record, _ in read_covered(store, history)] == [0, *range(26, 31)]
+    assert f"{record_file(25)}: it is missing" in caplog.text
