@@ -154,7 +154,9 @@ class RunHistory:
 
     def _check(self, record: LogRecord) -> None:
         where = f"Log record {record.seq}"
-        if record.seq != self.next_seq or record.prev != self.last_digest:
+        if record.seq != self.next_seq:
+            raise FormatError(f"Log record {self.next_seq} has the number {record.seq}.", seq=self.next_seq)
+        if record.prev != self.last_digest:
             raise FormatError(f"{where} does not follow record {self.next_seq - 1}.", seq=record.seq)
         if record.epoch < self.epoch:
             raise FormatError(f"{where} has the stale epoch {record.epoch}.", seq=record.seq)
