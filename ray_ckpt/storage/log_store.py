@@ -30,7 +30,7 @@ from ray_ckpt.format.records import MAX_RECORD_BYTES, Create, LogRecord, decode_
 from ray_ckpt.format.snapshot import MAX_SNAPSHOT_BYTES, LogSnapshot, decode_snapshot, encode_snapshot
 from ray_ckpt.storage import files
 
-log = logging.getLogger("ray_ckpt.storage")
+log = logging.getLogger("ray_ckpt")
 
 PROBE_PREFIX = "probe-"  # of the names that a probe leaves if it is killed; no reader takes them for records
 READ_TRIES = 3  # of a log whose records are trimmed while it is read: each time a reader a day late
