@@ -26,7 +26,7 @@ from ray_ckpt.cli.options import rate
 from ray_ckpt.core.drill import scenarios
 from ray_ckpt.drill import DrillReport
 from ray_ckpt.errors import CheckpointError, Unavailable
-from ray_ckpt.verify import locate
+from ray_ckpt.location import locate
 
 MAX_MISSED = 3  # turns in a row without a drill, as no service has the run; then it ends
 S_PER_MIN = 60.0

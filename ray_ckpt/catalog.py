@@ -22,7 +22,8 @@ from ray_ckpt.core.history import SessionInfo
 from ray_ckpt.errors import CheckpointError, ConfigError, FormatError
 from ray_ckpt.format import names
 from ray_ckpt.lazy import MAX_NEAREST
-from ray_ckpt.location import Location, without_tilde
+from ray_ckpt.location import Location, StoragePath, locate, without_tilde
+from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.file_store import FileStore
 from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, read_run
 from ray_ckpt.storage.remote import RemoteTier, open_store
@@ -44,15 +45,7 @@ from ray_ckpt.tables import (
     to_datetime,
 )
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level
-from ray_ckpt.verify import (
-    Damage,
-    Progress,
-    StoragePath,
-    VerifyReport,
-    locate,
-    readable,
-    verify_directory,
-)
+from ray_ckpt.verify import Damage, Progress, VerifyReport, verify_directory
 from ray_ckpt.view import REQUESTS_AT_A_TIME, CheckpointView
 
 __all__ = [

@@ -39,8 +39,8 @@ from ray_ckpt.format.tree import TensorRef, decode_state, encode_tree
 from ray_ckpt.lazy import named
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import plan_restore
+from ray_ckpt.storage.checkpoint_files import CheckpointFile
 from ray_ckpt.types import Fragment, ManifestRow, Slice
-from ray_ckpt.verify import CheckpointFile
 
 BAND_BYTES = 16 << 20  # of a tensor at a time, on each side: enough for a disk's and a store's full speed
 TENSORS_AT_A_TIME = 4  # by a thread each: answers come late

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeAlias
 from urllib.parse import parse_qsl, urlencode
 
 from ray_ckpt.errors import ConfigError
@@ -234,3 +235,15 @@ def _parse_query(query: str, scheme: str) -> tuple[tuple[str, str], ...]:
                 hint=f"Only {', '.join(_QUERY)} are taken; credentials come from the environment.",
             )
     return tuple(sorted(found))
+
+
+StoragePath: TypeAlias = str | os.PathLike[str] | Location
+"""A folder of this machine, absolute or not, or the URL of a place in a store."""
+
+
+def locate(path: StoragePath) -> Location:
+    """The place that a person means by `path`: a relative one counts from the working directory."""
+    if isinstance(path, Location):
+        return path
+    text = os.fspath(path)
+    return Location.parse(text if "://" in text else without_tilde(text).absolute())

@@ -24,9 +24,9 @@ from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, RestoreEr
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import TensorRef, decode_state
 from ray_ckpt.lazy import MAX_NEAREST, named, nearest
+from ray_ckpt.location import StoragePath
 from ray_ckpt.restore import ProgressLog, Source, SourceReader
 from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
-from ray_ckpt.verify import StoragePath
 
 if TYPE_CHECKING:
     import torch

@@ -21,10 +21,11 @@ from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, StoragePathErr
 from ray_ckpt.format import names
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
+from ray_ckpt.location import StoragePath, locate
+from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.log_store import LogStore, Outcome, create_record, read_run
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.types import ROLLBACK_PREFIX, CheckpointInfo, Level
-from ray_ckpt.verify import StoragePath, locate, readable
 
 QUIET_S = 120.0  # without a record, before a run is taken to be idle: some saves of most trainings
 PIN_WRITER = "pin-"  # how the writers of pins on the log alone begin; they are no sign of a training

@@ -16,10 +16,11 @@ from ray_ckpt.drill import Again, Reach
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format import names
 from ray_ckpt.format.manifest import FragmentVersion, choose_fragments, version_files
+from ray_ckpt.storage.checkpoint_files import CheckpointFile, SavedFiles
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level
-from ray_ckpt.verify import CheckpointFile, Damage, SavedFiles, check_group
+from ray_ckpt.verify import Damage, check_group
 from ray_ckpt.verify_plan import (
     Holder,
     PlanReport,

@@ -27,11 +27,12 @@ from ray_ckpt.format.manifest import (
 )
 from ray_ckpt.lazy import LazyTensor, SavedTensors
 from ray_ckpt.location import Location
+from ray_ckpt.storage.checkpoint_files import CheckpointFiles, is_fragment, readable
 from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.tables import MAX_HTML_ROWS, drain_s, html_table, metrics_text, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment
-from ray_ckpt.verify import CheckpointFiles, Damage, Progress, is_fragment, readable, verify_files
+from ray_ckpt.verify import Damage, Progress, verify_files
 
 REQUESTS_AT_A_TIME = 16  # for small files of a store that answers late
 

@@ -28,9 +28,9 @@ from ray_ckpt.cli.output import FittedTable, add_row, make_table, stdout, when_t
 from ray_ckpt.cli.tree import MAX_SESSIONS
 from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
+from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.storage.remote import open_store
 from ray_ckpt.testing.strict_store import StrictStore
-from ray_ckpt.verify import CheckpointFiles
 from tests.sample_run import RECORD_S, SampleRun, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
 

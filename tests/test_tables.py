@@ -23,9 +23,9 @@ from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.format import records
 from ray_ckpt.format.digest import digest
 from ray_ckpt.report import page, read_report
+from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.tables import TABLES, Cuts
 from ray_ckpt.types import Level, ManifestRow, Slice
-from ray_ckpt.verify import CheckpointFiles
 from tests.sample_run import START_S, SampleRun, make_checkpoint, write_run
 
 

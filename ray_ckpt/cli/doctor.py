@@ -15,7 +15,7 @@ from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_
 from ray_ckpt.cli.output import add_row, make_table, print_json, stdout
 from ray_ckpt.config import MIB
 from ray_ckpt.doctor import Check, check_machine, check_staging, check_store
-from ray_ckpt.verify import locate
+from ray_ckpt.location import locate
 
 STYLES = {"warn": "yellow", "fail": "bold red"}
 MAX_SIZE_MIB = 65_536  # of the file that measures a disk

@@ -18,11 +18,12 @@ from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node
 from ray_ckpt.drill import CheckpointDrill, DrillReport, Reach, TierRead, choose
 from ray_ckpt.drill import drill as read_what_is_left
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.location import locate
 from ray_ckpt.report.facts import counted
+from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import Tier
-from ray_ckpt.verify import locate, readable
 
 _TIERS: tuple[Tier, ...] = ("local", "peer", "remote")
 _STYLES = {"passed": "green", "failed": "red", "not covered": "yellow"}

@@ -17,8 +17,7 @@ from rich.text import Text
 from ray_ckpt.cli.output import FittedTable, add_row, make_table, plain, span_text
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
 from ray_ckpt.format.names import SERVICE_DIR
-from ray_ckpt.location import Location
-from ray_ckpt.verify import locate
+from ray_ckpt.location import Location, locate
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.wire import AgentCard, LeavingView, NodeView, RunView, ServiceView

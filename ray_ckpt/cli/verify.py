@@ -29,8 +29,9 @@ from ray_ckpt.drill import choose
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
 from ray_ckpt.format import names
 from ray_ckpt.report.facts import counted
+from ray_ckpt.storage.checkpoint_files import CheckpointFiles, files_at, readable
 from ray_ckpt.types import Level
-from ray_ckpt.verify import CheckpointFiles, files_at, readable, verify_files
+from ray_ckpt.verify import verify_files
 from ray_ckpt.verify_copies import num_copies, verify_copies
 from ray_ckpt.verify_plan import Holder, PlanReport, verify_plan
 

@@ -1,0 +1,167 @@
+"""The files of one checkpoint, wherever they lie: opened by the names and with the bytes that were saved."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from ray_ckpt.errors import CorruptionError, FormatError, StoragePathError
+from ray_ckpt.format import names, zstd
+from ray_ckpt.location import Location, StoragePath, locate
+from ray_ckpt.storage.file_store import Blocks, FileStore
+from ray_ckpt.storage.files import NotRegular
+from ray_ckpt.storage.remote import open_store
+
+PERHAPS_DELETED = "If it has been deleted since the log was read, read the log again."
+
+
+@contextmanager
+def readable(location: Location) -> Iterator[None]:
+    """What a store refuses or fails to do as a StoragePathError with a hint."""
+    try:
+        yield
+    except OSError as error:
+        hint = "Check bucket, endpoint and credentials; they come from the environment, a profile or a role."
+        if location.is_posix:
+            hint = "Checkpoints are private to the user that trained; read them as that user."
+        if isinstance(error, FileNotFoundError):
+            hint = PERHAPS_DELETED
+        if isinstance(error, NotRegular):
+            hint = "Bring that file back from a backup."
+        where = "" if str(location) in str(error) else f" {location}"
+        message = f"The storage path{where} cannot be read: {error}."
+        raise StoragePathError(message, hint=hint, path=str(location)) from error
+
+
+def is_fragment(name: str) -> bool:
+    return name.startswith("manifest-")
+
+
+# The files of a checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFile:
+    """A file as it was saved: its size, and how to read ranges (offset, nbytes) of it that rise."""
+
+    size_bytes: int
+    read: Callable[[Sequence[tuple[int, int]]], Blocks]
+
+
+class SavedFiles(ABC):
+    """Files of one checkpoint at one place, by the names and with the bytes that were saved."""
+
+    @property
+    @abstractmethod
+    def folder_name(self) -> str:
+        """Of the folder that they are in."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """What there is, as far as the place tells. Sorted. OSError."""
+
+    @abstractmethod
+    def place(self, name: str) -> str:
+        """Of a file, for people."""
+
+    @abstractmethod
+    def open(self, name: str) -> CheckpointFile | None:
+        """None if it is not there. OSError; FormatError if it is compressed and its table is damaged."""
+
+    def read_whole(self, name: str, max_bytes: int) -> bytes:
+        """A small file; CorruptionError if it is not there, is too large or cannot be read."""
+        try:
+            file = self.open(name)
+            if file is None:
+                raise CorruptionError(
+                    f"{self.place(name)} is missing.",
+                    hint=PERHAPS_DELETED,
+                    file=name,
+                    where="missing",
+                )
+            if file.size_bytes > max_bytes:
+                raise CorruptionError(
+                    f"{self.place(name)} has {file.size_bytes} bytes; the format allows {max_bytes}.",
+                    file=name,
+                    where="size",
+                )
+            return b"".join(map(bytes, file.read([(0, file.size_bytes)])))
+        except (OSError, EOFError) as error:
+            hint = PERHAPS_DELETED if isinstance(error, FileNotFoundError) else ""
+            raise CorruptionError(
+                f"{self.place(name)} cannot be read: {error}.", hint=hint, file=name, where="unreadable"
+            ) from error
+
+
+class CheckpointFiles(SavedFiles):
+    """The files of one checkpoint in a folder of a store.
+
+    A shard may lie there compressed, as NAME.zst. They are listed once, when they are first asked for.
+    """
+
+    def __init__(self, location: Location, store: FileStore, folder: str = "") -> None:
+        """`folder` of `store` is the same place as `location`."""
+        self.location = location
+        self._store = store
+        self._folder = folder
+        self._tables: dict[str, CheckpointFile | FormatError] = {}  # of compressed files that were opened
+
+    @property
+    def folder_name(self) -> str:
+        return self.location.name
+
+    def place(self, name: str) -> str:
+        return str(self.location / name)
+
+    @cached_property
+    def _stored_bytes(self) -> Mapping[str, int]:
+        """Size of each file that is stored, by its name in the folder. OSError."""
+        found = self._store.children(self._folder).files
+        return {stored.name.rpartition("/")[2]: stored.size_bytes for stored in found}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted({_saved_name(name) for name in self._stored_bytes}))
+
+    @property
+    def size_bytes(self) -> int:
+        """That the checkpoint's files take there. OSError."""
+        sizes = self._stored_bytes.items()
+        return sum(size for name, size in sizes if names.is_file_name(_saved_name(name)))
+
+    def open(self, name: str) -> CheckpointFile | None:
+        path = f"{self._folder}/{name}" if self._folder else name
+        if (size := self._stored_bytes.get(name)) is not None:
+            return CheckpointFile(size_bytes=size, read=partial(self._store.read, path))
+        if not names.is_shard_name(name) or (size := self._stored_bytes.get(name + zstd.SUFFIX)) is None:
+            return None
+        if name not in self._tables:
+            self._tables[name] = self._read_table(path + zstd.SUFFIX, size)
+        file = self._tables[name]
+        if isinstance(file, FormatError):
+            raise file.with_traceback(None)
+        return file
+
+    def _read_table(self, stored: str, size: int) -> CheckpointFile | FormatError:
+        try:
+            reader = zstd.SeekableReader(partial(self._store.read, stored), size)
+        except FormatError as error:
+            where = self.place(stored.rpartition("/")[2])
+            return type(error)(f"{where}: {error.message}", hint=error.hint, **error.fields)
+        return CheckpointFile(size_bytes=reader.raw_size, read=reader.read)
+
+
+def files_at(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> CheckpointFiles:
+    """The checkpoint whose directory is at `path`. ConfigError if that cannot be opened."""
+    location = locate(path)
+    return CheckpointFiles(location, open_store(location, storage_options)[0])
+
+
+def _saved_name(stored: str) -> str:
+    """The file that a stored one holds."""
+    plain = stored.removesuffix(zstd.SUFFIX)
+    return plain if names.is_shard_name(plain) else stored
