@@ -322,52 +322,6 @@ def _smallest_that_fits(
     return min(("stream", "single"), key=needed.__getitem__)
 
 
-# -- what there is -----------------------------------------------------------------------------------
-
-
-def available_memory_bytes() -> int:
-    """Memory that this process may still take: the machine's, or what its cgroups leave of it.
-
-    Page cache that the kernel would give up counts as free.
-    """
-    with open("/proc/meminfo") as file:  # noqa: PTH123
-        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    for folder, limit_file, usage_file in _cgroups():
-        with contextlib.suppress(OSError, ValueError):
-            limit = int((folder / limit_file).read_text())
-            used = int((folder / usage_file).read_text()) - _reclaimable_bytes(folder)
-            free = min(free, limit - used)
-    return max(free, 0)
-
-
-def _cgroups() -> Iterator[tuple[Path, str, str]]:
-    """This process's memory cgroup and those above it: (folder, file of the limit, file of the usage)."""
-    root = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":  # version 2
-                for folder in _upwards(root, path):
-                    yield folder, "memory.max", "memory.current"
-            elif "memory" in controllers.split(","):
-                for folder in _upwards(root / "memory", path):
-                    yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes"
-
-
-def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """The folder of a cgroup and its parents. In a container the path may not exist below its root."""
-    folder = root / path.strip("/")
-    while folder != root:
-        yield folder
-        folder = folder.parent
-    yield root
-
-
-def _reclaimable_bytes(folder: Path) -> int:
-    fields = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
-
-
 # -- where memory comes from -------------------------------------------------------------------------
 
 

@@ -21,14 +21,7 @@ import ray
 
 from ray_ckpt import telemetry
 from ray_ckpt.actors import names
-from ray_ckpt.actors.arena_memory import (
-    AgreedPage,
-    RankArena,
-    ShmRoom,
-    available_memory_bytes,
-    choose_mode,
-    make_arena,
-)
+from ray_ckpt.actors.arena_memory import AgreedPage, RankArena, ShmRoom, choose_mode, make_arena
 from ray_ckpt.actors.meters import Meters
 from ray_ckpt.actors.node_files import answers, held_fragment, scrub, send_copy, store_shard, upload
 from ray_ckpt.actors.node_run import Meeting, NodeRun, Told, require
@@ -60,6 +53,7 @@ from ray_ckpt.link import ArenaGrant, SealedShard
 from ray_ckpt.notices import CloudNotices, Notice
 from ray_ckpt.restore import Place, RestoreTicket, Shared
 from ray_ckpt.storage.disks import Disks
+from ray_ckpt.storage.memory import available_memory_bytes
 from ray_ckpt.storage.scrub import verify_stored
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.transport.credentials import ServiceKeys

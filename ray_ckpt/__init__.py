@@ -11,8 +11,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.service import annotate, connect, exposure, pin, unpin
+    from ray_ckpt.capture.load import RestoreInfo
     from ray_ckpt.catalog import Catalog
-    from ray_ckpt.client import Checkpointer, RestoreInfo
+    from ray_ckpt.client import Checkpointer
     from ray_ckpt.data import GlobalBatchSampler
     from ray_ckpt.opened import open
     from ray_ckpt.train.check import ResumeCheck, check_resume
@@ -21,7 +22,7 @@ _HOMES = {
     "Catalog": "ray_ckpt.catalog",
     "Checkpointer": "ray_ckpt.client",
     "GlobalBatchSampler": "ray_ckpt.data",
-    "RestoreInfo": "ray_ckpt.client",
+    "RestoreInfo": "ray_ckpt.capture.load",
     "ResumeCheck": "ray_ckpt.train.check",
     "annotate": "ray_ckpt.actors.service",
     "check_resume": "ray_ckpt.train.check",

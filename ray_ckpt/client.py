@@ -28,7 +28,7 @@ from ray_ckpt.capture.forgotten import early_iterators, unregistered
 from ray_ckpt.capture.gradients import GradientsItem, Window
 from ray_ckpt.capture.hyperparameters import Changed, Hyperparameters
 from ray_ckpt.capture.items import Item, adapt
-from ray_ckpt.capture.load import Load
+from ray_ckpt.capture.load import Load, RestoreInfo
 from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import Walked, walk
@@ -67,7 +67,6 @@ from ray_ckpt.types import (
     CheckpointInfo,
     Level,
     RankRestore,
-    RestoredPart,
 )
 from ray_ckpt.waiting import wait_for_restore
 
@@ -90,24 +89,6 @@ MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are 
 
 LevelName = Literal["local", "replicated", "durable"]
 LEVELS: Mapping[str, Level] = {level.label: level for level in Level}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreInfo:
-    """What was restored: the step, its metrics, and where each part came from."""
-
-    step: int
-    metrics: Mapping[str, float]
-    parts: tuple[RestoredPart, ...]
-    seconds: float
-    changed: tuple[Changed, ...] = ()
-    """Hyperparameters with which the objects were built otherwise than what was saved."""
-
-    def bytes_by_tier(self) -> Mapping[str, int]:
-        totals: dict[str, int] = {}
-        for part in self.parts:
-            totals[part.tier] = totals.get(part.tier, 0) + part.size_bytes
-        return totals
 
 
 @dataclass(slots=True)

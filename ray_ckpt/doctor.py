@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ray_ckpt.actors.arena_memory import available_memory_bytes
 from ray_ckpt.config import (
     ADDRESS_ENV,
     GIB,
@@ -44,6 +43,7 @@ from ray_ckpt.location import Location
 from ray_ckpt.storage.direct import PAGE_BYTES, read_blocks_direct, write_direct
 from ray_ckpt.storage.file_store import read_whole
 from ray_ckpt.storage.files import DIR_MODE, FILE_MODE, IO_BLOCK_BYTES, free_bytes, total_bytes, write_file
+from ray_ckpt.storage.memory import available_memory_bytes
 from ray_ckpt.storage.pages import HUGE_BYTES, make_huge
 from ray_ckpt.storage.remote import CLOCK_FILE, RemoteTier
 

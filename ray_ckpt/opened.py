@@ -31,7 +31,7 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
 if TYPE_CHECKING:
     import torch
 
-    from ray_ckpt.client import RestoreInfo
+    from ray_ckpt.capture.load import RestoreInfo
 
 log = logging.getLogger("ray_ckpt")
 
@@ -271,8 +271,7 @@ class _Saved:
         from torch import nn
 
         from ray_ckpt.capture.items import adapt
-        from ray_ckpt.capture.load import load_items
-        from ray_ckpt.client import RestoreInfo
+        from ray_ckpt.capture.load import RestoreInfo, load_items
 
         start_s = time.monotonic()
         owners = {n: o for n, o in objects.items() if isinstance(o, nn.Module | nn.Parameter)}

@@ -20,6 +20,7 @@ from ray_ckpt.capture.classes import (
     taken,
 )
 from ray_ckpt.capture.dtensors import boxes_on, is_dtensor
+from ray_ckpt.capture.hyperparameters import Changed
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.per_rank import PerRankItem
 from ray_ckpt.capture.sinks import Target, sink_for
@@ -40,7 +41,7 @@ from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, plan_restore
 from ray_ckpt.restore import Place, Sink, SourceReader, place_of
-from ray_ckpt.types import ManifestRow, Slice
+from ray_ckpt.types import ManifestRow, RestoredPart, Slice
 
 log = logging.getLogger("ray_ckpt")
 
@@ -50,6 +51,24 @@ Path: TypeAlias = tuple[str, ...]
 """Of a leaf in the tree of an item: keys and indices."""
 Load: TypeAlias = Callable[[], Set[str]]
 """Puts what was read in place, once all ranks have theirs; gives the names of items that begin anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreInfo:
+    """What was restored: the step, its metrics, and where each part came from."""
+
+    step: int
+    metrics: Mapping[str, float]
+    parts: tuple[RestoredPart, ...]
+    seconds: float
+    changed: tuple[Changed, ...] = ()
+    """Hyperparameters with which the objects were built otherwise than what was saved."""
+
+    def bytes_by_tier(self) -> Mapping[str, int]:
+        totals: dict[str, int] = {}
+        for part in self.parts:
+            totals[part.tier] = totals.get(part.tier, 0) + part.size_bytes
+        return totals
 
 
 def load_items(

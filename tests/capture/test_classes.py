@@ -15,7 +15,8 @@ from torch import nn, optim
 from torch.optim import Optimizer, lr_scheduler
 
 import ray_ckpt
-from ray_ckpt.client import Checkpointer, RestoreInfo
+from ray_ckpt.capture.load import RestoreInfo
+from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError, MismatchError
 from tests.capture.local import LocalLink
