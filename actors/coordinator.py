@@ -46,6 +46,7 @@ from ray_ckpt.actors.wire import (
     ServiceView,
     SessionStart,
 )
+from ray_ckpt.catalog.uri import Origin, find_origin
 from ray_ckpt.config import RunOptions, is_encrypted
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import Awaited
@@ -66,8 +67,7 @@ from ray_ckpt.errors import (
 )
 from ray_ckpt.format.names import record_file
 from ray_ckpt.format.records import Drilled
-from ray_ckpt.notices import Notice
-from ray_ckpt.origin import Origin, find_origin
+from ray_ckpt.preemption.notices import Notice
 from ray_ckpt.storage.log_store import (
     read_run,
 )

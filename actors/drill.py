@@ -8,10 +8,10 @@ from ray_ckpt.actors.attach import find_service
 from ray_ckpt.actors.service import CALL_S, ask
 from ray_ckpt.actors.wire import DrillSources
 from ray_ckpt.core.drill import LiveCheckpoint, Scenario
-from ray_ckpt.drill import CheckpointDrill, DrillReport, Progress, Reach, drill
 from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.transport.sending import Limiter
+from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, Progress, Reach, drill
 
 MAX_TEXT = 2000  # characters of a result in the log: some problems; the report has more
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from ray_ckpt.actors.wire import LeavingView
-from ray_ckpt.notices import Notice
+from ray_ckpt.preemption.notices import Notice
 
 log = logging.getLogger("ray_ckpt.coordinator")
 

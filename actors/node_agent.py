@@ -49,13 +49,13 @@ from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file
-from ray_ckpt.link import ArenaGrant, SealedShard
-from ray_ckpt.notices import CloudNotices, Notice
-from ray_ckpt.restore import Place, RestoreTicket, Shared
+from ray_ckpt.preemption.notices import CloudNotices, Notice
+from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
 from ray_ckpt.storage.disks import Disks
 from ray_ckpt.storage.memory import available_memory_bytes
 from ray_ckpt.storage.scrub import verify_stored
 from ray_ckpt.telemetry import Sample
+from ray_ckpt.trainer.link import ArenaGrant, SealedShard
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, RankRestore, SaveFacts

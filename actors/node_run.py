@@ -16,9 +16,9 @@ from ray_ckpt.core import node as n
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import RankProgress, SessionPlan
 from ray_ckpt.errors import CheckpointError, Unavailable
-from ray_ckpt.link import SealedShard
-from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.storage.disks import Disks
+from ray_ckpt.trainer.link import SealedShard
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import RankRestore, SaveFacts
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from ray_ckpt import telemetry
 from ray_ckpt.actors.wire import DiskView, NewestView, NodeView, RunSpec, RunState, RunView, ServiceView
+from ray_ckpt.analysis.goodput import measure_goodput
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.messages import DiskSpace, SessionNode
 from ray_ckpt.core.retention import pinned_by
-from ray_ckpt.goodput import measure_goodput
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import Level
 

@@ -17,18 +17,18 @@ from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator import PARTS_WAIT_S, Coordinator, group_nodes
 from ray_ckpt.actors.ray_state import owner_here
 from ray_ckpt.actors.wire import Joined, RunSpec
+from ray_ckpt.catalog.uri import own_resume
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
-from ray_ckpt.connection import Connection, get_connection, set_connection
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable, text_of
 from ray_ckpt.format.names import check_run_name
-from ray_ckpt.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.location import Location, storage_options
-from ray_ckpt.notices import Notice, TermSignal
-from ray_ckpt.origin import own_resume
-from ray_ckpt.restore import Place, RestoreTicket, Shared
+from ray_ckpt.preemption.notices import Notice, TermSignal
+from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
+from ray_ckpt.trainer.connection import Connection, get_connection, set_connection
+from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, Part, RankRestore, ranks_of
 
 log = logging.getLogger("ray_ckpt")

@@ -17,7 +17,7 @@ from ray_ckpt.format.manifest import (
     version_files,
 )
 from ray_ckpt.format.names import fragment_file, shard_file
-from ray_ckpt.restore import RestoreTicket, Source
+from ray_ckpt.restore.reader import RestoreTicket, Source
 from ray_ckpt.storage.disks import Disks
 from ray_ckpt.storage.remote import RemoteRef
 from ray_ckpt.transport.client import PeerClient

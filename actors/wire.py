@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from ray_ckpt.catalog.uri import Origin
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.attempts import SaveUnderway
 from ray_ckpt.core.awaited import Awaited
@@ -14,7 +15,6 @@ from ray_ckpt.core.drill import LiveCheckpoint
 from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.format.records import LogRecord
 from ray_ckpt.location import Location
-from ray_ckpt.origin import Origin
 from ray_ckpt.storage.remote import RemoteRef
 from ray_ckpt.transport.credentials import Credentials, ServiceKeys
 from ray_ckpt.types import CheckpointInfo, Exposure, Part, RankRestore

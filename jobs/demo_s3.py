@@ -44,7 +44,7 @@ from jobs.local_cluster import LocalCluster, kill_family
 from jobs.train_gpt import build_trainer, parse_args
 from ray_ckpt.actors.service import coordinator
 from ray_ckpt.actors.wire import RunSpec
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.location import Location

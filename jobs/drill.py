@@ -24,9 +24,9 @@ from ray_ckpt.actors.drill import RunDrills
 from ray_ckpt.cli.drill import print_report, report_json
 from ray_ckpt.cli.options import rate
 from ray_ckpt.core.drill import scenarios
-from ray_ckpt.drill import DrillReport
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.location import locate
+from ray_ckpt.verify.drill import DrillReport
 
 MAX_MISSED = 3  # turns in a row without a drill, as no service has the run; then it ends
 S_PER_MIN = 60.0

@@ -12,15 +12,15 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ray_ckpt.actors.service import annotate, connect, exposure, pin, unpin
     from ray_ckpt.capture.load import RestoreInfo
-    from ray_ckpt.catalog import Catalog
-    from ray_ckpt.client import Checkpointer
+    from ray_ckpt.catalog.catalog import Catalog
+    from ray_ckpt.catalog.load import open
     from ray_ckpt.data import GlobalBatchSampler
-    from ray_ckpt.opened import open
     from ray_ckpt.train.check import ResumeCheck, check_resume
+    from ray_ckpt.trainer.checkpointer import Checkpointer
 
 _HOMES = {
-    "Catalog": "ray_ckpt.catalog",
-    "Checkpointer": "ray_ckpt.client",
+    "Catalog": "ray_ckpt.catalog.catalog",
+    "Checkpointer": "ray_ckpt.trainer.checkpointer",
     "GlobalBatchSampler": "ray_ckpt.data",
     "RestoreInfo": "ray_ckpt.capture.load",
     "ResumeCheck": "ray_ckpt.train.check",
@@ -28,7 +28,7 @@ _HOMES = {
     "check_resume": "ray_ckpt.train.check",
     "connect": "ray_ckpt.actors.service",
     "exposure": "ray_ckpt.actors.service",
-    "open": "ray_ckpt.opened",
+    "open": "ray_ckpt.catalog.load",
     "pin": "ray_ckpt.actors.service",
     "unpin": "ray_ckpt.actors.service",
 }

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ray_ckpt.actors import service
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
 from ray_ckpt.errors import ConfigError, Unavailable
+from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
 
 

@@ -12,12 +12,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import ray_ckpt
+from ray_ckpt.catalog.uri import Origin
 from ray_ckpt.config import RunOptions
-from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.data import GlobalBatchSampler
-from ray_ckpt.origin import Origin
-from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.storage.remote import RemoteRef
+from ray_ckpt.trainer.connection import Connection, set_connection
 from tests.capture.local import LocalLink
 from tests.code_blocks import find, run_python
 from tests.sample_run import RunLog

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from ray_ckpt.catalog import Catalog, Damage, find_runs, verify_directory
+from ray_ckpt.catalog.catalog import Catalog, Damage, find_runs, verify_directory
+from ray_ckpt.catalog.tables import MAX_HTML_ROWS
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, StoragePathError
 from ray_ckpt.format import names, records, zstd
 from ray_ckpt.format.digest import digest, root_digest
@@ -25,10 +26,9 @@ from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.storage.file_store import Blocks, PosixFiles
 from ray_ckpt.storage.log_store import trim_log
 from ray_ckpt.storage.remote import open_store
-from ray_ckpt.tables import MAX_HTML_ROWS
 from ray_ckpt.testing.strict_store import DropAfter, Fault, Match, Status, StrictStore, Truncate
 from ray_ckpt.types import AttemptId, FileEntry, Level
-from ray_ckpt.verify import verify_files
+from ray_ckpt.verify.content import verify_files
 from tests.sample_run import SampleRun, compress_shards, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
 

@@ -24,12 +24,13 @@ import ray._private.services as ray_services
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from ray_ckpt import pins
 from ray_ckpt.actors import attach, ray_state
 from ray_ckpt.actors.attach import check_versions
 from ray_ckpt.actors.names import PROTOCOL_VERSION
 from ray_ckpt.actors.wire import DiskView, LeavingView, NewestView, NodeView, RunView, ServiceView
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.admin import pins
+from ray_ckpt.admin.rollback import read_tail
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli import app, main
 from ray_ckpt.cli import service as cli_service
 from ray_ckpt.cli.live import MAX_NODES, ranks_text, run_details, runs_named
@@ -40,7 +41,6 @@ from ray_ckpt.core.attempts import SaveUnderway
 from ray_ckpt.core.drain import DrainUnderway
 from ray_ckpt.errors import ConfigError, Fenced, ServiceError
 from ray_ckpt.format import records as r
-from ray_ckpt.rollback import read_tail
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.types import Exposure
 from tests.actors.test_overview import service, trained

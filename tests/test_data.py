@@ -20,7 +20,6 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from ray_ckpt.capture.items import Item, adapt
 from ray_ckpt.capture.walk import resolve_leaves, walk
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
 from ray_ckpt.data import (
     Batches,
@@ -33,6 +32,7 @@ from ray_ckpt.data import (
 )
 from ray_ckpt.errors import ConfigError, MismatchError, UnsupportedItem
 from ray_ckpt.format.tree import MAX_TREE_BYTES, decode_tree, encode_tree
+from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""`ray_ckpt.diff` and `ray-ckpt diff`: what differs between two checkpoints, by torch's own arithmetic."""
+"""`ray-ckpt diff` and its module: what differs between two checkpoints, by torch's own arithmetic."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import ray_ckpt.diff
+import ray_ckpt.analysis.diff
+from ray_ckpt.analysis.diff import BAND_BYTES, MAX_VALUE_CHARS, TensorDiff, compare, to_arrow
 from ray_ckpt.capture.walk import DTYPE_NAMES
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli import app, main
-from ray_ckpt.diff import BAND_BYTES, MAX_VALUE_CHARS, TensorDiff, compare, to_arrow
 from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.format import records
 from ray_ckpt.location import Location
@@ -165,8 +165,8 @@ def test_every_dtype_cut_and_world_gives_what_torch_gives(
     worlds: tuple[int, int],
     band_bytes: int,
 ) -> None:
-    monkeypatch.setattr(ray_ckpt.diff, "BAND_BYTES", band_bytes)
-    monkeypatch.setattr(ray_ckpt.diff, "CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr(ray_ckpt.analysis.diff, "BAND_BYTES", band_bytes)
+    monkeypatch.setattr(ray_ckpt.analysis.diff, "CHUNK_ELEMENTS", 7)
     a, b = random_state(1), random_state(2)
     save(log, 1, a, parts=worlds[0], cut=cuts[0])
     save(log, 2, b, parts=worlds[1], cut=cuts[1])
@@ -296,12 +296,12 @@ def test_values_of_rank_0_that_differ_are_named(log: RunLog) -> None:
 
 
 def test_values_are_bounded_and_short(log: RunLog) -> None:
-    save(log, 1, {}, values={"x": {f"k{n}": "a" * 500 for n in range(ray_ckpt.diff.MAX_VALUES + 5)}})
+    save(log, 1, {}, values={"x": {f"k{n}": "a" * 500 for n in range(ray_ckpt.analysis.diff.MAX_VALUES + 5)}})
     save(log, 2, {}, values={"x": {}})
     catalog = Catalog(log.folder)
     found = compare(catalog[1], catalog[2]).values()
-    assert len(found) == ray_ckpt.diff.MAX_VALUES
-    assert max(len(diff.a or "") for diff in found) <= ray_ckpt.diff.MAX_VALUE_CHARS
+    assert len(found) == ray_ckpt.analysis.diff.MAX_VALUES
+    assert max(len(diff.a or "") for diff in found) <= ray_ckpt.analysis.diff.MAX_VALUE_CHARS
 
 
 def test_patterns_choose_tensors(log: RunLog) -> None:
@@ -373,7 +373,7 @@ def test_a_tensor_larger_than_a_band_is_never_whole_in_memory(log: RunLog) -> No
 def test_damage_is_found_in_any_layout_and_ends_nothing(
     log: RunLog, monkeypatch: pytest.MonkeyPatch, cut: str
 ) -> None:
-    monkeypatch.setattr(ray_ckpt.diff, "BAND_BYTES", 24)
+    monkeypatch.setattr(ray_ckpt.analysis.diff, "BAND_BYTES", 24)
     save(log, 1, random_state(1), parts=2, cut=cut)
     save(log, 2, random_state(2), parts=3)
     shard = shards(log)[1]

@@ -11,13 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 import ray_ckpt
-from ray_ckpt import catalog, cli
+from ray_ckpt import cli
 from ray_ckpt.actors import names
 from ray_ckpt.capture.load import RestoreInfo
+from ray_ckpt.catalog import catalog
 from ray_ckpt.cli import app, options
-from ray_ckpt.client import SaveStats
 from ray_ckpt.config import RunOptions
 from ray_ckpt.train.check import ResumeCheck
+from ray_ckpt.trainer.checkpointer import SaveStats
 from ray_ckpt.types import RestoredPart
 from tests.code_blocks import our_commands
 

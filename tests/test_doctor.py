@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ray_ckpt import doctor
 from ray_ckpt.cli import app
+from ray_ckpt.cli import doctor_checks as doctor
+from ray_ckpt.cli.doctor_checks import Check, check_machine, check_staging, check_store
 from ray_ckpt.config import MIB, PORTS_ENV, STAGING_ENV
-from ray_ckpt.doctor import Check, check_machine, check_staging, check_store
 from ray_ckpt.location import Location
 from ray_ckpt.storage.direct import write_direct
 from ray_ckpt.storage.remote import open_store
@@ -157,7 +157,7 @@ def test_a_disk_that_takes_too_long_ends_in_time_and_clean(
         finally:
             ended.set()
 
-    monkeypatch.setattr("ray_ckpt.doctor.write_direct", slow)
+    monkeypatch.setattr("ray_ckpt.cli.doctor_checks.write_direct", slow)
     monkeypatch.setattr(doctor, "GRACE_S", 0.05)
     *_, speed = staging(tmp_path, limit_s=0.05)
     assert (speed.state, speed.found) == ("fail", "no answer within 0.05 s")
@@ -216,7 +216,8 @@ def test_a_store_that_hangs_ends_in_time(strict: StrictStore, bucket: Location) 
 def test_a_process_ends_in_time_also_while_a_store_hangs(strict: StrictStore, bucket: Location) -> None:
     strict.add_fault(Fault(match=Match(), action=Hang()))
     program = (
-        "import sys; from ray_ckpt.doctor import check_store; from ray_ckpt.location import Location\n"
+        "import sys; from ray_ckpt.cli.doctor_checks import check_store\n"
+        "from ray_ckpt.location import Location\n"
         f"for check in check_store(Location.parse(sys.argv[1]), limit_s={SOON_S}): print(check.found)"
     )
     command = [sys.executable, "-c", program, str(bucket)]

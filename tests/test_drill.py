@@ -19,7 +19,6 @@ from typer.testing import CliRunner, Result
 from ray_ckpt.cli import app, main
 from ray_ckpt.cli.drill import print_report
 from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node
-from ray_ckpt.drill import CheckpointDrill, DrillReport, Reach, choose, drill, rehearse
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import records
 from ray_ckpt.format.manifest import encode_fragment, uncovered
@@ -31,6 +30,7 @@ from ray_ckpt.transport import client
 from ray_ckpt.transport.client import CALL_BASE_S, SLOWEST_BYTES_PER_S
 from ray_ckpt.transport.sending import BURST_S, MAX_SHARING, Limiter
 from ray_ckpt.types import Level, ManifestRow
+from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, Reach, choose, drill, rehearse
 from tests.peer_nodes import A, B, C, Nodes, both, flip, live, sample
 from tests.sample_run import SampleCheckpoint, SampleRun, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
@@ -158,10 +158,10 @@ def test_of_many_slices_a_part_is_in_hand_at_a_time(
         seen.append([row.slice.key for row in rows if row.slice is not None])
         yield from uncovered(rows)
 
-    monkeypatch.setattr("ray_ckpt.drill.uncovered", noted)
+    monkeypatch.setattr("ray_ckpt.verify.drill.uncovered", noted)
     assert rehearse(both(nodes, saved), LOSE_A, nodes.reach).verdict == "passed"
     [whole] = seen
-    monkeypatch.setattr("ray_ckpt.drill.MAX_SLICES", 4)
+    monkeypatch.setattr("ray_ckpt.verify.drill.MAX_SLICES", 4)
     seen.clear()
     assert rehearse(both(nodes, saved), LOSE_A, nodes.reach).verdict == "passed"
     assert len(seen) == -(-len(whole) // 4) and max(map(len, seen)) < len(whole)
@@ -180,8 +180,8 @@ def test_a_manifest_that_is_lost_while_it_is_read_again_leaves_no_gaps_to_tell(
         (nodes.folder(B, saved) / lost).unlink(missing_ok=True)
         yield from uncovered(rows)
 
-    monkeypatch.setattr("ray_ckpt.drill.MAX_SLICES", 4)
-    monkeypatch.setattr("ray_ckpt.drill.uncovered", removed)
+    monkeypatch.setattr("ray_ckpt.verify.drill.MAX_SLICES", 4)
+    monkeypatch.setattr("ray_ckpt.verify.drill.uncovered", removed)
     result = rehearse(there, LOSE_A, nodes.reach)
     assert result.verdict == "failed" and all(line.startswith(lost) for line in result.problems)
 
@@ -462,7 +462,7 @@ def test_a_run_that_is_all_retired_while_it_is_read_is_no_proof(
         run.log.append(records.Retired(attempt=run.checkpoints[10].attempt.attempt, reason="test"))
         return rehearse(*args)
 
-    monkeypatch.setattr("ray_ckpt.drill.rehearse", retired_meanwhile)
+    monkeypatch.setattr("ray_ckpt.verify.drill.rehearse", retired_meanwhile)
     with pytest.raises(SystemExit) as caught:
         main(["drill", str(run.folder), "--remote-only"])
     found = capsys.readouterr()

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 import ray_ckpt
+from ray_ckpt.analysis.diff import compare
+from ray_ckpt.catalog.export import INDEX_FILE, export_safetensors
+from ray_ckpt.catalog.lazy_tensor import BLOCK_BYTES
 from ray_ckpt.cli import main
-from ray_ckpt.diff import compare
-from ray_ckpt.export import INDEX_FILE, export_safetensors
-from ray_ckpt.lazy import BLOCK_BYTES
 from ray_ckpt.testing.strict_store import Fault, Flip, Match, StrictStore
 from tests.sample_run import RankState, RunLog, SampleRun, assemble, make_checkpoint, write_run
 from tests.test_diff import save

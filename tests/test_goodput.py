@@ -15,12 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ray_ckpt.cli import app
-from ray_ckpt.cli.goodput import _beginnings, _print, draw
-from ray_ckpt.cli.output import moment_text
-from ray_ckpt.errors import ConfigError
-from ray_ckpt.format import names, records
-from ray_ckpt.goodput import (
+from ray_ckpt.analysis.goodput import (
     CAUSES,
     COLOURS,
     MEASURED_CAUSES,
@@ -29,6 +24,11 @@ from ray_ckpt.goodput import (
     estimate_goodput,
     measure_goodput,
 )
+from ray_ckpt.cli import app
+from ray_ckpt.cli.goodput import _beginnings, _print, draw
+from ray_ckpt.cli.output import moment_text
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format import names, records
 from ray_ckpt.types import END_CAUSES, CheckpointInfo, EndCause, Level, SessionEnd, SessionInfo
 from tests.sample_run import START_S, RunLog, make_checkpoint, write_run
 

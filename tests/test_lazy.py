@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from ray_ckpt.capture.walk import DTYPE_NAMES
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.catalog.lazy_tensor import BLOCK_BYTES, GAP_BYTES, LazyTensor
+from ray_ckpt.catalog.tables import MAX_HTML_ROWS
 from ray_ckpt.errors import ConfigError, CorruptionError, StoragePathError
-from ray_ckpt.lazy import BLOCK_BYTES, GAP_BYTES, LazyTensor
 from ray_ckpt.location import Location
 from ray_ckpt.storage.file_store import Blocks, PosixFiles
 from ray_ckpt.storage.remote import open_store
-from ray_ckpt.tables import MAX_HTML_ROWS
 from ray_ckpt.testing.strict_store import Fault, Flip, Match, StrictStore
 from ray_ckpt.types import Slice
 from tests.sample_run import RankState, RunLog, SampleRun, assemble, compress_shards, copy_to, write_run
@@ -278,7 +278,7 @@ def test_of_many_tensors_the_largest_are_shown(tmp_path: Path) -> None:
 def test_the_manifest_is_read_once(run: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = Catalog(run.folder)
     catalog[30][WEIGHT]
-    monkeypatch.setattr("ray_ckpt.view.decode_fragment", None)
+    monkeypatch.setattr("ray_ckpt.catalog.checkpoint.decode_fragment", None)
     catalog[30]["model.head"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import ray_ckpt
 import tests.sample_run as sample
 from ray_ckpt import Catalog
-from ray_ckpt.catalog import verify_directory
+from ray_ckpt.catalog.catalog import verify_directory
 from ray_ckpt.cli import main
 from ray_ckpt.errors import NewerFormat
 from ray_ckpt.format import jsontext, names, records

@@ -20,9 +20,18 @@ import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ckpt import notices
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.notices import CloudNotices, Notice, TermSignal, _Aws, _Azure, _Gcp, _Service, _SilentError
+from ray_ckpt.preemption import notices
+from ray_ckpt.preemption.notices import (
+    CloudNotices,
+    Notice,
+    TermSignal,
+    _Aws,
+    _Azure,
+    _Gcp,
+    _Service,
+    _SilentError,
+)
 from ray_ckpt.testing.metadata_server import KINDS, CloudName, Fault, MetadataServer
 
 CLOUDS: tuple[CloudName, ...] = ("aws", "gcp", "azure")

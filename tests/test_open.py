@@ -25,19 +25,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ray_ckpt
-from ray_ckpt import diff, restore
+from ray_ckpt.analysis import diff
 from ray_ckpt.capture.classes import classes_of
 from ray_ckpt.capture.items import Item, adapt
 from ray_ckpt.capture.walk import walk
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.catalog.load import OpenedRun
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, MismatchError, RestoreError
 from ray_ckpt.format import names, records, zstd
 from ray_ckpt.format.zstd import parse_table as zstd_parse_table
 from ray_ckpt.location import Location
-from ray_ckpt.opened import OpenedRun
+from ray_ckpt.restore import reader as restore
 from ray_ckpt.storage.remote import open_store
 from ray_ckpt.testing.strict_store import Fault, Flip, Match, Status, StrictStore, Truncate
-from ray_ckpt.verify import verify_files
+from ray_ckpt.verify.content import verify_files
 from tests.sample_run import (
     RankState,
     RunLog,

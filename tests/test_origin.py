@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from ray_ckpt.catalog.uri import CheckpointUri, find_origin, own_resume
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
-from ray_ckpt.origin import CheckpointUri, find_origin, own_resume
 from ray_ckpt.storage.remote import RemoteRef
 
 FOLDER = "000000003000-0123456789abcdef"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.output_file import output_file, whole_file
+from ray_ckpt.storage.output_file import output_file, whole_file
 
 
 def test_a_new_name_is_the_file_and_a_file_needs_force(

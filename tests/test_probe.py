@@ -20,15 +20,16 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ray_ckpt import probe
 from ray_ckpt.capture.items import Item, adapt
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import map_leaves
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
-from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.probe import (
+from ray_ckpt.train.check import ResumeCheck
+from ray_ckpt.trainer import probe
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from ray_ckpt.trainer.connection import Connection, set_connection
+from ray_ckpt.trainer.probe import (
     Difference,
     Part,
     Probe,
@@ -39,7 +40,6 @@ from ray_ckpt.probe import (
     read_traces,
     settle,
 )
-from ray_ckpt.train.check import ResumeCheck
 from tests.capture.local import LocalLink
 
 AT, LAST = 3, 6

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from ray_ckpt.errors import Unprotected
-from ray_ckpt.protection import Protection
+from ray_ckpt.trainer.unprotected import Protection
 
 
 class Clock:

@@ -13,18 +13,18 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.analysis.report import Event, RunReport, page, read_report, to_json
+from ray_ckpt.analysis.report.facts import drawn_events, measured_percent
+from ray_ckpt.analysis.report.timeline import MAX_DRAWN, around_last_failure, part, reached_s, whole
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.catalog.tables import events_table
 from ray_ckpt.cli import app
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names, records
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.snapshot import decode_snapshot, encode_snapshot
-from ray_ckpt.report import Event, RunReport, page, read_report, to_json
-from ray_ckpt.report.facts import drawn_events, measured_percent
-from ray_ckpt.report.timeline import MAX_DRAWN, around_last_failure, part, reached_s, whole
 from ray_ckpt.storage.log_store import Outcome, write_snapshot
-from ray_ckpt.tables import events_table
 from ray_ckpt.types import ROLLBACK_PREFIX, AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
 from tests.sample_run import RunLog, write_run
 from tests.test_goodput import impossible_facts, random_log

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typing_extensions import Buffer
 
-from ray_ckpt import restore, ways
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
-from ray_ckpt.restore import (
+from ray_ckpt.restore import reader as restore
+from ray_ckpt.restore import sources as ways
+from ray_ckpt.restore.reader import (
     Bytes,
     FlatSink,
     Place,

@@ -16,14 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ray_ckpt.catalog import Catalog
-from ray_ckpt.cli import app, main
-from ray_ckpt.core import messages as m
-from ray_ckpt.core.claim import RunMark, check_claim, check_marks
-from ray_ckpt.errors import ConfigError, Fenced, RunSuperseded, StoragePathError, Unavailable
-from ray_ckpt.format import names, records
-from ray_ckpt.location import Location
-from ray_ckpt.rollback import (
+from ray_ckpt.admin.rollback import (
     CREATE_TRIES,
     QUIET_S,
     LogTail,
@@ -32,6 +25,13 @@ from ray_ckpt.rollback import (
     read_tail,
     roll_back,
 )
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.cli import app, main
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.claim import RunMark, check_claim, check_marks
+from ray_ckpt.errors import ConfigError, Fenced, RunSuperseded, StoragePathError, Unavailable
+from ray_ckpt.format import names, records
+from ray_ckpt.location import Location
 from ray_ckpt.storage.log_store import MemoryLogStore, Outcome
 from ray_ckpt.storage.remote import open_store
 from ray_ckpt.testing.strict_store import StrictStore

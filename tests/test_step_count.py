@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.errors import CollectiveError, ConfigError
-from ray_ckpt.step_count import MAX_STEP, StepCount
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from ray_ckpt.trainer.step_count import MAX_STEP, StepCount
 from tests.capture.local import LocalLink
 from tests.core.driver import Harness, of
 

@@ -15,16 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_ckpt import tables
-from ray_ckpt import view as view_module
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.analysis.report import page, read_report
+from ray_ckpt.catalog import checkpoint as view_module
+from ray_ckpt.catalog import tables
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.catalog.tables import TABLES, Cuts
 from ray_ckpt.cli import main
 from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.format import records
 from ray_ckpt.format.digest import digest
-from ray_ckpt.report import page, read_report
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles
-from ray_ckpt.tables import TABLES, Cuts
 from ray_ckpt.types import Level, ManifestRow, Slice
 from tests.sample_run import START_S, SampleRun, make_checkpoint, write_run
 

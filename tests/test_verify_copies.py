@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from ray_ckpt.core.drill import LiveCheckpoint
-from ray_ckpt.drill import Reach
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.format.manifest import decode_checkpoint, encode_checkpoint, encode_fragment
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, make_attempt, shard_file, state_file
@@ -22,8 +21,9 @@ from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.transport import client
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import Level
-from ray_ckpt.verify_copies import num_copies, verify_copies
-from ray_ckpt.verify_plan import PlanReport
+from ray_ckpt.verify.copies import num_copies, verify_copies
+from ray_ckpt.verify.drill import Reach
+from ray_ckpt.verify.plan import PlanReport
 from tests.peer_nodes import A, B, C, Nodes, both, flip, live
 from tests.sample_run import SampleCheckpoint, make_checkpoint
 from tests.transport.peers import UID, Folder

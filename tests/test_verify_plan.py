@@ -17,7 +17,7 @@ from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import CheckpointDescription, encode_checkpoint, encode_fragment
 from ray_ckpt.storage.checkpoint_files import files_at
 from ray_ckpt.types import FileEntry, ManifestRow, Slice
-from ray_ckpt.verify_plan import PlanReport, _tensor_coverage, verify_plan
+from ray_ckpt.verify.plan import PlanReport, _tensor_coverage, verify_plan
 from tests.sample_run import SampleRun, compress_shards, write_run
 
 SHARD = "shard-00001-of-00002.safetensors"

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.messages import STILL_WRITING
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CollectiveError, ConfigError, InsufficientSpace, Unavailable
-from ray_ckpt.link import ArenaGrant, SealedShard
-from ray_ckpt.restore import RestoreTicket
-from ray_ckpt.resume import Resumer
+from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from ray_ckpt.trainer.link import ArenaGrant, SealedShard
+from ray_ckpt.trainer.restorer import Resumer
 from ray_ckpt.types import CheckpointInfo, Level, RankRestore
 from tests.capture.local import LocalLink
 

@@ -22,7 +22,7 @@ from jobs.bench.disk import NUM_SLICES, huge_buffer
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.location import Location
-from ray_ckpt.restore import FlatSink, Source, SourceReader
+from ray_ckpt.restore.reader import FlatSink, Source, SourceReader
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.types import FileEntry, ManifestRow
 

@@ -31,7 +31,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
-from ray_ckpt.restore import Source, SourceReader, num_threads
+from ray_ckpt.restore.reader import Source, SourceReader, num_threads
 from ray_ckpt.storage.pages import make_huge
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow, Tier
 

@@ -40,7 +40,7 @@ from ray_ckpt.format.names import shard_file
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, plan_restore
-from ray_ckpt.restore import Place, Sink, SourceReader, place_of
+from ray_ckpt.restore.reader import Place, Sink, SourceReader, place_of
 from ray_ckpt.types import ManifestRow, RestoredPart, Slice
 
 log = logging.getLogger("ray_ckpt")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ray_ckpt.restore import Bytes, FlatSink, Sink
+from ray_ckpt.restore.reader import Bytes, FlatSink, Sink
 
 SLAB_BYTES = (
     1 << 20

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ray_ckpt.catalog import Catalog, CheckpointView
+from ray_ckpt.analysis.diff import MAX_VALUES, Status, TensorDiff, ValueDiff, compare
+from ray_ckpt.catalog.catalog import Catalog, CheckpointView
+from ray_ckpt.catalog.uri import CheckpointUri
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
 from ray_ckpt.cli.output import add_row, make_table, plain, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
-from ray_ckpt.diff import MAX_VALUES, Status, TensorDiff, ValueDiff, compare
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import without_tilde
-from ray_ckpt.origin import CheckpointUri
 
 _ORDER: Sequence[Status] = (
     "damaged",

@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ray_ckpt.cli.doctor_checks import Check, check_machine, check_staging, check_store
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
 from ray_ckpt.cli.output import add_row, make_table, print_json, stdout
 from ray_ckpt.config import MIB
-from ray_ckpt.doctor import Check, check_machine, check_staging, check_store
 from ray_ckpt.location import locate
 
 STYLES = {"warn": "yellow", "fail": "bold red"}

@@ -9,21 +9,21 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.analysis.report.facts import counted
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.live import run_location
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, rate, store_options
 from ray_ckpt.cli.output import add_row, is_narrow, level_text, make_table, plain, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node, lose_rack
-from ray_ckpt.drill import CheckpointDrill, DrillReport, Reach, TierRead, choose
-from ray_ckpt.drill import drill as read_what_is_left
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import locate
-from ray_ckpt.report.facts import counted
 from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import Tier
+from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, Reach, TierRead, choose
+from ray_ckpt.verify.drill import drill as read_what_is_left
 
 _TIERS: tuple[Tier, ...] = ("local", "peer", "remote")
 _STYLES = {"passed": "green", "failed": "red", "not covered": "yellow"}

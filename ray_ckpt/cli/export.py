@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.catalog.export import export_safetensors, export_torch
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, size, store_options
 from ray_ckpt.cli.output import plain, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import ConfigError, RestoreError
-from ray_ckpt.export import export_safetensors, export_torch
 from ray_ckpt.types import Level
 
 

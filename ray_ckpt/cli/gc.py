@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from ray_ckpt.catalog import Catalog, CheckpointView
+from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import (
     MAX_ROWS,

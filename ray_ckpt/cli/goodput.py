@@ -11,11 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ray_ckpt.catalog import Catalog
-from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, make_table, moment_text, plain, print_json, stdout
-from ray_ckpt.errors import ConfigError
-from ray_ckpt.goodput import (
+from ray_ckpt.analysis.goodput import (
     COLOURS,
     MEASURED_CAUSES,
     Goodput,
@@ -24,8 +20,12 @@ from ray_ckpt.goodput import (
     estimate_goodput,
     measure_goodput,
 )
-from ray_ckpt.output_file import output_file, whole_file
-from ray_ckpt.report.facts import clocks_text, counted, measured_percent, span
+from ray_ckpt.analysis.report.facts import clocks_text, counted, measured_percent, span
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.output import add_row, make_table, moment_text, plain, print_json, stdout
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.storage.output_file import output_file, whole_file
 
 MAX_SHOWN = 50  # interruptions in a table, the last ones; JSON has all
 FIGURE_INCHES = (8, 5)
@@ -117,7 +117,7 @@ def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput)
             add_row(table, name, _estimate(time), part, _by_commits(name, time, by_commits), what)
     console.print(table)
     if found.wall_s and measured_percent(found) < 100:
-        note = "What nobody has told of is estimated, between two bounds; see `ray_ckpt/goodput.py`."
+        note = "What nobody has told of is estimated, between two bounds; see `ray_ckpt/analysis/goodput.py`."
         console.print(note, soft_wrap=True)
     if found.not_counted_s:
         console.print(f"not counted: {span(found.not_counted_s)} after it had finished", soft_wrap=True)

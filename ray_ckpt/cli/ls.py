@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from ray_ckpt.catalog import Catalog, find_runs
+from ray_ckpt.catalog.catalog import Catalog, find_runs
+from ray_ckpt.catalog.checkpoint import REQUESTS_AT_A_TIME
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
 from ray_ckpt.cli.output import (
     MAX_ROWS,
@@ -30,7 +31,6 @@ from ray_ckpt.cli.progress import count_bar
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, NewerFormat
 from ray_ckpt.location import Location, without_tilde
 from ray_ckpt.types import CheckpointInfo
-from ray_ckpt.view import REQUESTS_AT_A_TIME
 
 
 def ls(

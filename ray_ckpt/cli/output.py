@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from ray_ckpt.catalog import CheckpointView, Damage, VerifyReport, to_datetime
+from ray_ckpt.catalog.catalog import CheckpointView, Damage, VerifyReport, to_datetime
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
 from ray_ckpt.types import CheckpointInfo, Level

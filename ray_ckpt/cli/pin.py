@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ray_ckpt import pins
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.admin import pins
+from ray_ckpt.admin.rollback import LogTail, open_log
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.live import ask_overview, runs_at, service_if_any
 from ray_ckpt.cli.options import (
     AddressOption,
@@ -24,7 +25,6 @@ from ray_ckpt.cli.options import (
 from ray_ckpt.cli.output import pins_text, plain, print_json, stdout
 from ray_ckpt.core.requests import checkpoint_to_unpin
 from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse
-from ray_ckpt.rollback import LogTail, open_log
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.types import CheckpointInfo
 

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.analysis.report import page, read_report, to_json
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import plain, print_json, stdout
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.output_file import output_file, whole_file
-from ray_ckpt.report import page, read_report, to_json
+from ray_ckpt.storage.output_file import output_file, whole_file
 
 
 def report(

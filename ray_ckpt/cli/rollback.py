@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ray_ckpt.admin.rollback import QUIET_S, LogTail, Rollback, open_log, plan_rollback, roll_back
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, YesOption, store_options
 from ray_ckpt.cli.output import (
     add_row,
@@ -24,7 +25,6 @@ from ray_ckpt.cli.output import (
 )
 from ray_ckpt.cli.questions import confirm
 from ray_ckpt.errors import ConfigError, RunInUse
-from ray_ckpt.rollback import QUIET_S, LogTail, Rollback, open_log, plan_rollback, roll_back
 from ray_ckpt.types import SessionInfo
 
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
-from ray_ckpt.catalog import Catalog, CheckpointView
+from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import (
     add_row,

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.live import (
     LEVELS,
     ask_overview,

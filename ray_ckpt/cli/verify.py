@@ -11,7 +11,8 @@ from typing import Annotated, Any, Generic, TypeVar
 import typer
 from rich.filesize import decimal
 
-from ray_ckpt.catalog import Catalog, CheckpointView, Damage, VerifyReport
+from ray_ckpt.analysis.report.facts import counted
+from ray_ckpt.catalog.catalog import Catalog, CheckpointView, Damage, VerifyReport
 from ray_ckpt.cli.live import run_location
 from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_USAGE, JsonOption, StorageOption, store_options
 from ray_ckpt.cli.output import (
@@ -25,15 +26,14 @@ from ray_ckpt.cli.output import (
     steps_text,
 )
 from ray_ckpt.cli.progress import byte_bar, count_bar
-from ray_ckpt.drill import choose
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
 from ray_ckpt.format import names
-from ray_ckpt.report.facts import counted
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles, files_at, readable
 from ray_ckpt.types import Level
-from ray_ckpt.verify import verify_files
-from ray_ckpt.verify_copies import num_copies, verify_copies
-from ray_ckpt.verify_plan import Holder, PlanReport, verify_plan
+from ray_ckpt.verify.content import verify_files
+from ray_ckpt.verify.copies import num_copies, verify_copies
+from ray_ckpt.verify.drill import choose
+from ray_ckpt.verify.plan import Holder, PlanReport, verify_plan
 
 R = TypeVar("R", VerifyReport, PlanReport)
 T = TypeVar("T")

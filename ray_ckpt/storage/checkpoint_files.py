@@ -13,7 +13,7 @@ from ray_ckpt.format import names, zstd
 from ray_ckpt.location import Location, StoragePath, locate
 from ray_ckpt.storage.file_store import Blocks, FileStore
 from ray_ckpt.storage.files import NotRegular
-from ray_ckpt.storage.remote import open_store
+from ray_ckpt.storage.remote import RemoteTier, open_store
 
 PERHAPS_DELETED = "If it has been deleted since the log was read, read the log again."
 
@@ -159,6 +159,12 @@ def files_at(path: StoragePath, storage_options: Mapping[str, str] | None = None
     """The checkpoint whose directory is at `path`. ConfigError if that cannot be opened."""
     location = locate(path)
     return CheckpointFiles(location, open_store(location, storage_options)[0])
+
+
+def files_on(tier: RemoteTier, directory: str) -> CheckpointFiles:
+    """The checkpoint in a directory of a run's storage path. Nothing is asked of the store yet."""
+    folder = f"{names.CHECKPOINTS_DIR}/{directory}"
+    return CheckpointFiles(tier.root / folder, tier.files, folder)
 
 
 def _saved_name(stored: str) -> str:

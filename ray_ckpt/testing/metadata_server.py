@@ -2,8 +2,8 @@
 
     python -m ray_ckpt.testing.metadata_server --cloud gcp --port 0 --after 10
 
-It plays what `ray_ckpt.notices` asks of Amazon, Google or Azure, with their headers, tokens and status codes,
-and refuses the rest. RAY_CKPT_METADATA_URL leads a process to it.
+It plays what `ray_ckpt.preemption.notices` asks of Amazon, Google or Azure, with their headers, tokens and
+status codes, and refuses the rest. RAY_CKPT_METADATA_URL leads a process to it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
-from ray_ckpt import pins
+from ray_ckpt.admin import pins
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node as n
 from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse, RunSuperseded, Unavailable

@@ -23,12 +23,9 @@ import ray.train
 from ray_ckpt.actors.ray_state import owner_here
 from ray_ckpt.actors.service import RayLink, finish_run, open_group, open_run
 from ray_ckpt.actors.wire import Joined, RunSpec
-from ray_ckpt.client import close_all
 from ray_ckpt.config import RunOptions, is_uri
-from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError, named_text
-from ray_ckpt.notices import TermSignal
-from ray_ckpt.probe import Probe, ProbeSpec
+from ray_ckpt.preemption.notices import TermSignal
 from ray_ckpt.storage.remote import RemoteRef
 from ray_ckpt.train.ray_compat import (
     ControllerCallback,
@@ -38,6 +35,9 @@ from ray_ckpt.train.ray_compat import (
     has_validation,
 )
 from ray_ckpt.train.report import PointerReporter
+from ray_ckpt.trainer.checkpointer import close_all
+from ray_ckpt.trainer.connection import Connection, set_connection
+from ray_ckpt.trainer.probe import Probe, ProbeSpec
 
 log = logging.getLogger("ray_ckpt")
 

@@ -18,8 +18,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_ckpt.errors import ConfigError, ResumeError
 from ray_ckpt.location import Location
-from ray_ckpt.probe import Difference, Part, ProbeSpec, compare, read_traces, settle
 from ray_ckpt.train.callback import CheckpointCallback
+from ray_ckpt.trainer.probe import Difference, Part, ProbeSpec, compare, read_traces, settle
 
 MAX_BLOCK_S = 60.0  # that a save of the first run waits for the one before it, for none may be skipped
 

@@ -19,11 +19,11 @@ from pyarrow.fs import FileType
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.service import CALL_S, ask
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
 from ray_ckpt.format import jsontext
 from ray_ckpt.location import BUCKETS, Location
-from ray_ckpt.opened import OpenedCheckpoint, OpenedRun
 from ray_ckpt.types import AttemptId, Level
 
 log = logging.getLogger("ray_ckpt")

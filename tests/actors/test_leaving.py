@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from ray_ckpt.actors.leaving import MAX_NOTICE_S, NOTICE_HOLDS_S, LeavingNodes
-from ray_ckpt.notices import Notice
+from ray_ckpt.preemption.notices import Notice
 
 
 def told(*notices: Notice) -> LeavingNodes:

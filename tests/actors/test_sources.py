@@ -12,7 +12,7 @@ from ray_ckpt.core.messages import ResumePoint, SessionPlan
 from ray_ckpt.errors import CorruptionError, RestoreError
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file
-from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.storage.disks import Disks
 from ray_ckpt.storage.remote import RemoteRef
 from tests.peer_nodes import A, B, C, Nodes, both, live, sample

@@ -21,9 +21,9 @@ from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.format.tree import decode_tree
-from ray_ckpt.link import ArenaGrant, Identity, SealedShard
-from ray_ckpt.notices import Notice
-from ray_ckpt.restore import Place, RestoreTicket, Shared, Source
+from ray_ckpt.preemption.notices import Notice
+from ray_ckpt.restore.reader import Place, RestoreTicket, Shared, Source
+from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.types import (
     AttemptId,
     CheckpointInfo,
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LocalLink:
-    """Implements ray_ckpt.link.Link for rank `rank`; `go` holds up every write while it is cleared."""
+    """A `ray_ckpt.trainer.link.Link` of rank `rank`; `go` holds up every write while it is cleared."""
 
     options: RunOptions = field(default_factory=RunOptions)
     rank: int = 0

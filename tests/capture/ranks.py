@@ -24,7 +24,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
-from ray_ckpt.restore import Source, SourceReader
+from ray_ckpt.restore.reader import Source, SourceReader
 from ray_ckpt.types import ManifestRow
 
 TIMEOUT_S = 60.0  # of a test's ranks

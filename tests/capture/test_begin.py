@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ray_ckpt.capture.load import Load
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
-from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.format.names import make_attempt
-from ray_ckpt.restore import RestoreTicket
-from ray_ckpt.resume import Resumer
+from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from ray_ckpt.trainer.connection import Connection, set_connection
+from ray_ckpt.trainer.restorer import Resumer
 from ray_ckpt.types import CheckpointInfo, Level, RankRestore, RestoredPart
 from tests.capture.local import LocalLink
 

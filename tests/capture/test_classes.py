@@ -16,9 +16,9 @@ from torch.optim import Optimizer, lr_scheduler
 
 import ray_ckpt
 from ray_ckpt.capture.load import RestoreInfo
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError, MismatchError
+from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
 from tests.sample_run import RunLog
 from tests.test_open import items_of

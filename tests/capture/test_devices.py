@@ -20,8 +20,8 @@ from torch import nn
 
 import ray_ckpt.capture.snapshot as snapshot_module
 from ray_ckpt.capture import guard
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
+from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
 
 SLOW_S = 0.05  # of an operation on the device: far longer than the host takes to enqueue it

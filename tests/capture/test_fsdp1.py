@@ -15,9 +15,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from ray_ckpt.capture.guard import background_slices, guarded_storages
 from ray_ckpt.capture.walk import walk
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.errors import MismatchError, UnsupportedItem, UnsupportedLeaf
 from ray_ckpt.format.manifest import check_coverage
+from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
 from tests.capture.ranks import Files, items_of, on_ranks
 

@@ -28,7 +28,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
-from ray_ckpt.restore import Fetch, Place, Shared, Source, SourceReader, place_of
+from ray_ckpt.restore.reader import Fetch, Place, Shared, Source, SourceReader, place_of
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow
 
 ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0)

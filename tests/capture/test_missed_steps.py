@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from ray_ckpt.agreed import AgreedSteps
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
-from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError, SaveNotCollective
 from ray_ckpt.format.agreed import AgreedStep
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from ray_ckpt.trainer.connection import Connection, set_connection
+from ray_ckpt.trainer.save_signal import AgreedSteps
 from tests.capture.local import LocalLink
 from tests.core.driver import Harness, of
 
@@ -85,7 +85,7 @@ def test_a_rank_at_its_first_save_is_not_taken_for_one_with_other_parameters(ran
 
 def test_the_pace_after_an_evaluation_is_that_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
-    monkeypatch.setattr("ray_ckpt.agreed.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("ray_ckpt.trainer.save_signal.time.monotonic", lambda: now_s[0])
     agreed = AgreedSteps(LocalLink())
     for took_s in (*[0.5] * 20, 600.0, 0.5):
         now_s[0] += took_s
@@ -98,7 +98,7 @@ def test_a_loop_that_only_asks_whether_a_save_is_due_tells_where_it_is(
 ) -> None:
     """Else no step could be named that lies ahead of it, and nothing is saved by time or in an emergency."""
     now_s = [0.0]
-    monkeypatch.setattr("ray_ckpt.agreed.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("ray_ckpt.trainer.save_signal.time.monotonic", lambda: now_s[0])
     rank = Rank(LocalLink(options=RunOptions(every_s=1e9)))
     page = rank.link.page
     assert page is not None

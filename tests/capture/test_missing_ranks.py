@@ -12,14 +12,15 @@ from typing import TypeAlias
 import pytest
 import torch
 
-from ray_ckpt import client, waiting
-from ray_ckpt.client import FIRST_REPORT_STEPS, Checkpointer
 from ray_ckpt.config import RunOptions
-from ray_ckpt.connection import Connection, set_connection
 from ray_ckpt.core.awaited import Awaited, awaited_restore, awaited_save
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CollectiveError, SaveNotCollective, Unavailable
-from ray_ckpt.restore import RestoreTicket
+from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.trainer import checkpointer as client
+from ray_ckpt.trainer import waiting
+from ray_ckpt.trainer.checkpointer import FIRST_REPORT_STEPS, Checkpointer
+from ray_ckpt.trainer.connection import Connection, set_connection
 from ray_ckpt.types import RankRestore
 from tests.capture.local import LocalLink
 from tests.capture.test_missed_steps import Barrier
@@ -80,7 +81,7 @@ def test_a_restore_names_who_is_missing_and_gives_up(said: Said) -> None:
 
 def test_words_come_from_one_rank_and_seldom_again(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
-    monkeypatch.setattr("ray_ckpt.waiting.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("ray_ckpt.trainer.waiting.time.monotonic", lambda: now_s[0])
     link = Alone(world_size=3, rank=1)
     words = waiting.Words(link, "save")
     times: list[int] = []

@@ -17,8 +17,8 @@ from torch import nn
 import ray_ckpt.capture.snapshot as snapshot_module
 from ray_ckpt.capture import arena, guard
 from ray_ckpt.capture.walk import walk
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
+from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
 
 PAUSE_S = 0.002  # between the tensors of a copy: long against a step of these models

@@ -11,9 +11,9 @@ from torch import nn
 
 from ray_ckpt.capture.items import TreeItem
 from ray_ckpt.capture.walk import Walked, walk
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.errors import UnsupportedLeaf
 from ray_ckpt.format.tree import encode_tree
+from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
 
 

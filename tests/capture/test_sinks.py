@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ray_ckpt.capture import sinks
 from ray_ckpt.capture.sinks import BoxSink, Target, flat_bytes, sink_for
 from ray_ckpt.capture.walk import DTYPES
-from ray_ckpt.restore import FlatSink, Sink
+from ray_ckpt.restore.reader import FlatSink, Sink
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

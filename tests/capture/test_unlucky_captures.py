@@ -21,12 +21,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import ray_ckpt.capture.arena as arena_module
 import ray_ckpt.capture.snapshot as snapshot_module
 from ray_ckpt.capture import guard
-from ray_ckpt.client import Checkpointer
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format.records import MAX_METRICS
-from ray_ckpt.link import SealedShard
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from ray_ckpt.trainer.link import SealedShard
 from tests.capture.local import LocalLink
 
 LONG_S = 10.0  # nothing here may take so long
@@ -164,7 +164,7 @@ def test_a_message_that_cannot_be_made_gives_the_buffer_back(
         raise RuntimeError("no message")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ray_ckpt.saving.SealedShard", broken)
+        patch.setattr("ray_ckpt.trainer.saver.SealedShard", broken)
         small.ckpt.save(1)
         small.ckpt.flush()
     assert small.link.skipped == {1: "no message"}
@@ -412,7 +412,7 @@ def test_a_ring_has_one_reader(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
 
 def test_an_agent_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray_ckpt.saving.SETUP_WAIT_S", 0.3)
+    monkeypatch.setattr("ray_ckpt.trainer.saver.SETUP_WAIT_S", 0.3)
     go = threading.Event()
     real = LocalLink.open_arena
 

@@ -14,8 +14,8 @@ import ray
 
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors.service import coordinator
-from ray_ckpt.catalog import Catalog
-from ray_ckpt.notices import Notice
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.preemption.notices import Notice
 from ray_ckpt.types import CheckpointInfo
 from tests.cluster.ranks import RankGroup
 

@@ -16,7 +16,7 @@ import ray
 
 from jobs.local_cluster import LocalCluster, kill_family
 from ray_ckpt.actors.service import open_run
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.config import STAGING_ENV, RunOptions
 from ray_ckpt.errors import (
     ConfigError,

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import ray_ckpt
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors import names
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.data import GlobalBatchSampler
 from tests.cluster.ranks import Rank
 from tests.code_blocks import find, run_python

@@ -19,7 +19,7 @@ import ray
 
 from jobs.local_cluster import LocalCluster, kill_family
 from ray_ckpt.actors.service import coordinator
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import Level
 
 pytestmark = pytest.mark.cluster

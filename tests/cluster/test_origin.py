@@ -10,7 +10,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import ConfigError, Unprotected
 from ray_ckpt.train import CheckpointCallback
 from tests.cluster.ranks import RankGroup, Training

@@ -13,7 +13,7 @@ from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors import names
 from ray_ckpt.actors.attach import overview
 from ray_ckpt.actors.service import annotate, ask, coordinator
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import Level
 from tests.cluster.many_runs import MIB, NODES, many_runs, staged, wait_put_away
 from tests.cluster.ranks import RankGroup, Training

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from ray_ckpt.actors.service import coordinator
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from tests.cluster.ranks import RankGroup, Training
 
 pytestmark = pytest.mark.cluster

@@ -20,7 +20,7 @@ from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors import names
 from ray_ckpt.actors.service import coordinator
 from ray_ckpt.actors.wire import RunStatus
-from ray_ckpt.catalog import Catalog, verify_directory
+from ray_ckpt.catalog.catalog import Catalog, verify_directory
 from ray_ckpt.errors import (
     CollectiveError,
     ConfigError,

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import Level
 from tests.cluster.ranks import RankGroup, Training
 

@@ -17,7 +17,7 @@ from ray.train.torch import TorchTrainer
 
 from jobs.local_cluster import LocalCluster
 from jobs.train_gpt import build_trainer, main, parse_args
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.train import CheckpointCallback
 from ray_ckpt.types import Level

@@ -6,7 +6,7 @@ import pytest
 
 from jobs.local_cluster import LocalCluster
 from jobs.train_actors import KINDS, run_kind
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

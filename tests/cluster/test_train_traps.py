@@ -21,7 +21,7 @@ from ray.train.torch import TorchTrainer
 
 import ray_ckpt
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import CheckpointError, ConfigError, NotConnected, RunInUse, ServiceError
 from ray_ckpt.train import CheckpointCallback, open_checkpoint
 from ray_ckpt.types import Level
@@ -35,8 +35,8 @@ def train_loop(config: dict[str, Any]) -> dict[str, int | None]:
     """A step is an addition; returns the first and the last one that this group did."""
     import torch
 
-    from ray_ckpt import client
     from ray_ckpt.train import report
+    from ray_ckpt.trainer import checkpointer as client
 
     if config["reports_each_save"]:
         report.REPORT_EVERY_S, report.FIRST_STEPS, client.FIRST_REPORT_STEPS = 0.0, 1, 1

@@ -18,7 +18,7 @@ import ray_ckpt
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors.service import coordinator
 from ray_ckpt.actors.wire import RunStatus
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.format.manifest import decode_fragment
 from ray_ckpt.types import Level, ManifestRow
 from tests.cluster import elastic

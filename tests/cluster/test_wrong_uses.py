@@ -20,7 +20,7 @@ from ray.train.torch import TorchTrainer
 
 import ray_ckpt
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.train import CheckpointCallback
 from tests.cluster.ranks import RankGroup

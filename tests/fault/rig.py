@@ -18,7 +18,7 @@ import psutil
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors.service import ask, coordinator
 from ray_ckpt.actors.wire import RunStatus
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.location import Location
 from ray_ckpt.types import CheckpointInfo

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from jobs.local_cluster import LocalCluster, kill_family
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import SessionEnd
 from tests.cluster.test_loss import PROJECT, TINY, losses
 from tests.fault.conftest import MakeRig

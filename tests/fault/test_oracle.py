@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import CheckpointInfo
 from tests.fault.journal import Journal, last_step, read
 from tests.fault.oracle import Verdict, ask, judge

@@ -16,7 +16,7 @@ from ray.core.generated import autoscaler_pb2
 
 from jobs.local_cluster import LocalCluster
 from jobs.train_gpt import build_trainer, parse_args
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from tests.fault.conftest import Home
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import Level
 from tests.cluster.program import program
 from tests.fault.rig import Rig, wait_for

@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 import ray_ckpt
+from ray_ckpt.catalog.uri import CheckpointUri
 from ray_ckpt.cli import main
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format import names
-from ray_ckpt.origin import CheckpointUri
 from ray_ckpt.train.pointers import open_checkpoint
 from tests.sample_run import START_S
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from ray_ckpt.report import page
+from ray_ckpt.analysis.report import page
 from tests.test_report import HOSTILE, SECTIONS, tell_story
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -10,8 +10,8 @@ import pytest
 from jobs.train_gpt import PARALLEL
 from jobs.verify_resume import describe, parse
 from ray_ckpt.errors import ResumeError
-from ray_ckpt.probe import Noted, Trace, compare
 from ray_ckpt.train.check import ResumeCheck
+from ray_ckpt.trainer.probe import Noted, Trace, compare
 
 
 def check_of(first: str, second: str) -> ResumeCheck:

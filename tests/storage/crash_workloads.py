@@ -24,7 +24,7 @@ from ray_ckpt.storage import direct, files
 from ray_ckpt.storage.log_store import Outcome, PosixLogStore
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.storage.staging import Staging
-from ray_ckpt.verify import verify_directory
+from ray_ckpt.verify.content import verify_directory
 from tests.sample_run import SampleCheckpoint, make_checkpoint
 from tests.storage.crash_disk import CrashDisk, Fact, ProcessDied
 

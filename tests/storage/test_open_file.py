@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import ray_ckpt
-from ray_ckpt.catalog import Catalog, verify_directory
+from ray_ckpt.catalog.catalog import Catalog, verify_directory
 from ray_ckpt.cli import app
 from ray_ckpt.errors import CheckpointError, FormatError, RestoreError
 from ray_ckpt.format.names import record_file, snapshot_file, state_file

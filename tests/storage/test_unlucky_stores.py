@@ -12,13 +12,13 @@ import pytest
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.location import Location
+from ray_ckpt.restore.sources import Remote
 from ray_ckpt.storage import object_store, s3
 from ray_ckpt.storage.log_store import Outcome
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.testing.strict_store import StrictStore
 from ray_ckpt.testing.strict_store.faults import Delay, Fault, Match, Status
 from ray_ckpt.types import FileEntry
-from ray_ckpt.ways import Remote
 from tests.servers.programs import ACCESS_KEY, SECRET_KEY
 from tests.servers.stores import bucket_url
 

@@ -14,7 +14,6 @@ from ray import cloudpickle
 
 import ray_ckpt
 from ray_ckpt.actors import service
-from ray_ckpt.connection import get_connection, set_connection
 from ray_ckpt.errors import (
     ConfigError,
     Fenced,
@@ -25,9 +24,10 @@ from ray_ckpt.errors import (
     StateError,
     Unavailable,
 )
-from ray_ckpt.notices import TermSignal
+from ray_ckpt.preemption.notices import TermSignal
 from ray_ckpt.train import CheckpointCallback
 from ray_ckpt.train.callback import OPTIONS_ENV
+from ray_ckpt.trainer.connection import get_connection, set_connection
 
 
 def context_of(*callbacks: object, **config: Any) -> Any:

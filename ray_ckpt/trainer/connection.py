@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_ckpt.agreed import AgreedSteps
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.errors import CheckpointError
-from ray_ckpt.link import Link, Reporter
-from ray_ckpt.waiting import Words
+from ray_ckpt.trainer.link import Link, Reporter
+from ray_ckpt.trainer.save_signal import AgreedSteps
+from ray_ckpt.trainer.waiting import Words
 
 if TYPE_CHECKING:
-    from ray_ckpt.probe import Probe
+    from ray_ckpt.trainer.probe import Probe
 
 log = logging.getLogger("ray_ckpt")
 

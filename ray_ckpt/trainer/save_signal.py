@@ -17,7 +17,7 @@ from statistics import median
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.agreed import PAGE_BYTES, is_urgent, read_word, step_of
-from ray_ckpt.link import Link
+from ray_ckpt.trainer.link import Link
 
 log = logging.getLogger("ray_ckpt")
 

@@ -24,7 +24,7 @@ from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.walk import LiveSlice, Place, Walked, bytes_digest
 from ray_ckpt.errors import CheckpointError, ConfigError, InsufficientSpace, Unavailable, text_of
 from ray_ckpt.format.shard import ShardLayout, build_layout
-from ray_ckpt.link import ArenaGrant, Identity, Link, SealedShard
+from ray_ckpt.trainer.link import ArenaGrant, Identity, Link, SealedShard
 from ray_ckpt.types import AttemptId, Slice
 
 log = logging.getLogger("ray_ckpt")

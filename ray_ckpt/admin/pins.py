@@ -11,10 +11,10 @@ import time
 import uuid
 from collections.abc import Callable
 
+from ray_ckpt.admin.rollback import PIN_WRITER, write_ops
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.requests import checkpoint_to_pin, checkpoint_to_unpin
 from ray_ckpt.format import records as r
-from ray_ckpt.rollback import PIN_WRITER, write_ops
 from ray_ckpt.storage.log_store import LogStore
 from ray_ckpt.types import CheckpointInfo
 

@@ -12,16 +12,18 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from ray_ckpt.core.drill import LiveCheckpoint
-from ray_ckpt.drill import Again, Reach
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format import names
 from ray_ckpt.format.manifest import FragmentVersion, choose_fragments, version_files
-from ray_ckpt.storage.checkpoint_files import CheckpointFile, SavedFiles
+from ray_ckpt.restore.sources import Peers
+from ray_ckpt.storage.checkpoint_files import CheckpointFile, CheckpointFiles, SavedFiles, files_on
+from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level
-from ray_ckpt.verify import Damage, check_group
-from ray_ckpt.verify_plan import (
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Level
+from ray_ckpt.verify.content import Damage, check_group
+from ray_ckpt.verify.drill import Again, Reach
+from ray_ckpt.verify.plan import (
     Holder,
     PlanReport,
     PlanVerification,
@@ -29,8 +31,6 @@ from ray_ckpt.verify_plan import (
     check_tensors,
     plan_report,
 )
-from ray_ckpt.view import CheckpointView
-from ray_ckpt.ways import Peers
 
 HOLDERS_AT_A_TIME = 8  # one that is frozen takes 30 s, and the others need not wait for it
 
@@ -104,7 +104,7 @@ def _places(live: LiveCheckpoint, wanted: Sequence[str], reach: Reach) -> Iterat
         files = _HeldFiles(held, info.id, reach.credentials, reach.endpoints.get(node, ""))
         yield _Node(node, held, files)
     if info.level >= Level.DURABLE and reach.remote is not None:
-        yield _Storage(CheckpointView(info=info, tier=reach.remote), wanted)
+        yield _Storage(reach.remote, info, wanted)
 
 
 def _each(look: Callable[[_Place], R], places: Sequence[_Place]) -> Iterator[R]:
@@ -226,11 +226,11 @@ class _Node(_Place):
 class _Storage(_Place):
     """The storage path, which should have all."""
 
-    def __init__(self, view: CheckpointView, fragments: Sequence[str]) -> None:
-        where, files = view.where or "", _stored_files(view)
-        super().__init__(where, fragments, files)
+    def __init__(self, tier: RemoteTier, info: CheckpointInfo, fragments: Sequence[str]) -> None:
+        files = _listed(files_on(tier, info.directory))
+        super().__init__(str(tier.root / names.CHECKPOINTS_DIR / info.directory), fragments, files)
         self._files = files
-        self._root_digest = view.info.root_digest
+        self._root_digest = info.root_digest
 
     @property
     def is_silent(self) -> bool:
@@ -249,13 +249,12 @@ class _Storage(_Place):
         return count
 
 
-def _stored_files(view: CheckpointView) -> SavedFiles:
-    """Once they are listed. That this cannot be, such as without credentials, is told of each of them."""
+def _listed(files: CheckpointFiles) -> SavedFiles:
+    """The files once they are listed. If they cannot be, as without credentials, each reports the reason."""
     try:
-        files = view.files()
         _ = files.names
     except (ConfigError, OSError) as error:
-        return _Unlisted(view.where or "", str(error))
+        return _Unlisted(str(files.location), str(error))
     return files
 
 

@@ -29,7 +29,7 @@ from ray_ckpt.format.manifest import (
     version_files,
 )
 from ray_ckpt.format.names import fragment_file
-from ray_ckpt.restore import Source, SourceReader
+from ray_ckpt.restore.reader import Source, SourceReader
 from ray_ckpt.storage.remote import RemoteTier
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials

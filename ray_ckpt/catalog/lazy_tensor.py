@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ray_ckpt.catalog.tables import MAX_HTML_ROWS, html_table
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, plan_restore
 from ray_ckpt.storage.checkpoint_files import PERHAPS_DELETED, CheckpointFile, CheckpointFiles, readable
-from ray_ckpt.tables import MAX_HTML_ROWS, html_table
 from ray_ckpt.types import ManifestRow, Slice
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.core.history import RunHistory, SessionInfo
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, StoragePathError, Unavailable

@@ -19,12 +19,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_ckpt import texts
-from ray_ckpt.catalog import Catalog
+from ray_ckpt.analysis.goodput import (
+    CLOCK_SLACK_S,
+    Goodput,
+    Seconds,
+    estimate_goodput,
+    measure_goodput,
+    save_s,
+)
+from ray_ckpt.analysis.report.markup import said
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.catalog.tables import drain_s, to_datetime
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
-from ray_ckpt.goodput import CLOCK_SLACK_S, Goodput, Seconds, estimate_goodput, measure_goodput, save_s
-from ray_ckpt.report.markup import said
-from ray_ckpt.tables import drain_s, to_datetime
 from ray_ckpt.types import FAILURES, CheckpointInfo, EndCause, Level, SessionInfo
 
 MAX_EVENTS = 20_000  # that are taken from the log, the newest; a page draws them in bins anyway

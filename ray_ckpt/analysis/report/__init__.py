@@ -3,7 +3,7 @@
 `read_report` takes the facts from a catalog, `page` makes the page, `to_json` the same as plain values.
 """
 
-from ray_ckpt.report.facts import Event, RunReport, read_report, to_json
-from ray_ckpt.report.page import page
+from ray_ckpt.analysis.report.facts import Event, RunReport, read_report, to_json
+from ray_ckpt.analysis.report.page import page
 
 __all__ = ["Event", "RunReport", "page", "read_report", "to_json"]

@@ -15,13 +15,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
+from ray_ckpt.catalog.load import open as open_run
 from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names
 from ray_ckpt.location import Location
-from ray_ckpt.opened import OpenedCheckpoint, OpenedRun
-from ray_ckpt.opened import open as open_run
-from ray_ckpt.restore import RestoreTicket, Source
+from ray_ckpt.restore.reader import RestoreTicket, Source
 from ray_ckpt.storage.remote import RemoteRef
 from ray_ckpt.types import AttemptId
 

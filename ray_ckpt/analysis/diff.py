@@ -29,14 +29,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_ckpt.catalog import CheckpointView
+from ray_ckpt.catalog.catalog import CheckpointView
+from ray_ckpt.catalog.lazy_tensor import named
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.format.short import ShortRepr
 from ray_ckpt.format.tree import TensorRef, decode_state, encode_tree
-from ray_ckpt.lazy import named
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import plan_restore
 from ray_ckpt.storage.checkpoint_files import CheckpointFile

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from ray_ckpt.catalog import Catalog, CheckpointView
+from ray_ckpt.catalog.catalog import Catalog, CheckpointView
+from ray_ckpt.catalog.lazy_tensor import LazyTensor, named, nearest
+from ray_ckpt.catalog.load import OpenedRun
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
-from ray_ckpt.lazy import LazyTensor, named, nearest
-from ray_ckpt.opened import OpenedRun
-from ray_ckpt.output_file import output_file, whole_file
-from ray_ckpt.verify import Progress
+from ray_ckpt.storage.output_file import output_file, whole_file
+from ray_ckpt.verify.content import Progress
 
 MAX_FILE_BYTES = 5 * 10**9  # of tensors in one file, but for a single larger one: as Hugging Face has it
 INDEX_FILE = "model.safetensors.index.json"

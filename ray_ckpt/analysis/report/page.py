@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import ray_ckpt
-from ray_ckpt.core.retention import pinned_by
-from ray_ckpt.goodput import MEASURED_CAUSES, Goodput, Seconds, save_s
-from ray_ckpt.report.facts import (
+from ray_ckpt.analysis.goodput import MEASURED_CAUSES, Goodput, Seconds, save_s
+from ray_ckpt.analysis.report.facts import (
     CAUSE_TEXT,
     MAX_CHECKPOINTS,
     MAX_DRILLS,
@@ -32,10 +31,11 @@ from ray_ckpt.report.facts import (
     tiers_text,
     verdicts,
 )
-from ray_ckpt.report.markup import Html, el, join, said
-from ray_ckpt.report.style import STYLE
-from ray_ckpt.report.timeline import MAX_DRAWN, around_last_failure, draw, part, whole
-from ray_ckpt.tables import drain_s
+from ray_ckpt.analysis.report.markup import Html, el, join, said
+from ray_ckpt.analysis.report.style import STYLE
+from ray_ckpt.analysis.report.timeline import MAX_DRAWN, around_last_failure, draw, part, whole
+from ray_ckpt.catalog.tables import drain_s
+from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.texts import size_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 

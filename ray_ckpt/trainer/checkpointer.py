@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ray_ckpt.agreed import AgreedSteps
 from ray_ckpt.capture.classes import check_settings, classes_of
 from ray_ckpt.capture.forgotten import early_iterators, unregistered
 from ray_ckpt.capture.gradients import GradientsItem, Window
@@ -33,7 +32,6 @@ from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import Walked, walk
 from ray_ckpt.config import MAX_METRIC_NAME, is_uri
-from ray_ckpt.connection import Connection, ProgressThread, get_connection
 from ray_ckpt.core.awaited import ranks_text
 from ray_ckpt.core.meetings import MEET_S
 from ray_ckpt.core.messages import STILL_WRITING, RankProgress
@@ -55,20 +53,22 @@ from ray_ckpt.format.names import make_attempt
 from ray_ckpt.format.records import MAX_METRICS
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.format.tree import encode_tree
-from ray_ckpt.link import Link
-from ray_ckpt.protection import Protection
-from ray_ckpt.restore import RestoreTicket
-from ray_ckpt.resume import Resumer
-from ray_ckpt.saving import SaveParts, Saver
-from ray_ckpt.step_count import Call, StepCount, whole_number
+from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.texts import tiers_text
+from ray_ckpt.trainer.connection import Connection, ProgressThread, get_connection
+from ray_ckpt.trainer.link import Link
+from ray_ckpt.trainer.restorer import Resumer
+from ray_ckpt.trainer.save_signal import AgreedSteps
+from ray_ckpt.trainer.saver import SaveParts, Saver
+from ray_ckpt.trainer.step_count import Call, StepCount, whole_number
+from ray_ckpt.trainer.unprotected import Protection
+from ray_ckpt.trainer.waiting import wait_for_restore
 from ray_ckpt.types import (
     AttemptId,
     CheckpointInfo,
     Level,
     RankRestore,
 )
-from ray_ckpt.waiting import wait_for_restore
 
 log = logging.getLogger("ray_ckpt")
 

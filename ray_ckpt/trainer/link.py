@@ -17,8 +17,8 @@ from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node import Outcome
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.shard import ShardLayout
-from ray_ckpt.notices import Notice
-from ray_ckpt.restore import Place, RestoreTicket, Shared
+from ray_ckpt.preemption.notices import Notice
+from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
 from ray_ckpt.types import AttemptId, Level, Part, RankRestore, ranks_of
 
 

@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
+from ray_ckpt.catalog.lazy_tensor import LazyTensor, SavedTensors
+from ray_ckpt.catalog.tables import MAX_HTML_ROWS, drain_s, html_table, metrics_text, to_datetime
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError
 from ray_ckpt.format import names
 from ray_ckpt.format.digest import digest
@@ -25,14 +27,12 @@ from ray_ckpt.format.manifest import (
     decode_fragment,
     rows_table,
 )
-from ray_ckpt.lazy import LazyTensor, SavedTensors
 from ray_ckpt.location import Location
-from ray_ckpt.storage.checkpoint_files import CheckpointFiles, is_fragment, readable
+from ray_ckpt.storage.checkpoint_files import CheckpointFiles, files_on, is_fragment, readable
 from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.storage.remote import RemoteTier
-from ray_ckpt.tables import MAX_HTML_ROWS, drain_s, html_table, metrics_text, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment
-from ray_ckpt.verify import Damage, Progress, verify_files
+from ray_ckpt.verify.content import Damage, Progress, verify_files
 
 REQUESTS_AT_A_TIME = 16  # for small files of a store that answers late
 
@@ -67,8 +67,7 @@ class CheckpointView:
                 hint="Only live checkpoints that are durable can be read here.",
                 step=self.info.step,
             )
-        folder = f"{names.CHECKPOINTS_DIR}/{self.info.directory}"
-        return CheckpointFiles(self._location(self.tier), self.tier.files, folder)
+        return files_on(self.tier, self.info.directory)
 
     def description(self) -> CheckpointDescription:
         """What its `checkpoint.json` says, checked against the log."""

@@ -19,13 +19,13 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
-from ray_ckpt.catalog import Catalog, CheckpointView
+from ray_ckpt.catalog.catalog import Catalog, CheckpointView
+from ray_ckpt.catalog.lazy_tensor import MAX_NEAREST, named, nearest
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, RestoreError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import TensorRef, decode_state
-from ray_ckpt.lazy import MAX_NEAREST, named, nearest
 from ray_ckpt.location import StoragePath
-from ray_ckpt.restore import ProgressLog, Source, SourceReader
+from ray_ckpt.restore.reader import ProgressLog, Source, SourceReader
 from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
 
 if TYPE_CHECKING:

@@ -18,16 +18,9 @@ from typing import Any, SupportsIndex
 
 import pyarrow as pa
 
-from ray_ckpt.core.history import SessionInfo
-from ray_ckpt.errors import CheckpointError, ConfigError, FormatError
-from ray_ckpt.format import names
-from ray_ckpt.lazy import MAX_NEAREST
-from ray_ckpt.location import Location, StoragePath, locate, without_tilde
-from ray_ckpt.storage.checkpoint_files import readable
-from ray_ckpt.storage.file_store import FileStore
-from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, read_run
-from ray_ckpt.storage.remote import RemoteTier, open_store
-from ray_ckpt.tables import (
+from ray_ckpt.catalog.checkpoint import REQUESTS_AT_A_TIME, CheckpointView
+from ray_ckpt.catalog.lazy_tensor import MAX_NEAREST
+from ray_ckpt.catalog.tables import (
     MAX_HTML_ROWS,
     SHARDS,
     SLICES,
@@ -44,9 +37,16 @@ from ray_ckpt.tables import (
     slices_table,
     to_datetime,
 )
+from ray_ckpt.core.history import SessionInfo
+from ray_ckpt.errors import CheckpointError, ConfigError, FormatError
+from ray_ckpt.format import names
+from ray_ckpt.location import Location, StoragePath, locate, without_tilde
+from ray_ckpt.storage.checkpoint_files import readable
+from ray_ckpt.storage.file_store import FileStore
+from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, read_run
+from ray_ckpt.storage.remote import RemoteTier, open_store
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level
-from ray_ckpt.verify import Damage, Progress, VerifyReport, verify_directory
-from ray_ckpt.view import REQUESTS_AT_A_TIME, CheckpointView
+from ray_ckpt.verify.content import Damage, Progress, VerifyReport, verify_directory
 
 __all__ = [
     "Catalog",

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
 
-from ray_ckpt.goodput import Progress, Tenure
-from ray_ckpt.report.facts import CAUSE_TEXT, RunReport, moment, span, tiers_text
-from ray_ckpt.report.markup import Html, el, said
-from ray_ckpt.tables import to_datetime
+from ray_ckpt.analysis.goodput import Progress, Tenure
+from ray_ckpt.analysis.report.facts import CAUSE_TEXT, RunReport, moment, span, tiers_text
+from ray_ckpt.analysis.report.markup import Html, el, said
+from ray_ckpt.catalog.tables import to_datetime
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 
 WIDTH = 1120.0  # of the picture, in its own units, about pixels

@@ -14,8 +14,8 @@ from ray_ckpt.capture.load import Load, load_items
 from ray_ckpt.errors import ConfigError, FormatError, MismatchError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import decode_state
-from ray_ckpt.link import Link
-from ray_ckpt.restore import ProgressLog, RestoreTicket, SourceReader
+from ray_ckpt.restore.reader import ProgressLog, RestoreTicket, SourceReader
+from ray_ckpt.trainer.link import Link
 from ray_ckpt.types import ManifestRow, Part, RankRestore, ranks_of
 
 log = logging.getLogger("ray_ckpt")

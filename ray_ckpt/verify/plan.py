@@ -20,7 +20,7 @@ from ray_ckpt.format.digest import root_digest as digest_of_files
 from ray_ckpt.format.manifest import CheckpointDescription, by_tensor, uncovered
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles, is_fragment
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow
-from ray_ckpt.verify import ALL_FRAGMENTS, Checked, Damage, Progress, Verification, check_group
+from ray_ckpt.verify.content import ALL_FRAGMENTS, Checked, Damage, Progress, Verification, check_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ray_ckpt.core.awaited import Awaited, What, ranks_text
 from ray_ckpt.errors import CheckpointError, CollectiveError
-from ray_ckpt.link import Link
+from ray_ckpt.trainer.link import Link
 
 log = logging.getLogger("ray_ckpt")
 

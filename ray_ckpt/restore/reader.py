@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from ray_ckpt.errors import CheckpointError, CorruptionError, FormatError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
+from ray_ckpt.restore.sources import Disk, Mapped, Peer, Peers, Remote, Way
 from ray_ckpt.storage.remote import RemoteRef, RemoteTier
 from ray_ckpt.texts import tier_text
 from ray_ckpt.transport.credentials import Credentials
@@ -40,7 +41,6 @@ from ray_ckpt.types import (
     RestoredPart,
     Tier,
 )
-from ray_ckpt.ways import Disk, Mapped, Peer, Peers, Remote, Way
 
 PIECE_BYTES = 2 << 20  # hashed and then copied: fits a cache, and is long enough to be copied past it
 EXTENT_BYTES: Mapping[Tier, int] = {

@@ -1,0 +1,1 @@
+"""Changes to a run's log without a service."""

@@ -1,0 +1,1 @@
+"""A run's checkpoints, read without a service: list, load, export."""

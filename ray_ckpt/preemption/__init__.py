@@ -1,0 +1,1 @@
+"""Notices that a machine is about to go."""

@@ -1,0 +1,1 @@
+"""Reading what a checkpoint has, from memory, disk, peers and the storage path."""

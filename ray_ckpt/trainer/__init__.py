@@ -1,0 +1,1 @@
+"""The rank's side: a Checkpointer, its saves and its restores."""
