@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from ray_ckpt.capture.items import Item, adapt
+from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.walk import resolve_leaves, walk
 from ray_ckpt.config import RunOptions
 from ray_ckpt.data import (

@@ -26,8 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ray_ckpt
 from ray_ckpt.analysis import diff
+from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.classes import classes_of
-from ray_ckpt.capture.items import Item, adapt
+from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.catalog.load import OpenedRun

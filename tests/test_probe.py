@@ -20,7 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ray_ckpt.capture.items import Item, adapt
+from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import map_leaves
 from ray_ckpt.config import RunOptions

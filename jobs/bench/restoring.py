@@ -23,8 +23,9 @@ from jobs.bench.context import Context
 from jobs.bench.disk import huge_buffer, raw_read
 from jobs.bench.row import Row, compared, gb_per_s
 from jobs.bench.state import fingerprint, make_state, wipe
+from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.arena import Arena
-from ray_ckpt.capture.items import Item, adapt
+from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import load_items
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.format.digest import digest

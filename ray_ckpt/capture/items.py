@@ -13,11 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DistributedSampler
 
 from ray_ckpt.capture.per_rank import PerRankItem
-from ray_ckpt.capture.rng import generator_item
 from ray_ckpt.data import loader_problems
 from ray_ckpt.errors import UnsupportedItem
 from ray_ckpt.format.short import key_text
@@ -73,73 +71,6 @@ def unwrap(module: nn.Module) -> nn.Module:
     ):
         module = inner
     return module
-
-
-def adapt(name: str, obj: object, owners: Mapping[str, nn.Module | nn.Parameter]) -> Item:
-    """The adapter for `obj`; UnsupportedItem if there is no way to save it. `owners` hold the parameters."""
-    if isinstance(obj, nn.Module | torch.optim.Optimizer):
-        return _adapt_torch(name, obj, owners)
-    if isinstance(obj, torch.Tensor):
-        return TensorItem(obj)
-    if (generator := generator_item(obj)) is not None:
-        return generator
-    if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
-        _refuse_live_iterator(name, obj)
-        return _stateful_item(obj)
-    if isinstance(obj, DistributedSampler):
-        return SamplerItem(obj)
-    if isinstance(obj, MutableMapping | MutableSequence):
-        return TreeItem(obj)
-    raise UnsupportedItem(
-        f"The item {name!r} ({type(obj).__name__}) cannot be saved{_reason(obj)}.", hint=_fix(obj), item=name
-    )
-
-
-def _adapt_torch(
-    name: str, obj: nn.Module | torch.optim.Optimizer, owners: Mapping[str, nn.Module | nn.Parameter]
-) -> Item:
-    from ray_ckpt.capture.fsdp1 import Fsdp1ModuleItem, Fsdp1OptimizerItem, fsdp1_modules
-
-    if isinstance(obj, nn.Module):
-        module = unwrap(obj)
-        return Fsdp1ModuleItem(name, module) if fsdp1_modules(module) else ModuleItem(module)
-    _refuse_hidden_state(name, obj)
-    if any(isinstance(owner, nn.Module) and fsdp1_modules(owner) for owner in owners.values()):
-        return Fsdp1OptimizerItem(name, obj, owners)
-    return OptimizerItem(name, obj, owners)
-
-
-def _stateful_item(obj: object) -> StatefulItem:
-    if isinstance(obj, LRScheduler):
-        return SchedulerItem(obj)
-    return ScalerItem(obj) if isinstance(obj, torch.amp.GradScaler) else StatefulItem(obj)
-
-
-_EXACT_POSITION = (
-    "Register and iterate ray_ckpt.data.GlobalBatchSampler(...).batches(loader), or use a torchdata "
-    "StatefulDataLoader: they have state_dict() and load_state_dict()."
-)
-
-
-def _reason(obj: object) -> str:
-    match obj:
-        case Iterator():
-            return ", for nobody can see how far an iterator is"
-        case DataLoader() | Sampler():
-            return ", for it does not know how far it has been read"
-    return ""
-
-
-def _fix(obj: object) -> str:
-    """What to do about an object that has no way to be saved."""
-    if isinstance(obj, Iterator | DataLoader | Sampler):
-        return _EXACT_POSITION
-    if type(obj).__module__.startswith("ray.data"):
-        return (
-            "Ray Data does not tell how far a shard has been read, nor gives the same order again: leave it "
-            "out, or read samples by number with ray_ckpt.data.GlobalBatchSampler."
-        )
-    return "Give it state_dict() and load_state_dict(), or put plain values into a dict."
 
 
 class ModuleItem:
@@ -404,16 +335,6 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return to_local().detach() if to_local is not None else tensor.detach()
 
 
-def _refuse_hidden_state(name: str, optimizer: torch.optim.Optimizer) -> None:
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}  # by name: their module takes long to import
-    if not kinds.isdisjoint(("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")):
-        raise UnsupportedItem(
-            f"The optimizer {name!r} ({type(optimizer).__name__}) has state inside that is not saved.",
-            hint="Use torch's fully_shard, which shards optimizer state as well, and a plain optimizer.",
-            item=name,
-        )
-
-
 def _is_extra_state(name: str) -> bool:
     """Whether a module made the value in `get_extra_state`, just now, and wants it in `set_extra_state`."""
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
@@ -434,15 +355,6 @@ def _scheduler_problems(here: Mapping[str, Any], saved: Any, where: str = "") ->
         return [f"{where}the scheduler: joins {len(saved_inner)} in the checkpoint, {len(inner)} here"]
     pairs = enumerate(zip(inner, saved_inner, strict=True))
     return [p for i, (a, b) in pairs for p in _scheduler_problems(a, b, f"{where}scheduler {i} of ")]
-
-
-def _refuse_live_iterator(name: str, obj: object) -> None:
-    if getattr(obj, "_iterator", None) is not None:
-        raise UnsupportedItem(
-            f"The loader {name!r} is being iterated already, so a restored position would have no effect.",
-            hint="Call iter(loader) after ckpt.steps() or ckpt.restore().",
-            item=name,
-        )
 
 
 def _structure_problems(target: Any, saved: Any, path: str) -> list[str]:

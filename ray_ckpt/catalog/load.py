@@ -270,7 +270,7 @@ class _Saved:
         """Fill live objects, as rank `rank` of `world_size` that have them."""
         from torch import nn
 
-        from ray_ckpt.capture.items import adapt
+        from ray_ckpt.capture.adapt import adapt
         from ray_ckpt.capture.load import RestoreInfo, load_items
 
         start_s = time.monotonic()

@@ -36,10 +36,9 @@ from obstore.exceptions import (
 )
 from typing_extensions import Buffer
 
-from ray_ckpt.location import Location, resolve_options
 from ray_ckpt.storage.direct import BLOCK_BYTES
-from ray_ckpt.storage.file_store import Blocks, Children, FileStore, StoredFile, Upload
-from ray_ckpt.storage.object_log import SmallObjects, Unsupported
+from ray_ckpt.storage.file_store import Blocks, Children, StoredFile, Upload
+from ray_ckpt.storage.object_log import Unsupported
 
 PART_BYTES = 16 << 20  # of an upload: two blocks; larger ones are lost dearly, smaller ones are all requests
 PARTS_IN_FLIGHT = 8  # of one file: what a client's cores and a bucket take before more only queue
@@ -108,25 +107,6 @@ class Bucket(Protocol):
     def uploads(self, folder: str) -> Iterator[Upload]: ...
 
     def abort(self, upload: Upload) -> None: ...
-
-
-def open_objects(location: Location, options: Mapping[str, str]) -> tuple[FileStore, SmallObjects]:
-    """Clients for bulk and for small objects below a location that is no folder."""
-    options = resolve_options(options)
-    if location.scheme == "s3":
-        from ray_ckpt.storage.s3 import S3Bucket
-
-        bucket: Bucket = S3Bucket(location, options)
-    elif location.scheme == "gs":
-        from ray_ckpt.storage.gcs import GcsBucket
-
-        bucket = GcsBucket(location, options)
-    else:
-        from ray_ckpt.storage.fsspec_store import FsspecStore
-
-        other = FsspecStore(location, options)
-        return other, other
-    return BucketFiles(bucket), BucketObjects(bucket)
 
 
 class BucketFiles:

@@ -90,7 +90,7 @@ def open_store(location: Location, options: Mapping[str, str] | None) -> tuple[F
     if location.is_posix:
         return PosixFiles(location.folder), PosixLogStore(location.folder / names.LOG_DIR)
     from ray_ckpt.storage.object_log import ObjectLogStore
-    from ray_ckpt.storage.object_store import open_objects  # client libraries, only where they are needed
+    from ray_ckpt.storage.opening import open_objects  # client libraries, only where they are needed
 
     bulk, small = open_objects(location, options)
     return bulk, ObjectLogStore(small, names.LOG_DIR)

@@ -22,11 +22,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.classes import check_settings, classes_of
 from ray_ckpt.capture.forgotten import early_iterators, unregistered
 from ray_ckpt.capture.gradients import GradientsItem, Window
 from ray_ckpt.capture.hyperparameters import Changed, Hyperparameters
-from ray_ckpt.capture.items import Item, adapt
+from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import Load, RestoreInfo
 from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from ray_ckpt.capture.items import Item, adapt
+from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import load_items
 from ray_ckpt.capture.walk import Walked, walk
 from ray_ckpt.format.digest import digest

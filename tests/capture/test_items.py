@@ -15,6 +15,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
+from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.items import (
     Item,
     ModuleItem,
@@ -23,7 +24,6 @@ from ray_ckpt.capture.items import (
     StatefulItem,
     TensorItem,
     TreeItem,
-    adapt,
     clean_name,
     parameter_names,
     unwrap,

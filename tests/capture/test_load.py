@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.arena import Arena
-from ray_ckpt.capture.items import Item, adapt
+from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import load_items
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import DTYPES, walk

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ray_ckpt.capture.items import Item, adapt
+from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.per_rank import PerRankItem
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.walk import resolve_leaves, walk

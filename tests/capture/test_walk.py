@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ray_ckpt.capture.items import Item, adapt
+from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, bytes_digest, resolve_leaves, walk
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.shard import ITEMSIZE

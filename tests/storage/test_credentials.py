@@ -17,7 +17,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
 from ray_ckpt.storage import s3
 from ray_ckpt.storage.file_store import FileStore
-from ray_ckpt.storage.object_store import open_objects
+from ray_ckpt.storage.opening import open_objects
 from ray_ckpt.storage.s3 import S3Bucket
 from ray_ckpt.testing.strict_store import StrictStore
 from tests.servers.programs import ACCESS_KEY, SECRET_KEY

@@ -1,0 +1,110 @@
+"""The adapter of each object that a user registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+from ray_ckpt.capture.fsdp1 import Fsdp1ModuleItem, Fsdp1OptimizerItem, fsdp1_modules
+from ray_ckpt.capture.items import (
+    Item,
+    ModuleItem,
+    OptimizerItem,
+    SamplerItem,
+    ScalerItem,
+    SchedulerItem,
+    StatefulItem,
+    TensorItem,
+    TreeItem,
+    unwrap,
+)
+from ray_ckpt.capture.rng import generator_item
+from ray_ckpt.errors import UnsupportedItem
+
+
+def adapt(name: str, obj: object, owners: Mapping[str, nn.Module | nn.Parameter]) -> Item:
+    """The adapter for `obj`; UnsupportedItem if there is no way to save it. `owners` hold the parameters."""
+    if isinstance(obj, nn.Module | torch.optim.Optimizer):
+        return _adapt_torch(name, obj, owners)
+    if isinstance(obj, torch.Tensor):
+        return TensorItem(obj)
+    if (generator := generator_item(obj)) is not None:
+        return generator
+    if callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
+        _refuse_live_iterator(name, obj)
+        return _stateful_item(obj)
+    if isinstance(obj, DistributedSampler):
+        return SamplerItem(obj)
+    if isinstance(obj, MutableMapping | MutableSequence):
+        return TreeItem(obj)
+    raise UnsupportedItem(
+        f"The item {name!r} ({type(obj).__name__}) cannot be saved{_reason(obj)}.", hint=_fix(obj), item=name
+    )
+
+
+def _adapt_torch(
+    name: str, obj: nn.Module | torch.optim.Optimizer, owners: Mapping[str, nn.Module | nn.Parameter]
+) -> Item:
+    if isinstance(obj, nn.Module):
+        module = unwrap(obj)
+        return Fsdp1ModuleItem(name, module) if fsdp1_modules(module) else ModuleItem(module)
+    _refuse_hidden_state(name, obj)
+    if any(isinstance(owner, nn.Module) and fsdp1_modules(owner) for owner in owners.values()):
+        return Fsdp1OptimizerItem(name, obj, owners)
+    return OptimizerItem(name, obj, owners)
+
+
+def _stateful_item(obj: object) -> StatefulItem:
+    if isinstance(obj, LRScheduler):
+        return SchedulerItem(obj)
+    return ScalerItem(obj) if isinstance(obj, torch.amp.GradScaler) else StatefulItem(obj)
+
+
+_EXACT_POSITION = (
+    "Register and iterate ray_ckpt.data.GlobalBatchSampler(...).batches(loader), or use a torchdata "
+    "StatefulDataLoader: they have state_dict() and load_state_dict()."
+)
+
+
+def _reason(obj: object) -> str:
+    match obj:
+        case Iterator():
+            return ", for nobody can see how far an iterator is"
+        case DataLoader() | Sampler():
+            return ", for it does not know how far it has been read"
+    return ""
+
+
+def _fix(obj: object) -> str:
+    """What to do about an object that has no way to be saved."""
+    if isinstance(obj, Iterator | DataLoader | Sampler):
+        return _EXACT_POSITION
+    if type(obj).__module__.startswith("ray.data"):
+        return (
+            "Ray Data does not tell how far a shard has been read, nor gives the same order again: leave it "
+            "out, or read samples by number with ray_ckpt.data.GlobalBatchSampler."
+        )
+    return "Give it state_dict() and load_state_dict(), or put plain values into a dict."
+
+
+def _refuse_hidden_state(name: str, optimizer: torch.optim.Optimizer) -> None:
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}  # by name: their module takes long to import
+    if not kinds.isdisjoint(("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")):
+        raise UnsupportedItem(
+            f"The optimizer {name!r} ({type(optimizer).__name__}) has state inside that is not saved.",
+            hint="Use torch's fully_shard, which shards optimizer state as well, and a plain optimizer.",
+            item=name,
+        )
+
+
+def _refuse_live_iterator(name: str, obj: object) -> None:
+    if getattr(obj, "_iterator", None) is not None:
+        raise UnsupportedItem(
+            f"The loader {name!r} is being iterated already, so a restored position would have no effect.",
+            hint="Call iter(loader) after ckpt.steps() or ckpt.restore().",
+            item=name,
+        )
