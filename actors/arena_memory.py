@@ -23,7 +23,7 @@ from ray_ckpt.errors import InsufficientSpace, Unavailable
 from ray_ckpt.format.agreed import PAGE_BYTES, write_word
 from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BYTES, ArenaPage, ring_block
 from ray_ckpt.format.shard import ShardLayout
-from ray_ckpt.storage.pages import map_shared, populate
+from ray_ckpt.storage.local.pages import map_shared, populate
 from ray_ckpt.trainer.link import ArenaMode
 from ray_ckpt.types import ARENA_PAGE_BYTES
 

@@ -51,9 +51,9 @@ from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.preemption.notices import CloudNotices, Notice
 from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
-from ray_ckpt.storage.disks import Disks
-from ray_ckpt.storage.memory import available_memory_bytes
-from ray_ckpt.storage.scrub import verify_stored
+from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.storage.local.memory import available_memory_bytes
+from ray_ckpt.storage.local.scrub import verify_stored
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.trainer.link import ArenaGrant, SealedShard
 from ray_ckpt.transport.credentials import ServiceKeys

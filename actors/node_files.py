@@ -13,9 +13,9 @@ from ray_ckpt.core import node as n
 from ray_ckpt.core.messages import HeldFragment
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import shard_file, state_file
-from ray_ckpt.storage.direct import read_blocks_direct
-from ray_ckpt.storage.scrub import verify_fragment
-from ray_ckpt.storage.staging import Holding
+from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.scrub import verify_fragment
+from ray_ckpt.storage.local.staging import Holding
 from ray_ckpt.trainer.link import SealedShard
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials

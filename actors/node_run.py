@@ -17,7 +17,7 @@ from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import RankProgress, SessionPlan
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
-from ray_ckpt.storage.disks import Disks
+from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.trainer.link import SealedShard
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import RankRestore, SaveFacts

@@ -15,7 +15,7 @@ from ray_ckpt.format.manifest import (
     encode_checkpoint,
 )
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import CheckpointInfo, FileEntry
 
 log = logging.getLogger("ray_ckpt.coordinator")

@@ -10,8 +10,8 @@ from typing_extensions import Buffer
 from ray_ckpt.actors.node_run import NodeRun
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import attempt_of
-from ray_ckpt.storage.direct import read_blocks_direct
-from ray_ckpt.storage.files import size_of
+from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.files import size_of
 from ray_ckpt.transport.wire import FileName, PutRequest
 
 MAX_SERVED = 16  # files that peers read here at a time, each with its blocks of read-ahead

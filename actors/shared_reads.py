@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ray_ckpt.restore.reader import Bytes, FlatSink, Place, RestoreTicket, Shared, SourceReader, place_of
-from ray_ckpt.storage.memory import available_memory_bytes
-from ray_ckpt.storage.pages import make_huge
+from ray_ckpt.storage.local.memory import available_memory_bytes
+from ray_ckpt.storage.local.pages import make_huge
 from ray_ckpt.types import ManifestRow, Tier
 
 log = logging.getLogger("ray_ckpt.agent")

@@ -18,8 +18,8 @@ from ray_ckpt.format.manifest import (
 )
 from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.restore.reader import RestoreTicket, Source
-from ray_ckpt.storage.disks import Disks
-from ray_ckpt.storage.remote import RemoteRef
+from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName

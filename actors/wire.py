@@ -15,7 +15,7 @@ from ray_ckpt.core.drill import LiveCheckpoint
 from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.format.records import LogRecord
 from ray_ckpt.location import Location
-from ray_ckpt.storage.remote import RemoteRef
+from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.transport.credentials import Credentials, ServiceKeys
 from ray_ckpt.types import CheckpointInfo, Exposure, Part, RankRestore
 

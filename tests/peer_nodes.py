@@ -12,7 +12,7 @@ import pytest
 from ray_ckpt.core.drill import LiveCheckpoint
 from ray_ckpt.format.names import fragment_file, make_attempt
 from ray_ckpt.location import Location
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.types import CheckpointInfo, Level
 from ray_ckpt.verify.drill import Reach

@@ -19,8 +19,8 @@ from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import CheckpointDescription, encode_checkpoint, encode_fragment
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import TensorRef, encode_tree
-from ray_ckpt.storage.file_store import FileStore
 from ray_ckpt.storage.log_store import Outcome, PosixLogStore, create_record, read_run, write_snapshot
+from ray_ckpt.storage.remote.file_store import FileStore
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, Slice
 
 START_S = 1_790_000_000.0  # the time of record 0

@@ -16,7 +16,7 @@ from ray_ckpt.catalog.uri import Origin
 from ray_ckpt.config import RunOptions
 from ray_ckpt.data import GlobalBatchSampler
 from ray_ckpt.restore.reader import RestoreTicket
-from ray_ckpt.storage.remote import RemoteRef
+from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.trainer.connection import Connection, set_connection
 from tests.capture.local import LocalLink
 from tests.code_blocks import find, run_python

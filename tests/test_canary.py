@@ -26,7 +26,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.location import Location, storage_options
 from ray_ckpt.storage.log_store import Outcome
-from ray_ckpt.storage.remote import RemoteRef, RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.testing.strict_store import DropAfter, Fault, Match, Status, Truncate
 from ray_ckpt.testing.strict_store.server import Server, Settings
 from ray_ckpt.types import FileEntry

@@ -23,9 +23,9 @@ from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import decode_checkpoint, decode_fragment, encode_checkpoint, encode_fragment
 from ray_ckpt.location import Location, locate
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles
-from ray_ckpt.storage.file_store import Blocks, PosixFiles
 from ray_ckpt.storage.log_store import trim_log
-from ray_ckpt.storage.remote import open_store
+from ray_ckpt.storage.remote.file_store import Blocks, PosixFiles
+from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.testing.strict_store import DropAfter, Fault, Match, Status, StrictStore, Truncate
 from ray_ckpt.types import AttemptId, FileEntry, Level
 from ray_ckpt.verify.content import verify_files

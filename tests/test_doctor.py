@@ -21,8 +21,8 @@ from ray_ckpt.cli import doctor_checks as doctor
 from ray_ckpt.cli.doctor_checks import Check, check_machine, check_staging, check_store
 from ray_ckpt.config import MIB, PORTS_ENV, STAGING_ENV
 from ray_ckpt.location import Location
-from ray_ckpt.storage.direct import write_direct
-from ray_ckpt.storage.remote import open_store
+from ray_ckpt.storage.local.direct import write_direct
+from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.testing.strict_store import Fault, Hang, Match, Status, StrictStore
 from tests.servers.stores import bucket_url
 

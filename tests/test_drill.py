@@ -24,7 +24,7 @@ from ray_ckpt.format import records
 from ray_ckpt.format.manifest import encode_fragment, uncovered
 from ray_ckpt.format.names import fragment_file, make_attempt, shard_file
 from ray_ckpt.location import Location
-from ray_ckpt.storage.remote import open_store
+from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.testing.strict_store import StrictStore
 from ray_ckpt.transport import client
 from ray_ckpt.transport.client import CALL_BASE_S, SLOWEST_BYTES_PER_S

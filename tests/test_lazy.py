@@ -21,8 +21,8 @@ from ray_ckpt.catalog.lazy_tensor import BLOCK_BYTES, GAP_BYTES, LazyTensor
 from ray_ckpt.catalog.tables import MAX_HTML_ROWS
 from ray_ckpt.errors import ConfigError, CorruptionError, StoragePathError
 from ray_ckpt.location import Location
-from ray_ckpt.storage.file_store import Blocks, PosixFiles
-from ray_ckpt.storage.remote import open_store
+from ray_ckpt.storage.remote.file_store import Blocks, PosixFiles
+from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.testing.strict_store import Fault, Flip, Match, StrictStore
 from ray_ckpt.types import Slice
 from tests.sample_run import RankState, RunLog, SampleRun, assemble, compress_shards, copy_to, write_run

@@ -16,7 +16,7 @@ from ray_ckpt.cli import main
 from ray_ckpt.errors import NewerFormat
 from ray_ckpt.format import jsontext, names, records
 from ray_ckpt.format.tree import encode_tree
-from ray_ckpt.storage.scrub import verify_fragment
+from ray_ckpt.storage.local.scrub import verify_fragment
 from tests.sample_run import RunLog, SampleRun, write_run
 
 WORDS = "of a newer version; update ray_ckpt"

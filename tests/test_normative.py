@@ -14,7 +14,7 @@ import pytest
 from ray_ckpt.core import messages, node
 from ray_ckpt.format import agreed, arena, jsontext, manifest, names, records, shard, snapshot, tree
 from ray_ckpt.format.zstd import FRAME_BYTES, MAX_FRAMES, MAX_STORED_BYTES
-from ray_ckpt.storage.staging import MAX_MARK_BYTES, MAX_QUARANTINED, Staging
+from ray_ckpt.storage.local.staging import MAX_MARK_BYTES, MAX_QUARANTINED, Staging
 from ray_ckpt.types import ARENA_PAGE_BYTES, SessionEnd, SessionInfo
 from tests.code_blocks import ROOT
 from tests.sample_run import write_run

@@ -18,7 +18,7 @@ from nbclient.exceptions import CellExecutionError
 from jobs import demo_s3, s3_server
 from ray_ckpt import Catalog
 from ray_ckpt.location import Location
-from ray_ckpt.storage.remote import open_store
+from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.types import Level
 from tests.sample_run import copy_to, write_run
 from tests.test_report import Story, rolled_back

@@ -37,7 +37,7 @@ from ray_ckpt.format import names, records, zstd
 from ray_ckpt.format.zstd import parse_table as zstd_parse_table
 from ray_ckpt.location import Location
 from ray_ckpt.restore import reader as restore
-from ray_ckpt.storage.remote import open_store
+from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.testing.strict_store import Fault, Flip, Match, Status, StrictStore, Truncate
 from ray_ckpt.verify.content import verify_files
 from tests.sample_run import (

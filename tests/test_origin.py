@@ -11,7 +11,7 @@ from ray_ckpt.catalog.uri import CheckpointUri, find_origin, own_resume
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
-from ray_ckpt.storage.remote import RemoteRef
+from ray_ckpt.storage.remote.tier import RemoteRef
 
 FOLDER = "000000003000-0123456789abcdef"
 

@@ -33,7 +33,7 @@ from ray_ckpt.errors import ConfigError, Fenced, RunSuperseded, StoragePathError
 from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
 from ray_ckpt.storage.log_store import MemoryLogStore, Outcome
-from ray_ckpt.storage.remote import open_store
+from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.testing.strict_store import StrictStore
 from ray_ckpt.types import ROLLBACK_PREFIX, SessionInfo
 from tests.core.driver import RUN, RUN_UID, SERVICE, START_S, Harness, of, one

@@ -17,7 +17,7 @@ from ray_ckpt.format.digest import root_digest
 from ray_ckpt.format.manifest import decode_checkpoint, encode_checkpoint, encode_fragment
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, make_attempt, shard_file, state_file
 from ray_ckpt.location import Location
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport import client
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import Level

@@ -25,8 +25,8 @@ from jobs.bench.context import Context
 from jobs.bench.row import Row, compared, gb_per_s
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.names import make_attempt, shard_file
-from ray_ckpt.storage.direct import read_blocks_direct
-from ray_ckpt.storage.disks import Disks
+from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.disks import Disks
 
 RAW_BLOCK_BYTES = 8 << 20
 RAW_THREADS = 4

@@ -41,8 +41,8 @@ from jobs.bench.row import Reference, Row, first_line, gb_per_s, skipped, watche
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.names import CHECKPOINTS_DIR
 from ray_ckpt.location import Location
-from ray_ckpt.storage.files import read_blocks
-from ray_ckpt.storage.remote import RemoteRef, open_store
+from ray_ckpt.storage.local.files import read_blocks
+from ray_ckpt.storage.remote.tier import RemoteRef, open_store
 
 MAX_REPEAT = 3  # samples; seven clients move the shard in each round
 START_SAMPLES = 3  # of a program with an empty file; their median counts

@@ -23,7 +23,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.location import Location
 from ray_ckpt.restore.reader import FlatSink, Source, SourceReader
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import FileEntry, ManifestRow
 
 PROGRAM_S = 300.0  # for one copy; the slowest servers take 10 MB/s

@@ -16,7 +16,7 @@ from pathlib import Path
 from jobs.bench.context import format_size
 from jobs.bench.remote_clients import ATTEMPT, Cargo, Ours
 from jobs.bench.row import Reference, Row
-from ray_ckpt.storage.remote import RemoteRef
+from ray_ckpt.storage.remote.tier import RemoteRef
 
 LIMIT_MB = 600.0  # DESIGN section 7, of an agent, above its arenas
 LOOK_S = 0.05  # between two looks

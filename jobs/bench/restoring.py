@@ -33,7 +33,7 @@ from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
 from ray_ckpt.restore.reader import Source, SourceReader, num_threads
-from ray_ckpt.storage.pages import make_huge
+from ray_ckpt.storage.local.pages import make_huge
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow, Tier
 
 ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=1, attempt=0)

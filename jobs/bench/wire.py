@@ -27,7 +27,7 @@ from typing_extensions import Buffer
 from jobs.bench.context import Context
 from jobs.bench.row import Row, compared, gb_per_s
 from ray_ckpt.format.digest import Digester
-from ray_ckpt.storage.files import checked
+from ray_ckpt.storage.local.files import checked
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import SERVER_NAME, ServiceKeys

@@ -24,7 +24,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.location import StoragePath, locate
 from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.log_store import LogStore, Outcome, create_record, read_run
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import ROLLBACK_PREFIX, CheckpointInfo, Level
 
 QUIET_S = 120.0  # without a record, before a run is taken to be idle: some saves of most trainings

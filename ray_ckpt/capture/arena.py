@@ -16,7 +16,7 @@ from ray_ckpt.capture.walk import DTYPES
 from ray_ckpt.errors import StateError, Unavailable
 from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BLOCKS, ArenaPage, ring_block
 from ray_ckpt.format.shard import PlacedSlice, ShardLayout
-from ray_ckpt.storage.pages import keep_from_children, map_shared, populate
+from ray_ckpt.storage.local.pages import keep_from_children, map_shared, populate
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
 POPULATE_POLL_S = 0.05  # how often the rank looks whether the agent has got the memory

@@ -42,9 +42,9 @@ from ray_ckpt.errors import CheckpointError, ConfigError, FormatError
 from ray_ckpt.format import names
 from ray_ckpt.location import Location, StoragePath, locate, without_tilde
 from ray_ckpt.storage.checkpoint_files import readable
-from ray_ckpt.storage.file_store import FileStore
 from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, read_run
-from ray_ckpt.storage.remote import RemoteTier, open_store
+from ray_ckpt.storage.remote.file_store import FileStore
+from ray_ckpt.storage.remote.tier import RemoteTier, open_store
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level
 from ray_ckpt.verify.content import Damage, Progress, VerifyReport, verify_directory
 

@@ -30,7 +30,7 @@ from ray_ckpt.format.manifest import (
 from ray_ckpt.location import Location
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles, files_on, is_fragment, readable
 from ray_ckpt.storage.log_store import read_run
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment
 from ray_ckpt.verify.content import Damage, Progress, verify_files
 

@@ -22,7 +22,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names
 from ray_ckpt.location import Location
 from ray_ckpt.restore.reader import RestoreTicket, Source
-from ray_ckpt.storage.remote import RemoteRef
+from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.types import AttemptId
 
 _STEP = re.compile(r"(.+)@(\d{1,12})\Z")  # the name of a run has no @

@@ -40,12 +40,19 @@ from ray_ckpt.config import (
 from ray_ckpt.errors import CheckpointError, named_text
 from ray_ckpt.format import names
 from ray_ckpt.location import Location
-from ray_ckpt.storage.direct import PAGE_BYTES, read_blocks_direct, write_direct
-from ray_ckpt.storage.file_store import read_whole
-from ray_ckpt.storage.files import DIR_MODE, FILE_MODE, IO_BLOCK_BYTES, free_bytes, total_bytes, write_file
-from ray_ckpt.storage.memory import available_memory_bytes
-from ray_ckpt.storage.pages import HUGE_BYTES, make_huge
-from ray_ckpt.storage.remote import CLOCK_FILE, RemoteTier
+from ray_ckpt.storage.local.direct import PAGE_BYTES, read_blocks_direct, write_direct
+from ray_ckpt.storage.local.files import (
+    DIR_MODE,
+    FILE_MODE,
+    IO_BLOCK_BYTES,
+    free_bytes,
+    total_bytes,
+    write_file,
+)
+from ray_ckpt.storage.local.memory import available_memory_bytes
+from ray_ckpt.storage.local.pages import HUGE_BYTES, make_huge
+from ray_ckpt.storage.remote.file_store import read_whole
+from ray_ckpt.storage.remote.tier import CLOCK_FILE, RemoteTier
 
 __all__ = ["Check", "check_machine", "check_staging", "check_store"]
 

@@ -19,7 +19,7 @@ from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import locate
 from ray_ckpt.storage.checkpoint_files import readable
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import Tier
 from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, Reach, TierRead, choose

@@ -25,7 +25,7 @@ from ray_ckpt.cli.options import (
 from ray_ckpt.cli.output import pins_text, plain, print_json, stdout
 from ray_ckpt.core.requests import checkpoint_to_unpin
 from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import CheckpointInfo
 
 MAX_OWNER = 200  # characters; it stands in the log and in tables

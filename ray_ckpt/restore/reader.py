@@ -27,7 +27,7 @@ import numpy.typing as npt
 from ray_ckpt.errors import CheckpointError, CorruptionError, FormatError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.restore.sources import Disk, Mapped, Peer, Peers, Remote, Way
-from ray_ckpt.storage.remote import RemoteRef, RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.texts import tier_text
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.sending import Limiter

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from ray_ckpt.errors import ConfigError, Unavailable
-from ray_ckpt.storage.direct import read_blocks_direct
-from ray_ckpt.storage.pages import map_shared
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.pages import map_shared
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.client import SLOWEST_BYTES_PER_S, PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName

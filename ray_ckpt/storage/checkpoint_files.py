@@ -11,9 +11,9 @@ from functools import cached_property, partial
 from ray_ckpt.errors import CorruptionError, FormatError, StoragePathError
 from ray_ckpt.format import names, zstd
 from ray_ckpt.location import Location, StoragePath, locate
-from ray_ckpt.storage.file_store import Blocks, FileStore
-from ray_ckpt.storage.files import NotRegular
-from ray_ckpt.storage.remote import RemoteTier, open_store
+from ray_ckpt.storage.local.files import NotRegular
+from ray_ckpt.storage.remote.file_store import Blocks, FileStore
+from ray_ckpt.storage.remote.tier import RemoteTier, open_store
 
 PERHAPS_DELETED = "If it has been deleted since the log was read, read the log again."
 

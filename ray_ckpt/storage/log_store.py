@@ -28,7 +28,7 @@ from ray_ckpt.format import names
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.records import MAX_RECORD_BYTES, Create, LogRecord, decode_record
 from ray_ckpt.format.snapshot import MAX_SNAPSHOT_BYTES, LogSnapshot, decode_snapshot, encode_snapshot
-from ray_ckpt.storage import files
+from ray_ckpt.storage.local import files
 
 log = logging.getLogger("ray_ckpt")
 

@@ -26,7 +26,7 @@ from ray_ckpt.actors.wire import Joined, RunSpec
 from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError, named_text
 from ray_ckpt.preemption.notices import TermSignal
-from ray_ckpt.storage.remote import RemoteRef
+from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.train.ray_compat import (
     ControllerCallback,
     WorkerCallback,

@@ -17,7 +17,7 @@ from ray_ckpt.format import names
 from ray_ckpt.format.manifest import FragmentVersion, choose_fragments, version_files
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.checkpoint_files import CheckpointFile, CheckpointFiles, SavedFiles, files_on
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Level

@@ -30,7 +30,7 @@ from ray_ckpt.format.manifest import (
 )
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.restore.reader import Source, SourceReader
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.sending import Limiter

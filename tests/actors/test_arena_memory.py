@@ -17,7 +17,7 @@ from ray_ckpt.capture.arena import Ring
 from ray_ckpt.errors import InsufficientSpace, Unavailable
 from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BLOCKS
 from ray_ckpt.format.shard import ShardLayout
-from ray_ckpt.storage.memory import available_memory_bytes
+from ray_ckpt.storage.local.memory import available_memory_bytes
 
 GIB = 1 << 30
 ATTEMPT = "0123456789abcdef"
@@ -95,7 +95,7 @@ def test_a_cgroup_limits_what_is_available(tmp_path: Path, monkeypatch: pytest.M
     inner.mkdir()
     (inner / "memory.max").write_text("max\n")
     monkeypatch.setattr(
-        "ray_ckpt.storage.memory._cgroups",
+        "ray_ckpt.storage.local.memory._cgroups",
         lambda: iter((folder, "memory.max", "memory.current") for folder in (inner, tmp_path)),
     )
     assert available_memory_bytes() == 500_000

@@ -13,8 +13,8 @@ from ray_ckpt.errors import CorruptionError, RestoreError
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.restore.reader import RestoreTicket
-from ray_ckpt.storage.disks import Disks
-from ray_ckpt.storage.remote import RemoteRef
+from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.storage.remote.tier import RemoteRef
 from tests.peer_nodes import A, B, C, Nodes, both, live, sample
 from tests.sample_run import SampleCheckpoint
 from tests.transport.peers import KEYS, UID

@@ -27,7 +27,7 @@ from ray_ckpt.errors import (
     StoragePathError,
     Unavailable,
 )
-from ray_ckpt.storage import files
+from ray_ckpt.storage.local import files
 from ray_ckpt.train import CheckpointCallback
 from tests.cluster.conftest import everywhere
 from tests.cluster.ranks import RankGroup, Training

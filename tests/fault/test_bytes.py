@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ckpt.storage.scrub import verify_fragment
+from ray_ckpt.storage.local.scrub import verify_fragment
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import can_mount, flip, lying_disk, shards, small_disk, wait_for
 

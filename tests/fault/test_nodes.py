@@ -11,7 +11,7 @@ import pytest
 
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors.service import ask, coordinator
-from ray_ckpt.storage.scrub import verify_fragment
+from ray_ckpt.storage.local.scrub import verify_fragment
 from ray_ckpt.types import Level
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import Rig, frozen, wait_for

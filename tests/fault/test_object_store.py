@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from ray_ckpt.storage.object_store import PART_BYTES
+from ray_ckpt.storage.remote.object_store import PART_BYTES
 from ray_ckpt.testing.strict_store.faults import Down, Fault
 from ray_ckpt.testing.strict_store.process import StrictStore
 from ray_ckpt.types import CheckpointInfo, Level

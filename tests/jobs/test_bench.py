@@ -42,7 +42,7 @@ from jobs.bench.plot import margin
 from jobs.bench.remote_clients import Program
 from jobs.bench.row import Machine, Reference, Row, compared, gb_per_s, interleaved, measure, skipped
 from ray_ckpt.location import Location
-from ray_ckpt.storage.remote import RemoteRef
+from ray_ckpt.storage.remote.tier import RemoteRef
 
 MACHINE = Machine(cores=2, load=1.5, cpu_share=0.9)
 FACTS: Mapping[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ray_ckpt.storage import gcs, object_store, s3
+from ray_ckpt.storage.remote import gcs, object_store, s3
 
 TRIES = 4  # of a request by a client library, with milliseconds between them
 REQUEST_S = 1  # for a request: a hanging one costs as much

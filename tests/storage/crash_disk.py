@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from ray_ckpt.storage import direct
+from ray_ckpt.storage.local import direct
 
 Fact: TypeAlias = tuple[str, ...]
 """Something that was acknowledged, such as ("held", directory, file): from there on it must be true."""

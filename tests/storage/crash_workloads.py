@@ -20,10 +20,10 @@ import pytest
 from ray_ckpt.format import names, records
 from ray_ckpt.format.digest import digest
 from ray_ckpt.location import Location
-from ray_ckpt.storage import direct, files
+from ray_ckpt.storage.local import direct, files
+from ray_ckpt.storage.local.staging import Staging
 from ray_ckpt.storage.log_store import Outcome, PosixLogStore
-from ray_ckpt.storage.remote import RemoteTier
-from ray_ckpt.storage.staging import Staging
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.verify.content import verify_directory
 from tests.sample_run import SampleCheckpoint, make_checkpoint
 from tests.storage.crash_disk import CrashDisk, Fact, ProcessDied

@@ -19,8 +19,8 @@ import pytest
 
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import names
-from ray_ckpt.storage import direct, files, staging
-from ray_ckpt.storage.staging import Staging, delete_checkpoint_dir
+from ray_ckpt.storage.local import direct, files, staging
+from ray_ckpt.storage.local.staging import Staging, delete_checkpoint_dir
 from tests.sample_run import SampleCheckpoint
 from tests.storage import crash_workloads as workloads
 from tests.storage.crash_disk import CrashDisk, Operation, Write, crashes, recording, write_image

@@ -15,10 +15,10 @@ import pytest
 
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
-from ray_ckpt.storage import s3
-from ray_ckpt.storage.file_store import FileStore
-from ray_ckpt.storage.opening import open_objects
-from ray_ckpt.storage.s3 import S3Bucket
+from ray_ckpt.storage.remote import s3
+from ray_ckpt.storage.remote.file_store import FileStore
+from ray_ckpt.storage.remote.opening import open_objects
+from ray_ckpt.storage.remote.s3 import S3Bucket
 from ray_ckpt.testing.strict_store import StrictStore
 from tests.servers.programs import ACCESS_KEY, SECRET_KEY
 from tests.servers.providers import Tokens, answering

@@ -21,8 +21,8 @@ from typing_extensions import Buffer
 
 from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.digest import digest
-from ray_ckpt.storage import direct, files
-from ray_ckpt.storage.direct import read_blocks_direct, write_direct
+from ray_ckpt.storage.local import direct, files
+from ray_ckpt.storage.local.direct import read_blocks_direct, write_direct
 
 PAGE = direct.PAGE_BYTES
 BLOCK = 4 * PAGE  # of these tests, so that a few pages are many blocks

@@ -17,10 +17,10 @@ from typing_extensions import Buffer
 from ray_ckpt.errors import CorruptionError, InsufficientSpace, StagingError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt
-from ray_ckpt.storage import disks as disks_module
-from ray_ckpt.storage import files, staging
-from ray_ckpt.storage.disks import Disks
-from ray_ckpt.storage.staging import Staging
+from ray_ckpt.storage.local import disks as disks_module
+from ray_ckpt.storage.local import files, staging
+from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.storage.local.staging import Staging
 from tests.sample_run import SampleCheckpoint, make_checkpoint
 
 UID = "0123456789abcdef" * 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.digest import digest
-from ray_ckpt.storage import files
+from ray_ckpt.storage.local import files
 
 
 def names_in(folder: Path) -> list[str]:

@@ -22,7 +22,6 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import record_file, record_seq, snapshot_file
 from ray_ckpt.location import Location
 from ray_ckpt.storage import log_store
-from ray_ckpt.storage.fsspec_store import FsspecStore
 from ray_ckpt.storage.log_store import (
     TRIM_AFTER_S,
     LogStore,
@@ -38,7 +37,8 @@ from ray_ckpt.storage.log_store import (
     trim_log,
     write_snapshot,
 )
-from ray_ckpt.storage.object_log import ObjectLogStore
+from ray_ckpt.storage.remote.fsspec_store import FsspecStore
+from ray_ckpt.storage.remote.object_log import ObjectLogStore
 from tests.sample_run import RunLog, write_run
 
 NUM_WRITERS = 16
@@ -328,7 +328,7 @@ class TestPosix(LogStoreTests):
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The first try linked the file and could not make that durable; the retry finds it there."""
-        from ray_ckpt.storage import files
+        from ray_ckpt.storage.local import files
 
         def fail(*_: object) -> None:
             raise OSError(errno.ENOSPC, "injected")
@@ -358,7 +358,7 @@ class TestPosix(LogStoreTests):
     def test_a_directory_fsync_that_fails_is_not_acknowledged(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from ray_ckpt.storage import files
+        from ray_ckpt.storage.local import files
 
         def fail(_: Path) -> None:
             raise OSError(errno.EIO, "injected")

@@ -20,9 +20,9 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.location import Location
 from ray_ckpt.storage.log_store import LogStore, Outcome
-from ray_ckpt.storage.object_log import ObjectLogStore
-from ray_ckpt.storage.opening import open_objects
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote.object_log import ObjectLogStore
+from ray_ckpt.storage.remote.opening import open_objects
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.testing.strict_store import (
     Delay,
     DropAfter,

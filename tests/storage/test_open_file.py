@@ -17,9 +17,9 @@ from ray_ckpt.cli import app
 from ray_ckpt.errors import CheckpointError, FormatError, RestoreError
 from ray_ckpt.format.names import record_file, snapshot_file, state_file
 from ray_ckpt.format.records import MAX_RECORD_BYTES
-from ray_ckpt.storage.direct import read_blocks_direct
-from ray_ckpt.storage.files import NotRegular, open_file, read_blocks, read_small
-from ray_ckpt.storage.staging import Staging
+from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.files import NotRegular, open_file, read_blocks, read_small
+from ray_ckpt.storage.local.staging import Staging
 from tests.sample_run import SampleRun, write_run
 
 
@@ -166,7 +166,7 @@ def test_staging_takes_no_pipe_for_a_file(tmp_path: Path) -> None:
 
 def test_a_file_that_is_written_may_not_be_opened_twice(tmp_path: Path) -> None:
     """A refused O_DIRECT may have made the file; one of others is never written into."""
-    from ray_ckpt.storage import direct, files
+    from ray_ckpt.storage.local import direct, files
 
     path = files.temporary_name(tmp_path)
     path.symlink_to("/dev/null")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ray_ckpt.storage.pages import HUGE_BYTES, STEP_BYTES, make_huge, map_shared
+from ray_ckpt.storage.local.pages import HUGE_BYTES, STEP_BYTES, make_huge, map_shared
 
 SIZE = STEP_BYTES + 3 * HUGE_BYTES + 5000
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from ray_ckpt.errors import CheckpointError, FormatError
-from ray_ckpt.storage import files
-from ray_ckpt.storage.staging import Staging
+from ray_ckpt.storage.local import files
+from ray_ckpt.storage.local.staging import Staging
 from tests.storage import crash_workloads as workloads
 from tests.storage.crash_disk import CrashDisk, Said, recording
 from tests.storage.crash_workloads import FIRST, NEVER, SECOND, UID, WORKLOADS, Check, Lost, Run, Torn

@@ -15,9 +15,10 @@ from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, StorageNo
 from ray_ckpt.format import zstd
 from ray_ckpt.format.digest import digest
 from ray_ckpt.location import Location
-from ray_ckpt.storage import file_store, files
+from ray_ckpt.storage.local import files
 from ray_ckpt.storage.log_store import Outcome
-from ray_ckpt.storage.remote import RemoteRef, RemoteTier
+from ray_ckpt.storage.remote import file_store
+from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.types import FileEntry
 
 DIRECTORY = "000000000010-0123456789abcdef"

@@ -24,12 +24,12 @@ from ray_ckpt.format import records, zstd
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, record_file, shard_file
 from ray_ckpt.location import Location
-from ray_ckpt.storage import gcs
-from ray_ckpt.storage.file_store import FileStore, Upload, read_whole
 from ray_ckpt.storage.log_store import LogStore, Outcome, create_record, read_log
-from ray_ckpt.storage.object_store import PART_BYTES
-from ray_ckpt.storage.opening import open_objects
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote import gcs
+from ray_ckpt.storage.remote.file_store import FileStore, Upload, read_whole
+from ray_ckpt.storage.remote.object_store import PART_BYTES
+from ray_ckpt.storage.remote.opening import open_objects
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.testing.strict_store import Fault, Match, Status, StrictStore
 from ray_ckpt.types import FileEntry
 from tests.servers.patience import lose_patience

@@ -13,9 +13,9 @@ from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.location import Location
 from ray_ckpt.restore.sources import Remote
-from ray_ckpt.storage import object_store, s3
 from ray_ckpt.storage.log_store import Outcome
-from ray_ckpt.storage.remote import RemoteTier
+from ray_ckpt.storage.remote import object_store, s3
+from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.testing.strict_store import StrictStore
 from ray_ckpt.testing.strict_store.faults import Delay, Fault, Match, Status
 from ray_ckpt.types import FileEntry

@@ -14,7 +14,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from ray_ckpt.format.digest import digest
-from ray_ckpt.storage.files import checked, make_dirs, read_blocks, write_file
+from ray_ckpt.storage.local.files import checked, make_dirs, read_blocks, write_file
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.credentials import ServiceKeys
 

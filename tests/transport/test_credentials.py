@@ -18,7 +18,7 @@ import pytest
 from cryptography import x509
 
 from ray_ckpt.errors import ConfigError, FormatError, Unavailable
-from ray_ckpt.storage.files import make_dirs
+from ray_ckpt.storage.local.files import make_dirs
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import SERVER_NAME, Credentials, ServiceKeys

@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 
 from ray_ckpt.errors import FormatError, InsufficientSpace, Unavailable
 from ray_ckpt.format.digest import Digester, digest
-from ray_ckpt.storage.files import make_dirs
+from ray_ckpt.storage.local.files import make_dirs
 from ray_ckpt.transport import client as client_module
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.client import PeerClient

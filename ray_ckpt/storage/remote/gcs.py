@@ -22,8 +22,14 @@ from urllib3.util import Retry
 
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
-from ray_ckpt.storage.file_store import Upload
-from ray_ckpt.storage.object_store import MAX_TRIES, Checksum, client_options, retry_config, short_error
+from ray_ckpt.storage.remote.file_store import Upload
+from ray_ckpt.storage.remote.object_store import (
+    MAX_TRIES,
+    Checksum,
+    client_options,
+    retry_config,
+    short_error,
+)
 
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 ENDPOINT = "https://storage.googleapis.com"

@@ -36,9 +36,9 @@ from obstore.exceptions import (
 )
 from typing_extensions import Buffer
 
-from ray_ckpt.storage.direct import BLOCK_BYTES
-from ray_ckpt.storage.file_store import Blocks, Children, StoredFile, Upload
-from ray_ckpt.storage.object_log import Unsupported
+from ray_ckpt.storage.local.direct import BLOCK_BYTES
+from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upload
+from ray_ckpt.storage.remote.object_log import Unsupported
 
 PART_BYTES = 16 << 20  # of an upload: two blocks; larger ones are lost dearly, smaller ones are all requests
 PARTS_IN_FLIGHT = 8  # of one file: what a client's cores and a bucket take before more only queue

@@ -22,8 +22,8 @@ from obstore.store import S3Store
 
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
-from ray_ckpt.storage.file_store import Upload
-from ray_ckpt.storage.object_store import Checksum, client_options, retry_config, short_error
+from ray_ckpt.storage.remote.file_store import Upload
+from ray_ckpt.storage.remote.object_store import Checksum, client_options, retry_config, short_error
 
 CREDENTIALS_S = 600  # after which botocore is asked again; it renews what expires by itself
 AMAZON = ".amazonaws.com"

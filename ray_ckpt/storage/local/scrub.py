@@ -10,8 +10,8 @@ from typing_extensions import Buffer
 from ray_ckpt.errors import CorruptionError, NewerFormat
 from ray_ckpt.format.manifest import decode_fragment
 from ray_ckpt.format.names import fragment_file
-from ray_ckpt.storage.direct import read_blocks_direct
-from ray_ckpt.storage.files import checked
+from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.files import checked
 
 
 def verify_fragment(path: Callable[[str], Path], node_index: int, num_nodes: int) -> tuple[str, ...]:

@@ -22,10 +22,10 @@ from typing_extensions import Buffer
 from ray_ckpt.errors import CorruptionError, FormatError, StorageNotShared, StoragePathError
 from ray_ckpt.format import names, zstd
 from ray_ckpt.location import Location, storage_options
-from ray_ckpt.storage.direct import read_blocks_direct
-from ray_ckpt.storage.file_store import Blocks, FileStore, PosixFiles, StoredFile, Upload, read_whole
-from ray_ckpt.storage.files import checked, is_temporary
+from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.files import checked, is_temporary
 from ray_ckpt.storage.log_store import PROBE_PREFIX, LogStore, PosixLogStore, not_writable, probe, probe_store
+from ray_ckpt.storage.remote.file_store import Blocks, FileStore, PosixFiles, StoredFile, Upload, read_whole
 from ray_ckpt.types import FileEntry
 
 CLOCK_FILE = "clock.probe"  # written to see the store's time
@@ -89,8 +89,8 @@ def open_store(location: Location, options: Mapping[str, str] | None) -> tuple[F
     options = storage_options(location, options)
     if location.is_posix:
         return PosixFiles(location.folder), PosixLogStore(location.folder / names.LOG_DIR)
-    from ray_ckpt.storage.object_log import ObjectLogStore
-    from ray_ckpt.storage.opening import open_objects  # client libraries, only where they are needed
+    from ray_ckpt.storage.remote.object_log import ObjectLogStore
+    from ray_ckpt.storage.remote.opening import open_objects  # client libraries, only where they are needed
 
     bulk, small = open_objects(location, options)
     return bulk, ObjectLogStore(small, names.LOG_DIR)

@@ -23,8 +23,8 @@ from ray_ckpt.errors import CorruptionError, FormatError, InsufficientSpace, Sta
 from ray_ckpt.format import jsontext, names
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_fragment
-from ray_ckpt.storage import files
-from ray_ckpt.storage.direct import Written, write_direct
+from ray_ckpt.storage.local import files
+from ray_ckpt.storage.local.direct import Written, write_direct
 from ray_ckpt.types import FileEntry, Fragment
 
 MARK_FILE = "run.json"  # <staging>/<run uid>/run.json: whose files these are, and the highest epoch heard of

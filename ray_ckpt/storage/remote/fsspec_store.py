@@ -21,9 +21,9 @@ from typing_extensions import Buffer
 
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
-from ray_ckpt.storage.file_store import Blocks, Children, StoredFile, Upload
-from ray_ckpt.storage.object_log import Unsupported
-from ray_ckpt.storage.object_store import short_error, too_large
+from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upload
+from ray_ckpt.storage.remote.object_log import Unsupported
+from ray_ckpt.storage.remote.object_store import short_error, too_large
 
 BLOCK_BYTES = 16 << 20  # gathered by fsspec before it sends them
 READ_BYTES = 8 << 20  # asked for at a time

@@ -14,8 +14,8 @@ from typing import Protocol, TypeAlias
 
 from typing_extensions import Buffer
 
-from ray_ckpt.storage import files
-from ray_ckpt.storage.direct import read_blocks_direct, write_direct
+from ray_ckpt.storage.local import files
+from ray_ckpt.storage.local.direct import read_blocks_direct, write_direct
 
 Blocks: TypeAlias = Generator[memoryview, None, None]
 

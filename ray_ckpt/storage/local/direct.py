@@ -37,7 +37,7 @@ from typing_extensions import Buffer
 
 from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.digest import Digester, digest
-from ray_ckpt.storage import files
+from ray_ckpt.storage.local import files
 
 PAGE_BYTES = 4096  # alignment that every block device accepts for memory, offsets and lengths
 BLOCK_BYTES = 8 << 20  # of one request: measured, smaller ones are slower and larger ones no faster

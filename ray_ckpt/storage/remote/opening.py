@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ray_ckpt.location import Location, resolve_options
-from ray_ckpt.storage.file_store import FileStore
-from ray_ckpt.storage.object_log import SmallObjects
-from ray_ckpt.storage.object_store import Bucket, BucketFiles, BucketObjects
+from ray_ckpt.storage.remote.file_store import FileStore
+from ray_ckpt.storage.remote.object_log import SmallObjects
+from ray_ckpt.storage.remote.object_store import Bucket, BucketFiles, BucketObjects
 
 
 def open_objects(location: Location, options: Mapping[str, str]) -> tuple[FileStore, SmallObjects]:
     """Clients for bulk and for small objects below a location that is no folder."""
     options = resolve_options(options)
     if location.scheme == "s3":
-        from ray_ckpt.storage.s3 import S3Bucket
+        from ray_ckpt.storage.remote.s3 import S3Bucket
 
         bucket: Bucket = S3Bucket(location, options)
     elif location.scheme == "gs":
-        from ray_ckpt.storage.gcs import GcsBucket
+        from ray_ckpt.storage.remote.gcs import GcsBucket
 
         bucket = GcsBucket(location, options)
     else:
-        from ray_ckpt.storage.fsspec_store import FsspecStore
+        from ray_ckpt.storage.remote.fsspec_store import FsspecStore
 
         other = FsspecStore(location, options)
         return other, other

@@ -19,9 +19,9 @@ from typing_extensions import Buffer
 
 from ray_ckpt.core.claim import RunMark
 from ray_ckpt.errors import InsufficientSpace, StagingError
-from ray_ckpt.storage import files
-from ray_ckpt.storage.direct import Written
-from ray_ckpt.storage.staging import Holding, Staging
+from ray_ckpt.storage.local import files
+from ray_ckpt.storage.local.direct import Written
+from ray_ckpt.storage.local.staging import Holding, Staging
 
 log = logging.getLogger("ray_ckpt.disks")
 

@@ -1,0 +1,1 @@
+"""Disks and memory of one machine."""

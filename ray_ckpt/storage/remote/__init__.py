@@ -1,0 +1,1 @@
+"""The storage path: a folder that all nodes mount, or an object store."""
