@@ -20,7 +20,7 @@ from pathlib import Path
 
 import botocore.session
 
-from ray_ckpt.testing.strict_store import StrictStore
+from tests.servers.strict_store import StrictStore
 
 TOOLS = Path(__file__).resolve().parents[1] / ".venv-servers" / "bin"
 KINDS = ("strict", "ministack")

@@ -27,13 +27,13 @@ from ray_ckpt.format.names import shard_file
 from ray_ckpt.location import Location, storage_options
 from ray_ckpt.storage.log_store import Outcome
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
-from ray_ckpt.testing.strict_store import DropAfter, Fault, Match, Status, Truncate
-from ray_ckpt.testing.strict_store.server import Server, Settings
 from ray_ckpt.types import FileEntry
 from tests.servers.patience import lose_patience
 from tests.servers.programs import ACCESS_KEY
 from tests.servers.providers import Tokens
 from tests.servers.stores import bucket_url, fsspec_location
+from tests.servers.strict_store import DropAfter, Fault, Match, Status, Truncate
+from tests.servers.strict_store.server import Server, Settings
 
 CANARY = "C4n4ry+Sings/At=Dawn"  # with what URLs and base64 write in another way
 SESSION = f"{CANARY}-session"

@@ -26,11 +26,11 @@ from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.storage.log_store import trim_log
 from ray_ckpt.storage.remote.file_store import Blocks, PosixFiles
 from ray_ckpt.storage.remote.tier import open_store
-from ray_ckpt.testing.strict_store import DropAfter, Fault, Match, Status, StrictStore, Truncate
 from ray_ckpt.types import AttemptId, FileEntry, Level
 from ray_ckpt.verify.content import verify_files
 from tests.sample_run import SampleRun, compress_shards, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
+from tests.servers.strict_store import DropAfter, Fault, Match, Status, StrictStore, Truncate
 
 KINDS = ("shard-00001-of-00002.safetensors", "state-00000-of-00002.json", "manifest-00001-of-00002.parquet")
 SHARD, STATE, FRAGMENT = KINDS

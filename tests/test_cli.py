@@ -30,9 +30,9 @@ from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.storage.remote.tier import open_store
-from ray_ckpt.testing.strict_store import StrictStore
 from tests.sample_run import RECORD_S, SampleRun, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
+from tests.servers.strict_store import StrictStore
 
 SHARD = "shard-00001-of-00002.safetensors"
 

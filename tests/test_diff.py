@@ -29,10 +29,10 @@ from ray_ckpt.format import records
 from ray_ckpt.location import Location
 from ray_ckpt.plan.regions import Box, flat_parts
 from ray_ckpt.storage.remote.tier import open_store
-from ray_ckpt.testing.strict_store import StrictStore
 from ray_ckpt.types import Slice
 from tests.sample_run import RankState, RunLog, SampleRun, assemble, compress_shards, copy_to, write_run
 from tests.servers.stores import bucket_url
+from tests.servers.strict_store import StrictStore
 
 State = Mapping[str, torch.Tensor]
 

@@ -23,8 +23,8 @@ from ray_ckpt.config import MIB, PORTS_ENV, STAGING_ENV
 from ray_ckpt.location import Location
 from ray_ckpt.storage.local.direct import write_direct
 from ray_ckpt.storage.remote.tier import open_store
-from ray_ckpt.testing.strict_store import Fault, Hang, Match, Status, StrictStore
 from tests.servers.stores import bucket_url
+from tests.servers.strict_store import Fault, Hang, Match, Status, StrictStore
 
 ROOT = Path(__file__).parent.parent
 SOON_S = 0.5

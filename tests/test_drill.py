@@ -25,7 +25,6 @@ from ray_ckpt.format.manifest import encode_fragment, uncovered
 from ray_ckpt.format.names import fragment_file, make_attempt, shard_file
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import open_store
-from ray_ckpt.testing.strict_store import StrictStore
 from ray_ckpt.transport import client
 from ray_ckpt.transport.client import CALL_BASE_S, SLOWEST_BYTES_PER_S
 from ray_ckpt.transport.sending import BURST_S, MAX_SHARING, Limiter
@@ -34,6 +33,7 @@ from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, Reach, choose, d
 from tests.peer_nodes import A, B, C, Nodes, both, flip, live, sample
 from tests.sample_run import SampleCheckpoint, SampleRun, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
+from tests.servers.strict_store import StrictStore
 from tests.transport.peers import UID
 
 

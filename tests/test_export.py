@@ -20,8 +20,8 @@ from ray_ckpt.analysis.diff import compare
 from ray_ckpt.catalog.export import INDEX_FILE, export_safetensors
 from ray_ckpt.catalog.lazy_tensor import BLOCK_BYTES
 from ray_ckpt.cli import main
-from ray_ckpt.testing.strict_store import Fault, Flip, Match, StrictStore
 from tests.sample_run import RankState, RunLog, SampleRun, assemble, make_checkpoint, write_run
+from tests.servers.strict_store import Fault, Flip, Match, StrictStore
 from tests.test_diff import save
 from tests.test_lazy import upload, write_tensor
 

@@ -23,10 +23,10 @@ from ray_ckpt.errors import ConfigError, CorruptionError, StoragePathError
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.file_store import Blocks, PosixFiles
 from ray_ckpt.storage.remote.tier import open_store
-from ray_ckpt.testing.strict_store import Fault, Flip, Match, StrictStore
 from ray_ckpt.types import Slice
 from tests.sample_run import RankState, RunLog, SampleRun, assemble, compress_shards, copy_to, write_run
 from tests.servers.stores import bucket_url
+from tests.servers.strict_store import Fault, Flip, Match, StrictStore
 from tests.test_open import requests, settled
 
 WEIGHT = "model.blocks.0.weight"  # (8, 6): rank 0 has saved the first half, rank 1 the second

@@ -32,7 +32,7 @@ from ray_ckpt.preemption.notices import (
     _Service,
     _SilentError,
 )
-from ray_ckpt.testing.metadata_server import KINDS, CloudName, Fault, MetadataServer
+from tests.servers.metadata_server import KINDS, CloudName, Fault, MetadataServer
 
 CLOUDS: tuple[CloudName, ...] = ("aws", "gcp", "azure")
 SLACK_S = 4.0  # the machine has other work
@@ -445,7 +445,7 @@ def test_the_server_refuses_to_announce_what_its_cloud_does_not() -> None:
 
 
 def test_the_server_as_a_program_announces_when_it_is_told_to() -> None:
-    command = [sys.executable, "-m", "ray_ckpt.testing.metadata_server", "--cloud", "gcp", "--after", "0.1"]
+    command = [sys.executable, "-m", "tests.servers.metadata_server", "--cloud", "gcp", "--after", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

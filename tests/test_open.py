@@ -38,7 +38,6 @@ from ray_ckpt.format.zstd import parse_table as zstd_parse_table
 from ray_ckpt.location import Location
 from ray_ckpt.restore import reader as restore
 from ray_ckpt.storage.remote.tier import open_store
-from ray_ckpt.testing.strict_store import Fault, Flip, Match, Status, StrictStore, Truncate
 from ray_ckpt.verify.content import verify_files
 from tests.sample_run import (
     RankState,
@@ -51,6 +50,7 @@ from tests.sample_run import (
     write_run,
 )
 from tests.servers.stores import BUCKET, bucket_url
+from tests.servers.strict_store import Fault, Flip, Match, Status, StrictStore, Truncate
 
 SHARD = "shard-00001-of-00002.safetensors"
 WEIGHT = "model.blocks.0.weight"  # of 8 rows: rank 0 has saved the first half, rank 1 the second

@@ -34,12 +34,12 @@ from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
 from ray_ckpt.storage.log_store import MemoryLogStore, Outcome
 from ray_ckpt.storage.remote.tier import open_store
-from ray_ckpt.testing.strict_store import StrictStore
 from ray_ckpt.types import ROLLBACK_PREFIX, SessionInfo
 from tests.core.driver import RUN, RUN_UID, SERVICE, START_S, Harness, of, one
 from tests.sample_run import RECORD_S, SampleRun, copy_to, make_checkpoint, write_run
 from tests.sample_run import START_S as SAMPLE_S
 from tests.servers.stores import bucket_url
+from tests.servers.strict_store import StrictStore
 
 OTHER_SERVICE = "service-2"
 

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from ray_ckpt.storage.remote.object_store import PART_BYTES
-from ray_ckpt.testing.strict_store.faults import Down, Fault
-from ray_ckpt.testing.strict_store.process import StrictStore
 from ray_ckpt.types import CheckpointInfo, Level
 from tests.fault.conftest import Home
 from tests.fault.rig import Rig, wait_for
+from tests.servers.strict_store.faults import Down, Fault
+from tests.servers.strict_store.process import StrictStore
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 BUCKET = "runs"

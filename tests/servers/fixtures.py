@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ray_ckpt.testing.strict_store import StrictStore
 from tests.servers import programs, stores
 from tests.servers.providers import Tokens, token_server
 from tests.servers.stores import BUCKET, Store
+from tests.servers.strict_store import StrictStore
 
 
 @pytest.fixture(scope="session")

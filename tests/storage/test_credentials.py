@@ -19,10 +19,10 @@ from ray_ckpt.storage.remote import s3
 from ray_ckpt.storage.remote.file_store import FileStore
 from ray_ckpt.storage.remote.opening import open_objects
 from ray_ckpt.storage.remote.s3 import S3Bucket
-from ray_ckpt.testing.strict_store import StrictStore
 from tests.servers.programs import ACCESS_KEY, SECRET_KEY
 from tests.servers.providers import Tokens, answering
 from tests.servers.stores import BUCKET, bucket_url, make_bucket
+from tests.servers.strict_store import StrictStore
 
 AWS_KEYS = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
 WAIT_S = 20.0  # for credentials that are asked for once more

@@ -23,7 +23,10 @@ from ray_ckpt.storage.log_store import LogStore, Outcome
 from ray_ckpt.storage.remote.object_log import ObjectLogStore
 from ray_ckpt.storage.remote.opening import open_objects
 from ray_ckpt.storage.remote.tier import RemoteTier
-from ray_ckpt.testing.strict_store import (
+from ray_ckpt.types import FileEntry
+from tests.servers.patience import REQUEST_S, TRIES, lose_patience
+from tests.servers.stores import bucket_url, fsspec_location
+from tests.servers.strict_store import (
     Delay,
     DropAfter,
     DropBefore,
@@ -36,10 +39,7 @@ from ray_ckpt.testing.strict_store import (
     StrictStore,
     Truncate,
 )
-from ray_ckpt.testing.strict_store.faults import Action
-from ray_ckpt.types import FileEntry
-from tests.servers.patience import REQUEST_S, TRIES, lose_patience
-from tests.servers.stores import bucket_url, fsspec_location
+from tests.servers.strict_store.faults import Action
 
 MIB = 1 << 20
 NUM_WRITERS = 16

@@ -30,12 +30,12 @@ from ray_ckpt.storage.remote.file_store import FileStore, Upload, read_whole
 from ray_ckpt.storage.remote.object_store import PART_BYTES
 from ray_ckpt.storage.remote.opening import open_objects
 from ray_ckpt.storage.remote.tier import RemoteTier
-from ray_ckpt.testing.strict_store import Fault, Match, Status, StrictStore
 from ray_ckpt.types import FileEntry
 from tests.servers.patience import lose_patience
 from tests.servers.providers import Tokens
 from tests.servers.proxy import proxy
 from tests.servers.stores import BUCKET, GcsStranger, Store, bucket_url, make_bucket
+from tests.servers.strict_store import Fault, Match, Status, StrictStore
 from tests.storage.test_log_store import NUM_WRITERS, LogStoreTests
 
 pytestmark = pytest.mark.usefixtures("credentials")

@@ -16,11 +16,11 @@ from ray_ckpt.restore.sources import Remote
 from ray_ckpt.storage.log_store import Outcome
 from ray_ckpt.storage.remote import object_store, s3
 from ray_ckpt.storage.remote.tier import RemoteTier
-from ray_ckpt.testing.strict_store import StrictStore
-from ray_ckpt.testing.strict_store.faults import Delay, Fault, Match, Status
 from ray_ckpt.types import FileEntry
 from tests.servers.programs import ACCESS_KEY, SECRET_KEY
 from tests.servers.stores import bucket_url
+from tests.servers.strict_store import StrictStore
+from tests.servers.strict_store.faults import Delay, Fault, Match, Status
 
 DIRECTORY = "000000000010-0123456789abcdef"
 SHARD = "shard-00000-of-00001.safetensors"

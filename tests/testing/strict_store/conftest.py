@@ -10,7 +10,7 @@ import botocore.session
 import pytest
 from botocore.config import Config
 
-from ray_ckpt.testing.strict_store import StrictStore
+from tests.servers.strict_store import StrictStore
 
 _numbers = itertools.count()
 _SESSION = botocore.session.Session()  # reads descriptions of all services once

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from ray_ckpt.testing.strict_store import checksums
-from ray_ckpt.testing.strict_store.checksums import DIGESTS, digest_of, from_text, joined_crc64
+from tests.servers.strict_store import checksums
+from tests.servers.strict_store.checksums import DIGESTS, digest_of, from_text, joined_crc64
 
 # Of the nine bytes "123456789": the check values of the catalogue of parametrised CRC algorithms.
 _CHECKS = {"crc32": "cbf43926", "crc32c": "e3069283", "crc64nvme": "ae8b14860a799888"}

@@ -13,7 +13,7 @@ import s3fs
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import S3Store
 
-from ray_ckpt.testing.strict_store import StrictStore
+from tests.servers.strict_store import StrictStore
 
 _BODY = random.Random(8).randbytes((11 << 20) + 3)
 

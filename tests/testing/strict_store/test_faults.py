@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, ConnectionClosedError, HTTPClientError
 
-from ray_ckpt.testing.strict_store import (
+from tests.servers.strict_store import (
     Delay,
     Down,
     DropAfter,
@@ -23,7 +23,7 @@ from ray_ckpt.testing.strict_store import (
     StrictStore,
     Truncate,
 )
-from ray_ckpt.testing.strict_store.faults import Action, Faults
+from tests.servers.strict_store.faults import Action, Faults
 from tests.testing.strict_store.asking import ask, refused
 from tests.testing.strict_store.conftest import s3_client
 

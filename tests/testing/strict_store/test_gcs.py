@@ -17,8 +17,8 @@ from google.oauth2.credentials import Credentials
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import GCSStore
 
-from ray_ckpt.testing.strict_store import StrictStore
-from ray_ckpt.testing.strict_store.checksums import digest_of, to_text
+from tests.servers.strict_store import StrictStore
+from tests.servers.strict_store.checksums import digest_of, to_text
 from tests.testing.strict_store.asking import Answer, ask
 
 _TOKEN = {"authorization": "Bearer strict-token"}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ray_ckpt.testing.strict_store import StrictStore
-from ray_ckpt.testing.strict_store.checksums import S3_CHECKSUMS, digest_of, to_text
-from ray_ckpt.testing.strict_store.server import Server, Settings
+from tests.servers.strict_store import StrictStore
+from tests.servers.strict_store.checksums import S3_CHECKSUMS, digest_of, to_text
+from tests.servers.strict_store.server import Server, Settings
 from tests.testing.strict_store.asking import ask, ask_signed, refused
 from tests.testing.strict_store.conftest import s3_client
 

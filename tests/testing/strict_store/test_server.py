@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ray_ckpt.testing.strict_store import StrictStore
-from ray_ckpt.testing.strict_store.server import Server, Settings
+from tests.servers.strict_store import StrictStore
+from tests.servers.strict_store.server import Server, Settings
 from tests.testing.strict_store.asking import ask, refused
 from tests.testing.strict_store.conftest import s3_client
 
@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 
 def test_the_command_says_where_it_listens_and_ends_with_its_input() -> None:
-    command = [sys.executable, "-m", "ray_ckpt.testing.strict_store", "--bucket", "b", "--until-eof"]
+    command = [sys.executable, "-m", "tests.servers.strict_store", "--bucket", "b", "--until-eof"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdin is not None
         line = process.stdout.readline()

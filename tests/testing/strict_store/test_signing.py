@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from ray_ckpt.testing.strict_store.http1 import Fill, Head
-from ray_ckpt.testing.strict_store.records import StoreError
-from ray_ckpt.testing.strict_store.signing import AwsChunked, Credential, check_signature
+from tests.servers.strict_store.http1 import Fill, Head
+from tests.servers.strict_store.records import StoreError
+from tests.servers.strict_store.signing import AwsChunked, Credential, check_signature
 
 _CREDENTIAL = Credential("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
 _SCOPE = "AKIAIOSFODNN7EXAMPLE/20130524/us-east-1/s3/aws4_request"

@@ -17,13 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ray_ckpt.testing.strict_store.api import Api
-from ray_ckpt.testing.strict_store.disk import Folder
-from ray_ckpt.testing.strict_store.exchange import Dropped, Exchange
-from ray_ckpt.testing.strict_store.faults import Down, Fault, Faults
-from ray_ckpt.testing.strict_store.gcs import Gcs
-from ray_ckpt.testing.strict_store.gcs_json import GcsJson
-from ray_ckpt.testing.strict_store.http1 import (
+from tests.servers.strict_store.api import Api
+from tests.servers.strict_store.disk import Folder
+from tests.servers.strict_store.exchange import Dropped, Exchange
+from tests.servers.strict_store.faults import Down, Fault, Faults
+from tests.servers.strict_store.gcs import Gcs
+from tests.servers.strict_store.gcs_json import GcsJson
+from tests.servers.strict_store.http1 import (
     BadBody,
     Connection,
     Disconnected,
@@ -32,11 +32,11 @@ from ray_ckpt.testing.strict_store.http1 import (
     json_response,
     small_body,
 )
-from ray_ckpt.testing.strict_store.objects import MIN_PART_BYTES, Objects
-from ray_ckpt.testing.strict_store.records import Conditions, StoredObject, StoreError, Upload
-from ray_ckpt.testing.strict_store.s3 import S3
-from ray_ckpt.testing.strict_store.signing import Credential
-from ray_ckpt.testing.strict_store.stats import Stats
+from tests.servers.strict_store.objects import MIN_PART_BYTES, Objects
+from tests.servers.strict_store.records import Conditions, StoredObject, StoreError, Upload
+from tests.servers.strict_store.s3 import S3
+from tests.servers.strict_store.signing import Credential
+from tests.servers.strict_store.stats import Stats
 
 MAX_CONNECTIONS = 512  # further ones wait to be accepted; a client of ours has some dozen
 ADMIN = "/__strict__/"

@@ -13,11 +13,11 @@ from urllib.parse import quote, unquote
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from ray_ckpt.testing.strict_store.api import MD5_BYTES, Expected, Request, read_response
-from ray_ckpt.testing.strict_store.checksums import S3_CHECKSUMS
-from ray_ckpt.testing.strict_store.http1 import Fill, Head, Headers, Response
-from ray_ckpt.testing.strict_store.objects import MAX_PAGE, Objects
-from ray_ckpt.testing.strict_store.records import Blob, Condition, PartName, StoredObject, StoreError, Upload
+from tests.servers.strict_store.api import MD5_BYTES, Expected, Request, read_response
+from tests.servers.strict_store.checksums import S3_CHECKSUMS
+from tests.servers.strict_store.http1 import Fill, Head, Headers, Response
+from tests.servers.strict_store.objects import MAX_PAGE, Objects
+from tests.servers.strict_store.records import Blob, Condition, PartName, StoredObject, StoreError, Upload
 
 MAX_XML_BYTES = 8 << 20  # 10,000 parts with their digests
 _KEPT_HEADERS = (

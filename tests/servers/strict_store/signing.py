@@ -12,8 +12,8 @@ import hmac
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
-from ray_ckpt.testing.strict_store.http1 import BadBody, Buffered, Fill, Head, hex_size
-from ray_ckpt.testing.strict_store.records import StoreError
+from tests.servers.strict_store.http1 import BadBody, Buffered, Fill, Head, hex_size
+from tests.servers.strict_store.records import StoreError
 
 _ALGORITHM = "AWS4-HMAC-SHA256"
 _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()

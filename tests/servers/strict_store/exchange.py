@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from ray_ckpt.testing.strict_store.api import Api, Request, check_digests
-from ray_ckpt.testing.strict_store.checksums import DIGESTS, Digest
-from ray_ckpt.testing.strict_store.faults import (
+from tests.servers.strict_store.api import Api, Request, check_digests
+from tests.servers.strict_store.checksums import DIGESTS, Digest
+from tests.servers.strict_store.faults import (
     Action,
     Delay,
     Down,
@@ -24,10 +24,10 @@ from ray_ckpt.testing.strict_store.faults import (
     Status,
     Truncate,
 )
-from ray_ckpt.testing.strict_store.http1 import BadBody, Connection, Fill, Head, Response, body_of
-from ray_ckpt.testing.strict_store.objects import MAX_BODY_BYTES
-from ray_ckpt.testing.strict_store.records import StoreError
-from ray_ckpt.testing.strict_store.stats import Stats
+from tests.servers.strict_store.http1 import BadBody, Connection, Fill, Head, Response, body_of
+from tests.servers.strict_store.objects import MAX_BODY_BYTES
+from tests.servers.strict_store.records import StoreError
+from tests.servers.strict_store.stats import Stats
 
 _PIECE_BYTES = 512 << 10  # received and digested at once: stays in a core's cache
 _ARRAY_BYTES = 1 << 20  # bodies from here on lie in memory that nobody clears first

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 
-from ray_ckpt.testing.strict_store.api import Expected, Request, expected_digest
-from ray_ckpt.testing.strict_store.http1 import Head, Headers
-from ray_ckpt.testing.strict_store.objects import Objects
-from ray_ckpt.testing.strict_store.records import Condition, IfGeneration, StoredObject, StoreError
-from ray_ckpt.testing.strict_store.xml_api import XmlApi
+from tests.servers.strict_store.api import Expected, Request, expected_digest
+from tests.servers.strict_store.http1 import Head, Headers
+from tests.servers.strict_store.objects import Objects
+from tests.servers.strict_store.records import Condition, IfGeneration, StoredObject, StoreError
+from tests.servers.strict_store.xml_api import XmlApi
 
 _GENERATION = "x-goog-if-generation-match"
 _WRITES = ("PutObject", "CopyObject", "DeleteObject")  # operations that know preconditions

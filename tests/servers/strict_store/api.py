@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from typing import Protocol
 
-from ray_ckpt.testing.strict_store.checksums import DIGEST_BYTES, from_text, to_text
-from ray_ckpt.testing.strict_store.http1 import Fill, Head, Headers, Response
-from ray_ckpt.testing.strict_store.records import StoredObject, StoreError
-from ray_ckpt.testing.strict_store.signing import ChunkSigner
+from tests.servers.strict_store.checksums import DIGEST_BYTES, from_text, to_text
+from tests.servers.strict_store.http1 import Fill, Head, Headers, Response
+from tests.servers.strict_store.records import StoredObject, StoreError
+from tests.servers.strict_store.signing import ChunkSigner
 
 MD5_BYTES = 1 << 20  # larger bodies get no MD5 unless the client has made one too: it is the slowest digest
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")

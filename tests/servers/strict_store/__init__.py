@@ -8,7 +8,7 @@ S3: access key `strict`, secret `strict-secret`, path style. GCS: bearer token `
 one port and see the same buckets. What is not implemented is refused. `server` is the same in this process.
 """
 
-from ray_ckpt.testing.strict_store.faults import (
+from tests.servers.strict_store.faults import (
     Delay,
     Down,
     DropAfter,
@@ -21,7 +21,7 @@ from ray_ckpt.testing.strict_store.faults import (
     Status,
     Truncate,
 )
-from ray_ckpt.testing.strict_store.process import StrictStore
+from tests.servers.strict_store.process import StrictStore
 
 __all__ = [
     "Delay",

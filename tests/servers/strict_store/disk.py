@@ -18,7 +18,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt.testing.strict_store.records import Blob, Contents, Kind, Part, StoredObject, Upload
+from tests.servers.strict_store.records import Blob, Contents, Kind, Part, StoredObject, Upload
 
 _MAP_BYTES = 1 << 20  # bodies from here on are served from the page cache, not kept in memory
 _KINDS: tuple[Kind, ...] = ("buckets", "objects", "uploads", "parts")

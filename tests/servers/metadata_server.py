@@ -1,6 +1,6 @@
 """The metadata service of a cloud's machine, on loopback, which announces what it is told to.
 
-    python -m ray_ckpt.testing.metadata_server --cloud gcp --port 0 --after 10
+    python -m tests.servers.metadata_server --cloud gcp --port 0 --after 10
 
 It plays what `ray_ckpt.preemption.notices` asks of Amazon, Google or Azure, with their headers, tokens and
 status codes, and refuses the rest. RAY_CKPT_METADATA_URL leads a process to it.
@@ -284,7 +284,7 @@ def _iso(at_s: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m ray_ckpt.testing.metadata_server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.servers.metadata_server", description=__doc__)
     parser.add_argument("--cloud", choices=tuple(KINDS), required=True)
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--after", type=float, metavar="S", help="announce after so many seconds; else never")

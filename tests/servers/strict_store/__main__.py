@@ -1,4 +1,4 @@
-"""A strict store: python -m ray_ckpt.testing.strict_store --port 0 --bucket test"""
+"""A strict store: python -m tests.servers.strict_store --port 0 --bucket test"""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
-from ray_ckpt.testing.strict_store.objects import MIN_PART_BYTES
-from ray_ckpt.testing.strict_store.server import Server, Settings
+from tests.servers.strict_store.objects import MIN_PART_BYTES
+from tests.servers.strict_store.server import Server, Settings
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
@@ -26,7 +26,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 def main() -> None:
     usual = Settings()
-    parser = argparse.ArgumentParser(prog="python -m ray_ckpt.testing.strict_store", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.servers.strict_store", description=__doc__)
     parser.add_argument("--port", type=int, default=usual.port, help="0: any free one")
     parser.add_argument("--directory", type=Path, help="keep objects here instead of in memory")
     parser.add_argument("--bucket", action="append", default=[], help="make this bucket; may be repeated")

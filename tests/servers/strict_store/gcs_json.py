@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote, urlencode
 
-from ray_ckpt.testing.strict_store.api import Expected, Request, check_digests, expected_digest, read_response
-from ray_ckpt.testing.strict_store.checksums import digest_of
-from ray_ckpt.testing.strict_store.gcs import check_token, generation_condition, goog_hash, goog_hashes
-from ray_ckpt.testing.strict_store.http1 import Fill, Head, Response, json_response
-from ray_ckpt.testing.strict_store.objects import MAX_PAGE, Objects
-from ray_ckpt.testing.strict_store.records import Condition, StoredObject, StoreError
-from ray_ckpt.testing.strict_store.xml_api import iso
+from tests.servers.strict_store.api import Expected, Request, check_digests, expected_digest, read_response
+from tests.servers.strict_store.checksums import digest_of
+from tests.servers.strict_store.gcs import check_token, generation_condition, goog_hash, goog_hashes
+from tests.servers.strict_store.http1 import Fill, Head, Response, json_response
+from tests.servers.strict_store.objects import MAX_PAGE, Objects
+from tests.servers.strict_store.records import Condition, StoredObject, StoreError
+from tests.servers.strict_store.xml_api import iso
 
 MAX_SESSIONS = 10_000  # unfinished resumable uploads
 CHUNK_BYTES = 256 << 10  # all chunks of a resumable upload but the last are multiples of this

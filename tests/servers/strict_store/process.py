@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
-from ray_ckpt.testing.strict_store.faults import Fault
-from ray_ckpt.testing.strict_store.records import Conditions
+from tests.servers.strict_store.faults import Fault
+from tests.servers.strict_store.records import Conditions
 
 START_S = 30.0  # until the process listens: a second, when the machine has nothing else to do
 _ADMIN_S = 30.0  # until the admin interface answers
@@ -42,7 +42,7 @@ class StrictStore:
         min_part_bytes: int | None = None,
     ) -> Iterator[Self]:
         """A store with the usual keys and token, until the end of the `with` or of this process."""
-        command = [sys.executable, "-m", "ray_ckpt.testing.strict_store", "--port", str(port), "--until-eof"]
+        command = [sys.executable, "-m", "tests.servers.strict_store", "--port", str(port), "--until-eof"]
         command += ["--conditions", conditions]
         command += [f"--bucket={bucket}" for bucket in buckets]
         command += ["--directory", str(directory)] if directory else []

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ray_ckpt.testing.strict_store.api import Expected, Request, expected_digest
-from ray_ckpt.testing.strict_store.checksums import S3_CHECKSUMS
-from ray_ckpt.testing.strict_store.http1 import Fill, Head, Headers
-from ray_ckpt.testing.strict_store.objects import Objects
-from ray_ckpt.testing.strict_store.records import Condition, IfAbsent, IfETag, StoredObject, StoreError
-from ray_ckpt.testing.strict_store.signing import (
+from tests.servers.strict_store.api import Expected, Request, expected_digest
+from tests.servers.strict_store.checksums import S3_CHECKSUMS
+from tests.servers.strict_store.http1 import Fill, Head, Headers
+from tests.servers.strict_store.objects import Objects
+from tests.servers.strict_store.records import Condition, IfAbsent, IfETag, StoredObject, StoreError
+from tests.servers.strict_store.signing import (
     SIGNED_CHUNKS,
     UNSIGNED_CHUNKS,
     AwsChunked,
     Credential,
     check_signature,
 )
-from ray_ckpt.testing.strict_store.xml_api import XmlApi
+from tests.servers.strict_store.xml_api import XmlApi
 
 _CHECKSUM = "x-amz-checksum-"
 _CHECKSUMS = {_CHECKSUM + name for name in (*S3_CHECKSUMS, "algorithm", "mode", "type")}

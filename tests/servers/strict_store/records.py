@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
-from ray_ckpt.testing.strict_store.checksums import DIGESTS, digest_of, to_text
+from tests.servers.strict_store.checksums import DIGESTS, digest_of, to_text
 
 Conditions = Literal["enforced", "ignored", "501"]
 

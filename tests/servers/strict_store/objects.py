@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
-from ray_ckpt.testing.strict_store.checksums import digest_of, from_text, joined_crc64, to_text
-from ray_ckpt.testing.strict_store.records import (
+from tests.servers.strict_store.checksums import digest_of, from_text, joined_crc64, to_text
+from tests.servers.strict_store.records import (
     Blob,
     Condition,
     Conditions,
