@@ -287,7 +287,7 @@ def test_memory_does_not_grow_with_what_is_not_wanted(tmp_path: Path) -> None:
     write_tensor(tmp_path, torch.ones(1 << 16, 1 << 10), [np.s_[:, :]])
     code = """
 import resource, sys, numpy as np, torch
-from ray_ckpt.catalog import Catalog
+from ray_ckpt import Catalog
 lazy = Catalog(sys.argv[1])[1]["model.w"]
 lazy[0, 0]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

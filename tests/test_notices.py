@@ -463,7 +463,7 @@ def test_the_server_as_a_program_announces_when_it_is_told_to() -> None:
 
 BEGIN = """
 import atexit, hashlib, os, signal, sys, threading, time
-from ray_ckpt.notices import TermSignal
+from ray_ckpt.preemption.notices import TermSignal
 
 def say(text):
     os.write(1, text.encode() + bytes([10]))  # print writes the end of a line by itself

@@ -221,7 +221,10 @@ class _Put(threading.Thread):
         try:
             self._send(writer)
         except BaseException:  # the peer finds that bytes are missing and keeps nothing
-            self.pulse.wait_for_peer()
+            if self.source_error is not None:
+                self.pulse.wait_for_peer()
+            else:
+                self.pulse.rest()  # the failure is reported, not silence after it
             for end in (writer.done_writing, listener.join, writer.close):
                 with contextlib.suppress(*_FAILURES):
                     end()

@@ -16,7 +16,7 @@ from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format import names
 from ray_ckpt.format.manifest import FragmentVersion, choose_fragments, version_files
 from ray_ckpt.restore.sources import Peers
-from ray_ckpt.storage.checkpoint_files import CheckpointFile, CheckpointFiles, SavedFiles, files_on
+from ray_ckpt.storage.checkpoint_files import CheckpointFile, SavedFiles, files_on
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
@@ -227,8 +227,9 @@ class _Storage(_Place):
     """The storage path, which should have all."""
 
     def __init__(self, tier: RemoteTier, info: CheckpointInfo, fragments: Sequence[str]) -> None:
-        files = _listed(files_on(tier, info.directory))
-        super().__init__(str(tier.root / names.CHECKPOINTS_DIR / info.directory), fragments, files)
+        where = str(tier.root / names.CHECKPOINTS_DIR / info.directory)
+        files = _listed(tier, info.directory, where)
+        super().__init__(where, fragments, files)
         self._files = files
         self._root_digest = info.root_digest
 
@@ -249,12 +250,13 @@ class _Storage(_Place):
         return count
 
 
-def _listed(files: CheckpointFiles) -> SavedFiles:
+def _listed(tier: RemoteTier, directory: str, where: str) -> SavedFiles:
     """The files once they are listed. If they cannot be, as without credentials, each reports the reason."""
     try:
+        files = files_on(tier, directory)
         _ = files.names
     except (ConfigError, OSError) as error:
-        return _Unlisted(str(files.location), str(error))
+        return _Unlisted(where, str(error))
     return files
 
 
