@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,21 @@ def wait_until(condition: Callable[[], bool], why_not: Callable[[], object]) -> 
     while not condition():
         assert time.monotonic() < deadline, f"not within {SETTLE_S} s: {why_not()}"
         time.sleep(0.1)
+
+
+def has_second_package(_: object = None) -> bool:
+    """Return True if this process has imported the folder `actors` by that name, too."""
+    return any(name.partition(".")[0] == "actors" for name in sys.modules)
+
+
+def test_no_process_has_the_classes_of_actors_twice(
+    group: RankGroup, cluster: LocalCluster, storage: str
+) -> None:
+    group.run(train, "once", storage, 6, {"every_steps": 5})
+    agents = [names.agent_name(cluster.nodes[name].node_id) for name in ("node-a", "node-b")]
+    actors = [ray.get_actor(name, namespace=names.NAMESPACE) for name in (names.COORDINATOR, *agents)]
+    found = ray.get([actor.__ray_call__.remote(has_second_package) for actor in actors], timeout=30)
+    assert not any([*found, *group.run(has_second_package), has_second_package()])
 
 
 def test_a_resumed_run_is_the_same_run(group: RankGroup, storage: str) -> None:

@@ -56,10 +56,11 @@ with Namespaces(pathlib.Path({os.fspath(folder)!r}), ()) as net:
         assert maker.stdout is not None and maker.stdout.readline() == "up\n"
         prefix = f"rckpt-{maker.pid}-"
         spaces = [name for name in _namespaces() if name.startswith(prefix)]
-        assert spaces and (pids := _pids(spaces))
+        pids = _pids(spaces)
+        assert spaces and pids
         maker.kill()
     wait_for(lambda: not any(name.startswith(prefix) for name in _namespaces()), what="they are deleted")
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)), what="their processes are gone")  # and reaped
 
 
 def _namespaces() -> list[str]:
