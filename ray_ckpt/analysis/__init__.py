@@ -1,1 +1,1 @@
-"""What a run's log says of its time, and what differs between checkpoints."""
+"""Analyses of a run: its time by its log, differences between checkpoints, the report."""
