@@ -18,9 +18,10 @@ from typing import Any
 
 import ray
 
-from ray_ckpt.actors import names, ray_state
-from ray_ckpt.actors.service import ask
-from ray_ckpt.actors.wire import ServiceView
+from ray_ckpt.actors import names
+from ray_ckpt.actors import ray_cluster as ray_state
+from ray_ckpt.actors.client import ask
+from ray_ckpt.actors.messages import ServiceView
 from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
 
 CONNECT_S = 5.0  # until the cluster's port answers
@@ -89,7 +90,7 @@ def _check_answers(where: str) -> None:
     except (OSError, OverflowError) as error:
         raise Unavailable(f"No Ray cluster answers at {where}: {error}.", hint=hint) from None
     try:
-        _say_hello(where, host.strip("[]"))
+        _log_connected(where, host.strip("[]"))
     except PermissionError as error:
         raise Unavailable(f"The Ray cluster at {where} wants its token: {error}.", hint=_TOKEN_HINT) from None
     except ConnectionError as error:
@@ -97,7 +98,7 @@ def _check_answers(where: str) -> None:
         raise Unavailable(message, hint=hint) from None
 
 
-def _say_hello(where: str, host: str) -> None:
+def _log_connected(where: str, host: str) -> None:
     """PermissionError, ConnectionError. The token of this user goes to a cluster of this machine unasked."""
     try:
         ray_state.check_answers(where, HELLO_S)

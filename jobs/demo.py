@@ -27,8 +27,8 @@ from rich.table import Table
 
 from jobs.local_cluster import LocalCluster
 from jobs.train_gpt import build_trainer, parse_args
-from ray_ckpt.actors.service import coordinator
-from ray_ckpt.actors.wire import RunSpec, RunStatus
+from ray_ckpt.actors.client import coordinator
+from ray_ckpt.actors.messages import RunSpec, RunStatus
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import CheckpointError

@@ -42,8 +42,8 @@ from jobs.demo import (
 )
 from jobs.local_cluster import LocalCluster, kill_family
 from jobs.train_gpt import build_trainer, parse_args
-from ray_ckpt.actors.service import coordinator
-from ray_ckpt.actors.wire import RunSpec
+from ray_ckpt.actors.client import coordinator
+from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import CheckpointError

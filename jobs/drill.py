@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from ray_ckpt.actors.attach import attached
-from ray_ckpt.actors.drill import RunDrills
+from ray_ckpt.actors.live_run import RunDrills
 from ray_ckpt.cli.drill import print_report, report_json
 from ray_ckpt.cli.options import rate
-from ray_ckpt.core.drill import scenarios
+from ray_ckpt.core.loss_scenarios import scenarios
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.location import locate
 from ray_ckpt.verify.drill import DrillReport

@@ -6,7 +6,7 @@
 
 A setup is where saves go: `store` like torch.save to a file system, all ranks waiting; `local` to the node's
 disk in the background; `replicated` to other nodes too. The last two are also brought to the storage path now
-and then. A policy is when: every so many steps, every so many seconds, or `auto` (`ray_ckpt.core.pace`, fed
+and then. A policy is when: every so many steps, every so many seconds, or `auto` (`core.interval_model`, fed
 with what the simulation shows it, failures and all). The case has the cluster: nodes, failures, costs.
 
 What it plays. Training goes on in steps; a save begins at a step's end, one at a time; it stops training for
@@ -46,7 +46,7 @@ from typing import Literal, Protocol, get_args
 from rich.console import Console
 from rich.table import Table
 
-from ray_ckpt.core.pace import DAY_S, DRAIN_SLOWDOWN, LEAST_SAVES, OVERHEAD_BUDGET, Pace
+from ray_ckpt.core.interval_model import DAY_S, DRAIN_SLOWDOWN, LEAST_SAVES, OVERHEAD_BUDGET, IntervalModel
 
 HOUR_S = 3_600.0
 GROUP_NODES = 2  # that hold each other's copies
@@ -242,7 +242,7 @@ class Auto:
         self.name = name
         self._saves = 0
         replicas = GROUP_NODES - 1 if setup == "replicated" else 0
-        self._pace = Pace(num_nodes=case.num_nodes, replicas=replicas, budget=budget)
+        self._pace = IntervalModel(num_nodes=case.num_nodes, replicas=replicas, budget=budget)
 
     def intervals_s(self) -> tuple[float, float]:
         return self._pace.interval_s, self._pace.remote_interval_s

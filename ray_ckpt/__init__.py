@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ray_ckpt.actors.service import annotate, connect, exposure, pin, unpin
+    from ray_ckpt.actors.client import annotate, connect, exposure, pin, unpin
     from ray_ckpt.capture.load import RestoreInfo
     from ray_ckpt.catalog.catalog import Catalog
     from ray_ckpt.catalog.load import open
@@ -24,13 +24,13 @@ _HOMES = {
     "GlobalBatchSampler": "ray_ckpt.data",
     "RestoreInfo": "ray_ckpt.capture.load",
     "ResumeCheck": "ray_ckpt.train.check",
-    "annotate": "ray_ckpt.actors.service",
+    "annotate": "ray_ckpt.actors.client",
     "check_resume": "ray_ckpt.train.check",
-    "connect": "ray_ckpt.actors.service",
-    "exposure": "ray_ckpt.actors.service",
+    "connect": "ray_ckpt.actors.client",
+    "exposure": "ray_ckpt.actors.client",
     "open": "ray_ckpt.catalog.load",
-    "pin": "ray_ckpt.actors.service",
-    "unpin": "ray_ckpt.actors.service",
+    "pin": "ray_ckpt.actors.client",
+    "unpin": "ray_ckpt.actors.client",
 }
 
 __all__ = [

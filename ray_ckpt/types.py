@@ -268,14 +268,14 @@ ARENA_PAGE_BYTES = 4096  # an arena's state page; the shard file follows it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class GroupPart:
     """Ranks of a group that run torch.distributed among themselves: the actor or the critic of one run."""
 
     name: str
     world_size: int
 
 
-def ranks_of(parts: Sequence[Part], name: str, world_size: int) -> range:
+def ranks_of(parts: Sequence[GroupPart], name: str, world_size: int) -> range:
     """The ranks of a part among the `world_size` of its group; all, if the group has no parts."""
     first = 0
     for part in parts:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ray_ckpt.core.drill import LiveCheckpoint
+from ray_ckpt.core.loss_scenarios import LiveCheckpoint
 from ray_ckpt.format.names import fragment_file, make_attempt
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.types import CheckpointInfo, Level
-from ray_ckpt.verify.drill import Reach
+from ray_ckpt.verify.drill import Coverage
 from tests.sample_run import SampleCheckpoint, make_checkpoint
 from tests.transport.peers import KEYS, UID, Folder
 
@@ -43,9 +43,9 @@ class Nodes:
         return base / saved.attempt.directory
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> Coverage:
         remote = RemoteTier(Location.parse(self.root / "remote"))
-        return Reach(endpoints=self.endpoints, credentials=KEYS.credentials(UID), remote=remote)
+        return Coverage(endpoints=self.endpoints, credentials=KEYS.credentials(UID), remote=remote)
 
 
 @pytest.fixture

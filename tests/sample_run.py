@@ -19,7 +19,7 @@ from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import CheckpointDescription, encode_checkpoint, encode_fragment
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import TensorRef, encode_tree
-from ray_ckpt.storage.log_store import Outcome, PosixLogStore, create_record, read_run, write_snapshot
+from ray_ckpt.storage.log_store import CreateResult, PosixLogStore, create_record, read_run, write_snapshot
 from ray_ckpt.storage.remote.file_store import FileStore
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, Slice
 
@@ -103,7 +103,7 @@ class RunLog:
             op=op,
         )
         data = records.encode_record(record)
-        assert create_record(self.store, self.seq, data) is Outcome.OK
+        assert create_record(self.store, self.seq, data) is CreateResult.OK
         self.seq, self.prev = self.seq + 1, digest(data)
 
     @property
@@ -117,7 +117,7 @@ class RunLog:
         history, found = read_run(self.store)
         for record, record_digest in found:
             history.apply(record, record_digest)
-        assert write_snapshot(self.store, history.to_snapshot(time_s)) is Outcome.OK
+        assert write_snapshot(self.store, history.to_snapshot(time_s)) is CreateResult.OK
 
     def create(self) -> None:
         self.append(records.Create(run_uid=self.run_uid, run_name=self.folder.name, format=1))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ray_ckpt.actors import service
+from ray_ckpt.actors import client as service
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.trainer.checkpointer import Checkpointer

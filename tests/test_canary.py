@@ -25,7 +25,7 @@ from ray_ckpt.errors import CheckpointError, ConfigError, StorageNotShared
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.location import Location, storage_options
-from ray_ckpt.storage.log_store import Outcome
+from ray_ckpt.storage.log_store import CreateResult
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.types import FileEntry
 from tests.servers.patience import lose_patience
@@ -205,7 +205,7 @@ def test_a_run_that_goes_well(
     tier = pickle.loads(pickle.dumps(ref)).open()
     use(tier, watch, staged(tmp_path, 17 * MIB))
     assert {type(error) for error in watch.errors} <= {StorageNotShared, EOFError}
-    assert len(tier.files_of(DIRECTORY)) > 1 and tier.log.create("still", b"works") is Outcome.OK
+    assert len(tier.files_of(DIRECTORY)) > 1 and tier.log.create("still", b"works") is CreateResult.OK
     told = check(watch, capfd)
     assert told <= LEAKING and bool(told) == (kind == "s3")  # botocore does not log each of them each time
     for path in (tmp_path / "store").rglob("*"):

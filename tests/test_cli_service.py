@@ -24,10 +24,11 @@ import ray._private.services as ray_services
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from ray_ckpt.actors import attach, ray_state
+from ray_ckpt.actors import attach
+from ray_ckpt.actors import ray_cluster as ray_state
 from ray_ckpt.actors.attach import check_versions
+from ray_ckpt.actors.messages import DiskView, DrainingView, NewestView, NodeView, RunView, ServiceView
 from ray_ckpt.actors.names import PROTOCOL_VERSION
-from ray_ckpt.actors.wire import DiskView, LeavingView, NewestView, NodeView, RunView, ServiceView
 from ray_ckpt.admin import pins
 from ray_ckpt.admin.rollback import read_tail
 from ray_ckpt.catalog.catalog import Catalog
@@ -417,7 +418,7 @@ def test_a_service_that_is_at_work_after_all_goes_on_with_its_group() -> None:
     assert not down.is_foreign, "its group does not end"
     again = Harness("ab", service=SERVICE, store=run.store, keep_last=10)
     again.disks = run.disks
-    again.tell(m.GroupFound(plan=plan, inventories=again.inventories()))
+    again.tell(m.GroupRecovered(plan=plan, inventories=again.inventories()))
     again.save(30)
     assert [c.step for c in again.machine.history.lineage()] == [10, 20, 30], "also what was on its way"
     assert "me" in again.machine.history.lineage()[0].pins
@@ -445,8 +446,8 @@ def node(name: str, *ranks: int, at_risk: int = 0, **more: Any) -> NodeView:
         ranks=ranks,
         holders=("b" * 16,),
         is_live=True,
-        is_leaving=False,
-        leaves_in_s=None,
+        is_draining=False,
+        gone_in_s=None,
         domain="",
         exposure=Exposure(node_id=name, step=1200, tier="peer", steps_at_risk=at_risk),
         disk=DiskView(free_bytes=200 * GIB, total_bytes=1000 * GIB, reserve_bytes=GIB, is_full=False),
@@ -557,7 +558,7 @@ def test_nodes_that_need_a_look_say_why() -> None:
     disk = DiskView(free_bytes=1, total_bytes=1000 * GIB, reserve_bytes=GIB, is_full=False)
     nodes = (
         node("a", 0, disk=replace(disk, is_full=True)),
-        node("b", 1, disk=disk, is_leaving=True, leaves_in_s=75.0),
+        node("b", 1, disk=disk, is_draining=True, gone_in_s=75.0),
         node("c", 2, is_live=False, disk=None, exposure=None),
     )
     text = printed(run_details(replace(RUN, nodes=nodes)))
@@ -574,7 +575,7 @@ def test_of_many_nodes_those_at_risk_are_shown() -> None:
 
 def test_a_frame_of_top() -> None:
     idle = replace(RUN, name="old", where="/shared/runs/old", state="idle", saves=(), drains=(), newest=())
-    leaving = (LeavingView(node_id="a" * 16, source="aws", in_s=100.0),)
+    leaving = (DrainingView(node_id="a" * 16, source="aws", in_s=100.0),)
     text = printed(frame(replace(service(RUN, idle), leaving=leaving), None))
     assert "ray_ckpt 0.1.0, protocol 5, Ray 2.60.0; coordinator on node a (10.0.0.1)" in text
     assert "node aaaaaaaaaaaa is about to go, in 1 min (aws)" in text

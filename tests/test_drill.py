@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from ray_ckpt.cli import app, main
 from ray_ckpt.cli.drill import print_report
-from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node
+from ray_ckpt.core.loss_scenarios import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import records
 from ray_ckpt.format.manifest import encode_fragment, uncovered
@@ -29,7 +29,7 @@ from ray_ckpt.transport import client
 from ray_ckpt.transport.client import CALL_BASE_S, SLOWEST_BYTES_PER_S
 from ray_ckpt.transport.sending import BURST_S, MAX_SHARING, Limiter
 from ray_ckpt.types import Level, ManifestRow
-from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, Reach, choose, drill, rehearse
+from ray_ckpt.verify.drill import CheckpointDrill, Coverage, DrillReport, choose, drill, dry_run
 from tests.peer_nodes import A, B, C, Nodes, both, flip, live, sample
 from tests.sample_run import SampleCheckpoint, SampleRun, copy_to, make_checkpoint, write_run
 from tests.servers.stores import bucket_url
@@ -47,7 +47,7 @@ LOSE_A, LOSE_B = lose_node(A, [A]), lose_node(B, [B])
 
 def test_every_byte_is_read_once_from_what_is_left(nodes: Nodes, saved: SampleCheckpoint) -> None:
     counted: list[int] = []
-    result = rehearse(both(nodes, saved), LOSE_A, nodes.reach, counted.append)
+    result = dry_run(both(nodes, saved), LOSE_A, nodes.reach, counted.append)
     assert (result.verdict, result.problems, result.notes) == ("passed", (), ())
     sizes = [
         sum(saved.files[f.name].__len__() for f in fragment.files)
@@ -64,14 +64,14 @@ def test_a_damaged_replica_fails_the_loss_that_needs_it_until_it_is_good_again(
 ) -> None:
     there, shard = both(nodes, saved), shard_file(0, 2)
     flip(nodes.folder(B, saved) / shard)
-    result = rehearse(there, LOSE_A, nodes.reach)
+    result = dry_run(there, LOSE_A, nodes.reach)
     assert result.verdict == "failed"
     [problem] = result.problems
     assert shard in problem and B[:12] in problem and "wrong digest" in problem
-    other = rehearse(there, LOSE_B, nodes.reach)
+    other = dry_run(there, LOSE_B, nodes.reach)
     assert other.verdict == "passed" and not other.notes
     nodes.put(B, saved, 0)  # as repair does
-    assert rehearse(there, LOSE_A, nodes.reach).verdict == "passed"
+    assert dry_run(there, LOSE_A, nodes.reach).verdict == "passed"
 
 
 def test_damage_that_another_source_makes_good_is_a_note(nodes: Nodes, saved: SampleCheckpoint) -> None:
@@ -79,7 +79,7 @@ def test_damage_that_another_source_makes_good_is_a_note(nodes: Nodes, saved: Sa
     there = both(nodes, saved)
     durable = replace(there, checkpoint=replace(there.checkpoint, level=Level.DURABLE))
     flip(nodes.folder(B, saved) / shard_file(0, 2))
-    result = rehearse(durable, LOSE_A, nodes.reach)
+    result = dry_run(durable, LOSE_A, nodes.reach)
     assert result.verdict == "passed" and result.read_bytes["remote"] > 0
     [note] = result.notes
     assert B[:12] in note
@@ -88,10 +88,10 @@ def test_damage_that_another_source_makes_good_is_a_note(nodes: Nodes, saved: Sa
 def test_remote_only_reads_the_storage_path_alone(nodes: Nodes, saved: SampleCheckpoint) -> None:
     nodes.put("remote", saved, 0, 1)
     durable = live(saved, level=Level.DURABLE)  # no node has a file
-    result = rehearse(durable, REMOTE_ONLY, nodes.reach)
+    result = dry_run(durable, REMOTE_ONLY, nodes.reach)
     assert result.verdict == "passed" and result.read_bytes == {"remote": saved.size_bytes}
     flip(nodes.folder("remote", saved) / shard_file(1, 2))
-    result = rehearse(durable, REMOTE_ONLY, nodes.reach)
+    result = dry_run(durable, REMOTE_ONLY, nodes.reach)
     assert result.verdict == "failed"
     assert shard_file(1, 2) in result.problems[0] and str(nodes.root / "remote") in result.problems[0]
 
@@ -100,7 +100,7 @@ def test_remote_only_reads_the_storage_path_alone(nodes: Nodes, saved: SampleChe
 def test_a_file_that_is_not_there_is_named(nodes: Nodes, saved: SampleCheckpoint, file: str) -> None:
     there = both(nodes, saved)
     (nodes.folder(B, saved) / file).unlink()
-    result = rehearse(there, LOSE_A, nodes.reach)
+    result = dry_run(there, LOSE_A, nodes.reach)
     assert result.verdict == "failed"
     assert any(file in line and B[:12] in line for line in result.problems)
 
@@ -108,7 +108,7 @@ def test_a_file_that_is_not_there_is_named(nodes: Nodes, saved: SampleCheckpoint
 def test_a_manifest_of_other_bytes_is_no_proof(nodes: Nodes, saved: SampleCheckpoint) -> None:
     there = both(nodes, saved)
     other = replace(there, checkpoint=replace(there.checkpoint, root_digest="0" * 32))
-    result = rehearse(other, LOSE_A, nodes.reach)
+    result = dry_run(other, LOSE_A, nodes.reach)
     assert result.verdict == "failed" and "not the one that was committed" in result.problems[0]
 
 
@@ -117,14 +117,14 @@ def test_of_manifests_that_differ_the_one_in_the_log_is_read(nodes: Nodes, saved
     for holder, index in ((A, 0), (B, 1)):  # which are read first
         other = encode_fragment(replace(saved.fragments[index], metrics={"loss": 7.0}))
         (nodes.folder(holder, saved) / fragment_file(index, 2)).write_bytes(other)
-    result = rehearse(there, lose_c, nodes.reach)
+    result = dry_run(there, lose_c, nodes.reach)
     assert (result.verdict, result.problems) == ("passed", ())
     assert [line.partition(":")[0] for line in result.notes] == [
         f"{fragment_file(0, 2)} on peer {A[:12]}",
         f"{fragment_file(1, 2)} on peer {B[:12]}",
     ]
     assert all("not the one that was committed" in line for line in result.notes)
-    assert rehearse(there, LOSE_A, nodes.reach).verdict == "failed", "B alone has no such fragment 1"
+    assert dry_run(there, LOSE_A, nodes.reach).verdict == "failed", "B alone has no such fragment 1"
 
 
 def with_a_gap(saved: SampleCheckpoint) -> SampleCheckpoint:
@@ -143,7 +143,7 @@ def with_a_gap(saved: SampleCheckpoint) -> SampleCheckpoint:
 
 
 def test_a_tensor_with_a_gap_fails_though_all_digests_fit(nodes: Nodes, saved: SampleCheckpoint) -> None:
-    result = rehearse(both(nodes, with_a_gap(saved)), LOSE_A, nodes.reach)
+    result = dry_run(both(nodes, with_a_gap(saved)), LOSE_A, nodes.reach)
     assert result.verdict == "failed"
     assert result.problems == ("6 elements of model.blocks.0.weight are in no slice.",)
 
@@ -159,15 +159,15 @@ def test_of_many_slices_a_part_is_in_hand_at_a_time(
         yield from uncovered(rows)
 
     monkeypatch.setattr("ray_ckpt.verify.drill.uncovered", noted)
-    assert rehearse(both(nodes, saved), LOSE_A, nodes.reach).verdict == "passed"
+    assert dry_run(both(nodes, saved), LOSE_A, nodes.reach).verdict == "passed"
     [whole] = seen
     monkeypatch.setattr("ray_ckpt.verify.drill.MAX_SLICES", 4)
     seen.clear()
-    assert rehearse(both(nodes, saved), LOSE_A, nodes.reach).verdict == "passed"
+    assert dry_run(both(nodes, saved), LOSE_A, nodes.reach).verdict == "passed"
     assert len(seen) == -(-len(whole) // 4) and max(map(len, seen)) < len(whole)
     assert sorted(key for keys in seen for key in keys) == sorted(whole)
     assert sum(len(set(keys)) for keys in seen) == len(set(whole)), "each tensor in one turn"
-    result = rehearse(both(nodes, with_a_gap(saved)), LOSE_A, nodes.reach)
+    result = dry_run(both(nodes, with_a_gap(saved)), LOSE_A, nodes.reach)
     assert result.problems == ("6 elements of model.blocks.0.weight are in no slice.",)
 
 
@@ -182,14 +182,14 @@ def test_a_manifest_that_is_lost_while_it_is_read_again_leaves_no_gaps_to_tell(
 
     monkeypatch.setattr("ray_ckpt.verify.drill.MAX_SLICES", 4)
     monkeypatch.setattr("ray_ckpt.verify.drill.uncovered", removed)
-    result = rehearse(there, LOSE_A, nodes.reach)
+    result = dry_run(there, LOSE_A, nodes.reach)
     assert result.verdict == "failed" and all(line.startswith(lost) for line in result.problems)
 
 
 def test_a_node_without_an_agent_is_told(nodes: Nodes, saved: SampleCheckpoint) -> None:
     there = both(nodes, saved)
     del nodes.endpoints[B]
-    result = rehearse(there, LOSE_A, nodes.reach)
+    result = dry_run(there, LOSE_A, nodes.reach)
     assert result.verdict == "failed" and "no holder has an agent" in result.problems[0]
 
 
@@ -200,7 +200,7 @@ def test_much_damage_is_told_in_a_few_lines(nodes: Nodes) -> None:
     for rank in range(32):
         path = nodes.folder(B, saved) / shard_file(rank, 32)
         path.write_bytes(bytes(path.stat().st_size))
-    result = rehearse(there, LOSE_A, nodes.reach)
+    result = dry_run(there, LOSE_A, nodes.reach)
     assert len(result.problems) == 21 and result.problems[-1].startswith("and ")
 
 
@@ -208,7 +208,7 @@ def test_nothing_is_written_or_left_running(nodes: Nodes, saved: SampleCheckpoin
     there = both(nodes, saved)
     before = {path: path.stat().st_mtime_ns for path in nodes.root.rglob("*")}
     threads = {t.name for t in threading.enumerate()}
-    rehearse(there, LOSE_A, nodes.reach)
+    dry_run(there, LOSE_A, nodes.reach)
     assert before == {path: path.stat().st_mtime_ns for path in nodes.root.rglob("*")}
     assert {t.name for t in threading.enumerate()} <= threads
 
@@ -217,7 +217,7 @@ def test_all_streams_of_a_drill_share_its_limit(nodes: Nodes, saved: SampleCheck
     """Each block waits until those before it have left: the last one for all but its own bytes."""
     waits: list[float] = []
     limiter = Limiter(1000.0, clock=lambda: 0.0, sleep=waits.append)
-    result = rehearse(both(nodes, saved), LOSE_A, replace(nodes.reach, limiter=limiter))
+    result = dry_run(both(nodes, saved), LOSE_A, replace(nodes.reach, limiter=limiter))
     largest = max(map(len, saved.files.values()))
     assert result.verdict == "passed"
     assert (saved.size_bytes - largest) / 1000 - BURST_S <= max(waits) <= saved.size_bytes / 1000
@@ -239,7 +239,7 @@ def test_a_peer_that_a_limit_holds_up_is_not_taken_for_gone(
     limited = Limiter(1000.0, sleep=lambda _: None)
     for limiter, bytes_per_s in ((Limiter(), SLOWEST_BYTES_PER_S), (limited, 1000.0 / MAX_SHARING)):
         times_s.clear()
-        assert rehearse(there, LOSE_A, replace(nodes.reach, limiter=limiter)).verdict == "passed"
+        assert dry_run(there, LOSE_A, replace(nodes.reach, limiter=limiter)).verdict == "passed"
         assert CALL_BASE_S + size / bytes_per_s in times_s
 
 
@@ -340,7 +340,7 @@ def test_an_agent_that_has_moved_is_asked_where_it_is(nodes: Nodes, saved: Sampl
     gone = replace(before, endpoints={**before.endpoints, B: "grpc+tls://127.0.0.1:1"})
     asked: list[LiveCheckpoint] = []
 
-    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Reach]:
+    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Coverage]:
         asked.append(known)
         return known, before
 
@@ -460,9 +460,9 @@ def test_a_run_that_is_all_retired_while_it_is_read_is_no_proof(
 
     def retired_meanwhile(*args: Any) -> CheckpointDrill:
         run.log.append(records.Retired(attempt=run.checkpoints[10].attempt.attempt, reason="test"))
-        return rehearse(*args)
+        return dry_run(*args)
 
-    monkeypatch.setattr("ray_ckpt.verify.drill.rehearse", retired_meanwhile)
+    monkeypatch.setattr("ray_ckpt.verify.drill.dry_run", retired_meanwhile)
     with pytest.raises(SystemExit) as caught:
         main(["drill", str(run.folder), "--remote-only"])
     found = capsys.readouterr()

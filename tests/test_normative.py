@@ -11,8 +11,11 @@ from typing import Any, get_args
 import pyarrow.parquet as pq
 import pytest
 
-from ray_ckpt.core import messages, node
-from ray_ckpt.format import agreed, arena, jsontext, manifest, names, records, shard, snapshot, tree
+from ray_ckpt.core import messages
+from ray_ckpt.core import node_machine as node
+from ray_ckpt.format import arena_page as arena
+from ray_ckpt.format import jsontext, manifest, names, records, shard, snapshot, tree
+from ray_ckpt.format import save_signal as agreed
 from ray_ckpt.format.zstd import FRAME_BYTES, MAX_FRAMES, MAX_STORED_BYTES
 from ray_ckpt.storage.local.staging import MAX_MARK_BYTES, MAX_QUARANTINED, Staging
 from ray_ckpt.types import ARENA_PAGE_BYTES, SessionEnd, SessionInfo

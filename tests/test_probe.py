@@ -32,8 +32,8 @@ from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import Connection, set_connection
 from ray_ckpt.trainer.probe import (
     Difference,
-    Part,
     Probe,
+    ProbePart,
     ProbeSpec,
     compare,
     kind_of,
@@ -148,7 +148,7 @@ def filled(live: Any, saved: Any) -> Any:
 
 def train(
     folder: Path,
-    part: Part,
+    part: ProbePart,
     saved: dict[str, Any],
     *,
     flaw: str = "",
@@ -215,7 +215,7 @@ def check(tmp_path: Path, flaw: str = "", ranks: int = 1) -> Difference | None:
     """What a check says about a training with that flaw, the third run included."""
     for rank in range(ranks):
         saved: dict[str, Any] = {}
-        parts: tuple[Part, ...] = ("first", "second", "third")
+        parts: tuple[ProbePart, ...] = ("first", "second", "third")
         for part in parts:
             train(tmp_path, part, saved, flaw=flaw, rank=rank)
     difference = compare(read_traces(tmp_path, "first"), read_traces(tmp_path, "second"))
@@ -311,7 +311,7 @@ def test_a_folder_that_is_not_on_this_node_is_refused(tmp_path: Path) -> None:
     ("part", "info", "words"), [("first", Info(3), "at step 3"), ("second", None, "at step 0")]
 )
 def test_a_run_that_begins_elsewhere_is_refused(
-    tmp_path: Path, part: Part, info: Info | None, words: str
+    tmp_path: Path, part: ProbePart, info: Info | None, words: str
 ) -> None:
     spec = ProbeSpec(folder=str(tmp_path), at=AT, last=LAST, part=part)
     with pytest.raises(ConfigError, match=words):

@@ -24,7 +24,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names, records
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.snapshot import decode_snapshot, encode_snapshot
-from ray_ckpt.storage.log_store import Outcome, write_snapshot
+from ray_ckpt.storage.log_store import CreateResult, write_snapshot
 from ray_ckpt.types import ROLLBACK_PREFIX, AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
 from tests.sample_run import RunLog, write_run
 from tests.test_goodput import impossible_facts, random_log
@@ -69,7 +69,7 @@ class Story(RunLog):
         for record in self.told:
             data = records.encode_record(record)
             (folder / names.SERVICE_DIR / names.LOG_DIR / names.record_file(record.seq)).write_bytes(data)
-        assert write_snapshot(store, self.history.to_snapshot(self.now_s)) is Outcome.OK
+        assert write_snapshot(store, self.history.to_snapshot(self.now_s)) is CreateResult.OK
         return folder
 
     def report(self, after_s: float = 30.0) -> RunReport:
@@ -291,8 +291,8 @@ def test_a_run_that_is_down_says_so() -> None:
         ("bad", "down: node lost"),
         ("bad", "lost 30 steps"),
     ]
-    (trouble,) = told["interruptions"]
-    assert (trouble["next_session"], trouble["recovery"], trouble["steps_lost"]["high"]) == (None, None, 30)
+    (problem,) = told["interruptions"]
+    assert (problem["next_session"], problem["recovery"], problem["steps_lost"]["high"]) == (None, None, 30)
 
 
 def crashed_again(*ends: str | None) -> Story:
@@ -315,7 +315,7 @@ def test_the_recovery_goes_through_sessions_without_a_step() -> None:
     log.now_s += 60
     opened_s = log.now_s
     log.trained(3, start=300, steps=6000, resumed_from=log.newest, seed=3)
-    first, second = log.report().troubles
+    first, second = log.report().problems
     assert first.recovery is not None and second.recovery is not None
     lost_s, died_s = (each.ended_s for each in (first, second))
     assert first.recovery.estimate - second.recovery.estimate == pytest.approx(died_s - lost_s)
@@ -364,7 +364,7 @@ def test_a_rollback_is_no_session_that_hangs_or_ended() -> None:
     assert "no word since" not in text and "no word of its end" not in text
     log.now_s += 3600
     log.trained(3, start=300, steps=100, resumed_from=log.newest)
-    (planned,) = log.report().troubles
+    (planned,) = log.report().problems
     assert (planned.session, planned.cause) == (1, "finished")
     assert to_json(log.report())["verdicts"][2]["text"] == "No session has failed."
 
@@ -374,9 +374,9 @@ def test_the_recovery_goes_through_a_rollback() -> None:
     assert again_after(log) == ["no commit yet"]
     log.now_s += 3600
     log.trained(3, start=300, steps=100, resumed_from=log.newest)
-    (trouble,) = log.report().troubles
-    assert (trouble.session, trouble.next_session) == (1, 2)
-    assert trouble.recovery is not None and 3600 < trouble.recovery.low <= trouble.recovery.high < 3800
+    (problem,) = log.report().problems
+    assert (problem.session, problem.next_session) == (1, 2)
+    assert problem.recovery is not None and 3600 < problem.recovery.low <= problem.recovery.high < 3800
 
 
 def test_a_day_without_a_checkpoint_is_a_warning_without_a_known_cadence_too() -> None:
@@ -415,7 +415,7 @@ def test_no_recovery_has_time_that_is_not_counted() -> None:
     log.now_s += 2 * 86400
     log.trained(2, start=300, steps=0, resumed_from=log.newest, ended="process", down_s=60.0)
     log.trained(3, start=300, steps=100, resumed_from=log.newest)
-    planned = log.report().troubles[0]
+    planned = log.report().problems[0]
     assert planned.recovery is not None and 60 <= planned.recovery.low <= planned.recovery.high < 300
 
 
@@ -478,7 +478,7 @@ def test_a_failure_before_all_sessions_that_are_drawn_has_a_picture() -> None:
         log.trained(session, start=300, steps=60, resumed_from=log.newest, seed=session)
     window, everything = around_last_failure(log.report()), whole(log.report())
     assert window is not None and everything is not None
-    (failure,) = [trouble for trouble in log.report().troubles if trouble.cause == "node"]
+    (failure,) = [problem for problem in log.report().problems if problem.cause == "node"]
     assert failure.ended_s in window and window.end_s < everything.start_s
 
 
@@ -712,7 +712,7 @@ def test_every_log_of_chance_has_a_page(seed: int) -> None:
     )
     assert set(SECTIONS) <= set(parsed(page(found)).ids)
     json.dumps(to_json(found), allow_nan=False)
-    for time in (trouble.recovery for trouble in found.troubles if trouble.recovery):
+    for time in (problem.recovery for problem in found.problems if problem.recovery):
         assert -1e-3 < time.low <= time.estimate + 1e-3 and time.estimate <= time.high + 1e-3
 
 

@@ -28,11 +28,11 @@ from ray_ckpt.admin.rollback import (
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli import app, main
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.claim import RunMark, check_claim, check_marks
+from ray_ckpt.core.ownership import RunMark, check_claim, check_marks
 from ray_ckpt.errors import ConfigError, Fenced, RunSuperseded, StoragePathError, Unavailable
 from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
-from ray_ckpt.storage.log_store import MemoryLogStore, Outcome
+from ray_ckpt.storage.log_store import CreateResult, MemoryLogStore
 from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.types import ROLLBACK_PREFIX, SessionInfo
 from tests.core.driver import RUN, RUN_UID, SERVICE, START_S, Harness, of, one
@@ -315,12 +315,14 @@ def test_a_rollback_is_nobody_at_work() -> None:
 class Between(MemoryLogStore):
     """A store in which something happens at the create of the record of a number."""
 
-    def __init__(self, objects: dict[str, bytes], seq: int, happens: Callable[[str, bytes], Outcome]) -> None:
+    def __init__(
+        self, objects: dict[str, bytes], seq: int, happens: Callable[[str, bytes], CreateResult]
+    ) -> None:
         super().__init__()
         self.objects, self._name, self._happens = objects, names.record_file(seq), happens
         self.asked = 0
 
-    def create(self, name: str, data: bytes) -> Outcome:
+    def create(self, name: str, data: bytes) -> CreateResult:
         if name != self._name:
             return super().create(name, data)
         self.asked += 1
@@ -347,10 +349,10 @@ def test_who_comes_between_the_two_records_has_the_run() -> None:
     run = trained(10, 20)
     plan, seq = planned(run)
 
-    def another_comes(name: str, data: bytes) -> Outcome:
+    def another_comes(name: str, data: bytes) -> CreateResult:
         other = on(run)
         other.tell(other.group("ab", owner="another"))
-        return Outcome.OK if run.store.objects[name] == data else Outcome.EXISTS
+        return CreateResult.OK if run.store.objects[name] == data else CreateResult.EXISTS
 
     store = Between(run.store.objects, seq + 1, another_comes)
     with pytest.raises(Fenced, match="The training that had it is fenced, and nothing else was changed"):
@@ -366,10 +368,12 @@ def test_answers_that_are_lost_are_asked_for_again(record: int, is_written: bool
     plan, seq = planned(run)
     pauses: list[float] = []
 
-    def lost(name: str, data: bytes) -> Outcome:
+    def lost(name: str, data: bytes) -> CreateResult:
         if is_written or store.asked > 2:
-            outcome = Outcome.OK if run.store.objects.setdefault(name, data) == data else Outcome.EXISTS
-        return outcome if store.asked > 2 else Outcome.UNKNOWN
+            outcome = (
+                CreateResult.OK if run.store.objects.setdefault(name, data) == data else CreateResult.EXISTS
+            )
+        return outcome if store.asked > 2 else CreateResult.UNKNOWN
 
     store = Between(run.store.objects, seq + record, lost)
     assert roll_back(store, plan, now_s=START_S, pause=pauses.append).session == 2
@@ -382,9 +386,9 @@ def test_a_store_that_stays_silent_ends_it_and_a_second_try_finds_out(record: in
     plan, seq = planned(run)
     pauses: list[float] = []
 
-    def silent(name: str, data: bytes) -> Outcome:
+    def silent(name: str, data: bytes) -> CreateResult:
         run.store.objects[name] = data
-        return Outcome.UNKNOWN
+        return CreateResult.UNKNOWN
 
     store = Between(run.store.objects, seq + record, silent)
     with pytest.raises(Unavailable, match=message):
@@ -397,7 +401,7 @@ def test_a_store_that_stays_silent_ends_it_and_a_second_try_finds_out(record: in
 def test_a_store_that_cannot_create_once_is_refused() -> None:
     run = trained(10, 20)
     plan, seq = planned(run)
-    store = Between(run.store.objects, seq, lambda name, data: Outcome.UNSUPPORTED)
+    store = Between(run.store.objects, seq, lambda name, data: CreateResult.UNSUPPORTED)
     with pytest.raises(StoragePathError, match="does not create a name only once"):
         roll_back(store, plan, now_s=START_S, pause=refuse)
 

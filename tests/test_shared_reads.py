@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ray_ckpt.actors import shared_reads
-from ray_ckpt.actors.shared_reads import SharedReads, _aligned, _Space
+from ray_ckpt.actors.agent import shared_reads
+from ray_ckpt.actors.agent.shared_reads import SharedReads, _aligned, _Space
 from ray_ckpt.restore import reader as restore
 from ray_ckpt.restore.reader import Fetch, Place, RestoreTicket, Shared, Source, SourceReader, place_of
 from ray_ckpt.types import CheckpointInfo, Fragment, Level, ManifestRow

@@ -166,7 +166,7 @@ def test_an_annotation_of_what_is_no_step_costs_a_warning(
 # -- ranks that count differently ------------------------------------------------------------------------
 
 
-def publish(first: Loop, second: Loop, step: int) -> m.Publish:
+def publish(first: Loop, second: Loop, step: int) -> m.NotifyOutcome:
     """How the save of `step` ends, with what the two ranks have sealed for it."""
     run = Harness("ab")
     run.open("ab")
@@ -174,7 +174,7 @@ def publish(first: Loop, second: Loop, step: int) -> m.Publish:
     for node, loop in zip("ab", (first, second), strict=True):
         (sealed,) = (s for s in loop.link.sealed if s.attempt.step == step)
         run.tell(run.stored(attempt, node, replicated=sealed.replicated))
-    return of(run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")), m.Publish)[0]
+    return of(run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")), m.NotifyOutcome)[0]
 
 
 def two() -> tuple[Loop, Loop]:
@@ -235,8 +235,8 @@ def test_ranks_that_did_not_save_are_told_with_where_they_are() -> None:
     run.open("ab")
     run.tell(run.stored(run.attempt(10), "a"))
     progress = m.RankProgress(step=1011, saved_step=0)
-    effects = run.tell(m.RanksProgressed(age=run.plan.age, ranks={1: progress}))
-    (told,) = of(effects, m.Publish)
+    effects = run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks={1: progress}))
+    (told,) = of(effects, m.NotifyOutcome)
     assert told.error is not None and "rank 1 has completed step 1011 last" in str(told.error)
     assert "the same number" in told.error.hint
     assert replace(progress, step=1012) != progress
@@ -247,7 +247,7 @@ def test_ranks_that_save_other_steps_are_told_with_where_they_are_when_time_is_u
     run.open("ab")
     run.tell(run.stored(run.attempt(10), "a"), run.stored(run.attempt(11), "b"))
     where = {0: m.RankProgress(step=10, saved_step=10), 1: m.RankProgress(step=11, saved_step=11)}
-    told = run.tell(m.RanksProgressed(age=run.plan.age, ranks=where))
+    told = run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=where))
     effects = (*told, *run.tick(61.0))
-    texts = [str(told.error) for told in of(effects, m.Publish)]
+    texts = [str(told.error) for told in of(effects, m.NotifyOutcome)]
     assert any("rank 1 has completed step 11 last" in text for text in texts), texts

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ckpt.core.drill import LiveCheckpoint
+from ray_ckpt.core.loss_scenarios import LiveCheckpoint
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.format.manifest import decode_checkpoint, encode_checkpoint, encode_fragment
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, make_attempt, shard_file, state_file
@@ -22,7 +22,7 @@ from ray_ckpt.transport import client
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import Level
 from ray_ckpt.verify.copies import num_copies, verify_copies
-from ray_ckpt.verify.drill import Reach
+from ray_ckpt.verify.drill import Coverage
 from ray_ckpt.verify.plan import PlanReport
 from tests.peer_nodes import A, B, C, Nodes, both, flip, live
 from tests.sample_run import SampleCheckpoint, make_checkpoint
@@ -38,7 +38,7 @@ def saved() -> SampleCheckpoint:
     return make_checkpoint(make_attempt(run_uid=UID, session=1, step=10, attempt=0), rows=4096)
 
 
-def look(nodes: Nodes, known: LiveCheckpoint, reach: Reach | None = None) -> PlanReport:
+def look(nodes: Nodes, known: LiveCheckpoint, reach: Coverage | None = None) -> PlanReport:
     reach = reach or nodes.reach
     report = verify_copies(known, reach, again=lambda known: (known, reach))
     assert report is not None
@@ -295,7 +295,7 @@ def test_what_moves_is_looked_at_where_it_is_and_what_is_retired_not(
     nodes.put(A, saved, 0, 1)
     asked: list[LiveCheckpoint] = []
 
-    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Reach]:
+    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Coverage]:
         asked.append(known)
         return moved, nodes.reach
 

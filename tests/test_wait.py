@@ -12,7 +12,7 @@ import torch
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.messages import STILL_WRITING
-from ray_ckpt.core.node import Outcome
+from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CollectiveError, ConfigError, InsufficientSpace, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer.checkpointer import Checkpointer
@@ -163,8 +163,8 @@ def test_a_save_in_an_accumulation_window_is_told(ckpt: Checkpointer) -> None:
 def test_a_save_that_ends_with_an_error_is_told(ckpt: Checkpointer) -> None:
     ckpt.step(2)
     ckpt.wait()
-    misuse: Future[Outcome] = Future()
-    misuse.set_result(Outcome(level=None, error=CollectiveError("ranks differ")))
+    misuse: Future[SaveOutcome] = Future()
+    misuse.set_result(SaveOutcome(level=None, error=CollectiveError("ranks differ")))
     ckpt._pending[-1] = replace(ckpt._pending[-1], outcome=misuse, seen=False)
     with pytest.raises(CollectiveError):
         ckpt.save(4)

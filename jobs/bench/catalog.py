@@ -14,7 +14,7 @@ from jobs.bench.long_log import LongLog
 from jobs.bench.row import Row, measure
 from ray_ckpt import Catalog
 from ray_ckpt.format import names
-from ray_ckpt.storage.log_store import Outcome, PosixLogStore, create_record, write_snapshot
+from ray_ckpt.storage.log_store import CreateResult, PosixLogStore, create_record, write_snapshot
 
 NUM_CHECKPOINTS = 100_000
 QUICK_CHECKPOINTS = 2_000
@@ -62,4 +62,4 @@ def _write_run(run: Path, num_checkpoints: int, num_records: int) -> None:
         write_snapshot(store, log.history.to_snapshot(log.now_s)),
         *(create_record(store, log.history.next_seq, log.commit()) for _ in range(num_records)),
     ]
-    assert set(outcomes) == {Outcome.OK}
+    assert set(outcomes) == {CreateResult.OK}

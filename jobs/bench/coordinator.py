@@ -1,7 +1,7 @@
 """What a save costs the run machine, by the number of nodes: CPU time, without Ray and without a store.
 
-A `Fleet` speaks to a real RunMachine as `ray_ckpt.actors.coordinator` does: time passes before events, in
-steps of CLOCK_S, and each effect that wants an answer gets one. Steps take a second and each one is saved.
+A `Fleet` sends a real RunMachine what `ray_ckpt.actors.coordinator.actor` would: time passes before events,
+in steps of CLOCK_S, and each effect that wants an answer gets one. Steps take a second and each one is saved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jobs.bench.context import Context
 from jobs.bench.row import Row, measure
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.coordinator import CLOCK_S, RunMachine
+from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
 from ray_ckpt.format.names import fragment_file, make_attempt, shard_file, state_file
 from ray_ckpt.types import AttemptId, FileEntry, Level, RankRestore
 
@@ -59,7 +59,7 @@ class Fleet:
         restored = [
             m.NodeRestored(
                 token=node.node_id,
-                age=self.plan.age,
+                session_key=self.plan.session_key,
                 node_id=node.node_id,
                 ranks=tuple(RankRestore(rank=rank) for rank in node.ranks),
             )
@@ -69,11 +69,11 @@ class Fleet:
 
     def _inventories(self) -> dict[str, m.Inventory]:
         """What each node holds of what is live. Without names of files, which only an adoption looks at."""
-        held: dict[str, list[m.HeldFragment]] = {node: [] for node in self.nodes}
+        held: dict[str, list[m.StoredFragment]] = {node: [] for node in self.nodes}
         live, holders = self.machine.history.live(), self.machine.holders
         for checkpoint in live:
             for index, nodes in holders[checkpoint.id.attempt].items():
-                fragment = m.HeldFragment(
+                fragment = m.StoredFragment(
                     attempt=checkpoint.id, node_index=index, num_nodes=checkpoint.num_nodes
                 )
                 for node in nodes:
@@ -119,7 +119,8 @@ class Fleet:
         ]
         progress = m.RankProgress(step=self.step, saved_step=self.step)
         told: list[m.Event] = [
-            m.RanksProgressed(age=plan.age, ranks=dict.fromkeys(node.ranks, progress)) for node in plan.nodes
+            m.RanksProgressed(session_key=plan.session_key, ranks=dict.fromkeys(node.ranks, progress))
+            for node in plan.nodes
         ]
         seen = m.NodesSeen(live=frozenset(self.nodes))
         half = len(told) // 2
@@ -144,7 +145,7 @@ class Fleet:
 
     def finish(self) -> float:
         """CPU seconds to bring the newest checkpoint to the storage path."""
-        used_s = self._cpu_s([m.FinishAsked(token="finish")], after_s=0.0) + self.answer_all()
+        used_s = self._cpu_s([m.FinishRequested(token="finish")], after_s=0.0) + self.answer_all()
         assert self.machine.history.lineage()[-1].level is Level.DURABLE
         return used_s
 

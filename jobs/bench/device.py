@@ -15,10 +15,10 @@ import torch
 from jobs.bench.context import format_size, parse_size
 from jobs.bench.row import Row, compared, gb_per_s, measure
 from jobs.bench.state import make_state, state_bytes, tensors
-from ray_ckpt.actors.arena_memory import make_arena
+from ray_ckpt.actors.agent.arena import make_arena
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.arena import Arena
-from ray_ckpt.capture.guard import background_slices, guarded_storages
+from ray_ckpt.capture.overlap_guard import background_slices, guarded_storages
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.format.shard import build_layout

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ray_ckpt.admin.rollback import PIN_WRITER, write_ops
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.core.requests import checkpoint_to_pin, checkpoint_to_unpin
+from ray_ckpt.core.log_requests import checkpoint_to_pin, checkpoint_to_unpin
 from ray_ckpt.format import records as r
 from ray_ckpt.storage.log_store import LogStore
 from ray_ckpt.types import CheckpointInfo

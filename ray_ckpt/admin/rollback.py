@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.core.claim import is_rollback
 from ray_ckpt.core.history import RunHistory, SessionInfo
+from ray_ckpt.core.ownership import is_rollback
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, StoragePathError, Unavailable
 from ray_ckpt.format import names
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.location import StoragePath, locate
 from ray_ckpt.storage.checkpoint_files import readable
-from ray_ckpt.storage.log_store import LogStore, Outcome, create_record, read_run
+from ray_ckpt.storage.log_store import CreateResult, LogStore, create_record, read_run
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import ROLLBACK_PREFIX, CheckpointInfo, Level
 
@@ -182,7 +182,7 @@ def write_ops(
     after = history.copy()
     for number, (seq, data) in enumerate(_records(after, ops, writer=writer, now_s=now_s)):
         outcome = _create(log, seq, data, pause)
-        if outcome is not Outcome.OK:
+        if outcome is not CreateResult.OK:
             raise _error(outcome, seq, after.run_name, is_fenced=number > 0)
     return after
 
@@ -218,27 +218,27 @@ def _records(
         yield record.seq, data
 
 
-def _create(log: LogStore, seq: int, data: bytes, pause: Callable[[float], None]) -> Outcome:
+def _create(log: LogStore, seq: int, data: bytes, pause: Callable[[float], None]) -> CreateResult:
     """An unknown answer is resolved by the same create again: it tells what is there."""
     for _ in range(CREATE_TRIES - 1):
         outcome = create_record(log, seq, data)
-        if outcome is not Outcome.UNKNOWN:
+        if outcome is not CreateResult.UNKNOWN:
             return outcome
         pause(CREATE_PAUSE_S)
     return create_record(log, seq, data)
 
 
-def _error(outcome: Outcome, seq: int, run_name: str, *, is_fenced: bool) -> CheckpointError:
+def _error(outcome: CreateResult, seq: int, run_name: str, *, is_fenced: bool) -> CheckpointError:
     """Why record `seq` is not written; `is_fenced`: the epoch before it is."""
     done = "The training that had it is fenced, and nothing else was changed."
     so_far = done if is_fenced else "Nothing was changed."
-    if outcome is Outcome.EXISTS:
+    if outcome is CreateResult.EXISTS:
         return Fenced(
             f"Somebody else has written record {seq} of run {run_name} meanwhile. {so_far}",
             hint="Look at `ray-ckpt ls`, then run it again if it is still wanted.",
             seq=seq,
         )
-    if outcome is Outcome.UNSUPPORTED:
+    if outcome is CreateResult.UNSUPPORTED:
         return StoragePathError(
             f"The log of run {run_name} cannot be written: its store does not create a name only once.",
             hint="Run it where the training can write its log.",

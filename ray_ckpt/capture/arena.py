@@ -14,7 +14,7 @@ import torch
 
 from ray_ckpt.capture.walk import DTYPES
 from ray_ckpt.errors import StateError, Unavailable
-from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BLOCKS, ArenaPage, ring_block
+from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BLOCKS, ArenaPage, ring_block
 from ray_ckpt.format.shard import PlacedSlice, ShardLayout
 from ray_ckpt.storage.local.pages import keep_from_children, map_shared, populate
 from ray_ckpt.types import ARENA_PAGE_BYTES

@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ray_ckpt.errors import UnsupportedLeaf
-from ray_ckpt.plan.regions import Box, Cut, Part, cut_parts
+from ray_ckpt.plan.regions import Box, Cut, Region, cut_parts
 
 MAX_LAYOUTS = 4096  # remembered: a model has some dozens of shapes, on as many ranks as a node has
 MAX_MESHES = 3  # that a checkpoint is described by; a program has one or two
@@ -32,7 +32,7 @@ def is_dtensor(leaf: object) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and hasattr(leaf, "device_mesh") and hasattr(leaf, "placements")
 
 
-def parts_here(tensor: Any, *, name: str) -> tuple[Part, ...]:
+def parts_here(tensor: Any, *, name: str) -> tuple[Region, ...]:
     """This rank's regions of a DTensor, in the local tensor's order; none outside of its mesh.
 
     UnsupportedLeaf, with `name`, for what cannot be told.
@@ -141,7 +141,7 @@ def _is_twofold(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> bool:
 @lru_cache(MAX_LAYOUTS)
 def _read(
     shape: tuple[int, ...], cuts: tuple[Cut, ...], *, strides_last: bool
-) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+) -> tuple[tuple[int, ...], tuple[Region, ...]]:
     """Local shape and regions: as DTensor reads placements, or as fully_shard cuts (`strides_last`).
 
     fully_shard writes the number of chunks that there were already as the strides of its own cut. Without

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from ray_ckpt.capture.flat_shards import Pieces
 from ray_ckpt.capture.items import ModuleItem, clean_name, parameter_names, unwrap
-from ray_ckpt.capture.pieces import Pieces
 from ray_ckpt.errors import UnsupportedItem, UnsupportedLeaf
 from ray_ckpt.plan.regions import flat_parts
 

@@ -26,7 +26,7 @@ from ray_ckpt.capture.per_rank import PerRankItem
 from ray_ckpt.capture.sinks import Target, sink_for
 from ray_ckpt.capture.walk import (
     DTYPES,
-    Held,
+    HeldLeaf,
     Leaf,
     LiveSlice,
     Walked,
@@ -200,7 +200,7 @@ class _Wanted:
         plan = plan_restore([target.slice for target in self.targets], self.rows, prefer_file=own_file)
         return replace(plan, problems=(*self.problems, *plan.problems))
 
-    def _add(self, name: str, item: Item, path: Path, key: str, held: Held | None) -> None:
+    def _add(self, name: str, item: Item, path: Path, key: str, held: HeldLeaf | None) -> None:
         """The saved tensor `key` belongs at `path` of an item, where `held` lives now."""
         saved, leaves = self._saved.get(key), self.leaves.setdefault(name, {})
         if held is not None and _is_filled(item, path, held.leaf):
@@ -235,7 +235,7 @@ class _Wanted:
         leaves = self.leaves.get(name, {})
         return replace_refs(tree, lambda _, path: leaves[path])
 
-    def _is_first(self, held: Held, key: str) -> bool:
+    def _is_first(self, held: HeldLeaf, key: str) -> bool:
         """Whether nothing fills this leaf yet: one under several names is filled once.
 
         A problem if it is filled from another tensor already, which holds something else.

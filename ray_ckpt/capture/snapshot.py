@@ -20,7 +20,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from ray_ckpt.capture.arena import Arena, Ring
-from ray_ckpt.capture.guard import running
+from ray_ckpt.capture.overlap_guard import running
 from ray_ckpt.capture.walk import LiveSlice
 from ray_ckpt.errors import StateError, Unavailable
 

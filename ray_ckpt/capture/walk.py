@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 
 from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
+from ray_ckpt.capture.flat_shards import Pieces
 from ray_ckpt.capture.items import Item, local_tensor
-from ray_ckpt.capture.pieces import Pieces
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.short import key_text
@@ -43,7 +43,7 @@ DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.
 MIN_BLOCK_TENSORS = 16  # in a container that is looked at as a whole; of fewer each is as fast alone
 Leaf: TypeAlias = torch.Tensor | Pieces
 """What stands in an item's tree where a tensor is."""
-Place: TypeAlias = tuple[str, tuple[int, ...]]
+SliceKey: TypeAlias = tuple[str, tuple[int, ...]]
 """What tells the slices of a rank apart: key and offset. A rank may hold several slices of a tensor."""
 
 
@@ -65,12 +65,12 @@ class LiveSlice:
         return self.tensor.numel() * self.tensor.element_size()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SliceKey:
         return self.slice.key, self.slice.offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldLeaf:
     """A leaf of an item's tree and the slices of it that this rank has; none of what others hold alone."""
 
     leaf: Leaf
@@ -97,7 +97,7 @@ class Block:
     dtypes: list[torch.dtype]
     device: torch.device
     keys: dict[int, str]  # by identity of the leaf
-    held: dict[str, Held]
+    held: dict[str, HeldLeaf]
     slices: tuple[LiveSlice, ...]
     refs: Kept
 
@@ -113,7 +113,7 @@ class Block:
             and all(map(torch.Tensor.is_set_to, found[1], self.tensors))
         )
 
-    def is_alone(self, keys: Mapping[int, str], held: Mapping[str, Held]) -> bool:
+    def is_alone(self, keys: Mapping[int, str], held: Mapping[str, HeldLeaf]) -> bool:
         """Whether neither its tensors nor their names are among those of a walk."""
         return keys.keys().isdisjoint(self.keys.keys()) and held.keys().isdisjoint(self.held.keys())
 
@@ -128,7 +128,7 @@ class Walked:
 
     slices: tuple[LiveSlice, ...]
     trees: Mapping[str, Any]
-    held: Mapping[str, Held] = field(default_factory=dict)
+    held: Mapping[str, HeldLeaf] = field(default_factory=dict)
     blocks: Mapping[tuple[str, ...], Block] = field(default_factory=dict)
 
     @property
@@ -141,7 +141,7 @@ class Walked:
         return {live.slice.key: live for live in self.slices}
 
     @property
-    def by_place(self) -> dict[Place, LiveSlice]:
+    def by_place(self) -> dict[SliceKey, LiveSlice]:
         return {live.place: live for live in self.slices}
 
     def owned(self, rank: int) -> tuple[LiveSlice, ...]:
@@ -188,7 +188,7 @@ def walk(
     everyone = tuple(range(first, first + world_size))
     known = before.held if before is not None else {}
     known_blocks = before.blocks if before is not None else {}
-    held: dict[str, Held] = {}
+    held: dict[str, HeldLeaf] = {}
     blocks: dict[tuple[str, ...], Block] = {}
     all_slices: list[LiveSlice] = []
 
@@ -206,7 +206,7 @@ def walk(
                 held[key] = (
                     known[key]
                     if key in known and known[key].is_still(value)
-                    else Held(
+                    else HeldLeaf(
                         leaf=value,
                         slices=tuple(
                             slices_of(
@@ -265,7 +265,7 @@ def _block_of(
     value: Any,
     refs: Any,
     keys: Mapping[int, str],
-    held: Mapping[str, Held],
+    held: Mapping[str, HeldLeaf],
     num_new: int,
 ) -> Block | None:
     """What a visit has made of a container, in which it came to `num_new` tensors for the first time.
@@ -307,7 +307,7 @@ def is_global(leaf: Leaf) -> bool:
     return isinstance(leaf, Pieces) or is_dtensor(leaf)
 
 
-def _check_free(key: str, held: Mapping[str, Held]) -> None:
+def _check_free(key: str, held: Mapping[str, HeldLeaf]) -> None:
     if key in held:
         raise UnsupportedLeaf(
             f"Two tensors would be stored under the name {key}.",

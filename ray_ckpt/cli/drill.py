@@ -15,14 +15,14 @@ from ray_ckpt.cli.live import run_location
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, rate, store_options
 from ray_ckpt.cli.output import add_row, is_narrow, level_text, make_table, plain, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
-from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node, lose_rack
+from ray_ckpt.core.loss_scenarios import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node, lose_rack
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import locate
 from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import Tier
-from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, Reach, TierRead, choose
+from ray_ckpt.verify.drill import CheckpointDrill, Coverage, DrillReport, TierRead, choose
 from ray_ckpt.verify.drill import drill as read_what_is_left
 
 _TIERS: tuple[Tier, ...] = ("local", "peer", "remote")
@@ -116,9 +116,9 @@ def _without_cluster(
     catalog = Catalog(path, options)
     remote = RemoteTier(locate(catalog.where), options)
     live = _live(catalog)
-    reach = Reach(remote=remote, limiter=Limiter(max_bytes_per_s))
+    reach = Coverage(remote=remote, limiter=Limiter(max_bytes_per_s))
 
-    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Reach] | None:
+    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Coverage] | None:
         catalog.refresh()
         found = (c for c in _live(catalog) if c.checkpoint.id == known.checkpoint.id)
         return next(((c, reach) for c in found), None)
@@ -153,7 +153,7 @@ def _in_cluster(
 ) -> tuple[DrillReport, tuple[str, ...]]:
     """The report, and why parts of it are not in the log."""
     from ray_ckpt.actors.attach import attached  # Ray takes seconds to import
-    from ray_ckpt.actors.drill import RunDrills
+    from ray_ckpt.actors.live_run import RunDrills
 
     with attached(address):
         run = RunDrills(key, max_bytes_per_s=max_bytes_per_s)

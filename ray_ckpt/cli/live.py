@@ -20,7 +20,7 @@ from ray_ckpt.format.names import SERVICE_DIR
 from ray_ckpt.location import Location, locate
 
 if TYPE_CHECKING:
-    from ray_ckpt.actors.wire import AgentCard, LeavingView, NodeView, RunView, ServiceView
+    from ray_ckpt.actors.messages import AgentCard, DrainingView, NodeView, RunView, ServiceView
 
 SHORT_ID = 12  # characters of a node id; as in the logs
 NO_SERVICE = "This Ray cluster has no checkpoint service."
@@ -68,7 +68,7 @@ def running_service(address: str | None) -> Iterator[Any]:
         yield service
 
 
-def ask_overview(service: Any) -> ServiceView:
+def overview_of(service: Any) -> ServiceView:
     """What the service tells of itself. Unavailable."""
     from ray_ckpt.actors import attach
 
@@ -163,7 +163,7 @@ def agents_table(agents: Iterable[AgentCard]) -> FittedTable:
     return table
 
 
-def leaving_line(node: LeavingView) -> Text:
+def leaving_line(node: DrainingView) -> Text:
     when = "soon" if node.in_s is None else f"in {span_text(max(node.in_s, 0.0))}"
     return _line(f"node {short(node.node_id)} is about to go, {when} ({node.source})", "yellow")
 
@@ -296,9 +296,9 @@ def _resume_text(step: int | None, tier: str | None) -> str:
 
 def _node_note(node: NodeView) -> str:
     notes = [] if node.is_live else ["gone"]
-    if node.is_leaving:
+    if node.is_draining:
         notes.append(
-            "leaves" + ("" if node.leaves_in_s is None else f" in {span_text(max(node.leaves_in_s, 0))}")
+            "leaves" + ("" if node.gone_in_s is None else f" in {span_text(max(node.gone_in_s, 0))}")
         )
     if node.disk is not None and node.disk.is_full:
         notes.append("disk is full")

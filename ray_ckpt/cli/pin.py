@@ -13,7 +13,7 @@ import typer
 from ray_ckpt.admin import pins
 from ray_ckpt.admin.rollback import LogTail, open_log
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.cli.live import ask_overview, runs_at, service_if_any
+from ray_ckpt.cli.live import overview_of, runs_at, service_if_any
 from ray_ckpt.cli.options import (
     AddressOption,
     JsonOption,
@@ -23,7 +23,7 @@ from ray_ckpt.cli.options import (
     store_options,
 )
 from ray_ckpt.cli.output import pins_text, plain, print_json, stdout
-from ray_ckpt.core.requests import checkpoint_to_unpin
+from ray_ckpt.core.log_requests import checkpoint_to_unpin
 from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import CheckpointInfo
@@ -138,10 +138,10 @@ def _by_service(
     with service_if_any(address) as (service, _):
         if service is None:
             return None
-        runs = runs_at(ask_overview(service), path)
+        runs = runs_at(overview_of(service), path)
         if not runs:
             return None
-        from ray_ckpt.actors.service import CALL_S, ask
+        from ray_ckpt.actors.client import CALL_S, ask
 
         info: CheckpointInfo = ask(getattr(service, method).remote(runs[0].where, step, *args), CALL_S)
         return info

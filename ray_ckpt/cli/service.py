@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ray_ckpt.cli.live import NO_SERVICE, ask_overview, service_line
+from ray_ckpt.cli.live import NO_SERVICE, overview_of, service_line
 from ray_ckpt.cli.options import EXIT_REFUSED, AddressOption, JsonOption, YesOption
 from ray_ckpt.cli.output import plain, print_json, stdout
 from ray_ckpt.cli.questions import confirm, is_anybody_there
 from ray_ckpt.errors import ServiceError, Unavailable
 
 if TYPE_CHECKING:
-    from ray_ckpt.actors.wire import ServiceView
+    from ray_ckpt.actors.messages import ServiceView
 
 
 def up(address: AddressOption = None, as_json: JsonOption = False) -> None:
@@ -26,11 +26,11 @@ def up(address: AddressOption = None, as_json: JsonOption = False) -> None:
     Example: `ray-ckpt up --address 10.0.0.1:6379`
     """
     from ray_ckpt.actors import attach
-    from ray_ckpt.actors.service import coordinator
+    from ray_ckpt.actors.client import coordinator
 
     with attach.attached(address):
         was_up = attach.find_service() is not None
-        view = ask_overview(coordinator())
+        view = overview_of(coordinator())
     if as_json:
         print_json({"started": not was_up, **_service_json(view)})
         return

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.live import (
     LEVELS,
-    ask_overview,
+    overview_of,
     print_service,
     runs_named,
     service_if_any,
@@ -42,7 +42,7 @@ def status(
     view, why = None, None
     try:
         with service_if_any(address) as (service, why):
-            view = None if service is None else ask_overview(service)
+            view = None if service is None else overview_of(service)
     except ServiceError as error:
         if run is None or address is not None:
             raise

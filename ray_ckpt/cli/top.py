@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ray_ckpt.cli.live import (
     agents_table,
-    ask_overview,
     leaving_line,
+    overview_of,
     run_details,
     running_service,
     runs_named,
@@ -26,7 +26,7 @@ from ray_ckpt.cli.output import moment_text, plain, print_json, stdout
 from ray_ckpt.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
-    from ray_ckpt.actors.wire import ServiceView
+    from ray_ckpt.actors.messages import ServiceView
 
 MAX_SILENT = 5  # questions in a row without an answer; a coordinator that died is back within seconds
 
@@ -76,7 +76,7 @@ def frame(view: ServiceView, run: str | None) -> RenderableType:
 
 def _look(service: Any, run: str | None) -> ServiceView:
     """The service, with `run` alone if it is given. ConfigError if that is not open."""
-    view = ask_overview(service)
+    view = overview_of(service)
     if run is None:
         return view
     if not (found := runs_named(view, run)):

@@ -142,7 +142,7 @@ class _Found(Generic[R]):
 def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> _Found[PlanReport]:
     """Of live checkpoints, with what nodes hold of them."""
     from ray_ckpt.actors.attach import attached  # Ray takes seconds to import
-    from ray_ckpt.actors.drill import LiveRun
+    from ray_ckpt.actors.live_run import LiveRun
 
     with attached(address):
         run = LiveRun(str(run_location(path)))
@@ -156,11 +156,11 @@ def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> _
 def _reports(targets: Iterable[_Target], look: Callable[[_Target], R]) -> _Found[R]:
     """Of all but those whose files the run may have deleted while they were looked at."""
 
-    def look_once(target: _Target) -> R | None:
+    def check_once(target: _Target) -> R | None:
         report = look(target)
         return report if report.ok or not target.is_deleted() else None
 
-    return _each(targets, look_once)
+    return _each(targets, check_once)
 
 
 def _each(things: Iterable[T], look: Callable[[T], R | None]) -> _Found[R]:

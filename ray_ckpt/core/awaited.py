@@ -54,10 +54,11 @@ def _awaited(
 
 def where_text(rank: int, progress: Progress) -> str:
     """`rank 1 has completed step 9 last`."""
-    told = progress.get(rank)
-    if told is None:
-        return f"rank {rank} has told nothing since the restore"
-    return f"rank {rank} has {'ended its loop with' if told.is_over else 'completed'} step {told.step} last"
+    reported = progress.get(rank)
+    if reported is None:
+        return f"rank {rank} has reported nothing since the restore"
+    did = "ended its loop with" if reported.is_over else "completed"
+    return f"rank {rank} has {did} step {reported.step} last"
 
 
 def ranks_text(ranks: Collection[int]) -> str:

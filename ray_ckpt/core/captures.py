@@ -32,13 +32,13 @@ class Captures:
         self._found: dict[str, _Capture] = {}
         self._updates: dict[int, int] = {}  # step -> optimizer steps that ranks had made when they saved it
 
-    def told(self, captured: Iterable[Captured], ranks: Mapping[int, RankProgress], now_s: float) -> None:
+    def reported(self, captured: Iterable[Captured], ranks: Mapping[int, RankProgress], now_s: float) -> None:
         """A node has told what some of its ranks have captured, and where its ranks are."""
-        for told in captured:
-            new = _Capture(told.attempt, since_s=now_s, told_s=now_s)
-            capture = self._found.setdefault(told.attempt.attempt, new)
+        for reported in captured:
+            new = _Capture(reported.attempt, since_s=now_s, told_s=now_s)
+            capture = self._found.setdefault(reported.attempt.attempt, new)
             capture.told_s = now_s
-            capture.ranks.update(told.ranks)
+            capture.ranks.update(reported.ranks)
         _limit(self._found, MAX_CAPTURES)
         for progress in ranks.values():
             if progress.saved_updates:

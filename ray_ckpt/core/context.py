@@ -10,11 +10,11 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.links import Links
-from ray_ckpt.core.messages import Age, DiskSpace, Inventory, SessionPlan, Warn
+from ray_ckpt.core.messages import DiskSpace, Inventory, SessionKey, SessionPlan, Warn
 from ray_ckpt.telemetry import Metric, Sample
 from ray_ckpt.types import CheckpointInfo, Level
 
-MAX_AGREED = 64  # steps that were named last, by which a late rank is told from one that saves alone
+MAX_SAVE_SIGNALS = 64  # steps that were named last, by which a late rank is told from one that saves alone
 MAX_WARNINGS = 256  # said once each; after that they may repeat
 MAX_SAMPLES = 1000  # of metrics that nobody has taken yet; taken after each event
 
@@ -117,8 +117,12 @@ class Context:
     plan: SessionPlan | None = None
     draining: frozenset[str] = frozenset()
     leaves_at_s: Mapping[str, float] = field(default_factory=dict)  # of draining nodes (monotonic), if known
-    agreed_steps: deque[tuple[Age, int]] = field(default_factory=lambda: deque(maxlen=MAX_AGREED))
-    found_age: Age | None = None  # of the session that was at work when this coordinator was started
+    save_signals: deque[tuple[SessionKey, int]] = field(
+        default_factory=lambda: deque(maxlen=MAX_SAVE_SIGNALS)
+    )
+    found_session_key: SessionKey | None = (
+        None  # of the session that was at work when this coordinator was started
+    )
     domains: Mapping[str, str] = field(default_factory=dict)
     disks: Mapping[str, DiskSpace] = field(default_factory=dict)
     now_s: float = 0.0  # monotonic

@@ -110,7 +110,7 @@ class RunHistory:
             case Commit() as op:
                 self._put(_committed(op, record, self.run_uid, self.sessions[op.session]))
             case Restored() | Ended() as op:
-                self.sessions[op.session] = _told(self.sessions[op.session], op, record.time_s)
+                self.sessions[op.session] = _updated(self.sessions[op.session], op, record.time_s)
             case Note():
                 pass
             case op:
@@ -256,7 +256,7 @@ def _opened(op: Session, time_s: float) -> SessionInfo:
     )
 
 
-def _told(old: SessionInfo, op: Restored | Ended, time_s: float) -> SessionInfo:
+def _updated(old: SessionInfo, op: Restored | Ended, time_s: float) -> SessionInfo:
     if isinstance(op, Restored):
         return replace(
             old,

@@ -9,12 +9,12 @@ from typing import Literal, TypeAlias
 from ray_ckpt.config import Resume
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import CheckpointError
-from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.records import Drilled, LogRecord
+from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRestore, SaveFacts
 
 Token: TypeAlias = str  # names a caller that waits for a reply
-Age: TypeAlias = tuple[int, int]  # which session: the epoch in which it was begun, and its number
+SessionKey: TypeAlias = tuple[int, int]  # which session: the epoch in which it was begun, and its number
 
 STILL_WRITING = "the save before it is still being written"  # why a rank skips a save; counted by this text
 
@@ -30,7 +30,7 @@ class GroupNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldFragment:
+class StoredFragment:
     """A node says: fragment `node_index` of this attempt, with all its files, is complete here."""
 
     attempt: AttemptId
@@ -58,7 +58,7 @@ class Inventory:
     the staging folder itself: a machine that returns has a new node id, and the same copies count once.
     """
 
-    fragments: tuple[HeldFragment, ...]
+    fragments: tuple[StoredFragment, ...]
     directories: tuple[str, ...]
     plan: SessionPlan | None = None
     disk: str = ""
@@ -95,13 +95,13 @@ class SessionPlan:
     epoch: int = 0  # of the coordinator that opened it
 
     @property
-    def age(self) -> Age:
+    def session_key(self) -> SessionKey:
         """Sessions in the order in which they were opened, also those that never came into the log."""
         return self.epoch, self.session
 
     def has(self, attempt: AttemptId) -> bool:
         """Whether an attempt is of this session."""
-        return attempt.run_uid == self.run_uid and (attempt.epoch, attempt.session) == self.age
+        return attempt.run_uid == self.run_uid and (attempt.epoch, attempt.session) == self.session_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,21 +184,21 @@ class GroupOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InventoryTaken:
-    """The answer to AskInventory."""
+    """The answer to RequestInventory."""
 
     token: Token
     inventories: Mapping[str, Inventory]  # by live node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodesOpened:
+class NodesJoined:
     """Nodes that joined, or got a new agent, in the middle of a session; their disks may not be empty."""
 
     inventories: Mapping[str, Inventory]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFound:
+class GroupRecovered:
     """A restarted coordinator has found a group at work; the agents told its plan and what they hold."""
 
     plan: SessionPlan
@@ -241,7 +241,7 @@ class SaveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksProgressed:
-    age: Age
+    session_key: SessionKey
     ranks: Mapping[int, RankProgress]
     captured: tuple[Captured, ...] = ()  # said again with each message while it is so
     met: int = 0  # the highest number of a barrier that ranks here were let into; 0: none
@@ -251,26 +251,26 @@ class RanksProgressed:
 class RanksRestored:
     """These ranks of a node have read their state, and wait for others; said again while they do."""
 
-    age: Age
+    session_key: SessionKey
     node_id: str
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RanksMet:
+class BarrierReached:
     """Ranks of a node have come to a barrier that all ranks are to enter, and ask whether all have come.
 
-    Replied with `MetAnswer`, when all ranks are there or the meeting is given up.
+    Replied with `BarrierAnswer`, when all ranks are there or the meeting is given up.
     """
 
     token: Token
-    age: Age
+    session_key: SessionKey
     number: int  # of the barrier, the same on all ranks and higher than that of the one before
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetAnswer:
+class BarrierAnswer:
     """`missing` ranks did not come, so nobody enters the barrier; with none, all do."""
 
     missing: tuple[int, ...]
@@ -281,7 +281,7 @@ class NodeRestored:
     """All ranks of a node have read and verified, or name what no source could give them."""
 
     token: Token
-    age: Age  # of the session that they restore for
+    session_key: SessionKey  # of the session that they restore for
     node_id: str
     ranks: tuple[RankRestore, ...]
 
@@ -343,7 +343,7 @@ class ScrubEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PinAsked:
+class PinRequested:
     """Keep a checkpoint for `owner`; replied when it is in the log."""
 
     token: Token
@@ -353,14 +353,14 @@ class PinAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnpinAsked:
+class UnpinRequested:
     token: Token
     attempt: str
     owner: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainAsked:
+class DrainRequested:
     """Somebody wants a checkpoint on the storage path that may not be due; replied when that has begun."""
 
     token: Token
@@ -368,7 +368,7 @@ class DrainAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnnotateAsked:
+class AnnotateRequested:
     """Add metrics to the newest live checkpoint of a step on the lineage; replied when they are in the log.
 
     While a save of that step is on its way it is meant, and waited for.
@@ -388,7 +388,7 @@ class DrillEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnerGone:
+class OwnerDied:
     """A launcher that says when a run is over has been dead for a while, in which a lost node is noticed."""
 
     owner: str
@@ -401,7 +401,7 @@ class SnapshotWritten:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishAsked:
+class FinishRequested:
     """Bring the last checkpoint of the run to the storage path, then reply."""
 
     token: Token
@@ -428,14 +428,14 @@ Event: TypeAlias = (
     | NodesSeen
     | GroupOpened
     | InventoryTaken
-    | GroupFound
-    | NodesOpened
+    | GroupRecovered
+    | NodesJoined
     | NodeStored
     | ReplicaEnded
     | SaveRefused
     | RanksProgressed
     | RanksRestored
-    | RanksMet
+    | BarrierReached
     | NodeRestored
     | DrainEnded
     | DescriptionWritten
@@ -443,14 +443,14 @@ Event: TypeAlias = (
     | DeleteEnded
     | OrderRefused
     | ScrubEnded
-    | PinAsked
-    | UnpinAsked
-    | AnnotateAsked
-    | DrainAsked
+    | PinRequested
+    | UnpinRequested
+    | AnnotateRequested
+    | DrainRequested
     | DrillEnded
-    | OwnerGone
+    | OwnerDied
     | SnapshotWritten
-    | FinishAsked
+    | FinishRequested
     | RunWanted
     | PutAwayEnded
 )
@@ -468,7 +468,7 @@ class Append:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskInventory:
+class RequestInventory:
     """Take inventory of all live nodes again in a second; answer with InventoryTaken."""
 
     token: Token  # of the group that waits
@@ -495,7 +495,7 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Publish:
+class NotifyOutcome:
     """Tell the session's nodes what became of an attempt; `error` if it was dropped."""
 
     attempt: AttemptId
@@ -506,11 +506,11 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NameStep:
+class AnnounceSaveStep:
     """Show these nodes' ranks the step after which all of them save; nobody answers."""
 
-    age: Age
-    agreed: AgreedStep
+    session_key: SessionKey
+    signal: SaveSignal
     nodes: tuple[str, ...]
 
 
@@ -560,7 +560,7 @@ class DeleteOrphans:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeleteStrays:
+class DeleteLocalOrphans:
     """Folders on a node that belong to no live checkpoint and no running attempt."""
 
     node_id: str
@@ -608,7 +608,7 @@ class Supersede:
     """Another service owns the run: these nodes end their session with `error`."""
 
     nodes: tuple[str, ...]
-    age: Age
+    session_key: SessionKey
     error: CheckpointError
 
 
@@ -632,19 +632,19 @@ class StepDown:
 
 Effect: TypeAlias = (
     Append
-    | AskInventory
+    | RequestInventory
     | StartSession
     | Reply
     | Fail
-    | Publish
-    | NameStep
+    | NotifyOutcome
+    | AnnounceSaveStep
     | Replicate
     | Drain
     | WriteDescription
     | Delete
     | SweepRemote
     | DeleteOrphans
-    | DeleteStrays
+    | DeleteLocalOrphans
     | Evict
     | PutAway
     | CloseRun

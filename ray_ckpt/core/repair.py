@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from ray_ckpt.core.budget import Budget
 from ray_ckpt.core.context import Holders
 from ray_ckpt.core.links import Links
 from ray_ckpt.core.messages import ReplicaEnded, Replicate
 from ray_ckpt.core.placement import domain_of
+from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.types import CheckpointInfo, Level
 
 MAX_ACTIVE = 8  # copies under way: the network is the training's first
@@ -38,7 +38,7 @@ class _Need:
     """A fragment with too few copies on nodes that stay."""
 
     checkpoint: CheckpointInfo
-    age: int  # 0: the newest
+    session_key: int  # 0: the newest
     node_index: int
     staying: frozenset[str]  # its holders, without those that leave
     leaving: frozenset[str]
@@ -47,11 +47,11 @@ class _Need:
     @property
     def urgency(self) -> tuple[bool, int, int, int]:
         """What only leaving nodes hold comes first of all, then the newest checkpoint, then the rarest."""
-        return bool(self.staying), self.age, len(self.staying), self.node_index
+        return bool(self.staying), self.session_key, len(self.staying), self.node_index
 
 
 @dataclass(slots=True)
-class _Trouble:
+class _Problem:
     """Failed copies of one fragment. Nobody can tell whose fault it was: source and holder are blamed."""
 
     blame: Counter[str] = field(default_factory=Counter)  # failures per node
@@ -60,7 +60,7 @@ class _Trouble:
 
 
 @dataclass(frozen=True, slots=True)
-class _Underway:
+class _ActiveCopy:
     started_s: float
     taken_bytes: float  # from the budget
 
@@ -70,8 +70,8 @@ class Repairs:
 
     def __init__(self) -> None:
         self.deficit = 0  # copies that were missing at the last look, of fragments that are somewhere
-        self._active: dict[Replicate, _Underway] = {}
-        self._trouble: dict[tuple[str, int], _Trouble] = {}
+        self._active: dict[Replicate, _ActiveCopy] = {}
+        self._problem: dict[tuple[str, int], _Problem] = {}
 
     def assign(
         self,
@@ -104,7 +104,7 @@ class Repairs:
                 nbytes = need.checkpoint.size_bytes / need.checkpoint.num_nodes
                 if need.staying and not budget.take(nbytes, now_s):  # what is about to be lost waits for none
                     return
-                self._active[copy] = _Underway(now_s, nbytes if need.staying else 0.0)
+                self._active[copy] = _ActiveCopy(now_s, nbytes if need.staying else 0.0)
                 load[copy.holder] += 1
                 yield copy
 
@@ -139,17 +139,17 @@ class Repairs:
     ) -> Replicate | None:
         """The next copy of a fragment, from where to where. None if it has to wait or nobody can take it."""
         attempt, index = need.checkpoint.id, need.node_index
-        trouble = self._trouble.get((attempt.attempt, index), _Trouble())
-        if now_s < trouble.not_before_s:
+        problem = self._problem.get((attempt.attempt, index), _Problem())
+        if now_s < problem.not_before_s:
             return None
         copies = need.staying | self._on_their_way(need)
-        others = {n for n in staying - copies if trouble.blame[n] < MAX_TRIES}
+        others = {n for n in staying - copies if problem.blame[n] < MAX_TRIES}
         sending = Counter(copy.source for copy in self._active)
-        for source in sorted(need.staying or need.leaving, key=lambda n: (trouble.blame[n], sending[n], n)):
+        for source in sorted(need.staying or need.leaving, key=lambda n: (problem.blame[n], sending[n], n)):
             if reached := [n for n in others if links.works(source, n, now_s)]:
                 taken = {domain_of(node, domains) for node in copies}
                 holder = min(
-                    reached, key=lambda n: (domain_of(n, domains) in taken, trouble.blame[n], load[n], n)
+                    reached, key=lambda n: (domain_of(n, domains) in taken, problem.blame[n], load[n], n)
                 )
                 return Replicate(attempt=attempt, node_index=index, source=source, holder=holder)
         return None
@@ -159,10 +159,10 @@ class Repairs:
         return frozenset(c.holder for c in self._active if (c.attempt, c.node_index) == where)
 
     def _failed(self, copy: Replicate, now_s: float) -> None:
-        trouble = self._trouble.setdefault((copy.attempt.attempt, copy.node_index), _Trouble())
-        trouble.blame.update((copy.source, copy.holder))
-        trouble.not_before_s = now_s + trouble.pause_s
-        trouble.pause_s = min(2 * trouble.pause_s, MAX_RETRY_S)
+        problem = self._problem.setdefault((copy.attempt.attempt, copy.node_index), _Problem())
+        problem.blame.update((copy.source, copy.holder))
+        problem.not_before_s = now_s + problem.pause_s
+        problem.pause_s = min(2 * problem.pause_s, MAX_RETRY_S)
 
     def _expire(self, now_s: float) -> None:
         for copy, underway in list(self._active.items()):
@@ -172,20 +172,20 @@ class Repairs:
 
     def _forget_others(self, attempts: Set[str]) -> None:
         """Copies under way of checkpoints that need none any more keep their place until they end."""
-        self._trouble = {key: trouble for key, trouble in self._trouble.items() if key[0] in attempts}
+        self._problem = {key: problem for key, problem in self._problem.items() if key[0] in attempts}
 
 
 def _needs(
     checkpoints: Sequence[CheckpointInfo], holders: Holders, staying: Set[str], wanted: int
 ) -> Iterator[_Need]:
     """Fragments that are somewhere, and on fewer than `wanted` nodes that stay."""
-    for age, checkpoint in enumerate(checkpoints):
+    for session_key, checkpoint in enumerate(checkpoints):
         for index in range(checkpoint.num_nodes):
             held = holders.of(checkpoint.id.attempt, index) & holders.live
             if held and len(held & staying) < wanted:
                 yield _Need(
                     checkpoint=checkpoint,
-                    age=age,
+                    session_key=session_key,
                     node_index=index,
                     staying=held & staying,
                     leaving=held - staying,

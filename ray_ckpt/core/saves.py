@@ -38,7 +38,7 @@ class Saves:
         self._captures = Captures()
         self._idle_since_s: dict[int, float] = {}  # ranks that attempts lack and that have not begun
         self._looked_s = 0.0
-        self._age: m.Age = (0, 0)  # of the session that these three are of
+        self._session_key: m.SessionKey = (0, 0)  # of the session that these three are of
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
         self.last_save_s = 0.0  # from the beginning of the last save to its commit; 0: there was none
         self._ended_step = 0  # the highest step of the session whose attempt was committed or dropped
@@ -86,7 +86,7 @@ class Saves:
         plan, lineage = self._context.plan, self._context.history.lineage()
         if plan is None or not lineage:
             return 0
-        own = [c.step for c in lineage if (c.id.epoch, c.id.session) == plan.age]
+        own = [c.step for c in lineage if (c.id.epoch, c.id.session) == plan.session_key]
         return max(own, default=plan.resume.checkpoint.step if plan.resume else 0)
 
     def __bool__(self) -> bool:
@@ -96,8 +96,8 @@ class Saves:
     def step_s(self) -> float:
         """Seconds that a step takes, of late; 0 if no rank has told."""
         self._enter_session()
-        told = [progress.step_s for progress, _ in self._progress.values() if progress.step_s > 0]
-        return statistics.median(told) if told else 0.0
+        reported = [progress.step_s for progress, _ in self._progress.values() if progress.step_s > 0]
+        return statistics.median(reported) if reported else 0.0
 
     @property
     def latency_s(self) -> float:
@@ -126,15 +126,20 @@ class Saves:
 
     def _enter_session(self) -> None:
         """What ranks have said counts for their own session."""
-        age = self._context.plan.age if self._context.plan else (0, 0)
-        if age != self._age:
-            self._age, self._saved_before, self._progress, self._ended_step = age, set(), {}, 0
+        session_key = self._context.plan.session_key if self._context.plan else (0, 0)
+        if session_key != self._session_key:
+            self._session_key, self._saved_before, self._progress, self._ended_step = (
+                session_key,
+                set(),
+                {},
+                0,
+            )
             self._num_ended = self._num_skipped = 0
             self._captures, self._idle_since_s = Captures(), {}
 
     def _note_end(self, attempt: AttemptId) -> None:
         self._enter_session()
-        if (attempt.epoch, attempt.session) == self._age:
+        if (attempt.epoch, attempt.session) == self._session_key:
             self._ended_step = max(self._ended_step, attempt.step)
             self._num_ended += 1
 
@@ -158,7 +163,7 @@ class Saves:
         if current is None:
             return
         session = (current.opened_by, current.session)
-        parts: dict[AttemptId, dict[int, tuple[str, m.HeldFragment]]] = {}
+        parts: dict[AttemptId, dict[int, tuple[str, m.StoredFragment]]] = {}
         for node in sorted(inventories):
             for held in inventories[node].fragments:
                 mine = (held.attempt.epoch, held.attempt.session) == session
@@ -292,7 +297,7 @@ class Saves:
         if attempt.run_uid != history.run_uid:
             return True
         plan, current = self._context.plan, history.session
-        newest = plan.age if plan else (current.opened_by, current.session) if current else (0, 0)
+        newest = plan.session_key if plan else (current.opened_by, current.session) if current else (0, 0)
         return (attempt.epoch, attempt.session) < newest
 
     def replica_ended(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
@@ -359,22 +364,22 @@ class Saves:
         self._num_skipped += 1
         if self._num_skipped.bit_count() == 1:
             yield m.Warn(
-                text=f"{self._num_skipped} of {self._num_ended} saves of session {self._age[1]} were skipped "
-                "because the save before was still being written: save less often, or see where the time "
-                "goes with `ray-ckpt show`."
+                text=f"{self._num_skipped} of {self._num_ended} saves of session {self._session_key[1]} were "
+                "skipped because the save before was still being written: save less often, or see where "
+                "the time goes with `ray-ckpt show`."
             )
 
     def progressed(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
         """Ranks that are past a step without saving it prove that the save was not collective."""
         plan = self._context.plan
         self._enter_session()
-        if plan is None or event.age != plan.age:
+        if plan is None or event.session_key != plan.session_key:
             return
         now_s = self._context.now_s
         self._progress |= {rank: (progress, now_s) for rank, progress in event.ranks.items()}
-        captured = [told for told in event.captured if self._may_open(told.attempt)]
-        self._captures.told(captured, event.ranks, now_s)
-        self._saved_before |= {rank for told in captured for rank in told.ranks}
+        captured = [reported for reported in event.captured if self._may_open(reported.attempt)]
+        self._captures.reported(captured, event.ranks, now_s)
+        self._saved_before |= {rank for reported in captured for rank in reported.ranks}
         for attempt in [a for a in self._attempts.values() if not a.committing]:
             step = attempt.id.step
             passed = {k for k, p in event.ranks.items() if self._captures.has_passed(p, step)}
@@ -397,10 +402,10 @@ class Saves:
     def _why_incomplete(self, attempt: Attempt, limit_s: float) -> CheckpointError:
         """Misuse only if ranks say themselves that they go on without saving; else they are slow or gone."""
         missing = self._missing(attempt.id)
-        idle = [k for k in missing if self._stays_out(k)]
+        idle = [k for k in missing if self._skips(k)]
         if idle:
             return self._why_missed(attempt, idle)
-        where = f"; {where_text(missing[0], self.told())}" if missing else ""
+        where = f"; {where_text(missing[0], self.reported())}" if missing else ""
         ranks = ranks_text(missing or attempt.missing_ranks)
         return Unavailable(f"Rank(s) {ranks} did not finish it within {limit_s:.0f} s{where}.")
 
@@ -411,7 +416,7 @@ class Saves:
         self._enter_session()
         for attempt, since_s, missing in self._lacking():
             if since_s >= AWAITED_AFTER_S:
-                yield awaited_save(attempt.step, missing, since_s, self.told())
+                yield awaited_save(attempt.step, missing, since_s, self.reported())
 
     def _lacking(self) -> Iterator[tuple[AttemptId, float, tuple[int, ...]]]:
         """Attempts that some ranks have captured and others have not: since how many seconds, and which."""
@@ -445,18 +450,18 @@ class Saves:
     def _end_misuse(self) -> Iterator[m.Effect]:
         """Drop attempts that ranks will never take part in, by what they tell of themselves."""
         self._enter_session()
-        told, lacking, now_s = self.told(), list(self._lacking()), self._context.now_s
+        reported, lacking, now_s = self.reported(), list(self._lacking()), self._context.now_s
         self._idle_since_s = {  # over all attempts: a node forgets the older ones of many
             k: min(self._idle_since_s.get(k, now_s), now_s - since_s)
             for _, since_s, missing in lacking
             for k in missing
-            if self._stays_out(k)
+            if self._skips(k)
         }
         for id_, _, missing in lacking:
             missed = [
                 k
                 for k in missing
-                if (k in told and self._captures.has_passed(told[k], id_.step))
+                if (k in reported and self._captures.has_passed(reported[k], id_.step))
                 or self._never_comes(k, id_.step)
             ]
             if missed and (attempt := self._find(id_)) is not None:
@@ -470,7 +475,7 @@ class Saves:
         is_far_behind = self._progress[rank][0].step + 2 <= step
         return is_far_behind or since_s > self._context.options.attempt_timeout_s
 
-    def told(self) -> dict[int, m.RankProgress]:
+    def reported(self) -> dict[int, m.RankProgress]:
         """Where ranks are, by their last words."""
         return {rank: progress for rank, (progress, _) in self._progress.items()}
 
@@ -479,16 +484,18 @@ class Saves:
         if self._may_be_agreed(attempt.id):
             ranks = ", ".join(map(str, missed))
             return Unavailable(f"Rank(s) {ranks} had passed step {attempt.id.step} when it was named.")
-        return _not_collective(attempt, missed, where_text(missed[0], self.told()))
+        return _not_collective(attempt, missed, where_text(missed[0], self.reported()))
 
     def _may_be_agreed(self, attempt: AttemptId) -> bool:
         """It was named by this coordinator, or may have been by the one before, whose words are nowhere."""
-        context, age = self._context, (attempt.epoch, attempt.session)
+        context, session_key = self._context, (attempt.epoch, attempt.session)
         every = context.options.steps_between_saves
         is_by_number = every is not None and attempt.step % every == 0
-        return (age, attempt.step) in context.agreed_steps or (age == context.found_age and not is_by_number)
+        return (session_key, attempt.step) in context.save_signals or (
+            session_key == context.found_session_key and not is_by_number
+        )
 
-    def _stays_out(self, rank: int) -> bool:
+    def _skips(self, rank: int) -> bool:
         """The rank lives, has never saved in this session and has completed no step that it told of."""
         progress, told_s = self._progress.get(rank, (None, 0.0))
         if progress is None or self._context.now_s - told_s > FRESH_PROGRESS_S:
@@ -642,7 +649,7 @@ class Saves:
             if op not in context.ledger.pending:
                 context.ledger.append(op)
 
-    def shed(self) -> Iterator[m.Effect]:
+    def drop_excess(self) -> Iterator[m.Effect]:
         """The store is silent: keep the newest commits waiting, drop the others."""
         queue = self._context.ledger.waiting()
         built_on = {op.resumed_from for op in queue if isinstance(op, r.Session)}
@@ -669,12 +676,12 @@ class Saves:
 
     def _publish(
         self, attempt: AttemptId, level: Level | None, error: CheckpointError | None, nodes: tuple[str, ...]
-    ) -> m.Publish:
+    ) -> m.NotifyOutcome:
         epoch = self._context.ledger.epoch
-        return m.Publish(attempt=attempt, level=level, error=error, nodes=nodes, epoch=epoch)
+        return m.NotifyOutcome(attempt=attempt, level=level, error=error, nodes=nodes, epoch=epoch)
 
 
-def _stored(held: m.HeldFragment, node: str) -> m.NodeStored:
+def _stored(held: m.StoredFragment, node: str) -> m.NodeStored:
     return m.NodeStored(
         attempt=held.attempt,
         node_index=held.node_index,

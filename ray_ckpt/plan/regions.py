@@ -32,14 +32,14 @@ class Cut:
     strides: int = 1
 
 
-class Part(NamedTuple):
+class Region(NamedTuple):
     """A box of the global tensor, and where it begins in the rank's own tensor."""
 
     box: Box
     local_offset: tuple[int, ...]
 
 
-def cut_parts(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+def cut_parts(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[tuple[int, ...], tuple[Region, ...]]:
     """The shape of what is left of a tensor of `shape` after `cuts`, in their order, and its boxes.
 
     A chunk is a torch.chunk: all but the last ones have ceil(size / count) indices, the last may have none.
@@ -51,17 +51,17 @@ def cut_parts(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[tuple[int, ...
         spans[cut.dim] = _joined(span for piece in pieces for span in _chunk(piece, cut.count, cut.index))
     local_shape = tuple(_size(found) for found in spans)
     if not prod(local_shape):
-        whole = Part(((0,) * len(shape), tuple(shape)), (0,) * len(shape))
+        whole = Region(((0,) * len(shape), tuple(shape)), (0,) * len(shape))
         return local_shape, () if prod(shape) else (whole,)
     return local_shape, tuple(_parts(spans))
 
 
-def flat_parts(shape: Sequence[int], start: int, stop: int) -> tuple[Part, ...]:
+def flat_parts(shape: Sequence[int], start: int, stop: int) -> tuple[Region, ...]:
     """The boxes of the elements number `start` to `stop` - 1 of a C-contiguous tensor, in their order.
 
     `local_offset` has one number, from `start` on. At most 2 * len(shape) - 1 boxes.
     """
-    return tuple(Part(box, (first - start,)) for box, first in _flat(tuple(shape), start, stop))
+    return tuple(Region(box, (first - start,)) for box, first in _flat(tuple(shape), start, stop))
 
 
 def _flat(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
@@ -118,7 +118,7 @@ def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def _parts(spans: Sequence[Sequence[Span]]) -> Iterator[Part]:
+def _parts(spans: Sequence[Sequence[Span]]) -> Iterator[Region]:
     placed: list[list[tuple[Span, int]]] = []
     for along in spans:
         local, found = 0, []
@@ -129,4 +129,4 @@ def _parts(spans: Sequence[Sequence[Span]]) -> Iterator[Part]:
     for chosen in product(*placed):
         offset = tuple(start for (start, _), _ in chosen)
         size = tuple(length for (_, length), _ in chosen)
-        yield Part((offset, size), tuple(local for _, local in chosen))
+        yield Region((offset, size), tuple(local for _, local in chosen))

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ray_ckpt.errors import CheckpointError, CorruptionError, FormatError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
-from ray_ckpt.restore.sources import Disk, Mapped, Peer, Peers, Remote, Way
+from ray_ckpt.restore.sources import ByteSource, Disk, Mapped, Peer, Peers, Remote
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.texts import tier_text
 from ray_ckpt.transport.credentials import Credentials
@@ -58,7 +58,7 @@ GAP_BYTES: Mapping[Tier, int] = {
 }  # between rows: reading over it costs less than another request
 FETCH_BYTES = 256 << 20  # asked of the node's agent at a time
 PROGRESS_S = 1.0  # between two calls of `progress`
-SAY_EVERY_S = 5.0  # between two lines about a long restore
+LOG_EVERY_S = 5.0  # between two lines about a long restore
 MAX_REJECTED = 200  # notes kept about bad rows and sources; the rest would say the same
 
 Place: TypeAlias = tuple[str, int]  # of a row: its file, and where its bytes begin in it
@@ -237,10 +237,12 @@ class SourceReader:
             if turn < len(sources):
                 source = sources[turn]
                 tally = _Tally(file, source.tier, source.where)
-                jobs += _extents(self._way(source, file), tally, [(r.byte_offset, r) for r in left[file]])
+                jobs += _extents(
+                    self._byte_source(source, file), tally, [(r.byte_offset, r) for r in left[file]]
+                )
         return jobs
 
-    def _way(self, source: Source, file: str) -> Way:
+    def _byte_source(self, source: Source, file: str) -> ByteSource:
         if source.tier == "peer":
             name = FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=file)
             return Peer(self._peers, source.endpoint, name)
@@ -367,7 +369,7 @@ class SourceReader:
         while job.left:
             start, row = job.left[0]
             pieces.skip(_gap(at, start, job.gap_bytes))
-            sink = self._bring(row, pieces, sink_for)
+            sink = self._read_intact(row, pieces, sink_for)
             job.left.popleft()
             at = start + row.nbytes
             if sink is not None:
@@ -377,7 +379,7 @@ class SourceReader:
                 self._reject(f"{row.file}: {row.label} on {where}: wrong digest")
         pieces.end()
 
-    def _bring(self, row: ManifestRow, pieces: _Pieces, sink_for: SinkFor) -> Sink | None:
+    def _read_intact(self, row: ManifestRow, pieces: _Pieces, sink_for: SinkFor) -> Sink | None:
         """The next row's bytes into a sink; None if they are not what was saved."""
         whole = pieces.whole(row.nbytes)
         if whole is not None:  # the way of thousands of small rows
@@ -401,24 +403,24 @@ class SourceReader:
 
 
 class ProgressLog:
-    """Says how far a restore is, every SAY_EVERY_S once it takes longer than that."""
+    """Says how far a restore is, every LOG_EVERY_S once it takes longer than that."""
 
     def __init__(
         self, step: int, *, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._step = step
-        self._say = say
+        self._log = say
         self._clock = clock
-        self._said_s = clock()
-        self._said_bytes = 0
+        self._logged_s = clock()
+        self._logged_bytes = 0
 
     def __call__(self, done_bytes: int, total_bytes: int, tier: Tier) -> None:
         now_s = self._clock()
-        if now_s - self._said_s < SAY_EVERY_S:
+        if now_s - self._logged_s < LOG_EVERY_S:
             return
-        rate = max(0, done_bytes - self._said_bytes) / (now_s - self._said_s)
-        self._said_s, self._said_bytes = now_s, done_bytes
-        self._say(
+        rate = max(0, done_bytes - self._logged_bytes) / (now_s - self._logged_s)
+        self._logged_s, self._logged_bytes = now_s, done_bytes
+        self._log(
             f"restoring step {self._step}: {done_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB, "
             f"{rate / 1e9:.2g} GB/s, from {tier_text(tier)}"
         )
@@ -456,7 +458,7 @@ class _Tally:
 class _Job:
     """Rows that one thread reads from one source: each with where its bytes begin there, in that order."""
 
-    way: Way
+    way: ByteSource
     tally: _Tally
     left: deque[tuple[int, ManifestRow]]
     done: list[ManifestRow] = field(default_factory=list)
@@ -466,7 +468,7 @@ class _Job:
         return GAP_BYTES[self.tally.tier]
 
 
-def _extents(way: Way, tally: _Tally, placed: Sequence[tuple[int, ManifestRow]]) -> Iterator[_Job]:
+def _extents(way: ByteSource, tally: _Tally, placed: Sequence[tuple[int, ManifestRow]]) -> Iterator[_Job]:
     """Jobs of about an extent's bytes; a larger row is one alone."""
     limit = EXTENT_BYTES["memory" if isinstance(way, Mapped) else tally.tier]
     part: deque[tuple[int, ManifestRow]] = deque()
@@ -591,11 +593,11 @@ class _Meter:
         self._progress = progress
         self._lock = threading.Lock()
         self._done = self._total = 0
-        self._told_s = 0.0
+        self._reported_s = 0.0
         self.tier: Tier = "memory"
 
     def begin(self, total_bytes: int) -> None:
-        self._done, self._total, self._told_s = 0, total_bytes, time.monotonic()
+        self._done, self._total, self._reported_s = 0, total_bytes, time.monotonic()
 
     def add(self, nbytes: int) -> None:
         with self._lock:
@@ -603,6 +605,6 @@ class _Meter:
 
     def report(self) -> None:
         now_s = time.monotonic()
-        if self._progress is not None and now_s - self._told_s >= PROGRESS_S:
-            self._told_s = now_s
+        if self._progress is not None and now_s - self._reported_s >= PROGRESS_S:
+            self._reported_s = now_s
             self._progress(min(self._done, self._total), self._total, self.tier)

@@ -25,7 +25,7 @@ PEER_TRIES = 2  # a connection may break once; then the peer is gone for this re
 Blocks: TypeAlias = Generator[memoryview, None, None]
 
 
-class Way(Protocol):
+class ByteSource(Protocol):
     """How the bytes of one file come from one source. Shared by the threads that read it."""
 
     tries: int
@@ -164,7 +164,7 @@ class Peer:
         pass
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        with self._peers.lend(self._endpoint) as peer:
+        with self._peers.acquire(self._endpoint) as peer:
             slowest = self._peers.slowest_bytes_per_s
             yield from peer.read(self._name, ranges, slowest_bytes_per_s=slowest)
 
@@ -185,7 +185,7 @@ class Peers:
         self.gone: set[str] = set()  # endpoints that this restore waits for no more
 
     @contextlib.contextmanager
-    def lend(self, endpoint: str) -> Iterator[PeerClient]:
+    def acquire(self, endpoint: str) -> Iterator[PeerClient]:
         if self._credentials is None:
             raise Unavailable("There are no credentials for peers.", refused=True)
         with self._lock:

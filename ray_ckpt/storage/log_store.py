@@ -38,7 +38,7 @@ TRIM_AFTER_S = 24 * 3600.0  # age of a snapshot before the records that it cover
 TRIM_BATCH = 2000  # names that one `trim_log` deletes: more than is written between two snapshots
 
 
-class Outcome(enum.Enum):
+class CreateResult(enum.Enum):
     """The answer to a create."""
 
     OK = "ok"  # these bytes are there now, durably, under this name
@@ -54,7 +54,7 @@ class LogStore(Protocol):
     answer was unclear; it raises nothing. Nothing is promised about how long a call takes.
     """
 
-    def create(self, name: str, data: bytes) -> Outcome: ...
+    def create(self, name: str, data: bytes) -> CreateResult: ...
 
     def read(self, name: str) -> bytes | None:
         """The object's bytes, None if it is not there; OSError if that cannot be told.
@@ -78,8 +78,8 @@ class MemoryLogStore:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
 
-    def create(self, name: str, data: bytes) -> Outcome:
-        return Outcome.OK if self.objects.setdefault(name, data) == data else Outcome.EXISTS
+    def create(self, name: str, data: bytes) -> CreateResult:
+        return CreateResult.OK if self.objects.setdefault(name, data) == data else CreateResult.EXISTS
 
     def read(self, name: str) -> bytes | None:
         return self.objects.get(name)
@@ -103,7 +103,7 @@ class PosixLogStore:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def create(self, name: str, data: bytes) -> Outcome:
+    def create(self, name: str, data: bytes) -> CreateResult:
         temporary: Path | None = None
         try:
             temporary = files.write_temporary(self._directory, [data])
@@ -115,12 +115,12 @@ class PosixLogStore:
             with contextlib.suppress(OSError):
                 if temporary is not None:
                     temporary.unlink()
-        outcome = compare(self, name, data, absent=Outcome.UNKNOWN)
-        if outcome is Outcome.OK:
+        outcome = compare(self, name, data, absent=CreateResult.UNKNOWN)
+        if outcome is CreateResult.OK:
             try:
                 files.fsync_dir(self._directory)
             except OSError:
-                return Outcome.UNKNOWN
+                return CreateResult.UNKNOWN
         return outcome
 
     def read(self, name: str) -> bytes | None:
@@ -148,17 +148,17 @@ def max_bytes(name: str) -> int:
     return MAX_SNAPSHOT_BYTES if names.snapshot_seq(name) is not None else MAX_RECORD_BYTES
 
 
-def compare(store: LogStore, name: str, data: bytes, *, absent: Outcome) -> Outcome:
+def compare(store: LogStore, name: str, data: bytes, *, absent: CreateResult) -> CreateResult:
     """What a create of `data` has come to, by what is there now."""
     try:
         there = store.read(name)
     except FormatError:
-        return Outcome.EXISTS
+        return CreateResult.EXISTS
     except OSError:
-        return Outcome.UNKNOWN
+        return CreateResult.UNKNOWN
     if there is None:
         return absent
-    return Outcome.OK if there == data else Outcome.EXISTS
+    return CreateResult.OK if there == data else CreateResult.EXISTS
 
 
 def probe(directory: Path) -> None:
@@ -186,7 +186,7 @@ def probe_store(store: LogStore, *, where: str) -> None:
         gone = store.read(name) is None and name not in store.list(PROBE_PREFIX)
     except OSError as error:
         raise not_writable(where, error) from error
-    if (first, second, kept) != (Outcome.OK, Outcome.EXISTS, b"1"):
+    if (first, second, kept) != (CreateResult.OK, CreateResult.EXISTS, b"1"):
         raise StoragePathError(
             f"{where} cannot hold a commit log: create gave {first.value}, "
             f"a second create of the same name {second.value}.",
@@ -298,23 +298,23 @@ def _read_covered(store: LogStore, seq: int, wanted: str) -> LogRecord | None:
     return None
 
 
-def create_record(store: LogStore, seq: int, data: bytes) -> Outcome:
+def create_record(store: LogStore, seq: int, data: bytes) -> CreateResult:
     """Create record `seq`. EXISTS also if a snapshot covers that number: then others have passed it.
 
     The snapshots are looked at after the create, so a record that was deleted before it is found out, however
     long this writer was stalled.
     """
     outcome = store.create(names.record_file(seq), data)
-    if outcome is not Outcome.OK:
+    if outcome is not CreateResult.OK:
         return outcome
     try:
         covered = any(snapshot >= seq for snapshot in _snapshots(store))
     except OSError:
-        return Outcome.UNKNOWN
-    return Outcome.EXISTS if covered else Outcome.OK
+        return CreateResult.UNKNOWN
+    return CreateResult.EXISTS if covered else CreateResult.OK
 
 
-def write_snapshot(store: LogStore, snapshot: LogSnapshot) -> Outcome:
+def write_snapshot(store: LogStore, snapshot: LogSnapshot) -> CreateResult:
     """Store a snapshot of what is in the log; EXISTS is as good, since its records are the same.
 
     FormatError if the history is too large for one; the log then goes on without.

@@ -1,4 +1,4 @@
-"""Coordinator processes: what `actors/coordinator.py` does around a RunMachine, and how messages arrive."""
+"""Coordinator processes: what `actors/coordinator` does around a RunMachine, and how messages arrive."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node as n
-from ray_ckpt.core.claim import check_claim
-from ray_ckpt.core.coordinator import RunMachine
+from ray_ckpt.core import node_machine as n
+from ray_ckpt.core.ownership import check_claim
+from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.errors import CheckpointError, RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.storage.log_store import write_snapshot
@@ -22,8 +22,8 @@ from ray_ckpt.testing.parts import (
     Fate,
     Launcher,
     Order,
+    Replied,
     Report,
-    Told,
     Work,
 )
 from ray_ckpt.testing.stores import START_S
@@ -55,7 +55,7 @@ class Coordinators(Nodes):
             self.oracle.group_opened(process.name, event.token)
         if isinstance(event, m.NodeStored):
             self.oracle.told_stored(process.name, event.attempt, event.node_index, event.node_id)
-        if isinstance(event, m.GroupFound | m.GroupOpened | m.InventoryTaken | m.NodesOpened):
+        if isinstance(event, m.GroupRecovered | m.GroupOpened | m.InventoryTaken | m.NodesJoined):
             for node, inventory in event.inventories.items():
                 for held in inventory.fragments:
                     self.oracle.told_stored(process.name, held.attempt, held.node_index, node)
@@ -75,16 +75,16 @@ class Coordinators(Nodes):
                 for node in plan.nodes:
                     self._send_plan(process, node.node_id, plan, ("start", tokens, plan))
             case m.Reply(token=token, value=value):
-                if isinstance(value, m.MetAnswer):
-                    self.oracle.met(name, self.meetings[token], value)
-                self.wire.append(Told(token, value, None))
+                if isinstance(value, m.BarrierAnswer):
+                    self.oracle.met(name, self.barriers[token], value)
+                self.wire.append(Replied(token, value, None))
             case m.Fail(token=token, error=failure):
-                self.wire.append(Told(token, None, failure))
-            case m.Publish(attempt=attempt, level=level, error=failed, nodes=nodes):
+                self.wire.append(Replied(token, None, failure))
+            case m.NotifyOutcome(attempt=attempt, level=level, error=failed, nodes=nodes):
                 if isinstance(failed, SaveNotCollective):
                     self.oracle.accused(attempt, self.now_s - self.saved_at_s[attempt.attempt], self.options)
                 self.oracle.gives_up(name, attempt, failed, process.machine.live_nodes)
-                told = n.Published(attempt=attempt, level=level, error=failed, epoch=effect.epoch)
+                told = n.OutcomeNotified(attempt=attempt, level=level, error=failed, epoch=effect.epoch)
                 self.wire += [Order(node_told, told, name) for node_told in nodes]
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
                 copy = n.CopyOrdered(attempt=attempt, node_index=index, holder=holder, epoch=epoch)
@@ -92,18 +92,18 @@ class Coordinators(Nodes):
             case m.Delete(attempt=gone, directory=directory, place=place) if place != m.REMOTE:
                 order = n.DeleteOrdered(directories=(directory,), epoch=epoch)
                 self.wire.append(Order(place, order, name, ("delete", gone)))
-            case m.DeleteStrays(node_id=place, directories=directories):
+            case m.DeleteLocalOrphans(node_id=place, directories=directories):
                 self.wire.append(Order(place, n.DeleteOrdered(directories=directories, epoch=epoch), name))
             case m.Evict(attempt=attempt, node_id=place):
                 order = n.DeleteOrdered(directories=(attempt.directory,), epoch=epoch)
                 self.wire.append(Order(place, order, name))
-            case m.Supersede(nodes=nodes, age=age, error=failure):
-                ended = n.SessionEnded(age=age, error=failure, epoch=epoch)
+            case m.Supersede(nodes=nodes, session_key=session_key, error=failure):
+                ended = n.SessionEnded(session_key=session_key, error=failure, epoch=epoch)
                 self.wire += [Order(node_told, ended, name) for node_told in nodes]
             case m.StepDown(error=failure):
                 self._step_down(process, failure)
-            case m.NameStep(age=age, agreed=agreed, nodes=nodes):
-                named = n.StepNamed(age=age, agreed=agreed, epoch=epoch)
+            case m.AnnounceSaveStep(session_key=session_key, signal=signal, nodes=nodes):
+                named = n.SaveStepAnnounced(session_key=session_key, signal=signal, epoch=epoch)
                 self.wire += [Order(node_told, named, name) for node_told in nodes]
             case m.CloseRun():
                 process.is_up = False
@@ -127,7 +127,7 @@ class Coordinators(Nodes):
     def _lose_tokens(self, name: str, error: CheckpointError) -> None:
         for token, (asked, _) in self.waiting.items():
             if asked == name:
-                self.wire.append(Told(token, None, error))
+                self.wire.append(Replied(token, None, error))
 
     def _open_log(self, service: str, *, owner: str | None, raises: bool = False) -> Coordinator | None:
         """Read the log, and claim it if that is allowed."""
@@ -157,7 +157,7 @@ class Coordinators(Nodes):
         error = RunSuperseded("The run was taken over by another service.")
         for plan in plans:
             for node in plan.nodes:
-                ended = n.SessionEnded(age=plan.age, error=error, epoch=history.epoch)
+                ended = n.SessionEnded(session_key=plan.session_key, error=error, epoch=history.epoch)
                 self.wire.append(Order(node.node_id, ended, ""))
         self.current.pop(service, None)
 
@@ -210,7 +210,7 @@ class Coordinators(Nodes):
         )
         launcher.state, launcher.error = "asking", None
         self.waiting[token] = (process.name, launcher)
-        self.oracle.group_asked(event, self)
+        self.oracle.group_requested(event, self)
         self.wire.append(Answer(process.name, (self._seen(frozenset(inventories)), event)))
 
     def _send_plan(
@@ -265,7 +265,7 @@ class Coordinators(Nodes):
         if inventory is None:
             return
         process.opened.add(message.node)
-        self._tell(process.name, m.NodesOpened(inventories={message.node: inventory}))
+        self._tell(process.name, m.NodesJoined(inventories={message.node: inventory}))
         plan = process.machine.plan
         if plan is not None and message.node in {node.node_id for node in plan.nodes}:
             self._send_plan(process, message.node, plan, ())
@@ -273,24 +273,24 @@ class Coordinators(Nodes):
             self.wire.append(Order(message.node, returned, process.name))
 
     def _started(
-        self, process: Coordinator, tokens: tuple[str, ...], plan: m.SessionPlan, node: str, is_told: bool
+        self, process: Coordinator, tokens: tuple[str, ...], plan: m.SessionPlan, node: str, is_reported: bool
     ) -> None:
         """All nodes have the plan: its tokens get it. One has not: they get an error."""
         missing = process.starting.get(tokens)
         if missing is None:
             return
         missing.discard(node)
-        if is_told and missing:
+        if is_reported and missing:
             return
         del process.starting[tokens]
-        error = None if is_told else Unavailable(f"A node did not take session {plan.session}.")
-        self.wire += [Told(token, plan if error is None else None, error) for token in tokens]
+        error = None if is_reported else Unavailable(f"A node did not take session {plan.session}.")
+        self.wire += [Replied(token, plan if error is None else None, error) for token in tokens]
 
     def _report(self, message: Report, fate: Fate) -> None:
         process = self.process_of(message.service)
         if process is None or fate == "lost":
             if message.token:
-                self.wire.append(Told(message.token, None, Unavailable("The coordinator did not answer.")))
+                self.wire.append(Replied(message.token, None, Unavailable("The coordinator did not answer.")))
             return
         if message.token in self.waiting:
             self.waiting[message.token] = (process.name, self.waiting[message.token][1])
@@ -317,7 +317,7 @@ class Coordinators(Nodes):
         error = None if done and fate == "heard" else "time-out"
         answer: m.Event
         match effect:
-            case m.AskInventory(token=token):
+            case m.RequestInventory(token=token):
                 self.now_s += 1  # as long as it takes to ask
                 process = self.coordinators[name]
                 inventories = self._gather(process, frozenset()) if process.is_up else {}

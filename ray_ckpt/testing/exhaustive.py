@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.format.digest import digest
-from ray_ckpt.testing.parts import Coordinator, Create, Launcher, Local, Told
+from ray_ckpt.testing.parts import Coordinator, Create, Launcher, Local, Replied
 from ray_ckpt.testing.simulator import World
 
 MAX_STATES = 200_000  # of a scene; about 10 KB each
 LONG_S = 70.0  # beyond all time-outs of a save
 MAX_REST = 1_000  # deliveries that a scene's preparation may take
-ATONCE = (Local, Told)
+ATONCE = (Local, Replied)
 
 Step: TypeAlias = tuple[str, tuple[Any, ...]]  # a method of Scene, and what to call it with
 

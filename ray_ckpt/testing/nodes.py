@@ -1,4 +1,4 @@
-"""Nodes with their disks, and the agents on them: what `actors/node_agent.py` does around a NodeMachine."""
+"""Nodes with their disks, and the agents on them: what `actors/agent/actor.py` does around a NodeMachine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node as n
+from ray_ckpt.core import node_machine as n
 from ray_ckpt.errors import RunSuperseded
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.testing.oracle import Oracle
@@ -63,7 +63,7 @@ class Nodes:
         self.pins: dict[m.Token, tuple[str, str]] = {}  # asked for: attempt, owner
         self.annotations: dict[m.Token, tuple[int, str, float]] = {}  # asked for: step, metric, value
         self.drills: set[m.Token] = set()  # that were read; the token is the text of its record, too
-        self.meetings: dict[m.Token, m.RanksMet] = {}  # that members wait for
+        self.barriers: dict[m.Token, m.BarrierReached] = {}  # that members wait for
         self.saved_at_s: dict[str, float] = {}  # attempt -> when the first rank captured it
         self.num_tokens = 0
         self.num_agents = 0
@@ -130,9 +130,9 @@ class Nodes:
                 self.wire.append(Local(name, agent.number, effect, file))
             case n.SendCopy():
                 self.wire.append(Local(name, agent.number, effect, at_s=self.now_s + self.copy_s))
-            case n.WriteFragment() | n.DeleteFolder() | n.ProbePeer():
+            case n.WriteFragment() | n.DeleteFolder() | n.CheckPeer():
                 self.wire.append(Local(name, agent.number, effect))
-            case n.TellStored():
+            case n.ReportStored():
                 stored = m.NodeStored(
                     attempt=effect.attempt,
                     node_index=effect.node_index,
@@ -143,7 +143,7 @@ class Nodes:
                     epoch=effect.epoch,
                 )
                 self.wire.append(Report(service, stored))
-            case n.TellCopied():
+            case n.ReportCopied():
                 copied = m.ReplicaEnded(
                     attempt=effect.attempt,
                     node_index=effect.node_index,
@@ -154,21 +154,21 @@ class Nodes:
                     is_unreachable=effect.is_unreachable,
                 )
                 self.wire.append(Report(service, copied))
-            case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
+            case n.ReportRefused(attempt=attempt, ranks=ranks, reason=reason):
                 refused = m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
                 self.wire.append(Report(service, refused))
             case n.Release(rank=rank):
                 for member in self._members(name):
                     member.busy.discard(rank)
-            case n.Settle(attempt=attempt, level=level, error=error):
+            case n.ResolveSave(attempt=attempt, level=level, error=error):
                 self.oracle.settled(attempt, level)
                 if agent.machine.is_deleted(attempt.attempt):
                     self.oracle.gave_up(attempt, agent.machine.epoch)
                 for member in self._members(name) if isinstance(error, RunSuperseded) else ():
                     if member.plan is not None and member.plan.has(attempt):
                         member.state = "ended"
-            case n.ShowStep(agreed=agreed):
-                agent.shown = agreed
+            case n.ShowSaveSignal(signal=signal):
+                agent.shown = signal
             case n.ForgetRun(kept=kept):
                 for directory in sorted(node.disk.folders):
                     if directory not in kept:
@@ -218,7 +218,7 @@ class Nodes:
                     is_unreachable=is_silent,
                 )
                 self._agent_does(node.name, ended)
-            case n.ProbePeer(peer=peer):
+            case n.CheckPeer(peer=peer):
                 self._agent_does(node.name, n.PeerReturned(peer=peer))
             case n.DeleteFolder(directory=directory):
                 self.oracle.deletes(node.disk, directory, self.storage)

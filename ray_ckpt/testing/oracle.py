@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from ray_ckpt.config import RunOptions, resume_step
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.messages import (
-    Age,
+    BarrierAnswer,
+    BarrierReached,
     DeleteOrphans,
     GroupOpened,
-    MetAnswer,
-    RanksMet,
+    SessionKey,
     SessionPlan,
 )
 from ray_ckpt.core.saves import STAYS_OUT_S
@@ -80,8 +80,10 @@ class Oracle:
     annotated: dict[tuple[str, str], float] = field(default_factory=dict)  # attempt, metric -> last value
     annotations: set[tuple[int, str, float]] = field(default_factory=set)  # in the log: step, metric, value
     drilled: set[str] = field(default_factory=set)  # texts of the drills in the log
-    come: dict[tuple[Age, int], set[int]] = field(default_factory=dict)  # ranks, by barrier
-    answers: dict[tuple[str, Age, int], MetAnswer] = field(default_factory=dict)  # to those who came
+    come: dict[tuple[SessionKey, int], set[int]] = field(default_factory=dict)  # ranks, by barrier
+    answers: dict[tuple[str, SessionKey, int], BarrierAnswer] = field(
+        default_factory=dict
+    )  # to those who came
     sessions: list[SessionPlan] = field(default_factory=list)  # that ranks have trained in
     writer: str = ""  # of the last epoch
     began_s: float = 0.0  # the world's time that the record of the first session tells
@@ -189,7 +191,7 @@ class Oracle:
         plan = self.plans.get(op.attempt)
         must(plan is not None, "P1", f"nobody has saved {op}")
         assert plan is not None
-        must(self._is_logged(plan), "P3", f"{op} was saved in another session, {plan.age}")
+        must(self._is_logged(plan), "P3", f"{op} was saved in another session, {plan.session_key}")
         steps = [c.step for c in self.history.checkpoints.values() if c.id.session == op.session]
         must(not steps or max(steps) < op.step, "P3", f"{op} comes after step {max(steps, default=0)}")
         for index in range(op.num_nodes):
@@ -220,7 +222,7 @@ class Oracle:
 
     # -- groups and saves ------------------------------------------------------------------------------
 
-    def group_asked(self, event: GroupOpened, world: Nodes) -> None:
+    def group_requested(self, event: GroupOpened, world: Nodes) -> None:
         """Inventory was taken for a group."""
         agents = {name: agent.number for name in event.inventories if (agent := world.nodes[name].agent)}
         self.asked[event.token] = _Opening(event, world.clock, agents)
@@ -292,9 +294,9 @@ class Oracle:
 
     def _session(self, attempt: AttemptId) -> Iterator[AttemptId]:
         """Attempts of the same session that ranks have made, and those in the log."""
-        age = (attempt.epoch, attempt.session)
+        session_key = (attempt.epoch, attempt.session)
         known = [c.id for c in self.history.checkpoints.values()]
-        yield from (a for a in (*self.attempts.values(), *known) if (a.epoch, a.session) == age)
+        yield from (a for a in (*self.attempts.values(), *known) if (a.epoch, a.session) == session_key)
 
     def _is_complete(self, coordinator: str, attempt: AttemptId, live: Set[str] | None = None) -> bool:
         """Return True if that coordinator knows of each part, on nodes of `live` if they are given."""
@@ -315,18 +317,18 @@ class Oracle:
             assert known is not None
             must(known.level >= level, "P6", f"step {attempt.step} was called {level.label} too early")
 
-    def comes(self, event: RanksMet) -> None:
+    def comes(self, event: BarrierReached) -> None:
         """Ranks come to a barrier."""
-        self.come.setdefault((event.age, event.number), set()).update(event.ranks)
+        self.come.setdefault((event.session_key, event.number), set()).update(event.ranks)
 
-    def met(self, coordinator: str, event: RanksMet, answer: MetAnswer) -> None:
+    def met(self, coordinator: str, event: BarrierReached, answer: BarrierAnswer) -> None:
         """Ranks are told whether all have come to a barrier."""
-        what = f"barrier {event.number} of session {event.age}"
-        came = self.come[event.age, event.number]
-        plan = next(plan for plan in reversed(self.sessions) if plan.age == event.age)
+        what = f"barrier {event.number} of session {event.session_key}"
+        came = self.come[event.session_key, event.number]
+        plan = next(plan for plan in reversed(self.sessions) if plan.session_key == event.session_key)
         missing = {rank for node in plan.nodes for rank in node.ranks} - came
         must(bool(answer.missing) or not missing, "P9", f"{what} is entered without ranks {missing}")
-        told = self.answers.setdefault((coordinator, event.age, event.number), answer)
+        told = self.answers.setdefault((coordinator, event.session_key, event.number), answer)
         must(told == answer, "P9", f"{what} is entered by some ranks only")
 
     def accused(self, attempt: AttemptId, since_s: float, options: RunOptions) -> None:
@@ -365,7 +367,7 @@ class Oracle:
             if disk.name in disks:
                 self.failed.setdefault(attempt, set()).add(disk.name)
 
-    def rotted(self, disk: Disk, copy: Copy) -> None:
+    def corrupted(self, disk: Disk, copy: Copy) -> None:
         self.stale = True
         self.failed.setdefault(copy[0], set()).add(disk.name)
 

@@ -7,13 +7,13 @@ from typing import Any, Literal, TypeAlias
 
 from ray_ckpt.config import Resume
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node as n
-from ray_ckpt.core.coordinator import RunMachine
+from ray_ckpt.core import node_machine as n
+from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.errors import CheckpointError
-from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.format.records import LogRecord
+from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.testing.stores import FILE_BYTES, Disk
 from ray_ckpt.types import AttemptId, FileEntry, Fragment
 
@@ -30,7 +30,7 @@ class Agent:
 
     number: int
     machine: n.NodeMachine
-    shown: AgreedStep | None = None  # where its ranks look
+    shown: SaveSignal | None = None  # where its ranks look
 
 
 @dataclass(slots=True)
@@ -158,14 +158,14 @@ class Local:
 
     node: str
     agent: int  # its number; a later one does not go on with it
-    work: n.NodeEvent | n.WriteShard | n.WriteFragment | n.SendCopy | n.DeleteFolder | n.ProbePeer
+    work: n.NodeEvent | n.WriteShard | n.WriteFragment | n.SendCopy | n.DeleteFolder | n.CheckPeer
     file: str = ""  # of a WriteShard
     at_s: float = 0.0  # not before that
     is_silent: bool = False  # a copy whose peer gives no sign of life
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Replied:
     """A reply to whoever waits under this token."""
 
     token: m.Token
@@ -173,7 +173,7 @@ class Told:
     error: CheckpointError | None
 
 
-Message: TypeAlias = Order | Report | Answer | Create | Work | Local | Told
+Message: TypeAlias = Order | Report | Answer | Create | Work | Local | Replied
 NETWORK = (Order, Report, Work)  # may be lost and doubled
 
 
@@ -181,10 +181,10 @@ def file_entry(attempt: AttemptId, name: str) -> FileEntry:
     return FileEntry(name=name, size_bytes=FILE_BYTES, digest=digest(f"{attempt.attempt}/{name}".encode()))
 
 
-def fragment_on_disk(fragment: Fragment) -> m.HeldFragment:
+def fragment_on_disk(fragment: Fragment) -> m.StoredFragment:
     """What an inventory tells of a fragment that has been written."""
     own = file_entry(fragment.attempt, fragment_file(fragment.node_index, fragment.num_nodes))
-    return m.HeldFragment(
+    return m.StoredFragment(
         attempt=fragment.attempt,
         node_index=fragment.node_index,
         num_nodes=fragment.num_nodes,

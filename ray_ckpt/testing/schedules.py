@@ -106,7 +106,7 @@ class Schedule:
             self.agent_revives: 3,
             self.ranks_die: 1,
             self.driver_comes: 1,
-            self.bytes_rot: 1,
+            self.bytes_corrupted: 1,
             self.clock_jumps: 1,
             self.node_drains: 1,
             self.run_finishes: 1,
@@ -119,7 +119,7 @@ class Schedule:
             self.somebody_pins_aside: chance.choice([0, 0, 1]),
             self.log_is_trimmed: chance.choice([0, 0, 0, 1]),
             self.a_day_passes: chance.choice([0, 1]),
-            self.files_come_late: 1,
+            self.files_arrive_late: 1,
         }
         self._what = list(self._weights)
         self._cumulative: list[int] = []
@@ -340,7 +340,7 @@ class Schedule:
         self._tick_all()
         return "a day"
 
-    def files_come_late(self) -> str | None:
+    def files_arrive_late(self) -> str | None:
         """Of a checkpoint whose bytes are gone, or of one that the log never heard of."""
         world, chance = self.world, self.chance
         gone = [c.id for c in world.oracle.history.checkpoints.values() if c.state == "collected"]
@@ -459,7 +459,7 @@ class Schedule:
         if not gone:
             return None
         name = self.chance.choice(gone)
-        self.world.revive(name)
+        self.world.restart_agent(name)
         return f"{name} asks for an agent"
 
     def node_drains(self) -> str | None:
@@ -467,12 +467,12 @@ class Schedule:
         node.is_draining = not node.is_draining
         return f"{node.name} {'is draining' if node.is_draining else 'stays'}"
 
-    def bytes_rot(self) -> str | None:
+    def bytes_corrupted(self) -> str | None:
         there = [(x.name, copy) for x in self.world.nodes.values() if x.is_alive for copy in x.disk.fragments]
         if not there or self.chance.random() < 0.5:
             return None
         name, copy = self.chance.choice(there)
-        self.world.rot(name, copy)
+        self.world.corrupt(name, copy)
         return f"{copy} on {name} rots"
 
     # -- in the end ------------------------------------------------------------------------------------
@@ -563,12 +563,12 @@ class Schedule:
         left = [c.step for c in history.checkpoints.values() if c.state == "retired"]
         must(not left, "P8", f"steps {left} are retired and never collected")
         for _ in range(MAX_TIDYING):
-            if not (strays := self._strays()):
+            if not (orphans := self._orphans()):
                 break
             world.kill_ranks(launcher.name)  # what was left over while it was live goes with the next group
             self._train(launcher)
             self._rest(LONG_S)
-        must(not strays, "P8", f"folders stay on nodes: {strays}")
+        must(not orphans, "P8", f"folders stay on nodes: {orphans}")
         self._check_remote()
         self._check_put_away(launcher)
         world.oracle.check_log(world)
@@ -601,7 +601,7 @@ class Schedule:
         must(not orphans, "P8", f"orphans stay on the storage path: {orphans}")
         must(self.foreign.directory in storage.written_s, "P5", "files of another log are gone")
 
-    def _strays(self) -> list[tuple[str, str]]:
+    def _orphans(self) -> list[tuple[str, str]]:
         """Folders on live nodes that belong to no live checkpoint."""
         live = {c.directory for c in self.world.oracle.history.live()}
         nodes = [self.world.nodes[name] for name in sorted(self.world.live(HOME))]

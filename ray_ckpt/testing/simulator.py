@@ -13,7 +13,7 @@ from typing import Literal
 
 from ray_ckpt.admin import pins
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node as n
+from ray_ckpt.core import node_machine as n
 from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt
@@ -30,8 +30,8 @@ from ray_ckpt.testing.parts import (
     Member,
     Message,
     Order,
+    Replied,
     Report,
-    Told,
     Work,
 )
 from ray_ckpt.testing.stores import START_S, Copy
@@ -60,8 +60,8 @@ class World(Coordinators):
                 self._work(name, effect, fate)
             case Local():
                 self._local(message, fate)
-            case Told():
-                self._told(message)
+            case Replied():
+                self._replied(message)
         self.oracle.check(self)
 
     def can_deliver(self, message: Message) -> bool:
@@ -74,7 +74,7 @@ class World(Coordinators):
                 return process is None or not process.is_frozen
             case Create(is_late=False):
                 return True
-            case Local(node=name, agent=number, work=n.ProbePeer(peer=peer)):
+            case Local(node=name, agent=number, work=n.CheckPeer(peer=peer)):
                 agent = self.nodes[name].agent
                 return agent is None or agent.number != number or self.reaches(name, peer)
             case Local(at_s=at_s):
@@ -126,7 +126,7 @@ class World(Coordinators):
         ]
         if plans and process.is_up:
             plan = max(plans, key=lambda p: (p.epoch, p.session))
-            found = m.GroupFound(plan=plan, inventories=inventories)
+            found = m.GroupRecovered(plan=plan, inventories=inventories)
             self.wire.append(Answer(name, (self._seen(frozenset(inventories)), found)))
             epoch = process.machine.epoch
             for node in sorted(inventories):
@@ -184,19 +184,19 @@ class World(Coordinators):
         for member in self._members(name):
             member.busy = set()
 
-    def revive(self, name: str) -> None:
+    def restart_agent(self, name: str) -> None:
         """A rank has found that its agent is gone."""
         self.clock += 1
         process = self.process_of(self.nodes[name].service)
         if process is not None:
             self._open_later(process, name)
 
-    def rot(self, name: str, copy: Copy) -> None:
+    def corrupt(self, name: str, copy: Copy) -> None:
         """Bytes of a copy go bad."""
         self.clock += 1
         disk = self.nodes[name].disk
         disk.rotten.add(copy)
-        self.oracle.rotted(disk, copy)
+        self.oracle.corrupted(disk, copy)
 
     # -- what can happen: launchers and ranks ----------------------------------------------------------
 
@@ -230,7 +230,7 @@ class World(Coordinators):
         launcher = self.launchers[name]
         process = self.process_of(launcher.service)
         if launcher.state == "dead" and process is not None:
-            self.wire.append(Answer(process.name, (m.OwnerGone(owner=name),)))
+            self.wire.append(Answer(process.name, (m.OwnerDied(owner=name),)))
 
     def kill_ranks(self, name: str) -> None:
         """A worker dies; the group ends, its launcher lives."""
@@ -251,7 +251,7 @@ class World(Coordinators):
         self.oracle.read(plan, damage)
         token = self._token()
         ranks = tuple(RankRestore(rank=k, damage=damage) for k in member.ranks)
-        event = m.NodeRestored(token=token, age=plan.age, node_id=member.node, ranks=ranks)
+        event = m.NodeRestored(token=token, session_key=plan.session_key, node_id=member.node, ranks=ranks)
         self.waiting[token] = ("", member)
         self.wire.append(Report(self.nodes[member.node].service, event, token))
 
@@ -296,7 +296,7 @@ class World(Coordinators):
         if process is not None and not process.is_frozen:
             token = self._token()
             self.waiting[token] = (process.name, launcher)
-            asked = m.FinishAsked(token=token, ends_group=ends_group)
+            asked = m.FinishRequested(token=token, ends_group=ends_group)
             self.wire.append(Answer(process.name, (asked,)))
         if ends_group:
             self._end_group(launcher)
@@ -309,7 +309,7 @@ class World(Coordinators):
         if process is not None:
             token = self._token()
             self.pins[token] = (attempt, token)
-            event = m.PinAsked(token=token, attempt=attempt, owner=token, expires_at_s=expires_at_s)
+            event = m.PinRequested(token=token, attempt=attempt, owner=token, expires_at_s=expires_at_s)
             self.wire.append(Answer(process.name, (event,)))
 
     def unpin(self, service: str, token: m.Token) -> None:
@@ -318,7 +318,7 @@ class World(Coordinators):
         process = self.process_of(service)
         if process is not None:
             attempt, owner = self.pins[token]
-            event = m.UnpinAsked(token=self._token(), attempt=attempt, owner=owner)
+            event = m.UnpinRequested(token=self._token(), attempt=attempt, owner=owner)
             self.wire.append(Answer(process.name, (event,)))
 
     def annotate(self, service: str, step: int, metric: str) -> None:
@@ -329,7 +329,7 @@ class World(Coordinators):
             token = self._token()
             value = float(self.num_tokens)
             self.annotations[token] = (step, metric, value)
-            event = m.AnnotateAsked(token=token, step=step, metrics={metric: value})
+            event = m.AnnotateRequested(token=token, step=step, metrics={metric: value})
             self.wire.append(Answer(process.name, (event,)))
 
     def drill(self, service: str, attempt: str, *, passed: bool) -> None:
@@ -385,7 +385,7 @@ class World(Coordinators):
                 agent = self.nodes[member.node].agent
                 captured = agent.machine.incomplete() if agent is not None else ()
                 event = m.RanksProgressed(
-                    age=member.plan.age, ranks=ranks, captured=captured, met=member.went
+                    session_key=member.plan.session_key, ranks=ranks, captured=captured, met=member.went
                 )
                 self.wire.append(Report(launcher.service, event))
 
@@ -394,8 +394,10 @@ class World(Coordinators):
         self.clock += 1
         assert member.plan is not None
         token = self._token()
-        event = m.RanksMet(token=token, age=member.plan.age, number=member.met + 1, ranks=member.ranks)
-        self.meetings[token], self.waiting[token] = event, ("", member)
+        event = m.BarrierReached(
+            token=token, session_key=member.plan.session_key, number=member.met + 1, ranks=member.ranks
+        )
+        self.barriers[token], self.waiting[token] = event, ("", member)
         self.oracle.comes(event)
         self.wire.append(Report(self.nodes[member.node].service, event, token))
 
@@ -403,7 +405,9 @@ class World(Coordinators):
         """Some ranks of a node have read their state, and wait for the others."""
         self.clock += 1
         if member.plan is not None:
-            event = m.RanksRestored(age=member.plan.age, node_id=member.node, ranks=member.ranks[:1])
+            event = m.RanksRestored(
+                session_key=member.plan.session_key, node_id=member.node, ranks=member.ranks[:1]
+            )
             self.wire.append(Report(self.nodes[member.node].service, event))
 
     def upload_late(self, attempt: AttemptId, *, age_s: float = 0.0) -> None:
@@ -435,7 +439,7 @@ class World(Coordinators):
             ):
                 yield f"fragment {index}"
 
-    def _told(self, message: Told) -> None:
+    def _replied(self, message: Replied) -> None:
         asked = self.waiting.pop(message.token, None)
         if message.token in self.pins and message.error is None:
             self.oracle.told_pinned(*self.pins[message.token])
@@ -445,11 +449,11 @@ class World(Coordinators):
             self.oracle.told_annotated(*self.annotations[message.token])
         match asked:
             case (_, Launcher() as launcher) if launcher.state != "dead":
-                self._launcher_told(launcher, message)
+                self._launcher_answered(launcher, message)
             case (_, Member() as member) if member.state != "ended":
-                self._member_told(member, message)
+                self._member_answered(member, message)
 
-    def _launcher_told(self, launcher: Launcher, message: Told) -> None:
+    def _launcher_answered(self, launcher: Launcher, message: Replied) -> None:
         if isinstance(message.error, RunInUse):
             self._refused(launcher, message.error)
         elif isinstance(message.error, RunSuperseded) and launcher.state == "asking":
@@ -474,10 +478,10 @@ class World(Coordinators):
         if other is not None and other.state in ("dead", "done"):
             launcher.dead_owner = owner
 
-    def _member_told(self, member: Member, message: Told) -> None:
-        meeting = self.meetings.get(message.token)
-        if meeting is not None:
-            self._met(member, meeting, message)
+    def _member_answered(self, member: Member, message: Replied) -> None:
+        barrier = self.barriers.get(message.token)
+        if barrier is not None:
+            self._met(member, barrier, message)
         elif message.error is not None:
             member.state, member.error = "ended", message.error
         elif isinstance(message.value, m.SessionPlan):
@@ -487,12 +491,12 @@ class World(Coordinators):
             member.state = "training"
             self.oracle.go(member.plan)
 
-    def _met(self, member: Member, meeting: m.RanksMet, message: Told) -> None:
+    def _met(self, member: Member, barrier: m.BarrierReached, message: Replied) -> None:
         """An error ends nothing: the ranks ask again."""
-        is_of_now = member.plan is not None and member.plan.age == meeting.age
-        if isinstance(message.value, m.MetAnswer) and is_of_now and meeting.number == member.met + 1:
-            member.met = meeting.number
-            member.went = member.went if message.value.missing else meeting.number
+        is_of_now = member.plan is not None and member.plan.session_key == barrier.session_key
+        if isinstance(message.value, m.BarrierAnswer) and is_of_now and barrier.number == member.met + 1:
+            member.met = barrier.number
+            member.went = member.went if message.value.missing else barrier.number
 
     def _give_up(self, launcher: Launcher, error: CheckpointError) -> None:
         self._end_group(launcher)

@@ -8,16 +8,16 @@ from typing import Literal, TypeAlias
 from ray_ckpt.core.messages import (
     DeleteOrphans,
     DiskSpace,
-    HeldFragment,
     Inventory,
     LogOpened,
     RemoteListed,
+    StoredFragment,
     UnfinishedUpload,
 )
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import SNAPSHOT_PREFIX, attempt_of, fragment_file, record_file
 from ray_ckpt.format.records import LogRecord, encode_record
-from ray_ckpt.storage.log_store import MemoryLogStore, Outcome, create_record, read_run
+from ray_ckpt.storage.log_store import CreateResult, MemoryLogStore, create_record, read_run
 from ray_ckpt.types import AttemptId, CheckpointInfo
 
 Copy: TypeAlias = tuple[str, int]  # attempt, fragment
@@ -32,7 +32,7 @@ class Disk:
 
     name: str
     folders: dict[str, set[str]] = field(default_factory=dict)  # directory -> files
-    fragments: dict[Copy, HeldFragment] = field(default_factory=dict)
+    fragments: dict[Copy, StoredFragment] = field(default_factory=dict)
     since: dict[Copy, int] = field(default_factory=dict)  # number of the event that made a copy complete
     rotten: set[Copy] = field(default_factory=set)  # copies with damaged bytes; only reading finds out
     epoch: int = 0
@@ -41,7 +41,7 @@ class Disk:
     def write(self, directory: str, *files: str) -> None:
         self.folders.setdefault(directory, set()).update(files)
 
-    def put(self, held: HeldFragment) -> None:
+    def put(self, held: StoredFragment) -> None:
         """The fragment's own file; its ranks' files are written apart."""
         self.write(held.attempt.directory, held.files[-1].name)
         self.fragments[held.attempt.attempt, held.node_index] = held
@@ -119,10 +119,10 @@ class Storage:
         data = encode_record(record)
         is_new = record_file(record.seq) not in self.log.objects
         outcome = create_record(self.log, record.seq, data)
-        if is_new and outcome is Outcome.OK:
+        if is_new and outcome is CreateResult.OK:
             self.records.append((record, digest(data)))
             return "ok", True
-        return ("ok" if outcome is Outcome.OK else "exists"), False
+        return ("ok" if outcome is CreateResult.OK else "exists"), False
 
     def opened(self, *, run_name: str, fresh_uid: str) -> LogOpened:
         """What a coordinator reads."""

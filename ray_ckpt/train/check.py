@@ -19,7 +19,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_ckpt.errors import ConfigError, ResumeError
 from ray_ckpt.location import Location
 from ray_ckpt.train.callback import CheckpointCallback
-from ray_ckpt.trainer.probe import Difference, Part, ProbeSpec, compare, read_traces, settle
+from ray_ckpt.trainer.probe import Difference, ProbePart, ProbeSpec, compare, read_traces, settle
 
 MAX_BLOCK_S = 60.0  # that a save of the first run waits for the one before it, for none may be skipped
 
@@ -38,7 +38,7 @@ class ResumeCheck:
     """That were compared on each rank: at the checkpoint, before the next step, and after each step."""
     num_values: int
     """Tensors and other values in the last state of rank 0."""
-    seconds: Mapping[Part, float]
+    seconds: Mapping[ProbePart, float]
     """How long each run took; with a third one if chance had to be told from a missing item."""
     difference: Difference | None
     warnings: tuple[str, ...] = ()
@@ -105,9 +105,9 @@ def check_resume(
         **options,
         "keep_last": steps + 2,  # so that `at` is there whatever else is saved
     }
-    seconds: dict[Part, float] = {}
+    seconds: dict[ProbePart, float] = {}
 
-    def run(part: Part) -> None:
+    def run(part: ProbePart) -> None:
         started_s = time.monotonic()
         callback = CheckpointCallback(
             probe=replace(spec, part=part), resume="never" if part == "first" else f"step:{at}", **options

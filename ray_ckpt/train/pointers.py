@@ -18,7 +18,7 @@ import ray.train
 from pyarrow.fs import FileType
 
 from ray_ckpt.actors import names
-from ray_ckpt.actors.service import CALL_S, ask
+from ray_ckpt.actors.client import CALL_S, ask
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat

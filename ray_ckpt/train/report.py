@@ -18,7 +18,7 @@ import pyarrow.fs
 import ray.train
 import ray.train.collective
 
-from ray_ckpt.actors.wire import RunSpec
+from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.train.pointers import POINTER_FILE, Pointer
 from ray_ckpt.types import AttemptId
 

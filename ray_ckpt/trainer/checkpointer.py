@@ -24,19 +24,19 @@ from torch import nn
 
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.classes import check_settings, classes_of
-from ray_ckpt.capture.forgotten import early_iterators, unregistered
 from ray_ckpt.capture.gradients import GradientsItem, Window
 from ray_ckpt.capture.hyperparameters import Changed, Hyperparameters
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import Load, RestoreInfo
 from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
+from ray_ckpt.capture.unregistered import early_iterators, unregistered
 from ray_ckpt.capture.walk import Walked, walk
 from ray_ckpt.config import MAX_METRIC_NAME, is_uri
 from ray_ckpt.core.awaited import ranks_text
-from ray_ckpt.core.meetings import MEET_S
+from ray_ckpt.core.barriers import BARRIER_S
 from ray_ckpt.core.messages import STILL_WRITING, RankProgress
-from ray_ckpt.core.node import Outcome
+from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.data import is_bound_to_world_size
 from ray_ckpt.errors import (
     CheckpointError,
@@ -59,7 +59,7 @@ from ray_ckpt.texts import tiers_text
 from ray_ckpt.trainer.connection import Connection, ProgressThread, get_connection
 from ray_ckpt.trainer.link import Link
 from ray_ckpt.trainer.restorer import Resumer
-from ray_ckpt.trainer.save_signal import AgreedSteps
+from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.saver import SaveParts, Saver
 from ray_ckpt.trainer.step_count import Call, StepCount, whole_number
 from ray_ckpt.trainer.unprotected import Protection
@@ -77,15 +77,13 @@ FLUSH_S = 120.0  # how long leaving the loop waits for the last capture to be sa
 RESERVED_ITEM = re.compile(r"rng|gradients|rank\d+")  # the Checkpointer's own, and prefixes of per-rank names
 URGENT_BLOCK_S = 10.0  # that a save in an emergency may wait for the one before it
 OUTCOME_SLACK_S = 5.0  # for the answer to travel, beyond what the coordinator waits for
-FIRST_OUTCOME_S = (
-    10.0  # what the second save waits for the first, to find ranks that save alone; not for a slow store
-)
+FIRST_OUTCOME_S = 10.0  # the second save waits for the first, to find ranks that save alone
 MAX_POSTPONED = 1_000  # steps of an accumulation window; longer ones are none, but gradients nobody uses
 FIRST_REPORT_STEPS = 10  # after the restore, and two saves by number: a rank that saves alone is found before
 MAX_DOUBLED = 10  # times that the steps to the next report are doubled while ranks do not come to one
-MEET_SLACK_S = 40.0  # for the answer, also of a coordinator that is restarted: it must be the others' answer
+BARRIER_SLACK_S = 40.0  # for the answer, also of a restarted coordinator: all ranks need the same answer
 LOOK_S = 1.0  # between looks at the outcomes of saves while ranks are waited for
-MAX_SAID = 500  # characters of a line about metrics
+MAX_LOGGED = 500  # characters of a line about metrics
 MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
 
 LevelName = Literal["local", "replicated", "durable"]
@@ -96,7 +94,7 @@ LEVELS: Mapping[str, Level] = {level.label: level for level in Level}
 class _Pending:
     attempt: AttemptId
     metrics: Mapping[str, float]
-    outcome: Future[Outcome]
+    outcome: Future[SaveOutcome]
     seen: bool = False  # its end has been logged or raised
 
 
@@ -173,7 +171,7 @@ class Checkpointer:
         self._rng: Any = None  # random state as restored, until the first step
         self._last_metrics: Mapping[str, Any] | None = None
         self._no_numbers: set[str] = set()  # names of metrics that a warning has named
-        self._agreed = AgreedSteps(link)
+        self._signals = SaveSignals(link)
         self._protection = Protection(link.options.unprotected_after)
         self._watch: ProgressThread | None = None
         self._window: Window | None = None  # in which gradients wait for an optimizer's step
@@ -237,7 +235,7 @@ class Checkpointer:
             info = replace(info, changed=self._changed(built, begun))
             if self._link.options.keep:
                 check_settings(self._items)
-            self._say(info)
+            self._log_restored(info)
         if self._probe is not None:
             self._probe.restored(self._items, ticket.checkpoint, self._warnings)
         self._saver = Saver(self._link, ticket.session, self._optimizers(), waited=self._count_wait)
@@ -251,7 +249,7 @@ class Checkpointer:
             FIRST_REPORT_STEPS, 2 * (self._link.options.steps_between_saves or 0)
         )
         self._protection.renew()
-        self._watch = ProgressThread(self._link, self._session, self._progress, self._agreed)
+        self._watch = ProgressThread(self._link, self._session, self._progress, self._signals)
         return info
 
     def _changed(self, built: Hyperparameters, begun: Set[str]) -> tuple[Changed, ...]:
@@ -264,7 +262,7 @@ class Checkpointer:
             log.warning("hyperparameters could not be compared", exc_info=True)
             return ()
 
-    def _say(self, info: RestoreInfo) -> None:
+    def _log_restored(self, info: RestoreInfo) -> None:
         log.info("restored step %d in %.2f s: %s", info.step, info.seconds, tiers_text(info.bytes_by_tier()))
         if self._link.identity.rank == 0:
             for changed in info.changed:
@@ -275,9 +273,9 @@ class Checkpointer:
 
     def _progress(self) -> RankProgress:
         stall_s = self.stats.blocked_s[-1] if self.stats.blocked_s else 0.0
-        told = self._agreed.progress(step=self._count.last, saved_step=self._saved_step, stall_s=stall_s)
+        reported = self._signals.progress(step=self._count.last, saved_step=self._saved_step, stall_s=stall_s)
         return replace(
-            told,
+            reported,
             saved_before=self._saved_before,
             updates=self._num_updates(),
             saved_updates=self._saved_updates,
@@ -478,12 +476,12 @@ class Checkpointer:
         """
         step = self._complete(step, "due")
         if not (is_due := self._is_due(step)):
-            self._look_around(step)
+            self._check_surroundings(step)
         return is_due
 
     def _is_due(self, step: int) -> bool:
         every = self._link.options.steps_between_saves
-        is_agreed = self._agreed.look(step)
+        is_agreed = self._signals.look(step)
         return is_agreed or (every is not None and step % every == 0)
 
     def _complete(self, step: int, call: Call) -> int:
@@ -497,12 +495,12 @@ class Checkpointer:
             raise ConfigError(f"{call} was called after close.", hint="Close the Checkpointer last.")
         step, is_new = self._count.complete(step, call)
         if is_new:
-            self._agreed.completed()
+            self._signals.completed()
             self._rng = None
         self._saver.look()
         return step
 
-    def _look_around(self, step: int) -> None:
+    def _check_surroundings(self, step: int) -> None:
         """What there is to see at a step that is not saved."""
         self._check_outcomes()
         self._protection.check(step)
@@ -518,7 +516,7 @@ class Checkpointer:
         if self._is_due(step) or self._num_postponed or (self._probe is not None and self._probe.due(step)):
             self._save_now(step, metrics)
         else:
-            self._look_around(step)
+            self._check_surroundings(step)
         self._report_if_due(step)
         self._whole_step = step
         if self._probe is not None:
@@ -537,7 +535,7 @@ class Checkpointer:
         saved = self._save_now(step, metrics)
         if saved:
             self._count.captured()
-        if not self._agreed.is_at(step):  # a rank that has missed that word is not here
+        if not self._signals.is_at(step):  # a rank that has missed that word is not here
             self._own_saves += 1
             if self._own_saves >= 2:  # a rank that saves alone has been told so
                 self._report_if_due(step)
@@ -548,7 +546,7 @@ class Checkpointer:
             self._asked = f"step {step}: its save waits for the end of the accumulation window"
             return False
         max_block_s = self._link.options.max_block_s
-        if self._agreed.is_urgent:
+        if self._signals.is_urgent:
             max_block_s = max(max_block_s, URGENT_BLOCK_S)
         saved = self._save(step, metrics, max_block_s=max_block_s)
         self._protection.check(step)
@@ -666,7 +664,7 @@ class Checkpointer:
             self._window.close()
         if self._saver is not None:
             self._saver.close()
-        self._agreed.close()
+        self._signals.close()
         self._walked = None  # its tensors may be an accelerator's memory
         _open.discard(self)
 
@@ -690,7 +688,7 @@ class Checkpointer:
         saved = False
         if not saver.wait_free(max_block_s):
             self.stats.skipped += 1
-            self._stay_out(attempt, STILL_WRITING)
+            self._skip(attempt, STILL_WRITING)
         else:
             try:
                 self._capture(attempt, metrics, start_s)
@@ -701,18 +699,18 @@ class Checkpointer:
                 self.stats.dropped += 1
                 if isinstance(error, ServiceError | OSError):
                     saver.lose_agent()
-                self._stay_out(attempt, text_of(error))
+                self._skip(attempt, text_of(error))
             except Exception as error:  # no memory for a copy, a state_dict that raises: training goes on
                 self.stats.dropped += 1
                 log.exception("step %d could not be captured", step)
-                self._stay_out(attempt, named_text(error))
+                self._skip(attempt, named_text(error))
         if step != self._saved_step or self._saved_before is None:
             self._saved_before = self._saved_step
         self._saved_updates, self._saved_step = self._num_updates(), step
         self.stats.blocked_s.append(time.monotonic() - start_s)
         return saved
 
-    def _stay_out(self, attempt: AttemptId, reason: str) -> None:
+    def _skip(self, attempt: AttemptId, reason: str) -> None:
         self._asked = f"step {attempt.step} was not saved: {reason}"
         self._protection.failed(attempt.step, reason)
         log.warning("step %d is not saved: %s", attempt.step, reason)
@@ -829,7 +827,7 @@ class Checkpointer:
         new = [text for name, text in bad.items() if name not in self._no_numbers]
         if new and len(self._no_numbers) < MAX_METRICS and self._link.identity.rank == 0:
             self._no_numbers.update(bad)
-            log.warning("metrics are left out, as they are no numbers: %s", ", ".join(new)[:MAX_SAID])
+            log.warning("metrics are left out, as they are no numbers: %s", ", ".join(new)[:MAX_LOGGED])
         return values
 
     def _check_outcomes(self) -> None:
@@ -885,7 +883,7 @@ class Checkpointer:
         if self._link.identity.world_size == 1:
             return True
         assert self._session is not None
-        end_s = time.monotonic() + MEET_S + MEET_SLACK_S
+        end_s = time.monotonic() + BARRIER_S + BARRIER_SLACK_S
         try:
             answer = self._link.meet(self._session, number)
             while not answer.done() and time.monotonic() < end_s:
@@ -904,12 +902,12 @@ class Checkpointer:
                 "call step on every rank, after every step",
                 self._count.last,
                 ranks_text(missing),
-                MEET_S,
+                BARRIER_S,
             )
         return not missing
 
 
-def _raise_outcome(outcome: Outcome, attempt: AttemptId) -> None:
+def _raise_outcome(outcome: SaveOutcome, attempt: AttemptId) -> None:
     if isinstance(outcome.error, CollectiveError | RunConflict):
         raise outcome.error
     if outcome.error is not None:

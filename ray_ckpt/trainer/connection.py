@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.trainer.link import Link, Reporter
-from ray_ckpt.trainer.save_signal import AgreedSteps
+from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.waiting import Words
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ class ProgressThread:
     """Tells the agent once a second where this rank is, and people whom it waits for, off the training."""
 
     def __init__(
-        self, link: Link, session: int, where: Callable[[], RankProgress], agreed: AgreedSteps
+        self, link: Link, session: int, where: Callable[[], RankProgress], signals: SaveSignals
     ) -> None:
         self._link = link
         self._session = session
         self._where = weakref.WeakMethod(where)  # a Checkpointer that is dropped ends its thread
-        self._agreed = agreed
+        self._signals = signals
         self._words = Words(link, "save", "report")
-        agreed.poke = self.poke
+        signals.wake = self.wake
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ray_ckpt-progress", daemon=True)
@@ -77,7 +77,7 @@ class ProgressThread:
         except Exception as error:
             log.debug("progress was not told: %s", error)
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Have it said soon, without waiting."""
         self._wake.set()
 
@@ -90,8 +90,8 @@ class ProgressThread:
         refreshed_s = -REFRESH_S
         while not self._stop.is_set():
             if time.monotonic() - refreshed_s >= REFRESH_S:
-                self._agreed.refresh()
-                self._words.say()
+                self._signals.refresh()
+                self._words.log_waiting()
                 refreshed_s = time.monotonic()
             self._wake.wait(PROGRESS_S)
             self._wake.clear()

@@ -14,12 +14,12 @@ from typing import Literal, Protocol
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import RankProgress
-from ray_ckpt.core.node import Outcome
+from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.preemption.notices import Notice
 from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
-from ray_ckpt.types import AttemptId, Level, Part, RankRestore, ranks_of
+from ray_ckpt.types import AttemptId, GroupPart, Level, RankRestore, ranks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Identity:
     rank: int
     world_size: int
     node_id: str
-    parts: tuple[Part, ...] = ()  # of a group of several, in the order of their ranks
+    parts: tuple[GroupPart, ...] = ()  # of a group of several, in the order of their ranks
     part: str = ""  # the one that this rank is of
 
     @property
@@ -127,7 +127,7 @@ class Link(Protocol):
         """
         ...
 
-    def agreed_page(self, *, named: bool = False) -> str:
+    def signal_page(self, *, named: bool = False) -> str:
         """Path of the memory in which the agent shows the agreed step (`format/agreed.py`).
 
         Another one after the agent has died; Unavailable while there is none. `named` as for `open_arena`.
@@ -138,7 +138,7 @@ class Link(Protocol):
         """Hand a capture over. Done when the arena may be captured into again."""
         ...
 
-    def outcome(self, attempt: AttemptId, level: Level) -> Future[Outcome]:
+    def outcome(self, attempt: AttemptId, level: Level) -> Future[SaveOutcome]:
         """Done when the attempt has reached `level` or was dropped."""
         ...
 

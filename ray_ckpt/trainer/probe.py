@@ -37,7 +37,7 @@ MAX_VALUE = 60  # characters of a value that is shown; longer ones are noted by 
 RNG = "rng"  # the item that every Checkpointer has
 MAX_NAMES = 20  # that a Difference lists
 
-Part: TypeAlias = Literal["first", "second", "third"]
+ProbePart: TypeAlias = Literal["first", "second", "third"]
 """The run that made the checkpoint, and up to two that restore it."""
 Moment: TypeAlias = Literal["restored", "begin", "end"]
 """When a state is noted: just restored (in the first run: just saved), before a step, after a step."""
@@ -64,7 +64,7 @@ class ProbeSpec:
     """The step that the first run saves and the others restore."""
     last: int
     """The last step of each run."""
-    part: Part
+    part: ProbePart
 
     def __post_init__(self) -> None:
         if not 0 < self.at < self.last <= self.at + MAX_STEPS:
@@ -163,7 +163,7 @@ class Probe:
             file.write(json.dumps(line) + "\n")
 
 
-def trace_file(folder: Path, part: Part, rank: int) -> Path:
+def trace_file(folder: Path, part: ProbePart, rank: int) -> Path:
     return folder / f"{part}-{rank}.jsonl"
 
 
@@ -349,7 +349,7 @@ def settle(difference: Difference, again: Difference | None) -> Difference:
     return replace(difference, cause=cause, what=_EXPLANATIONS[cause])
 
 
-def read_traces(folder: Path, part: Part) -> dict[int, Trace]:
+def read_traces(folder: Path, part: ProbePart) -> dict[int, Trace]:
     """The traces of one run, by rank; each is read a line at a time as it is compared."""
     files = {int(file.stem.rpartition("-")[2]): file for file in folder.glob(f"{part}-*.jsonl")}
     return {rank: _read_trace(file) for rank, file in sorted(files.items())}

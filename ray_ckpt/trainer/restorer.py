@@ -16,7 +16,7 @@ from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import decode_state
 from ray_ckpt.restore.reader import ProgressLog, RestoreTicket, SourceReader
 from ray_ckpt.trainer.link import Link
-from ray_ckpt.types import ManifestRow, Part, RankRestore, ranks_of
+from ray_ckpt.types import GroupPart, ManifestRow, RankRestore, ranks_of
 
 log = logging.getLogger("ray_ckpt")
 
@@ -150,9 +150,9 @@ class _States:
 _Choose: TypeAlias = Callable[[_States], tuple[Mapping[str, Item], dict[str, Any]] | None]
 
 
-def _parts(state: Mapping[str, Any]) -> tuple[Part, ...]:
+def _parts(state: Mapping[str, Any]) -> tuple[GroupPart, ...]:
     """Of the group that saved it; none if it was one."""
-    return tuple(Part(**part) for part in state.get("parts", ()))
+    return tuple(GroupPart(**part) for part in state.get("parts", ()))
 
 
 def _has_gradients(state: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from statistics import median
 
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.errors import CheckpointError
-from ray_ckpt.format.agreed import PAGE_BYTES, is_urgent, read_word, step_of
+from ray_ckpt.format.save_signal import PAGE_BYTES, is_urgent, read_flag, step_of
 from ray_ckpt.trainer.link import Link
 
 log = logging.getLogger("ray_ckpt")
@@ -24,7 +24,7 @@ log = logging.getLogger("ray_ckpt")
 PACE_STEPS = 5  # whose median is the pace: an evaluation between two of them is none
 
 
-class AgreedSteps:
+class SaveSignals:
     """One per Checkpointer. `look` and `completed` belong to the training thread."""
 
     def __init__(self, link: Link) -> None:
@@ -36,21 +36,21 @@ class AgreedSteps:
         self._completed_s: float | None = None
         self._steps_s: deque[float] = deque(maxlen=PACE_STEPS)
         self._step_s = 0.0
-        self.poke: Callable[[], None] = _nothing  # has progress told at once
+        self.wake: Callable[[], None] = _nothing  # has progress told at once
 
     def look(self, step: int) -> bool:
         """Whether all ranks save after `step`, the one that this rank has just completed."""
         memory = self._memory
-        word = read_word(memory) if memory is not None else 0
-        agreed = step_of(word)
-        if agreed == 0 or step < agreed:
+        word = read_flag(memory) if memory is not None else 0
+        signal_step = step_of(word)
+        if signal_step == 0 or step < signal_step:
             return False
-        if step == agreed:
+        if step == signal_step:
             self._reached = word
             return True
         if word not in (self._reached, self._missed):
             self._missed = word
-            self.poke()
+            self.wake()
         return False
 
     def is_at(self, step: int) -> bool:
@@ -85,12 +85,12 @@ class AgreedSteps:
     def refresh(self) -> None:
         """Map the page that the agent has now; an agent that is gone is started again. May wait for it."""
         try:
-            path = self._link.agreed_page()
+            path = self._link.signal_page()
             if path != self._path:
                 try:
                     memory = _map(path)
                 except OSError:  # /proc does not lead there: ptrace rules, or another PID namespace
-                    path = self._link.agreed_page(named=True)
+                    path = self._link.signal_page(named=True)
                     memory = _map(path)
                 self._path, self._memory = path, memory
         except CheckpointError as error:

@@ -19,9 +19,9 @@ import torch
 
 from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.dtensors import mesh_text
-from ray_ckpt.capture.guard import background_slices, guarded_storages, hooks_in_backward
+from ray_ckpt.capture.overlap_guard import background_slices, guarded_storages, hooks_in_backward
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
-from ray_ckpt.capture.walk import LiveSlice, Place, Walked, bytes_digest
+from ray_ckpt.capture.walk import LiveSlice, SliceKey, Walked, bytes_digest
 from ray_ckpt.errors import CheckpointError, ConfigError, InsufficientSpace, Unavailable, text_of
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.trainer.link import ArenaGrant, Identity, Link, SealedShard
@@ -62,7 +62,7 @@ class _Plan:
     optimized: tuple[int, ...]  # identities of what optimizers change, behind the number of hooks in backward
     layout: ShardLayout
     slices: tuple[LiveSlice, ...]  # in the layout's order
-    places: Mapping[Place, int]  # of each among `slices`
+    places: Mapping[SliceKey, int]  # of each among `slices`
     background: Set[str]
     guarded: Set[int]  # storages of what is in `background`
     mesh: str
@@ -257,10 +257,10 @@ class Saver:
         if isinstance(buffer.target, Arena) and buffer.target.layout is not layout:
             buffer.target.lay_out(layout)
         released: Future[None] = Future()
-        is_told = False  # the agent reads, and gives the buffer back itself
+        is_reported = False  # the agent reads, and gives the buffer back itself
 
         def hand_over() -> None:
-            nonlocal is_told
+            nonlocal is_reported
             shard = SealedShard(
                 attempt=parts.attempt,
                 rank=rank,
@@ -279,12 +279,12 @@ class Saver:
             except Exception as error:  # there is no agent any more
                 released.set_exception(error)
                 return
-            is_told, buffer.layout = True, layout
+            is_reported, buffer.layout = True, layout
             sealed.add_done_callback(lambda done: _pass_on(done, released))
 
         def fail(error: Exception) -> None:
             log.warning("step %d is not saved: %s", parts.attempt.step, text_of(error))
-            if is_told:  # a stream was given up: its reader finds out, and says so itself
+            if is_reported:  # a stream was given up: its reader finds out, and says so itself
                 return
             with contextlib.suppress(Exception):
                 self._link.skip(parts.attempt, text_of(error))
@@ -304,7 +304,7 @@ class Saver:
         except BaseException:
             if isinstance(buffer.target, Ring):
                 buffer.target.give_up()
-            if not is_told and not released.done():  # nothing runs that would ever give the buffer back
+            if not is_reported and not released.done():  # nothing runs that would ever give the buffer back
                 released.set_result(None)
             raise
         self._held_s = time.monotonic() - parts.began_s

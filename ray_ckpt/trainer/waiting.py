@@ -28,11 +28,11 @@ class Words:
     def __init__(self, link: Link, *whats: What) -> None:
         self._link = link
         self._whats = whats
-        self._said_s: dict[What, float] = {}  # monotonic
+        self._logged_s: dict[What, float] = {}  # monotonic
         self._again_s: dict[What, float] = {}
         self.found: tuple[Awaited, ...] = ()  # at the last look
 
-    def say(self) -> None:
+    def log_waiting(self) -> None:
         """Log whom the group waits for, if this rank is the one that says so. Never raises."""
         try:
             self.found = tuple(awaited for awaited in self._link.awaited() if awaited.what in self._whats)
@@ -47,8 +47,8 @@ class Words:
         mine = [awaited for awaited in self.found if awaited.speaker == self._link.identity.rank]
         for awaited in {each.what: each for each in reversed(mine)}.values():  # the oldest of each kind
             again_s = self._again_s.get(awaited.what, 0.0)
-            if now_s - self._said_s.get(awaited.what, -again_s) >= again_s:
-                self._said_s[awaited.what] = now_s
+            if now_s - self._logged_s.get(awaited.what, -again_s) >= again_s:
+                self._logged_s[awaited.what] = now_s
                 self._again_s[awaited.what] = min(2 * again_s or AGAIN_S, MAX_AGAIN_S)
                 yield awaited
 
@@ -62,7 +62,7 @@ def wait_for_restore(answer: Future[T], link: Link, limit_s: float) -> T:
         except FutureTimeout:
             if answer.done():
                 raise
-            words.say()
+            words.log_waiting()
     ranks = tuple(rank for awaited in words.found for rank in awaited.ranks)
     who = f"rank(s) {ranks_text(ranks)}" if ranks else "other ranks"
     raise CollectiveError(

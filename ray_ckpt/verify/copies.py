@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from ray_ckpt.core.drill import LiveCheckpoint
+from ray_ckpt.core.loss_scenarios import LiveCheckpoint
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format import names
 from ray_ckpt.format.manifest import FragmentVersion, choose_fragments, version_files
@@ -22,7 +22,7 @@ from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Level
 from ray_ckpt.verify.content import Damage, check_group
-from ray_ckpt.verify.drill import Again, Reach
+from ray_ckpt.verify.drill import Coverage, Retry
 from ray_ckpt.verify.plan import (
     Holder,
     PlanReport,
@@ -41,7 +41,7 @@ R = TypeVar("R")
 
 
 def verify_copies(
-    live: LiveCheckpoint, reach: Reach, *, again: Again, progress: Progress | None = None
+    live: LiveCheckpoint, reach: Coverage, *, again: Retry, progress: Progress | None = None
 ) -> PlanReport | None:
     """Prove that a live checkpoint can be restored, and that each holder has what it should.
 
@@ -64,7 +64,7 @@ def num_copies(live: LiveCheckpoint) -> int:
     return sum(map(len, live.holders)) + on_storage
 
 
-def _look(live: LiveCheckpoint, reach: Reach, progress: Progress) -> PlanReport:
+def _look(live: LiveCheckpoint, reach: Coverage, progress: Progress) -> PlanReport:
     info = live.checkpoint
     wanted = tuple(names.fragment_file(index, info.num_nodes) for index in range(info.num_nodes))
     places = tuple(_places(live, wanted, reach))
@@ -96,7 +96,7 @@ def _look(live: LiveCheckpoint, reach: Reach, progress: Progress) -> PlanReport:
     )
 
 
-def _places(live: LiveCheckpoint, wanted: Sequence[str], reach: Reach) -> Iterator[_Place]:
+def _places(live: LiveCheckpoint, wanted: Sequence[str], reach: Coverage) -> Iterator[_Place]:
     """Each node that holds a fragment of those `wanted`, and the storage path if all are there."""
     info = live.checkpoint
     for node in sorted({node for nodes in live.holders for node in nodes}):
@@ -110,7 +110,7 @@ def _places(live: LiveCheckpoint, wanted: Sequence[str], reach: Reach) -> Iterat
 def _each(look: Callable[[_Place], R], places: Sequence[_Place]) -> Iterator[R]:
     """`look` at each, a few at a time; in order. No connection is kept for later."""
 
-    def look_once(place: _Place) -> R:
+    def check_once(place: _Place) -> R:
         try:
             return look(place)
         finally:
@@ -118,7 +118,7 @@ def _each(look: Callable[[_Place], R], places: Sequence[_Place]) -> Iterator[R]:
 
     pool = ThreadPoolExecutor(HOLDERS_AT_A_TIME, thread_name_prefix="ray_ckpt-verify")
     try:
-        yield from pool.map(look_once, places)
+        yield from pool.map(check_once, places)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -312,7 +312,7 @@ class _HeldFiles(SavedFiles):
             raise ConnectionError("its agent does not answer")
         file = FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=name)
         try:
-            with self._peers.lend(self._endpoint) as peer:
+            with self._peers.acquire(self._endpoint) as peer:
                 size = peer.size(file)
         except Unavailable as error:
             if not error.fields.get("answered"):
@@ -325,7 +325,7 @@ class _HeldFiles(SavedFiles):
 
     def _read(self, file: FileName, ranges: Sequence[tuple[int, int]]) -> Generator[memoryview, None, None]:
         try:
-            with self._peers.lend(self._endpoint) as peer:
+            with self._peers.acquire(self._endpoint) as peer:
                 yield from peer.read(file, ranges)
         except Unavailable as error:  # of the kind that readers of files expect
             raise ConnectionError(error.message) from error

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 from zlib import crc32
 
-from ray_ckpt.core.drill import LiveCheckpoint, Remains, Scenario, remains
+from ray_ckpt.core.loss_scenarios import Leftovers, LiveCheckpoint, Scenario, leftovers
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import (
@@ -145,7 +145,7 @@ class DrillReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class Coverage:
     """How to read what is left: the agents of nodes, with a peer's credentials, and the storage path; and how
     fast, all of it together."""
 
@@ -155,7 +155,7 @@ class Reach:
     limiter: Limiter = field(default_factory=Limiter, compare=False)
 
 
-Again: TypeAlias = Callable[[LiveCheckpoint], tuple[LiveCheckpoint, Reach] | None]
+Retry: TypeAlias = Callable[[LiveCheckpoint], tuple[LiveCheckpoint, Coverage] | None]
 """What there is of a live checkpoint by now, and how to read it; None once it is retired."""
 
 
@@ -176,11 +176,11 @@ def choose(live: Iterable[LiveCheckpoint], step: int | None) -> tuple[LiveCheckp
 def drill(
     live: Iterable[LiveCheckpoint],
     scenario: Scenario,
-    reach: Reach,
+    reach: Coverage,
     *,
     step: int | None = None,
     last_step: int | None,
-    again: Again,
+    again: Retry,
     record: Callable[[CheckpointDrill], None] | None = None,
     progress: Progress | None = None,
 ) -> DrillReport:
@@ -194,11 +194,11 @@ def drill(
     live = tuple(live)
     chosen, results = choose(live, step), list[CheckpointDrill]()
     for known in sorted(chosen, key=lambda c: -c.checkpoint.seq):
-        result = rehearse(known, scenario, reach, progress)
+        result = dry_run(known, scenario, reach, progress)
         if result.problems and (found := again(known)) != (known, reach):
             result = replace(result, verdict="retired")
             if found is not None:
-                result = rehearse(found[0], scenario, found[1], progress)
+                result = dry_run(found[0], scenario, found[1], progress)
         if record is not None and result.verdict in ("passed", "failed"):
             record(result)
         results.append(result)
@@ -211,11 +211,11 @@ def drill(
     )
 
 
-def rehearse(
-    live: LiveCheckpoint, scenario: Scenario, reach: Reach, progress: Progress | None = None
+def dry_run(
+    live: LiveCheckpoint, scenario: Scenario, reach: Coverage, progress: Progress | None = None
 ) -> CheckpointDrill:
     """Read a checkpoint from what `scenario` leaves of it. Damage and silent peers are told, not raised."""
-    left = remains(live, scenario)
+    left = leftovers(live, scenario)
     result = CheckpointDrill(
         checkpoint=left.checkpoint,
         verdict="passed",
@@ -224,17 +224,17 @@ def rehearse(
         problems=left.problems,
     )
     if not result.problems:
-        result = _Sandbox(left, reach, progress or (lambda nbytes: None)).read(result)
+        result = _TemporaryFolder(left, reach, progress or (lambda nbytes: None)).read(result)
     if result.problems:
         return replace(result, verdict="failed" if left.is_covered else "not covered")
     return result
 
 
-class _Sandbox:
+class _TemporaryFolder:
     """The reading of one checkpoint, fragment after fragment."""
 
     def __init__(
-        self, left: Remains, reach: Reach, progress: Progress, committed: Mapping[str, str] | None = None
+        self, left: Leftovers, reach: Coverage, progress: Progress, committed: Mapping[str, str] | None = None
     ) -> None:
         """`committed` are digests of fragments, by name, once it is known that holders have others, too."""
         self._left = left
@@ -267,7 +267,7 @@ class _Sandbox:
                 break
         is_other = not self._lost and root_digest(entries) != self._left.checkpoint.root_digest
         if is_other and self._committed is None and (chosen := self._choose()) is not None:
-            return _Sandbox(self._left, self._reach, self._progress, chosen).read(result)
+            return _TemporaryFolder(self._left, self._reach, self._progress, chosen).read(result)
         damage = [*self._lost, *self._reader.damage]
         if not damage and is_other:
             damage.append("the manifest is not the one that was committed")

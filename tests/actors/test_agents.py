@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
-from ray_ckpt.actors.agents import Agents
-from ray_ckpt.actors.wire import AgentCard
+from ray_ckpt.actors.coordinator.agents import Agents
+from ray_ckpt.actors.messages import AgentCard
 from ray_ckpt.transport.credentials import ServiceKeys
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_ckpt.actors.arena_memory import ArenaMemory, ShmRoom, choose_mode, make_arena, sweep_named_files
+from ray_ckpt.actors.agent.arena import ArenaMemory, ShmRoom, choose_mode, make_arena, sweep_named_files
 from ray_ckpt.capture.arena import Ring
 from ray_ckpt.errors import InsufficientSpace, Unavailable
-from ray_ckpt.format.arena import RING_BLOCK_BYTES, RING_BLOCKS
+from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BLOCKS
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.storage.local.memory import available_memory_bytes
 
@@ -140,7 +140,7 @@ def in_small_dev_shm(script: str) -> str:
     preface = f"""
 import sys
 sys.path.insert(0, {str(Path.cwd())!r})
-from ray_ckpt.actors.arena_memory import make_arena, SHM_FOLDER
+from ray_ckpt.actors.agent.arena import make_arena, SHM_FOLDER
 from ray_ckpt.errors import InsufficientSpace
 """
     command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -"
@@ -199,7 +199,7 @@ print(make_arena(0, size, mode="auto", all_bytes=1, free_bytes=1 << 40, named=Tr
 
 def test_files_of_dead_agents_are_swept_and_those_of_live_ones_are_not() -> None:
     alive = ArenaMemory(0, 1 << 16, named=True)
-    code = "import os; from ray_ckpt.actors.arena_memory import ArenaMemory as A; "
+    code = "import os; from ray_ckpt.actors.agent.arena import ArenaMemory as A; "
     code += "a = A(1, 1 << 16, named=True); print(a.path, flush=True); os._exit(9)"
     left = Path(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
     assert left.exists()

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ray_ckpt import telemetry
-from ray_ckpt.actors import ray_state
-from ray_ckpt.actors.coordinator import OWNER_DEAD_S, Coordinator
-from ray_ckpt.actors.run import Run
-from ray_ckpt.actors.wire import RunSpec, ServiceView
+from ray_ckpt.actors import ray_cluster as ray_state
+from ray_ckpt.actors.coordinator.actor import OWNER_DEAD_S, Coordinator
+from ray_ckpt.actors.coordinator.run import Run
+from ray_ckpt.actors.messages import RunSpec, ServiceView
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.errors import Unavailable
@@ -55,7 +55,7 @@ def test_a_finished_run_is_told_of_for_a_while_and_one_that_goes_on_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An alert looks for runs that trained a quarter of an hour ago and of which nothing is heard."""
-    told: list[float] = []
+    reported: list[float] = []
     now_s = 1e6
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     coordinator, run = at_work()
@@ -63,47 +63,47 @@ def test_a_finished_run_is_told_of_for_a_while_and_one_that_goes_on_again(
 
     def record(name: str, sample: Sample) -> None:
         if sample.metric is telemetry.ACTIVE:
-            told.append(sample.value)
+            reported.append(sample.value)
 
     monkeypatch.setattr(coordinator._meters, "record", record)
     coordinator._set_gauges()
-    assert told == [1.0]
-    told.clear()
+    assert reported == [1.0]
+    reported.clear()
     run.machine._end_cause = "finished"
     for _ in range(40):
         now_s += 60.0
         coordinator._set_gauges()
-    assert set(told) == {2.0} and 15 < len(told) <= 20
-    told.clear()
+    assert set(reported) == {2.0} and 15 < len(reported) <= 20
+    reported.clear()
     run.machine._end_cause = None
     now_s += 60.0
     coordinator._set_gauges()
     run.machine._end_cause = "finished"
     now_s += 60.0
     coordinator._set_gauges()
-    assert told == [1.0, 2.0]
+    assert reported == [1.0, 2.0]
 
 
 def test_a_launcher_that_stays_dead_has_its_session_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[m.Event] = []
+    reported: list[m.Event] = []
     lives, now_s = True, 100.0
     monkeypatch.setattr(ray_state, "is_alive", lambda owner: lives)
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     monkeypatch.setattr(ray_state, "is_controller", lambda owner: bool(owner))
     coordinator, run = at_work()
-    monkeypatch.setattr(coordinator, "_handle", lambda run, event: told.append(event))
+    monkeypatch.setattr(coordinator, "_handle", lambda run, event: reported.append(event))
 
     def look(at_s: float) -> int:
         nonlocal now_s
         now_s = at_s
-        asyncio.run(coordinator._look_at_owners())
-        return len(told)
+        asyncio.run(coordinator._check_owners())
+        return len(reported)
 
     assert look(100.0) == 0
     lives = False
     assert look(110.0) == look(110.0 + OWNER_DEAD_S - 1) == 0
     assert look(110.0 + OWNER_DEAD_S) == 1
-    assert told == [m.OwnerGone(owner=run.machine.owner)]
+    assert reported == [m.OwnerDied(owner=run.machine.owner)]
     assert not run.machine.end_cause
     lives = True  # another launcher of this name, say
     assert look(200.0) == 1
@@ -123,7 +123,7 @@ def test_agents_rest_once_the_run_has_ended_however_late(monkeypatch: pytest.Mon
     seen = ray_state.NodesNow(live=("a", "b"), draining=frozenset(), left_s={}, domains={})
 
     coordinator._tick_run(run, seen)
-    effects = [*harness.save(10), *harness.tell(m.FinishAsked(token="end", ends_group=True))]
+    effects = [*harness.save(10), *harness.tell(m.FinishRequested(token="end", ends_group=True))]
     coordinator._tick_run(run, seen)
     assert not sent
     harness.drain_all(effects)
@@ -144,8 +144,8 @@ def test_a_run_that_cannot_end_says_what_it_waits_for(is_saved: bool, tmp_path: 
         harness.save(10)
     run.machine = harness.machine
     coordinator._runs[spec.key] = run
-    told = "last checkpoint is not on the storage path" if is_saved else "log takes no records"
-    with pytest.raises(Unavailable, match=told):
+    reported = "last checkpoint is not on the storage path" if is_saved else "log takes no records"
+    with pytest.raises(Unavailable, match=reported):
         asyncio.run(coordinator.finish(spec.key, 0.1, False))
 
 

@@ -6,8 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
-from ray_ckpt.actors.overview import Seen, objections, run_view, steps_text
-from ray_ckpt.actors.wire import AgentCard, RunSpec, RunView, ServiceView
+from ray_ckpt.actors.coordinator.overview import Seen, objections, run_view, steps_text
+from ray_ckpt.actors.messages import AgentCard, RunSpec, RunView, ServiceView
 from ray_ckpt.config import GIB, RunOptions
 from ray_ckpt.core import messages as m
 from tests.core.driver import START_S, Harness, of
@@ -49,7 +49,7 @@ def test_a_run_at_work() -> None:
     run.save(30)
     run.tick(60.0)
     said = {k: m.RankProgress(step=36, saved_step=30, step_s=0.5) for k in (0, 1)}
-    run.tell(m.RanksProgressed(age=run.plan.age, ranks=said))
+    run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=said))
     disk = m.DiskSpace(free_bytes=50, total_bytes=1000)
     view = view_of(run, disks={"a": disk})
     assert (view.state, view.session, view.world_size, view.step, view.step_s) == ("training", 1, 2, 36, 0.5)
@@ -87,10 +87,10 @@ def test_the_states_of_a_run() -> None:
     run.tell(*(run.restored(node) for node in "ab"))
     assert view_of(run).state == "training"
     assert view_of(run, owner_lives=False).state == "gone"
-    run.tell(m.FinishAsked(token="end", ends_group=True))
+    run.tell(m.FinishRequested(token="end", ends_group=True))
     assert view_of(run).state == "finished"
     run.open("ab")
-    run.tell(m.FinishAsked(token="failed", ends_group=True, has_failed=True))
+    run.tell(m.FinishRequested(token="failed", ends_group=True, has_failed=True))
     assert view_of(run).state == "failed"
 
 
@@ -129,11 +129,11 @@ def test_what_is_pinned_or_on_its_way_is_needed() -> None:
     run.drain_all(drains)
     assert view_of(run).needed_in_cluster == ()
     attempt = run.machine.history.live()[0].id.attempt
-    run.tell(m.PinAsked(token="pin", attempt=attempt, owner="me", expires_at_s=START_S + 100))
+    run.tell(m.PinRequested(token="pin", attempt=attempt, owner="me", expires_at_s=START_S + 100))
     assert view_of(run).needed_in_cluster == (10,)
     run.tick(200.0)
     assert view_of(run).needed_in_cluster == (), "the pin is over"
-    run.tell(m.DrainAsked(token="drain", attempt=attempt))
+    run.tell(m.DrainRequested(token="drain", attempt=attempt))
     assert view_of(run).needed_in_cluster == (10,)
 
 

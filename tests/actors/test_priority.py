@@ -10,7 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ray_ckpt.actors.priority import IO_PRIORITY, NICENESS, DrainPace, Underway, yield_to_training
+from ray_ckpt.actors.agent.priority import (
+    IO_PRIORITY,
+    NICENESS,
+    ActiveCopies,
+    DrainRateLimiter,
+    yield_to_training,
+)
 from ray_ckpt.transport.sending import Limiter
 
 
@@ -35,8 +41,8 @@ def test_a_bulk_thread_yields_and_those_that_it_starts_do_too() -> None:
 
 
 def test_a_drain_waits_for_copies_and_not_for_ever() -> None:
-    copies = Underway()
-    pace = DrainPace(Limiter(), copies, yields_s=0.05)
+    copies = ActiveCopies()
+    pace = DrainRateLimiter(Limiter(), copies, yields_s=0.05)
     gone: list[int] = []
 
     def drain() -> None:
@@ -49,7 +55,7 @@ def test_a_drain_waits_for_copies_and_not_for_ever() -> None:
         drain()
         assert time.monotonic() - begun_s >= 3 * 0.05, "each block gives way to copies"
         gone.clear()
-        patient = DrainPace(Limiter(), copies, yields_s=60.0)
+        patient = DrainRateLimiter(Limiter(), copies, yields_s=60.0)
         waiting = threading.Thread(target=patient.wait, args=(1,))
         waiting.start()
         waiting.join(0.05)
@@ -63,7 +69,7 @@ def test_a_drain_waits_for_copies_and_not_for_ever() -> None:
 def test_a_drain_keeps_to_its_bandwidth() -> None:
     slept: list[float] = []
     limiter = Limiter(100.0, clock=lambda: 0.0, sleep=slept.append)
-    pace = DrainPace(limiter, Underway())
+    pace = DrainRateLimiter(limiter, ActiveCopies())
     for _ in range(3):
         pace.wait(100)
     assert slept == pytest.approx([1.0, 2.0])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ray_ckpt.actors.sources import SourceFinder
+from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.core.messages import ResumePoint, SessionPlan
 from ray_ckpt.errors import CorruptionError, RestoreError
 from ray_ckpt.format.manifest import encode_fragment

@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 from safetensors.torch import load
 
-from ray_ckpt.actors.arena_memory import AgreedPage, RankArena, make_arena
+from ray_ckpt.actors.agent.arena import RankArena, SignalPage, make_arena
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import RankProgress
-from ray_ckpt.core.node import Outcome
+from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file, state_file
@@ -54,14 +54,14 @@ class LocalLink:
     annotated: list[tuple[int, dict[str, float], AttemptId | None, Future[None]]] = field(
         default_factory=list
     )
-    page: AgreedPage | None = None
+    page: SignalPage | None = None
     given: RestoreTicket = field(default_factory=lambda: RestoreTicket(session=1, epoch=1, checkpoint=None))
     reserved_bytes: int = 0
     recovered: int = 0
     go: threading.Event = field(default_factory=threading.Event)
     _opening: threading.Lock = field(default_factory=threading.Lock)
     identity: Identity = field(init=False)
-    _outcomes: dict[str, Future[Outcome]] = field(default_factory=dict)
+    _outcomes: dict[str, Future[SaveOutcome]] = field(default_factory=dict)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2))
 
     def __post_init__(self) -> None:
@@ -105,10 +105,10 @@ class LocalLink:
         )
         return self.grants[-1]
 
-    def agreed_page(self, *, named: bool = False) -> str:
+    def signal_page(self, *, named: bool = False) -> str:
         with self._opening:  # the progress thread asks, too
             if self.page is None:
-                self.page = AgreedPage(named=named)
+                self.page = SignalPage(named=named)
             return self.page.path
 
     def seal(self, shard: SealedShard) -> Future[None]:
@@ -128,14 +128,14 @@ class LocalLink:
             data = b"".join(bytes(chunk) for chunk in arena.chunks(buffer, shard.attempt.attempt))
             arena.check(buffer, shard.attempt.attempt)
             self.files[shard.attempt.step] = data
-            self._outcome(shard.attempt).set_result(Outcome(level=Level.LOCAL, error=None))
+            self._outcome(shard.attempt).set_result(SaveOutcome(level=Level.LOCAL, error=None))
 
         return self._pool.submit(write)
 
-    def outcome(self, attempt: AttemptId, level: Level) -> Future[Outcome]:
+    def outcome(self, attempt: AttemptId, level: Level) -> Future[SaveOutcome]:
         return self._outcome(attempt)
 
-    def _outcome(self, attempt: AttemptId) -> Future[Outcome]:
+    def _outcome(self, attempt: AttemptId) -> Future[SaveOutcome]:
         return self._outcomes.setdefault(attempt.attempt, Future())
 
     def ended(self, session: int) -> Future[CheckpointError]:
@@ -145,7 +145,7 @@ class LocalLink:
         self.skipped[attempt.step] = reason
         outcome = self._outcome(attempt)
         if not outcome.done():
-            outcome.set_result(Outcome(level=None, error=Unavailable(reason)))
+            outcome.set_result(SaveOutcome(level=None, error=Unavailable(reason)))
 
     def progress(self, session: int, progress: RankProgress) -> None:
         pass

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import ray_ckpt.capture.snapshot as snapshot_module
-from ray_ckpt.capture import guard
+from ray_ckpt.capture import overlap_guard as guard
 from ray_ckpt.config import RunOptions
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink

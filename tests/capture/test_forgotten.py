@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ray_ckpt.capture.forgotten import MAX_NAMED, early_iterators, unregistered
+from ray_ckpt.capture.unregistered import MAX_NAMED, early_iterators, unregistered
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from ray_ckpt.capture.guard import background_slices, guarded_storages
+from ray_ckpt.capture.overlap_guard import background_slices, guarded_storages
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.errors import MismatchError, UnsupportedItem, UnsupportedLeaf
 from ray_ckpt.format.manifest import check_coverage

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ray_ckpt.capture.gradients import GradientsItem, Window, check_public
-from ray_ckpt.capture.guard import hooks_in_backward
 from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.overlap_guard import hooks_in_backward
 from ray_ckpt.capture.walk import resolve_leaves, walk
 from ray_ckpt.errors import UnsupportedItem
 from ray_ckpt.format.tree import decode_tree, encode_tree

@@ -11,12 +11,12 @@ import torch
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.node import Outcome
+from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CheckpointError, SaveNotCollective
-from ray_ckpt.format.agreed import AgreedStep
+from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import Connection, set_connection
-from ray_ckpt.trainer.save_signal import AgreedSteps
+from ray_ckpt.trainer.save_signal import SaveSignals
 from tests.capture.local import LocalLink
 from tests.core.driver import Harness, of
 
@@ -44,7 +44,7 @@ class Rank:
         self.ckpt = Checkpointer(model=torch.nn.Linear(4, 4))
         set_connection(Connection())
         self.ckpt.restore()
-        self.ckpt._agreed.refresh()
+        self.ckpt._signals.refresh()
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def ranks() -> Iterator[tuple[Rank, ...]]:
         for rank, each in enumerate(group):
             if step % 10 == 7 and (rank, step) != (1, 7):
                 assert each.link.page is not None
-                each.link.page.show(AgreedStep(step=step + 3, number=step, urgent=True).word)
+                each.link.page.show(SaveSignal(step=step + 3, number=step, urgent=True).word)
             each.ckpt.step(step)
         for each in group:
             each.ckpt.flush()
@@ -80,13 +80,13 @@ def test_a_rank_at_its_first_save_is_not_taken_for_one_with_other_parameters(ran
     effects = run.tell(*stored)
     copied = (run.copied(attempt, node.node_id, holder) for node in run.plan.nodes for holder in node.holders)
     effects += run.tell(*copied)
-    assert not [publish.error for publish in of(effects, m.Publish) if publish.error]
+    assert not [publish.error for publish in of(effects, m.NotifyOutcome) if publish.error]
 
 
 def test_the_pace_after_an_evaluation_is_that_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr("ray_ckpt.trainer.save_signal.time.monotonic", lambda: now_s[0])
-    agreed = AgreedSteps(LocalLink())
+    agreed = SaveSignals(LocalLink())
     for took_s in (*[0.5] * 20, 600.0, 0.5):
         now_s[0] += took_s
         agreed.completed()
@@ -105,7 +105,7 @@ def test_a_loop_that_only_asks_whether_a_save_is_due_tells_where_it_is(
     for step in range(1, 21):
         now_s[0] += 0.5
         if step == 17:
-            page.show(AgreedStep(step=19, number=1, urgent=False).word)
+            page.show(SaveSignal(step=19, number=1, urgent=False).word)
         if rank.ckpt.due(step):
             assert rank.ckpt.due(step), "asked twice, it says the same"
             rank.ckpt.save(step)
@@ -125,7 +125,7 @@ def test_a_save_that_ended_badly_is_heard_of_by_a_loop_that_only_asks() -> None:
     rank.ckpt.close()
 
 
-def _failed(error: CheckpointError) -> Future[Outcome]:
-    ended: Future[Outcome] = Future()
-    ended.set_result(Outcome(level=None, error=error))
+def _failed(error: CheckpointError) -> Future[SaveOutcome]:
+    ended: Future[SaveOutcome] = Future()
+    ended.set_result(SaveOutcome(level=None, error=error))
     return ended

@@ -14,7 +14,7 @@ import torch
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.awaited import Awaited, awaited_restore, awaited_save
-from ray_ckpt.core.node import Outcome
+from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CollectiveError, SaveNotCollective, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer import checkpointer as client
@@ -92,12 +92,12 @@ def test_words_come_from_one_rank_and_seldom_again(said: Said, monkeypatch: pyte
             awaited_save(10, (0,), 6.0, {}),
             awaited_save(20, (0,), 5.0, {}),
         )
-        words.say()
+        words.log_waiting()
         times += [second] * (len(said()) - len(times))
     assert times == [0, 15, 45, 105], "with doubled pauses"
     assert all(text.startswith("The save of step 10 waits for rank(s) 0") for text in said())
     other = waiting.Words(Alone(world_size=3, rank=2, said=link.said), "save")
-    other.say()
+    other.log_waiting()
     assert len(said()) == 4, "rank 1 waits too, and speaks"
 
 
@@ -106,7 +106,7 @@ def test_an_agent_that_is_away_costs_words_only(said: Said, monkeypatch: pytest.
         raise Unavailable("away")
 
     monkeypatch.setattr(Alone, "awaited", away)
-    waiting.Words(Alone(), "save").say()
+    waiting.Words(Alone(), "save").log_waiting()
     assert not said()
 
 
@@ -139,8 +139,10 @@ def test_misuse_that_is_found_meanwhile_ends_the_wait() -> None:
     ckpt.restore()
     train(ckpt, 1, 9)
     ckpt.flush()
-    misuse: Future[Outcome] = Future()
-    misuse.set_result(Outcome(level=None, error=SaveNotCollective("Step 5 was saved by some ranks only.")))
+    misuse: Future[SaveOutcome] = Future()
+    misuse.set_result(
+        SaveOutcome(level=None, error=SaveNotCollective("Step 5 was saved by some ranks only."))
+    )
     ckpt._pending[-1].outcome, ckpt._pending[-1].seen = misuse, False
     with pytest.raises(SaveNotCollective):
         train(ckpt, 10, 10)

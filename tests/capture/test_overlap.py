@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import ray_ckpt.capture.snapshot as snapshot_module
-from ray_ckpt.capture import arena, guard
+from ray_ckpt.capture import arena
+from ray_ckpt.capture import overlap_guard as guard
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.config import RunOptions
 from ray_ckpt.trainer.checkpointer import Checkpointer

@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import ray_ckpt.capture.arena as arena_module
 import ray_ckpt.capture.snapshot as snapshot_module
-from ray_ckpt.capture import guard
+from ray_ckpt.capture import overlap_guard as guard
 from ray_ckpt.config import RunOptions
-from ray_ckpt.core.node import Outcome
+from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format.records import MAX_METRICS
 from ray_ckpt.trainer.checkpointer import Checkpointer
@@ -365,7 +365,7 @@ class SlowDisk(LocalLink):
         nth = len(self.sealed)
         self.sealed.append(shard)
         if nth == 0:  # nobody is to wait for it
-            self._outcome(shard.attempt).set_result(Outcome(level=None, error=Unavailable("slow")))
+            self._outcome(shard.attempt).set_result(SaveOutcome(level=None, error=Unavailable("slow")))
 
         def write() -> None:
             blocks = []

@@ -18,7 +18,7 @@ import psutil
 
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors.attach import overview
-from ray_ckpt.actors.service import ask, coordinator
+from ray_ckpt.actors.client import ask, coordinator
 from ray_ckpt.errors import Unavailable
 from tests.cluster.ranks import RankGroup, Training
 

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.actors.service import coordinator
+from ray_ckpt.actors.client import coordinator
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.preemption.notices import Notice
 from ray_ckpt.types import CheckpointInfo
@@ -93,7 +93,7 @@ def test_every_save_by_time_of_skewed_ranks_is_complete_or_dropped(
 def announce(cluster_node: str, after_s: float, left_s: float) -> None:
     time.sleep(after_s)
     notice = Notice(source="test", text="maintenance", deadline_s=time.time() + left_s)
-    ray.get(coordinator().node_leaves.remote(cluster_node, notice))
+    ray.get(coordinator().node_preempted.remote(cluster_node, notice))
 
 
 @pytest.fixture

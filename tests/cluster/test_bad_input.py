@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from jobs.local_cluster import LocalCluster, kill_family
-from ray_ckpt.actors.service import open_run
+from ray_ckpt.actors.client import open_run
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.config import STAGING_ENV, RunOptions
 from ray_ckpt.errors import (
@@ -150,7 +150,7 @@ def test_too_little_memory_is_named(spare_group: RankGroup, storage: str) -> Non
 def reserve_memory_in_dev_shm(run: str, storage: str) -> None:
     """As a rank that ptrace rules keep from the memory of its agent."""
     training = Training(run, storage, memory="single")
-    with mock.patch("ray_ckpt.actors.service._can_open", return_value=False):
+    with mock.patch("ray_ckpt.actors.client._can_open", return_value=False):
         training.ckpt._link.reserve(1 << 20)
         training.ckpt._link.reserve(1 << 50)
 

@@ -11,7 +11,7 @@ import torch
 
 import ray_ckpt
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.actors.service import coordinator
+from ray_ckpt.actors.client import coordinator
 from ray_ckpt.types import RankRestore
 from tests.cluster.ranks import RankGroup, Training
 

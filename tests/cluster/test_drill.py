@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from jobs import drill as drill_job
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.actors.ray_state import owner_here
-from ray_ckpt.actors.service import ask, coordinator, open_run
+from ray_ckpt.actors.client import ask, coordinator, open_run
+from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli import app
 from ray_ckpt.config import RunOptions

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from jobs.local_cluster import LocalCluster, kill_family
-from ray_ckpt.actors.service import coordinator
+from ray_ckpt.actors.client import coordinator
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import Level
 

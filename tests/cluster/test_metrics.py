@@ -23,7 +23,7 @@ import ray
 
 from jobs.local_cluster import LocalCluster
 from ray_ckpt import telemetry as t
-from ray_ckpt.actors.meters import GAUGES_EVERY_S, Meters
+from ray_ckpt.actors.metrics import GAUGES_EVERY_S, Meters
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.telemetry import METRICS, Metric, Sample
 from tests import promql

@@ -12,7 +12,7 @@ import torch
 
 import ray_ckpt
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.actors.service import coordinator
+from ray_ckpt.actors.client import coordinator
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import ConfigError
 from tests.cluster.ranks import RankGroup

@@ -12,7 +12,7 @@ import ray
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors import names
 from ray_ckpt.actors.attach import overview
-from ray_ckpt.actors.service import annotate, ask, coordinator
+from ray_ckpt.actors.client import annotate, ask, coordinator
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import Level
 from tests.cluster.many_runs import MIB, NODES, PUT_AWAY_S, many_runs, staged, wait_put_away

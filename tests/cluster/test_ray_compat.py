@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.actors import ray_state
+from ray_ckpt.actors import ray_cluster as ray_state
 
 pytestmark = pytest.mark.cluster
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from ray_ckpt.actors.service import coordinator
+from ray_ckpt.actors.client import coordinator
 from ray_ckpt.catalog.catalog import Catalog
 from tests.cluster.ranks import RankGroup, Training
 

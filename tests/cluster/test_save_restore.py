@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 import ray_ckpt
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors import names
-from ray_ckpt.actors.service import coordinator
-from ray_ckpt.actors.wire import RunStatus
+from ray_ckpt.actors.client import coordinator
+from ray_ckpt.actors.messages import RunStatus
 from ray_ckpt.catalog.catalog import Catalog, verify_directory
 from ray_ckpt.errors import (
     CollectiveError,

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors import attach, names
-from ray_ckpt.actors.service import ask, coordinator
+from ray_ckpt.actors.client import ask, coordinator
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli import app
 from ray_ckpt.errors import Unavailable

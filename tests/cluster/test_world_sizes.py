@@ -16,8 +16,8 @@ import torch
 
 import ray_ckpt
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.actors.service import coordinator
-from ray_ckpt.actors.wire import RunStatus
+from ray_ckpt.actors.client import coordinator
+from ray_ckpt.actors.messages import RunStatus
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.format.manifest import decode_fragment
 from ray_ckpt.types import Level, ManifestRow

@@ -15,14 +15,14 @@ from typing import Any, Literal, TypeVar
 
 from ray_ckpt.config import Resume, RunOptions
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node as n
-from ray_ckpt.core.coordinator import RunMachine
+from ray_ckpt.core import node_machine as n
+from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, make_attempt, record_file, shard_file
 from ray_ckpt.format.records import encode_record
-from ray_ckpt.storage.log_store import MemoryLogStore, Outcome, read_log
+from ray_ckpt.storage.log_store import CreateResult, MemoryLogStore, read_log
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, RankRestore
 
 RUN = "gpt"
@@ -59,10 +59,10 @@ def entry(name: str, attempt: AttemptId) -> FileEntry:
 class Disk:
     """A node's staging folder: the fragments that are complete there, and every folder."""
 
-    fragments: dict[tuple[str, int], m.HeldFragment] = field(default_factory=dict)
+    fragments: dict[tuple[str, int], m.StoredFragment] = field(default_factory=dict)
     folders: dict[str, str] = field(default_factory=dict)  # attempt -> directory
 
-    def put(self, held: m.HeldFragment) -> None:
+    def put(self, held: m.StoredFragment) -> None:
         self.fragments[held.attempt.attempt, held.node_index] = held
         self.folders[held.attempt.attempt] = held.attempt.directory
 
@@ -138,7 +138,7 @@ class Harness:
         outcome = self.store.create(record_file(seq), encode_record(effect.record))
         if self.store_mode == "answers lost":
             return (m.Appended(seq=seq, outcome="unknown"),)
-        if outcome is Outcome.OK:
+        if outcome is CreateResult.OK:
             return (m.Appended(seq=seq, outcome="ok"),)
         return (m.Appended(seq=seq, outcome="exists", service=self._service_in_log()),)
 
@@ -202,20 +202,22 @@ class Harness:
         )
 
     def inventory(self, token: str) -> m.InventoryTaken:
-        """The answer to AskInventory."""
+        """The answer to RequestInventory."""
         return m.InventoryTaken(token=token, inventories=self.inventories())
 
     def inventories(self) -> dict[str, m.Inventory]:
         return {node: self.disks[node].inventory() for node in sorted(self.live)}
 
-    def restored(self, node: str, *, age: m.Age | None = None, damage: Sequence[str] = ()) -> m.NodeRestored:
+    def restored(
+        self, node: str, *, session_key: m.SessionKey | None = None, damage: Sequence[str] = ()
+    ) -> m.NodeRestored:
         """The event of all ranks of `node` having read their state. Its token is `restored-<node>`."""
         plan = self.plan
         here = next((p for p in plan.nodes if p.node_id == node), None)
         ranks = here.ranks if here else ()
         return m.NodeRestored(
             token=f"restored-{node}",
-            age=age or plan.age,
+            session_key=session_key or plan.session_key,
             node_id=node,
             ranks=tuple(RankRestore(rank=k, damage=tuple(damage)) for k in ranks),
         )
@@ -257,13 +259,13 @@ class Harness:
             metrics={"loss": 1.0 / attempt.step} if 0 in here.ranks else None,
         )
 
-    def _held(self, attempt: AttemptId, node: m.SessionNode) -> m.HeldFragment:
+    def _held(self, attempt: AttemptId, node: m.SessionNode) -> m.StoredFragment:
         num = len(self.plan.nodes)
         names = [
             *(shard_file(k, self.plan.world_size) for k in node.ranks),
             fragment_file(node.node_index, num),
         ]
-        return m.HeldFragment(
+        return m.StoredFragment(
             attempt=attempt,
             node_index=node.node_index,
             num_nodes=num,
@@ -312,10 +314,10 @@ class Harness:
 
     def drain_all(self, effects: Iterable[object]) -> tuple[m.Effect, ...]:
         """Carry out every Drain among `effects` and, when it comes to that, the description."""
-        told = [e for drain in of(effects, m.Drain) for e in self.drained(drain)]
-        for write in of(told, m.WriteDescription):
-            told += self.tell(m.DescriptionWritten(attempt=write.checkpoint.id, error=None))
-        return tuple(told)
+        reported = [e for drain in of(effects, m.Drain) for e in self.drained(drain)]
+        for write in of(reported, m.WriteDescription):
+            reported += self.tell(m.DescriptionWritten(attempt=write.checkpoint.id, error=None))
+        return tuple(reported)
 
 
 # -- with node machines ------------------------------------------------------------------------------
@@ -353,7 +355,7 @@ class Cluster(Harness):
         self.machines = {node: n.NodeMachine() for node in nodes}
         self.remote: dict[str, set[int]] = {}
         self.described: set[str] = set()
-        self.settled: list[tuple[str, n.Settle]] = []
+        self.settled: list[tuple[str, n.ResolveSave]] = []
         self.failed_tokens: dict[str, Exception] = {}
         self.replies: dict[str, object] = {}
         self.stepped_down = False
@@ -383,8 +385,8 @@ class Cluster(Harness):
         """A restarted coordinator asks the nodes what is going on, and tells them that it is back."""
         plans = [p for node in sorted(self.live) if (p := self.machines[node].plan) is not None]
         if plans:
-            plan = max(plans, key=lambda p: p.age)
-            self.wire.append(ToCoordinator(m.GroupFound(plan=plan, inventories=self.inventories())))
+            plan = max(plans, key=lambda p: p.session_key)
+            self.wire.append(ToCoordinator(m.GroupRecovered(plan=plan, inventories=self.inventories())))
             self.wire += [
                 ToNode(node, n.CoordinatorReturned(epoch=self.machine.epoch)) for node in sorted(self.live)
             ]
@@ -437,7 +439,7 @@ class Cluster(Harness):
         match effect:
             case m.Append():
                 self.wire += [ToCoordinator(answer) for answer in self.append(effect)]
-            case m.AskInventory(token=token):
+            case m.RequestInventory(token=token):
                 self.now_s += 1  # as long as it takes to ask
                 self.wire += [ToCoordinator(self.ticked), ToCoordinator(self.inventory(token))]
             case m.StartSession(plan=plan):
@@ -448,8 +450,8 @@ class Cluster(Harness):
                 self.replies[token] = value
             case m.Fail(token=token, error=failure):
                 self.failed_tokens[token] = failure
-            case m.Publish(attempt=attempt, level=level, error=error, nodes=nodes_told, epoch=epoch):
-                published = n.Published(attempt=attempt, level=level, error=error, epoch=epoch)
+            case m.NotifyOutcome(attempt=attempt, level=level, error=error, nodes=nodes_told, epoch=epoch):
+                published = n.OutcomeNotified(attempt=attempt, level=level, error=error, epoch=epoch)
                 self.wire += [ToNode(node_told, published) for node_told in nodes_told]
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
                 self._copy(source, attempt, index, holder)
@@ -467,7 +469,7 @@ class Cluster(Harness):
                 else:
                     self.disks[place].delete(name)
                 self.wire.append(ToCoordinator(m.DeleteEnded(attempt=name, place=place, error=None)))
-            case m.DeleteStrays(node_id=node_id, directories=directories):
+            case m.DeleteLocalOrphans(node_id=node_id, directories=directories):
                 for attempt_name, directory in list(self.disks[node_id].folders.items()):
                     if directory in directories:
                         self.disks[node_id].delete(attempt_name)
@@ -491,7 +493,7 @@ class Cluster(Harness):
             )
         return m.NodeRestored(
             token=f"restored-{plan.session}-{node.node_id}",
-            age=plan.age,
+            session_key=plan.session_key,
             node_id=node.node_id,
             ranks=tuple(RankRestore(rank=k, damage=damage) for k in node.ranks),
         )
@@ -530,7 +532,7 @@ class Cluster(Harness):
                 index, num = fragment.node_index, fragment.num_nodes
                 file = entry(fragment_file(index, num), attempt)
                 self.disks[node].put(
-                    m.HeldFragment(
+                    m.StoredFragment(
                         attempt=attempt,
                         node_index=index,
                         num_nodes=num,
@@ -541,7 +543,7 @@ class Cluster(Harness):
                     )
                 )
                 self.wire.append(ToNode(node, n.FragmentWritten(attempt=attempt, entry=file)))
-            case n.TellStored():
+            case n.ReportStored():
                 stored = m.NodeStored(
                     attempt=effect.attempt,
                     node_index=effect.node_index,
@@ -552,11 +554,11 @@ class Cluster(Harness):
                     epoch=effect.epoch,
                 )
                 self.wire.append(ToCoordinator(stored))
-            case n.TellRefused(attempt=attempt, ranks=ranks, reason=reason):
+            case n.ReportRefused(attempt=attempt, ranks=ranks, reason=reason):
                 self.wire.append(ToCoordinator(m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)))
             case n.SendCopy(attempt=attempt, node_index=index, holder=holder):
                 self._copy(node, attempt, index, holder)
-            case n.Settle():
+            case n.ResolveSave():
                 self.settled.append((node, effect))
             case n.DeleteFolder(directory=directory):
                 self.disks[node].delete(directory.rpartition("-")[2])

@@ -97,8 +97,8 @@ def test_an_incomplete_attempt_is_no_checkpoint() -> None:
     run.start_coordinator()
     run.open("ab")
     assert (resumed_step(run), commits(run)) == (10, [10])
-    strays = of(run.save(20), m.DeleteStrays)
-    assert {stray.directories for stray in strays} == {(attempt.directory,)}
+    orphans = of(run.save(20), m.DeleteLocalOrphans)
+    assert {stray.directories for stray in orphans} == {(attempt.directory,)}
 
 
 def test_a_dropped_attempt_stays_dropped() -> None:
@@ -133,7 +133,7 @@ def test_an_attempt_of_another_run_stays_out() -> None:
     run.start_coordinator()
     effects = run.open("ab")
     assert commits(run) == [10]
-    assert not of(effects, m.Publish), "nor is it dropped: it is not this run's to judge"
+    assert not of(effects, m.NotifyOutcome), "nor is it dropped: it is not this run's to judge"
 
 
 def test_an_attempt_whose_ranks_disagree_is_dropped() -> None:
@@ -143,7 +143,7 @@ def test_an_attempt_whose_ranks_disagree_is_dropped() -> None:
     disk.put(replace(disk.fragments[attempt.attempt, 1], replicated=("other",)))
     run.start_coordinator()
     effects = run.open("ab")
-    (drop,) = [p for p in of(effects, m.Publish) if p.error]
+    (drop,) = [p for p in of(effects, m.NotifyOutcome) if p.error]
     assert isinstance(drop.error, CollectiveError)
     assert (drop.attempt, drop.nodes) == (attempt, ("a", "b"))
     assert (resumed_step(run), commits(run)) == (10, [10])
@@ -165,7 +165,7 @@ def test_what_was_overtaken_is_not_committed_behind_the_newer_step() -> None:
     run.start_coordinator()
     effects = run.open("ab")
     assert commits(run) == [10]
-    assert [p.attempt for p in of(effects, m.Publish) if p.error] == [old], "so its folders may go"
+    assert [p.attempt for p in of(effects, m.NotifyOutcome) if p.error] == [old], "so its folders may go"
 
 
 def test_an_attempt_that_a_later_inventory_completes_is_adopted_too() -> None:
@@ -176,7 +176,7 @@ def test_an_attempt_that_a_later_inventory_completes_is_adopted_too() -> None:
     group = run.group("ac", token="waits")
     without_b = {node: held for node, held in group.inventories.items() if node != "b"}
     effects = run.tell(replace(group, inventories=without_b))
-    assert one(effects, m.AskInventory).token == "waits"
+    assert one(effects, m.RequestInventory).token == "waits"
     assert commits(run) == [10], "a part of step 20 is on b only"
     run.tell(run.inventory("waits"))
     assert (commits(run), resumed_step(run)) == ([10, 20], 20)
@@ -196,7 +196,7 @@ def test_late_words_about_an_adopted_attempt_change_nothing() -> None:
     records = run.records
     effects = run.tell(*late)
     assert run.records == records, "it is committed once"
-    assert {(p.attempt, p.level, p.error) for p in of(effects, m.Publish)} == {
+    assert {(p.attempt, p.level, p.error) for p in of(effects, m.NotifyOutcome)} == {
         (attempt, Level.REPLICATED, None)
     }
 
@@ -219,7 +219,7 @@ def test_what_was_never_reported_counts_as_stored_when_its_group_is_found() -> N
     plan = run.plan
     attempt = hold(run, 20, copies=BOTH_WAYS)
     run.start_coordinator()
-    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert commits(run) == [10, 20]
     assert run.checkpoint(attempt).level is Level.REPLICATED
 
@@ -234,7 +234,7 @@ def test_a_node_with_a_new_agent_completes_the_attempt_that_waited_for_it() -> N
     run.tell(run.stored(attempt, "a"))
     run.stored(attempt, "b")
     assert commits(run) == [10]
-    run.tell(m.NodesOpened(inventories={"b": run.disks["b"].inventory()}))
+    run.tell(m.NodesJoined(inventories={"b": run.disks["b"].inventory()}))
     assert commits(run) == [10, 20]
 
 
@@ -247,7 +247,7 @@ def test_a_node_that_comes_back_with_its_disk_holds_again_what_it_held() -> None
     run.live.add("b")
     run.disks["b"] = kept
     run.tell(m.NodesSeen(live=frozenset("abc")))
-    run.tell(m.NodesOpened(inventories={"b": kept.inventory()}))
+    run.tell(m.NodesJoined(inventories={"b": kept.inventory()}))
     assert run.machine.copies_missing == 0
     assert run.machine.holders[attempt.attempt] == {0: ("a", "b"), 1: ("a", "b")}
 
@@ -259,5 +259,5 @@ def test_what_a_node_that_comes_late_has_of_another_session_stays_out() -> None:
     for disk in run.disks.values():
         disk.delete(old.attempt)
     run.open("ab")
-    run.tell(m.NodesOpened(inventories=disks))
+    run.tell(m.NodesJoined(inventories=disks))
     assert commits(run) == [10]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.requests import MAX_WAITING
+from ray_ckpt.core.log_requests import MAX_WAITING
 from ray_ckpt.errors import ConfigError, Fenced, Unavailable
 from ray_ckpt.format import records as r
 from tests.core.driver import Harness, of, one, ops
@@ -26,8 +26,8 @@ def save(run: Harness, step: int) -> None:
     run.drain_all(run.save(step))
 
 
-def annotate(step: int, *, token: str = "eval", **metrics: float) -> m.AnnotateAsked:
-    return m.AnnotateAsked(token=token, step=step, metrics=metrics)
+def annotate(step: int, *, token: str = "eval", **metrics: float) -> m.AnnotateRequested:
+    return m.AnnotateRequested(token=token, step=step, metrics=metrics)
 
 
 def metrics_of(run: Harness, step: int) -> dict[str, float]:
@@ -86,7 +86,7 @@ def test_what_is_no_longer_among_the_best_goes_when_that_is_known() -> None:
 def test_the_newest_checkpoint_of_the_step_on_the_lineage_is_meant() -> None:
     run = trained(saves=3, keep_last=9)
     before = run.machine.history.lineage()[1].id
-    run.tell(m.PinAsked(token="pin", attempt=before.attempt, owner="me", expires_at_s=None))
+    run.tell(m.PinRequested(token="pin", attempt=before.attempt, owner="me", expires_at_s=None))
     run.open("ab", resume="step:10")
     failed = one(run.tell(annotate(20, accuracy=0.4)), m.Fail).error
     assert isinstance(failed, ConfigError) and "off the lineage" in failed.message
@@ -168,7 +168,7 @@ def test_a_step_without_a_checkpoint_is_refused_and_said_why() -> None:
 def test_names_are_bounded_and_known_ones_can_still_be_written() -> None:
     run = trained()
     many = {f"metric {number}": 0.0 for number in range(r.MAX_METRICS - 1)}
-    run.tell(m.AnnotateAsked(token="many", step=10, metrics=many))
+    run.tell(m.AnnotateRequested(token="many", step=10, metrics=many))
     assert len(metrics_of(run, 10)) == r.MAX_METRICS
     failed = one(run.tell(annotate(10, one_more=1.0)), m.Fail)
     assert isinstance(failed.error, ConfigError) and str(r.MAX_METRICS) in failed.error.message
@@ -179,7 +179,7 @@ def test_names_are_bounded_and_known_ones_can_still_be_written() -> None:
 @pytest.mark.parametrize("metrics", [{"\ud800": 1.0}, {"loss": "low"}, {"loss": None}])
 def test_what_no_record_can_hold_is_refused_and_does_not_hold_up_the_log(metrics: Any) -> None:
     run = trained()
-    failed = one(run.tell(m.AnnotateAsked(token="bad", step=10, metrics=metrics)), m.Fail)
+    failed = one(run.tell(m.AnnotateRequested(token="bad", step=10, metrics=metrics)), m.Fail)
     assert isinstance(failed.error, ConfigError)
     assert of(run.tell(annotate(10, accuracy=0.5)), m.Reply)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ckpt.core.budget import Budget
+from ray_ckpt.core.rate_budget import Budget
 
 
 def test_a_burst_goes_at_once_and_the_rest_at_the_rate() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.cadence import Cadence
-from ray_ckpt.core.upkeep import UPKEEP_S
+from ray_ckpt.core.drain_policy import DrainPolicy
+from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.types import Level
 from tests.core.driver import Harness, of
 from tests.core.records import checkpoint
@@ -17,7 +17,7 @@ from tests.core.records import checkpoint
 
 def due(times_s: list[float], *, every: int = 1000, every_s: float | None = None) -> list[int]:
     """Which of the commits at these times are due, counted from 1."""
-    cadence = Cadence()
+    cadence = DrainPolicy()
     return [
         number
         for number, time_s in enumerate(times_s, 1)
@@ -54,7 +54,7 @@ def test_a_restarted_coordinator_finds_the_same_ones_due(seed: int) -> None:
     times = [chance.uniform(0, 1000) for _ in range(60)]
     every, every_s = chance.choice([1, 3, 1000]), chance.choice([None, 50.0, 400.0])
     commits = [checkpoint(step, committed_at_s=time) for step, time in enumerate(times, 1)]
-    one, other = Cadence(), Cadence()
+    one, other = DrainPolicy(), DrainPolicy()
     expected = [c for c in commits if one.committed(c, every=every, every_s=every_s)]
     for c in commits:
         other.committed(c, every=every, every_s=every_s)
@@ -63,7 +63,7 @@ def test_a_restarted_coordinator_finds_the_same_ones_due(seed: int) -> None:
 
 
 def test_what_is_durable_or_gone_needs_no_drain_any_more() -> None:
-    cadence = Cadence()
+    cadence = DrainPolicy()
     commits = {c.id.attempt: c for c in (checkpoint(step) for step in (1, 2, 3, 4))}
     for c in commits.values():
         cadence.committed(c, every=1, every_s=None)
@@ -78,8 +78,8 @@ def test_what_is_durable_or_gone_needs_no_drain_any_more() -> None:
 def test_a_commit_is_drained_when_the_last_drained_one_is_old_enough() -> None:
     run = Harness("ab", remote_every=1000, remote_every_s=600.0)
     run.open("ab")
-    told = [drained(run, 10 * number, 200.0) for number in range(1, 9)]
-    assert told == [False, False, False, True, False, False, True, False]
+    reported = [drained(run, 10 * number, 200.0) for number in range(1, 9)]
+    assert reported == [False, False, False, True, False, False, True, False]
 
 
 def test_a_restarted_coordinator_goes_on_with_the_same_period() -> None:
@@ -97,9 +97,9 @@ def test_a_drain_that_died_with_its_coordinator_is_begun_again() -> None:
     run.save(10)
     assert {d.attempt.step for d in of(run.save(20), m.Drain)} == {20}
     run.start_coordinator()
-    effects = [*run.open("ab"), *run.tick(UPKEEP_S), *run.tick(UPKEEP_S)]
+    effects = [*run.open("ab"), *run.tick(MAINTENANCE_S), *run.tick(MAINTENANCE_S)]
     drains = of(effects, m.Drain)
     assert [(d.attempt.step, d.node_index) for d in drains] == [(20, 0), (20, 1)]
     run.drain_all(drains)
     assert [c.level for c in run.machine.history.live() if c.step == 20] == [Level.DURABLE]
-    assert not of(run.tick(UPKEEP_S), m.Drain)
+    assert not of(run.tick(MAINTENANCE_S), m.Drain)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.claim import RunMark, check_claim, check_marks
 from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.ownership import RunMark, check_claim, check_marks
 from ray_ckpt.errors import CheckpointError, Fenced, RunConflict, RunInUse, RunSuperseded
 from ray_ckpt.format import records as r
 from ray_ckpt.storage.log_store import read_log
@@ -154,9 +154,9 @@ def test_the_launcher_at_work_may_open_its_next_group_at_any_time() -> None:
 def test_a_finished_group_frees_the_run() -> None:
     run = Harness("ab")
     run.open("ab")
-    run.tell(m.FinishAsked(token="save only"))
+    run.tell(m.FinishRequested(token="save only"))
     assert isinstance(open_group(run, "another driver"), RunInUse)
-    assert one(run.tell(m.FinishAsked(token="end", ends_group=True)), m.Reply).token == "end"
+    assert one(run.tell(m.FinishRequested(token="end", ends_group=True)), m.Reply).token == "end"
     assert (run.machine.owner, run.machine.plan) == ("", None)
     assert open_group(run, "another driver") is None
 
@@ -165,10 +165,10 @@ def test_a_group_that_finishes_has_the_run_until_its_last_checkpoint_is_durable(
     run = Harness("ab")
     run.open("ab")
     run.save(10)
-    drains = run.tell(m.FinishAsked(token="end", ends_group=True))
+    drains = run.tell(m.FinishRequested(token="end", ends_group=True))
     assert isinstance(run.machine.objection("another driver", ""), RunInUse)
-    told = run.drain_all(drains)
-    assert one(told, m.Reply).token == "end"
+    reported = run.drain_all(drains)
+    assert one(reported, m.Reply).token == "end"
     assert run.machine.objection("another driver", "") is None
 
 
@@ -182,10 +182,10 @@ def test_a_record_of_another_service_ends_the_group_before_this_coordinator_goes
     effects = run.save(10)
     assert [type(e) for e in effects][-2:] == [m.Supersede, m.StepDown]
     supersede, down = one(effects, m.Supersede), one(effects, m.StepDown)
-    assert (supersede.nodes, supersede.age) == (("a", "b"), (1, 1))
+    assert (supersede.nodes, supersede.session_key) == (("a", "b"), (1, 1))
     assert isinstance(supersede.error, RunSuperseded)
     assert down.is_foreign and isinstance(down.error, Fenced)
-    assert not of(effects, m.Publish), "what became of the save is not its to say"
+    assert not of(effects, m.NotifyOutcome), "what became of the save is not its to say"
 
 
 def test_a_newer_coordinator_of_the_own_service_gets_the_group_as_it_is() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node as n
+from ray_ckpt.core import node_machine as n
 from ray_ckpt.core.closing import AGAIN_S, MAX_TRIES, WANTED_S
 from ray_ckpt.errors import RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
@@ -23,7 +23,7 @@ def finished(*, steps: tuple[int, ...] = (10, 20, 30), has_failed: bool = False,
     run.open("ab")
     for step in steps:
         run.save(step)
-    run.drain_all(run.tell(m.FinishAsked(token="end", ends_group=True, has_failed=has_failed)))
+    run.drain_all(run.tell(m.FinishRequested(token="end", ends_group=True, has_failed=has_failed)))
     assert run.machine.history.lineage()[-1].level is Level.DURABLE
     assert run.machine.plan is None
     return run
@@ -33,13 +33,13 @@ def carry_out(run: Harness, effects: tuple[m.Effect, ...]) -> tuple[m.Effect, ..
     """Deletes, drains and listings are done, and what follows from that."""
     done = effects
     while done:
-        told: list[m.Effect] = []
+        reported: list[m.Effect] = []
         for delete in of(done, m.Delete):
-            told += run.tell(m.DeleteEnded(attempt=delete.attempt, place=delete.place, error=None))
-        told += run.drain_all(done)
+            reported += run.tell(m.DeleteEnded(attempt=delete.attempt, place=delete.place, error=None))
+        reported += run.drain_all(done)
         for listing in of(done, m.SweepRemote):
-            told += run.tell(m.RemoteListed(number=listing.number))
-        done = tuple(told)
+            reported += run.tell(m.RemoteListed(number=listing.number))
+        done = tuple(reported)
         effects += done
     return effects
 
@@ -78,7 +78,7 @@ def test_a_run_that_failed_or_is_at_work_keeps_what_it_has() -> None:
     lost = Harness("ab", retire_grace_s=GRACE_S)
     lost.open("ab")
     lost.save(10)
-    lost.tell(m.OwnerGone(owner=lost.plan.owner))
+    lost.tell(m.OwnerDied(owner=lost.plan.owner))
     assert not of(rest(lost, 100 * GRACE_S), m.Evict) and not lost.machine.is_closing
 
 
@@ -93,7 +93,7 @@ def test_an_option_keeps_the_copies_and_the_run_is_closed_all_the_same() -> None
 def test_what_a_pin_or_a_policy_keeps_is_drained_before_the_nodes_are_emptied() -> None:
     run = finished(keep_best=("loss", "max", 1))  # the first has the highest loss
     (second,) = [c for c in run.machine.history.live() if c.step == 20]
-    run.tell(m.PinAsked(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
+    run.tell(m.PinRequested(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
     effects = run.tick(GRACE_S)
     assert {drain.attempt.step for drain in of(effects, m.Drain)} == {10, 20}
     assert {attempt.step for attempt, _ in evicted(effects)} == {30}
@@ -108,7 +108,7 @@ def test_what_a_pin_or_a_policy_keeps_is_drained_before_the_nodes_are_emptied() 
 def test_what_is_needed_and_cannot_be_drained_stays_where_it_is() -> None:
     run = finished()
     (second,) = [c for c in run.machine.history.live() if c.step == 20]
-    run.tell(m.PinAsked(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
+    run.tell(m.PinRequested(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
     run.lose("b")  # with the only copy of its fragment, but for that on a
     run.machine._context.holders.remove(second.id.attempt, 1, "a")
     effects = (*rest(run, GRACE_S), *rest(run, GRACE_S))
@@ -163,7 +163,7 @@ def test_a_restarted_coordinator_puts_away_what_its_predecessor_had_not() -> Non
     run = finished()
     run.start_coordinator()
     assert run.machine.end_cause == "finished"
-    run.tell(m.NodesOpened(inventories=run.inventories()))
+    run.tell(m.NodesJoined(inventories=run.inventories()))
     assert not of(rest(run, GRACE_S - 1.0), m.Evict)
     assert {attempt.step for attempt, _ in evicted(rest(run, 1.0))} == {30}
     assert of(rest(run, GRACE_S), m.PutAway)
@@ -173,9 +173,9 @@ def test_a_finished_group_whose_nodes_had_not_heard_of_the_end_is_not_found_at_w
     run = Harness("ab", retire_grace_s=GRACE_S)
     run.open("ab")
     plan = run.plan
-    run.drain_all((*run.save(10), *run.tell(m.FinishAsked(token="end", ends_group=True))))
+    run.drain_all((*run.save(10), *run.tell(m.FinishRequested(token="end", ends_group=True))))
     run.start_coordinator()
-    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert run.machine.plan is None and run.machine.end_cause == "finished"
 
 
@@ -185,7 +185,7 @@ def test_a_group_of_another_launcher_after_a_finished_one_is_found_at_work() -> 
     plan = run.plan
     run.start_coordinator()
     assert run.machine.end_cause is None
-    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert run.machine.plan == plan
     assert not of(rest(run, 100 * GRACE_S), m.PutAway)
 
@@ -205,7 +205,7 @@ def test_nodes_that_do_not_answer_are_asked_again_but_not_for_ever() -> None:
 def test_a_run_without_a_checkpoint_is_closed_too() -> None:
     run = Harness("ab", retire_grace_s=GRACE_S)
     run.open("ab")
-    run.tell(m.FinishAsked(token="end", ends_group=True))
+    run.tell(m.FinishRequested(token="end", ends_group=True))
     assert of(rest(run, GRACE_S), m.PutAway)
 
 

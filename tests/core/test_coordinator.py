@@ -27,8 +27,8 @@ def commits(effects: Iterable[object]) -> list[tuple[int, Level, int]]:
     return [(op.step, op.level, op.replicas) for op in ops(effects) if isinstance(op, r.Commit)]
 
 
-def dropped(effects: Iterable[object]) -> list[m.Publish]:
-    return [publish for publish in of(effects, m.Publish) if publish.error is not None]
+def dropped(effects: Iterable[object]) -> list[m.NotifyOutcome]:
+    return [publish for publish in of(effects, m.NotifyOutcome) if publish.error is not None]
 
 
 def live_steps(harness: Harness) -> list[int]:
@@ -103,13 +103,13 @@ def test_a_restarted_coordinator_goes_on_with_the_group_it_finds() -> None:
     copied = run.copied(events, "b", "a")
     run.disks["a"].delete(events.attempt)
     run.start_coordinator()
-    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert run.plan == plan
     assert commits(run.tell(*stored, copied)) == [(10, Level.REPLICATED, 1)]
-    other = m.GroupFound(plan=replace(plan, session=0), inventories=run.inventories())
+    other = m.GroupRecovered(plan=replace(plan, session=0), inventories=run.inventories())
     run.start_coordinator()
     superseded = one(run.tell(other), m.Supersede)
-    assert (superseded.nodes, superseded.age) == (("a", "b"), (1, 0))
+    assert (superseded.nodes, superseded.session_key) == (("a", "b"), (1, 0))
     assert run.machine.plan is None, "its session is not the log's last"
 
 
@@ -122,18 +122,18 @@ def test_what_is_complete_on_the_nodes_counts_when_a_group_is_found() -> None:
         run.stored(attempt, node)
     run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")
     run.start_coordinator()
-    found = m.GroupFound(plan=plan, inventories=run.inventories())
+    found = m.GroupRecovered(plan=plan, inventories=run.inventories())
     assert commits(run.tell(found)) == [(10, Level.REPLICATED, 1)]
 
 
 def test_a_restarted_coordinator_does_not_end_a_group_before_it_has_looked_for_it() -> None:
-    """Between its fence and GroupFound nodes may report; RunSuperseded would end their training."""
+    """Between its fence and GroupRecovered nodes may report; RunSuperseded would end their training."""
     run = Harness("ab")
     run.open("ab")
     stored, plan = run.stored(run.attempt(10), "a"), run.plan
     run.start_coordinator()
     assert run.machine.is_open
-    effects = [*run.tell(stored), *run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))]
+    effects = [*run.tell(stored), *run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))]
     assert not dropped(effects)
 
 
@@ -144,7 +144,7 @@ def test_a_group_that_is_found_late_does_not_come_back() -> None:
     run.start_coordinator()
     run.store_mode = "held"
     run.tell(run.group("ab"))  # its session is on the way into the log
-    run.tell(m.GroupFound(plan=old, inventories=run.inventories()))
+    run.tell(m.GroupRecovered(plan=old, inventories=run.inventories()))
     assert run.machine.plan is None
     run.tell(*stored)
     run.confirm()
@@ -157,14 +157,14 @@ def test_a_group_that_is_found_late_does_not_come_back() -> None:
 def test_a_single_node_says_once_that_checkpoints_are_local() -> None:
     """For information: it is the first line of a newcomer. Whoever logs it puts the run's name before it."""
     run = Harness("a")
-    told = one(run.open("a"), m.Warn)
-    assert told.is_expected and "one node" in told.text and "replicas=0" in told.text
+    reported = one(run.open("a"), m.Warn)
+    assert reported.is_expected and "one node" in reported.text and "replicas=0" in reported.text
     assert not of(run.open("a"), m.Warn)
     assert commits(run.save(10)) == [(10, Level.LOCAL, 0)]
     assert not of(Harness("a", replicas=0).open("a"), m.Warn)
     few = one(Harness("ab", replicas=2).open("ab"), m.Warn)
     assert not few.is_expected and "cannot hold 2 replica(s)" in few.text
-    assert all("gpt" not in warning.text for warning in (told, few))
+    assert all("gpt" not in warning.text for warning in (reported, few))
 
 
 # -- a save ------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_a_commit_waits_for_every_node_and_every_replica() -> None:
     stored_a, stored_b = run.stored(attempt, "a"), run.stored(attempt, "b")
     assert not run.tell(stored_a, run.copied(attempt, "a", "b"), stored_b)
     effects = run.tell(run.copied(attempt, "b", "a"))
-    assert [type(e) for e in effects] == [m.Append, m.Publish]
+    assert [type(e) for e in effects] == [m.Append, m.NotifyOutcome]
     (op,) = ops(effects)
     files = (*stored_a.files, *stored_b.files)
     assert op == r.Commit(
@@ -193,7 +193,7 @@ def test_a_commit_waits_for_every_node_and_every_replica() -> None:
         metrics={"loss": 0.1},
         replicate_s=0.0,
     )
-    assert one(effects, m.Publish) == m.Publish(
+    assert one(effects, m.NotifyOutcome) == m.NotifyOutcome(
         attempt=attempt, level=Level.REPLICATED, error=None, nodes=("a", "b"), epoch=1
     )
 
@@ -229,7 +229,7 @@ def test_after_the_goal_timeout_a_local_checkpoint_is_committed_and_promoted_lat
 
     effects = run.tell(run.copied(attempt, "b", "a"))
     assert ops(effects) == [r.Promote(attempt=attempt.attempt, level=Level.REPLICATED, replicas=1)]
-    assert one(effects, m.Publish).level is Level.REPLICATED
+    assert one(effects, m.NotifyOutcome).level is Level.REPLICATED
     assert run.checkpoint(attempt).level is Level.REPLICATED
 
 
@@ -306,8 +306,8 @@ def test_messages_that_come_twice_commit_once() -> None:
     events += [run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")]
     assert len(commits(run.tell(*[e for e in events for _ in range(2)], *events))) == 1
     late = run.tell(run.stored(attempt, "b"))
-    told = m.Publish(attempt=attempt, level=Level.REPLICATED, error=None, nodes=("b",), epoch=1)
-    assert late == (told,)
+    reported = m.NotifyOutcome(attempt=attempt, level=Level.REPLICATED, error=None, nodes=("b",), epoch=1)
+    assert late == (reported,)
 
 
 def test_an_answer_for_another_record_changes_nothing() -> None:
@@ -340,9 +340,9 @@ def test_a_save_on_rank_0_only_is_found_when_the_others_have_passed_it() -> None
     run.open("ab")
     attempt = run.attempt(10)
     run.tell(run.stored(attempt, "a"))
-    at = m.RanksProgressed(age=(1, 1), ranks={1: m.RankProgress(step=10, saved_step=0)})
+    at = m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=10, saved_step=0)})
     assert not run.tell(at), "rank 1 may be about to save"
-    past = m.RanksProgressed(age=(1, 1), ranks={1: m.RankProgress(step=11, saved_step=0)})
+    past = m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=11, saved_step=0)})
     (publish,) = dropped(run.tell(past))
     assert isinstance(publish.error, SaveNotCollective)
     assert publish.error.fields == {"step": 10, "missing_ranks": (1,)}
@@ -352,9 +352,9 @@ def test_a_slow_rank_that_has_saved_the_step_is_not_accused() -> None:
     run = Harness("ab")
     run.open("ab")
     run.tell(run.stored(run.attempt(10), "a"))
-    progress = m.RanksProgressed(age=(1, 1), ranks={1: m.RankProgress(step=12, saved_step=10)})
+    progress = m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=12, saved_step=10)})
     assert not run.tell(progress)
-    other = m.RanksProgressed(age=(1, 7), ranks={1: m.RankProgress(step=12, saved_step=0)})
+    other = m.RanksProgressed(session_key=(1, 7), ranks={1: m.RankProgress(step=12, saved_step=0)})
     assert not run.tell(other)
 
 
@@ -363,7 +363,7 @@ def test_a_save_on_rank_0_only_is_found_by_the_timeout_too() -> None:
     run.open("ab")
     run.tell(run.stored(run.attempt(10), "a"))
     run.tick(55)
-    run.tell(m.RanksProgressed(age=(1, 1), ranks={1: m.RankProgress(step=0, saved_step=0)}))
+    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=0, saved_step=0)}))
     (publish,) = dropped(run.tick(6))
     assert isinstance(publish.error, SaveNotCollective)
 
@@ -371,14 +371,14 @@ def test_a_save_on_rank_0_only_is_found_by_the_timeout_too() -> None:
 def test_a_rank_that_is_silent_or_has_saved_before_is_not_accused() -> None:
     run = Harness("ab")
     run.open("ab")
-    run.tell(m.RanksProgressed(age=(1, 1), ranks={1: m.RankProgress(step=0, saved_step=0)}))
+    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=0, saved_step=0)}))
     run.tell(run.stored(run.attempt(10), "a"))
     (publish,) = dropped(run.tick(61))
     assert isinstance(publish.error, Unavailable), "its word is a minute old"
     run.save(20)
     run.tell(run.stored(run.attempt(30), "a"))
     run.tick(55)
-    run.tell(m.RanksProgressed(age=(1, 1), ranks={1: m.RankProgress(step=20, saved_step=20)}))
+    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=20, saved_step=20)}))
     (publish,) = dropped(run.tick(6))
     assert isinstance(publish.error, Unavailable)
 
@@ -451,8 +451,8 @@ def test_a_copy_that_arrives_after_the_drop_is_removed() -> None:
     run.tell(run.stored(attempt, "a"), run.copied(attempt, "a", "b", error="no"))  # c copies now
     drop = run.tell(m.SaveRefused(attempt=attempt, ranks=(1,), reason="busy"))
     late = run.tell(run.copied(attempt, "a", "c"))
-    told = {node for publish in dropped([*drop, *late]) for node in publish.nodes}
-    assert "c" in told, "or its copy stays on c's disk until the next session"
+    reported = {node for publish in dropped([*drop, *late]) for node in publish.nodes}
+    assert "c" in reported, "or its copy stays on c's disk until the next session"
 
 
 # -- sessions ----------------------------------------------------------------------------------------
@@ -463,9 +463,9 @@ def test_messages_of_an_older_session_are_answered_with_superseded() -> None:
     run.open("ab")
     old, stored = run.attempt(10), run.stored(run.attempt(10), "a")
     run.open("ab")
-    (publish,) = of(run.tell(stored), m.Publish)
+    (publish,) = of(run.tell(stored), m.NotifyOutcome)
     assert (publish.attempt, publish.nodes) == (old, ("a",)) and isinstance(publish.error, RunSuperseded)
-    fail = one(run.tell(run.restored("a", age=(1, 1))), m.Fail)
+    fail = one(run.tell(run.restored("a", session_key=(1, 1))), m.Fail)
     assert isinstance(fail.error, RunSuperseded)
     assert not run.tell(m.SaveRefused(attempt=old, ranks=(0,), reason="x"))
     (publish,) = dropped(run.tell(run.copied(old, "a", "b")))
@@ -488,7 +488,7 @@ def test_a_finish_that_waits_is_failed_by_a_new_group() -> None:
     run = Harness("ab")
     run.open("ab")
     run.save(10)
-    run.tell(m.FinishAsked(token="finish"))
+    run.tell(m.FinishRequested(token="finish"))
     effects = run.tell(run.group("ab"))
     assert "finish" in [f.token for f in of(effects, m.Fail)]
 
@@ -499,7 +499,7 @@ def test_a_late_inventory_of_a_superseded_group_opens_nothing() -> None:
     run.save(10)
     run.lose("b", "a")
     run.live |= {"a", "b"}
-    ask = one(run.tell(run.group("ab", token="old")), m.AskInventory)
+    ask = one(run.tell(run.group("ab", token="old")), m.RequestInventory)
     run.tell(run.group("ab", token="new"))
     assert not run.tell(run.inventory(ask.token))
 
@@ -513,7 +513,7 @@ def test_a_commit_in_flight_outlives_its_group() -> None:
     run.tell(run.group("ab"))
     effects = run.confirm()
     assert [type(op) for op in run.records[-3:]] == [r.Commit, r.Ended, r.Session]
-    assert [(p.attempt, p.level) for p in of(effects, m.Publish)] == [(attempt, Level.REPLICATED)]
+    assert [(p.attempt, p.level) for p in of(effects, m.NotifyOutcome)] == [(attempt, Level.REPLICATED)]
 
 
 def test_what_is_being_committed_is_never_called_dropped() -> None:
@@ -560,7 +560,7 @@ def test_a_restore_waits_for_nodes_that_may_return() -> None:
     run.save(10)
     run.live.discard("b")  # its disk stays
     run.tell(m.NodesSeen(live=frozenset("a")))
-    ask = one(run.tell(run.group("a", token="t")), m.AskInventory)
+    ask = one(run.tell(run.group("a", token="t")), m.RequestInventory)
     assert (ask.token, run.machine.plan) == ("t", None)
 
     run.live.add("b")
@@ -576,9 +576,9 @@ def test_after_the_wait_a_restore_falls_back_to_a_durable_one_and_says_so() -> N
     run.drain_all(run.save(10))
     run.save(20)
     run.lose("b")
-    assert of(run.tell(run.group("a", token="t")), m.AskInventory)
+    assert of(run.tell(run.group("a", token="t")), m.RequestInventory)
     assert not run.tick(9), "an inventory is on its way"
-    assert of(run.tell(run.inventory("t")), m.AskInventory)
+    assert of(run.tell(run.inventory("t")), m.RequestInventory)
     run.tick(1)
     effects = run.tell(run.inventory("t"))
     resume = one(effects, m.StartSession).plan.resume
@@ -722,13 +722,13 @@ def test_an_unknown_append_is_tried_again_with_the_same_bytes() -> None:
     run.store_mode = "answers lost"
     effects = run.save(10)
     first = one(effects, m.Append).record
-    assert not of(effects, m.Publish), "not acknowledged"
+    assert not of(effects, m.NotifyOutcome), "not acknowledged"
     assert "did not answer" in one(effects, m.Warn).text
     run.store_mode = "ok"
     assert not run.tick(1)
     effects = run.tick(1)
     assert one(effects, m.Append).record == first
-    assert one(effects, m.Publish).level is Level.REPLICATED
+    assert one(effects, m.NotifyOutcome).level is Level.REPLICATED
 
 
 def test_a_record_of_another_coordinator_fences_this_one() -> None:
@@ -737,13 +737,13 @@ def test_a_record_of_another_coordinator_fences_this_one() -> None:
     run.save(5)
     run.tell(run.group("ab"))
     run.tell(run.restored("a"))
-    run.tell(m.FinishAsked(token="finish"))
+    run.tell(m.FinishRequested(token="finish"))
     run.store.objects[record_file(run.machine.history.next_seq)] = b"another's"
     effects = run.save(10)
     assert isinstance(one(effects, m.StepDown).error, Fenced)
     assert {f.token for f in of(effects, m.Fail)} == {"restored-a", "finish"}
     assert all(isinstance(f.error, Fenced) for f in of(effects, m.Fail))
-    assert not of(effects, m.Publish)
+    assert not of(effects, m.NotifyOutcome)
 
     assert not run.machine.is_open
     assert not run.tick(1000)
@@ -765,7 +765,7 @@ def test_while_the_store_is_silent_at_most_two_commits_wait() -> None:
     run.store_mode = "ok"
     effects = [*run.tick(2)]
     assert [step for step, _, _ in commits(effects)] == [10, 40, 50]
-    assert [p.attempt.step for p in of(effects, m.Publish)] == [10, 40, 50]
+    assert [p.attempt.step for p in of(effects, m.NotifyOutcome)] == [10, 40, 50]
 
 
 # -- retention ---------------------------------------------------------------------------------------
@@ -845,11 +845,11 @@ def test_a_promotion_on_its_way_protects_its_checkpoint() -> None:
     run = Harness("ab", keep_last=1, remote_every=1000)
     run.open("ab")
     run.save(10)
-    done = run.drain_all(run.tell(m.FinishAsked(token="t")))
+    done = run.drain_all(run.tell(m.FinishRequested(token="t")))
     assert of(done, m.Reply)
     run.save(20)
     slow = run.attempt(20)
-    drained = [e for d in of(run.tell(m.FinishAsked(token="u")), m.Drain) for e in run.drained(d)]
+    drained = [e for d in of(run.tell(m.FinishRequested(token="u")), m.Drain) for e in run.drained(d)]
     assert of(drained, m.WriteDescription)
     run.save(30)
     run.store_mode = "held"
@@ -866,10 +866,12 @@ def test_strays_are_deleted_only_after_the_first_commit_of_the_session() -> None
     run.stored(stray, "a")  # on its disk, never told
     run.save(10)
     effects = [*run.open("ab"), *run.tick(1000)]
-    assert not of(effects, m.DeleteStrays)
+    assert not of(effects, m.DeleteLocalOrphans)
     effects = [*run.save(20)]
-    assert of(effects, m.DeleteStrays) == [m.DeleteStrays(node_id="a", directories=(stray.directory,))]
-    assert not of(run.save(30), m.DeleteStrays)
+    assert of(effects, m.DeleteLocalOrphans) == [
+        m.DeleteLocalOrphans(node_id="a", directories=(stray.directory,))
+    ]
+    assert not of(run.save(30), m.DeleteLocalOrphans)
 
 
 # -- draining ----------------------------------------------------------------------------------------
@@ -894,7 +896,7 @@ def test_a_drain_is_described_when_complete_and_then_durable() -> None:
     assert write.checkpoint == run.checkpoint(attempt)
     effects = run.tell(m.DescriptionWritten(attempt=attempt, error=None))
     assert ops(effects) == [r.Promote(attempt=attempt.attempt, level=Level.DURABLE, replicas=1)]
-    assert one(effects, m.Publish).level is Level.DURABLE
+    assert one(effects, m.NotifyOutcome).level is Level.DURABLE
 
 
 def test_a_drain_goes_to_another_holder_when_its_node_fails_or_dies() -> None:
@@ -929,18 +931,18 @@ def test_finish_drains_the_newest_and_then_replies() -> None:
     run = Harness("ab", remote_every=1000)
     run.open("ab")
     run.save(10)
-    effects = run.tell(m.FinishAsked(token="finish"))
+    effects = run.tell(m.FinishRequested(token="finish"))
     assert len(of(effects, m.Drain)) == 2 and not of(effects, m.Reply)
     effects = run.drain_all(effects)
     reply = one(effects, m.Reply)
     assert reply == m.Reply(token="finish", value=run.checkpoint(run.attempt(10)))
-    assert of(run.tell(m.FinishAsked(token="again")), m.Reply)
+    assert of(run.tell(m.FinishRequested(token="again")), m.Reply)
 
 
 def test_finish_without_a_checkpoint_replies_at_once() -> None:
     run = Harness("ab")
     run.open("ab")
-    assert run.tell(m.FinishAsked(token="finish")) == (m.Reply(token="finish", value=None),)
+    assert run.tell(m.FinishRequested(token="finish")) == (m.Reply(token="finish", value=None),)
 
 
 def test_finish_waits_for_the_save_under_way() -> None:
@@ -948,7 +950,7 @@ def test_finish_waits_for_the_save_under_way() -> None:
     run.open("ab")
     attempt = run.attempt(10)
     run.tell(run.stored(attempt, "a"))
-    assert not run.tell(m.FinishAsked(token="finish"))
+    assert not run.tell(m.FinishRequested(token="finish"))
     effects = run.tell(run.stored(attempt, "b"), run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
     assert of(run.drain_all(effects), m.Reply)
 
@@ -965,7 +967,7 @@ def test_a_run_from_start_to_durable_through_its_nodes() -> None:
     for step in (10, 20, 30):
         run.capture(step)
         run.settle()
-    run.tell(m.FinishAsked(token="finish"))
+    run.tell(m.FinishRequested(token="finish"))
     run.settle()
     assert live_steps(run) == [20, 30]
     assert run.checkpoint(run.attempt(30)).level is Level.DURABLE

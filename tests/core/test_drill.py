@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from ray_ckpt.core.drill import REMOTE_ONLY, LiveCheckpoint, lose_node, lose_rack, remains, scenarios
+from ray_ckpt.core.loss_scenarios import (
+    REMOTE_ONLY,
+    LiveCheckpoint,
+    leftovers,
+    lose_node,
+    lose_rack,
+    scenarios,
+)
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.types import Level
 from tests.core.records import checkpoint
@@ -23,54 +30,54 @@ def live(*holders: Sequence[str], level: Level = Level.REPLICATED, replicas: int
 
 
 def test_a_replicated_checkpoint_must_survive_the_loss_of_any_node() -> None:
-    left = remains(live(*PAIR), lose_node("aa", [A, B]))
+    left = leftovers(live(*PAIR), lose_node("aa", [A, B]))
     assert left.is_covered and not left.problems
     assert left.holders == ((B,), (B,))
 
 
 def test_the_node_that_holds_a_part_for_itself_is_asked_first() -> None:
-    left = remains(live((C, A, B)), lose_node("d", [A, D]))
+    left = leftovers(live((C, A, B)), lose_node("d", [A, D]))
     assert left.holders == ((C, A, B),)
-    assert remains(live((C, A, B)), lose_node("c", [C])).holders == ((A, B),)
+    assert leftovers(live((C, A, B)), lose_node("c", [C])).holders == ((A, B),)
 
 
 def test_a_copy_that_repair_has_yet_to_make_is_missing() -> None:
-    left = remains(live((A,), (B, A)), lose_node("a", [A, B]))
+    left = leftovers(live((A,), (B, A)), lose_node("a", [A, B]))
     assert left.is_covered
     assert left.problems == (f"fragment 0: its only copies are on {A[:12]}",)
 
 
 def test_more_copies_lost_than_were_promised_need_not_survive() -> None:
     both = lose_rack("r1", {A: "r1", B: "r1", C: "r2"})
-    left = remains(live(*PAIR), both)
+    left = leftovers(live(*PAIR), both)
     assert not left.is_covered and len(left.problems) == 2
-    assert remains(live((A, B, C), replicas=2), both).is_covered
+    assert leftovers(live((A, B, C), replicas=2), both).is_covered
 
 
 def test_a_rack_that_holds_one_copy_of_each_part_must_not_be_missed() -> None:
-    left = remains(live((A, C), (B, D)), lose_rack("r1", {A: "r1", B: "r1", C: "r2", D: "r2"}))
+    left = leftovers(live((A, C), (B, D)), lose_rack("r1", {A: "r1", B: "r1", C: "r2", D: "r2"}))
     assert left.is_covered and left.holders == ((C,), (D,))
 
 
 def test_a_local_checkpoint_is_promised_to_survive_no_node_that_holds_it() -> None:
     local = live((A,), (B,), level=Level.LOCAL, replicas=0)
-    assert not remains(local, lose_node("a", [A, B, C])).is_covered
-    assert remains(local, lose_node("c", [A, B, C])).is_covered
+    assert not leftovers(local, lose_node("a", [A, B, C])).is_covered
+    assert leftovers(local, lose_node("c", [A, B, C])).is_covered
     gone = live((A,), (), level=Level.LOCAL, replicas=0)
-    left = remains(gone, lose_node("c", [A, C]))
+    left = leftovers(gone, lose_node("c", [A, C]))
     assert not left.is_covered and left.problems == ("fragment 1: no live node holds it",)
 
 
 def test_a_durable_checkpoint_must_survive_everything() -> None:
     durable = live((), (B,), level=Level.DURABLE)
     for scenario in (lose_node("b", [B]), REMOTE_ONLY):
-        left = remains(durable, scenario)
+        left = leftovers(durable, scenario)
         assert left.is_covered and left.is_remote and not left.problems
-    assert remains(durable, REMOTE_ONLY).holders == ((), ())
+    assert leftovers(durable, REMOTE_ONLY).holders == ((), ())
 
 
 def test_remote_only_asks_no_node_and_promises_nothing_of_what_is_not_durable() -> None:
-    left = remains(live(*PAIR), REMOTE_ONLY)
+    left = leftovers(live(*PAIR), REMOTE_ONLY)
     assert not left.is_covered and left.problems == ("it is not on the storage path",)
 
 

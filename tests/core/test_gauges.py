@@ -53,7 +53,7 @@ def test_no_node_of_a_finished_run_is_a_failure() -> None:
     run = Harness("ab")
     run.open("ab")
     durable(run, 10)
-    run.drain_all(run.tell(m.FinishAsked(token="finish", ends_group=True)))
+    run.drain_all(run.tell(m.FinishRequested(token="finish", ends_group=True)))
     counted(run, telemetry.FAILURES)
     run.lose("a", "b")
     assert not counted(run, telemetry.FAILURES)

@@ -8,11 +8,11 @@ import pytest
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import MAX_NAMED, awaited_restore
+from ray_ckpt.core.barriers import BARRIER_S, MAX_ENDED
 from ray_ckpt.core.captures import MAX_CAPTURES, STALE_S
-from ray_ckpt.core.meetings import MAX_ENDED, MEET_S
 from ray_ckpt.core.saves import STAYS_OUT_S
 from ray_ckpt.errors import CheckpointError, RunSuperseded, SaveNotCollective, Unavailable
-from ray_ckpt.format.agreed import AgreedStep
+from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.types import AttemptId
 from tests.core.driver import Harness, of
 
@@ -31,13 +31,13 @@ def progress(
     run: Harness, ranks: dict[int, m.RankProgress], *captured: tuple[AttemptId, tuple[int, ...]]
 ) -> tuple[m.Effect, ...]:
     """What a node tells of its ranks, and what a tick a moment later makes of it."""
-    told = tuple(m.Captured(attempt=attempt, ranks=ranks) for attempt, ranks in captured)
-    event = m.RanksProgressed(age=run.plan.age, ranks=ranks, captured=told)
+    reported = tuple(m.Captured(attempt=attempt, ranks=ranks) for attempt, ranks in captured)
+    event = m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks, captured=reported)
     return (*run.tell(event), *run.tick(1.0))
 
 
 def errors(effects: tuple[m.Effect, ...]) -> list[CheckpointError | None]:
-    return [publish.error for publish in of(effects, m.Publish)]
+    return [publish.error for publish in of(effects, m.NotifyOutcome)]
 
 
 PASSED = {
@@ -115,9 +115,9 @@ def test_a_rank_that_was_past_an_agreed_step_is_no_misuse() -> None:
     run = opened(every_s=100.0)
     progress(run, {0: at(5), 1: at(5)})
     run.tick(101.0)
-    (named,) = of(run.transcript, m.NameStep)
-    assert isinstance(named.agreed, AgreedStep)
-    step = named.agreed.step
+    (named,) = of(run.transcript, m.AnnounceSaveStep)
+    assert isinstance(named.signal, SaveSignal)
+    step = named.signal.step
     effects = progress(run, {0: at(step, step, saved_before=0), 1: at(step + 1)}, (run.attempt(step), (0,)))
     (error,) = errors(effects)
     assert isinstance(error, Unavailable) and not isinstance(error, SaveNotCollective)
@@ -151,7 +151,7 @@ def test_a_save_that_lacks_a_rank_does_not_hold_up_the_end_of_the_run() -> None:
     run = opened()
     run.save(10)
     progress(run, {0: at(20, 20, saved_before=10), 1: at(19, 10, saved_before=0)}, (run.attempt(20), (0,)))
-    run.tell(m.FinishAsked(token="finish", ends_group=True))
+    run.tell(m.FinishRequested(token="finish", ends_group=True))
     for drain in of(run.transcript, m.Drain):
         run.drained(drain)
     description = of(run.transcript, m.WriteDescription)[-1]
@@ -165,26 +165,27 @@ def test_a_save_that_lacks_a_rank_does_not_hold_up_the_end_of_the_run() -> None:
 def test_a_restore_names_the_ranks_that_it_waits_for() -> None:
     run = Harness("ab", ranks_per_node=2)
     run.tell(run.group("ab"))
-    age = run.plan.age
+    session_key = run.plan.session_key
     run.tell(
-        m.RanksRestored(age=age, node_id="a", ranks=(0,)), m.RanksRestored(age=age, node_id="a", ranks=(0,))
+        m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)),
+        m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)),
     )
     assert not run.machine.awaited(), "they may only be slow"
     effects = run.tick(6.0)
     (awaited,) = run.machine.awaited()
     assert (awaited.what, awaited.ranks, awaited.speaker) == ("restore", (1, 2, 3), 0)
     assert "make a Checkpointer" in awaited.text and not of(effects, m.Warn)
-    run.tell(m.RanksRestored(age=age, node_id="a", ranks=(0, 1)))
+    run.tell(m.RanksRestored(session_key=session_key, node_id="a", ranks=(0, 1)))
     effects = run.tick(10.0)
     (awaited,) = run.machine.awaited()
     assert awaited.ranks == (2, 3)
     assert [warn.text for warn in of(effects, m.Warn)] == [awaited.text]
     assert not of(run.tick(600.0), m.Warn), "said once"
-    run.tell(m.RanksRestored(age=(9, 9), node_id="b", ranks=(2,)))
+    run.tell(m.RanksRestored(session_key=(9, 9), node_id="b", ranks=(2,)))
     assert run.machine.awaited()[0].ranks == (2, 3)
     for node in "ab":
         run.tell(run.restored(node))
-    run.tell(m.RanksRestored(age=age, node_id="a", ranks=(0,)))
+    run.tell(m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)))
     run.tick(10.0)
     assert not run.machine.awaited()
 
@@ -200,12 +201,12 @@ def test_the_ranks_of_a_text_are_bounded() -> None:
 
 
 def met(run: Harness, number: int, *ranks: int) -> tuple[m.Effect, ...]:
-    age, token = run.plan.age, f"{number} {ranks}"
-    return run.tell(m.RanksMet(token=token, age=age, number=number, ranks=ranks))
+    session_key, token = run.plan.session_key, f"{number} {ranks}"
+    return run.tell(m.BarrierReached(token=token, session_key=session_key, number=number, ranks=ranks))
 
 
 def replies(effects: tuple[m.Effect, ...]) -> dict[str, object]:
-    return {r.token: r.value.missing for r in of(effects, m.Reply) if isinstance(r.value, m.MetAnswer)}
+    return {r.token: r.value.missing for r in of(effects, m.Reply) if isinstance(r.value, m.BarrierAnswer)}
 
 
 def test_a_barrier_is_entered_when_all_have_come() -> None:
@@ -219,7 +220,7 @@ def test_a_barrier_that_a_rank_does_not_come_to_is_entered_by_nobody() -> None:
     run = opened("ab")
     met(run, 10, 0, 1)
     met(run, 10, 2)
-    assert not replies(run.tick(MEET_S))
+    assert not replies(run.tick(BARRIER_S))
     effects = run.tick(1.0)
     assert replies(effects) == {"10 (0, 1)": (3,), "10 (2,)": (3,)}
     assert "rank(s) 3 did not come" in of(effects, m.Warn)[0].text
@@ -232,20 +233,20 @@ def test_a_barrier_that_a_rank_does_not_come_to_is_entered_by_nobody() -> None:
 def test_those_who_were_let_in_by_the_coordinator_before_are_not_left_alone() -> None:
     run = opened("ab")
     met(run, 10, 2, 3)
-    told = m.RanksProgressed(age=run.plan.age, ranks={0: at(10)}, met=10)
-    assert replies(run.tell(told)) == {"10 (2, 3)": ()}
-    assert not replies(run.tell(told)), "said twice"
+    reported = m.RanksProgressed(session_key=run.plan.session_key, ranks={0: at(10)}, met=10)
+    assert replies(run.tell(reported)) == {"10 (2, 3)": ()}
+    assert not replies(run.tell(reported)), "said twice"
 
 
 def test_meetings_are_of_one_session_and_bounded() -> None:
     run = opened("a")
     met(run, 10, 0)
-    old = run.plan.age
+    old = run.plan.session_key
     run.open("a")
     effects = (*run.transcript, *run.tick(0.0))
     assert [f.token for f in of(effects, m.Fail) if isinstance(f.error, RunSuperseded)] == ["10 (0,)"]
-    (fail,) = of(run.tell(m.RanksMet(token="old", age=old, number=10, ranks=(1,))), m.Fail)
+    (fail,) = of(run.tell(m.BarrierReached(token="old", session_key=old, number=10, ranks=(1,))), m.Fail)
     assert isinstance(fail.error, RunSuperseded)
     for number in range(1, 2 * MAX_ENDED):
         met(run, number, 0, 1)
-    assert len(run.machine._meetings._ended) == MAX_ENDED and not run.machine._meetings._open
+    assert len(run.machine._barriers._ended) == MAX_ENDED and not run.machine._barriers._open

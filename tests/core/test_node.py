@@ -7,12 +7,12 @@ from typing import get_args
 
 import pytest
 
-from ray_ckpt.core import node as n
+from ray_ckpt.core import node_machine as n
 from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
-from ray_ckpt.format.agreed import AgreedStep
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
+from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.types import AttemptId, FileEntry, Level, ManifestRow
 
 UID = digest(b"run")
@@ -48,8 +48,10 @@ def written(at: AttemptId, rank: int) -> n.ShardWritten:
     return n.ShardWritten(attempt=at, rank=rank, files=(file,), rows=(row,))
 
 
-def published(at: AttemptId, level: Level | None = None, error: CheckpointError | None = None) -> n.Published:
-    return n.Published(attempt=at, level=level, error=error, epoch=1)
+def published(
+    at: AttemptId, level: Level | None = None, error: CheckpointError | None = None
+) -> n.OutcomeNotified:
+    return n.OutcomeNotified(attempt=at, level=level, error=error, epoch=1)
 
 
 def test_a_save_goes_through_its_phases_in_order() -> None:
@@ -67,7 +69,7 @@ def test_a_save_goes_through_its_phases_in_order() -> None:
     assert fragment.rows == (*first.rows, *second.rows)
 
     assert machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST)) == (
-        n.TellStored(
+        n.ReportStored(
             epoch=1,
             attempt=at,
             node_index=0,
@@ -79,11 +81,11 @@ def test_a_save_goes_through_its_phases_in_order() -> None:
         n.SendCopy(epoch=1, attempt=at, node_index=0, holder="c"),
     )
     done = machine.handle(published(at, Level.LOCAL))
-    assert done == (n.Settle(attempt=at, level=Level.LOCAL, error=None),)
+    assert done == (n.ResolveSave(attempt=at, level=Level.LOCAL, error=None),)
     assert machine.handle(published(at, Level.DURABLE)) == (
-        n.Settle(attempt=at, level=Level.DURABLE, error=None),
+        n.ResolveSave(attempt=at, level=Level.DURABLE, error=None),
     )
-    assert machine.outcomes[at.attempt] == n.Outcome(level=Level.DURABLE, error=None)
+    assert machine.outcomes[at.attempt] == n.SaveOutcome(level=Level.DURABLE, error=None)
 
 
 def test_a_new_coordinator_is_told_what_is_complete_here() -> None:
@@ -109,7 +111,7 @@ def test_ranks_of_a_node_that_differ_are_told_on() -> None:
         machine.handle(sealed(at, rank, replicated=f"digest-{rank}"))
         machine.handle(written(at, rank))
     tell = machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST))[0]
-    assert isinstance(tell, n.TellStored) and tell.replicated == ("digest-0", "digest-1")
+    assert isinstance(tell, n.ReportStored) and tell.replicated == ("digest-0", "digest-1")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -117,7 +119,7 @@ def test_a_dropped_attempt_is_deleted_whoever_still_writes(rank: int) -> None:
     machine, at, error = started(), attempt(10), Unavailable("no")
     machine.handle(sealed(at, 0))
     assert machine.handle(published(at, error=error)) == (
-        n.Settle(attempt=at, level=None, error=error),
+        n.ResolveSave(attempt=at, level=None, error=error),
         n.DeleteFolder(directory=at.directory),
     )
     if rank == 0:  # was writing
@@ -128,7 +130,7 @@ def test_a_dropped_attempt_is_deleted_whoever_still_writes(rank: int) -> None:
     else:  # comes late
         assert machine.handle(sealed(at, 1)) == (
             n.Release(attempt=at, rank=1),
-            n.Settle(attempt=at, level=None, error=error),
+            n.ResolveSave(attempt=at, level=None, error=error),
         )
     assert machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST)) == (
         n.DeleteFolder(directory=at.directory),
@@ -140,8 +142,8 @@ def test_a_failed_rank_refuses_for_the_node_once() -> None:
     machine.handle(sealed(at, 0))
     release, tell, settle, delete = machine.handle(n.SaveFailed(attempt=at, rank=1, reason="disk full"))
     assert release == n.Release(attempt=at, rank=1)
-    assert tell == n.TellRefused(attempt=at, ranks=(1,), reason="disk full")
-    assert isinstance(settle, n.Settle) and isinstance(settle.error, Unavailable)
+    assert tell == n.ReportRefused(attempt=at, ranks=(1,), reason="disk full")
+    assert isinstance(settle, n.ResolveSave) and isinstance(settle.error, Unavailable)
     assert delete == n.DeleteFolder(directory=at.directory)
     assert machine.handle(n.SaveFailed(attempt=at, rank=0, reason="too")) == (n.Release(attempt=at, rank=0),)
 
@@ -151,7 +153,7 @@ def test_a_new_session_ends_saves_but_leaves_their_files() -> None:
     machine, at = started(), attempt(10)
     machine.handle(sealed(at, 0))
     (settle,) = machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
-    assert isinstance(settle, n.Settle) and isinstance(settle.error, RunSuperseded)
+    assert isinstance(settle, n.ResolveSave) and isinstance(settle.error, RunSuperseded)
 
 
 @pytest.mark.parametrize("node", ["b", "z"])
@@ -160,7 +162,7 @@ def test_a_rank_of_another_node_or_session_is_released_at_once(node: str) -> Non
     for at in (attempt(10), attempt(10, session=7)):
         release, settle = machine.handle(sealed(at, 0))
         assert release == n.Release(attempt=at, rank=0)
-        assert isinstance(settle, n.Settle) and isinstance(settle.error, RunSuperseded)
+        assert isinstance(settle, n.ResolveSave) and isinstance(settle.error, RunSuperseded)
 
 
 def test_an_outcome_for_a_holder_deletes_its_copy() -> None:
@@ -187,20 +189,20 @@ def test_the_last_words_of_a_fenced_coordinator_are_void() -> None:
     machine, at = started("z"), attempt(10)
     machine.handle(n.EpochSeen(epoch=2))
     error = Unavailable("dropped by the old one")
-    refused = machine.handle(n.Published(attempt=at, level=None, error=error, epoch=1))
+    refused = machine.handle(n.OutcomeNotified(attempt=at, level=None, error=error, epoch=1))
     assert refused == (n.RefuseOrder(epoch=2),)
-    (settle,) = machine.handle(n.Published(attempt=at, level=Level.LOCAL, error=None, epoch=2))
-    assert settle == n.Settle(attempt=at, level=Level.LOCAL, error=None)
+    (settle,) = machine.handle(n.OutcomeNotified(attempt=at, level=Level.LOCAL, error=None, epoch=2))
+    assert settle == n.ResolveSave(attempt=at, level=Level.LOCAL, error=None)
 
 
 def test_a_drop_that_is_repeated_deletes_what_came_back() -> None:
     """A copy that was on its way when its attempt was dropped."""
     machine, at, error = started("z"), attempt(10), Unavailable("dropped")
-    machine.handle(n.Published(attempt=at, level=None, error=error, epoch=1))
-    assert machine.handle(n.Published(attempt=at, level=None, error=error, epoch=1)) == (
+    machine.handle(n.OutcomeNotified(attempt=at, level=None, error=error, epoch=1))
+    assert machine.handle(n.OutcomeNotified(attempt=at, level=None, error=error, epoch=1)) == (
         n.DeleteFolder(directory=at.directory),
     )
-    assert machine.handle(n.Published(attempt=at, level=Level.LOCAL, error=None, epoch=1)) == ()
+    assert machine.handle(n.OutcomeNotified(attempt=at, level=Level.LOCAL, error=None, epoch=1)) == ()
 
 
 # -- orders and sessions -----------------------------------------------------------------------------
@@ -212,13 +214,15 @@ def every_order(epoch: int) -> list[n.Order]:
     session = replace(plan(), epoch=epoch)
     return [
         n.SessionStarted(plan=session, node_id="a", epoch=epoch),
-        n.SessionEnded(age=(0, 1), error=RunSuperseded("over"), epoch=epoch),
-        n.Published(attempt=at, level=None, error=Unavailable("dropped"), epoch=epoch),
+        n.SessionEnded(session_key=(0, 1), error=RunSuperseded("over"), epoch=epoch),
+        n.OutcomeNotified(attempt=at, level=None, error=Unavailable("dropped"), epoch=epoch),
         n.EpochSeen(epoch=epoch),
         n.CoordinatorReturned(epoch=epoch),
         n.CopyOrdered(attempt=at, node_index=0, holder="b", epoch=epoch),
         n.DeleteOrdered(directories=(at.directory,), epoch=epoch),
-        n.StepNamed(age=session.age, agreed=AgreedStep(step=20, number=1), epoch=epoch),
+        n.SaveStepAnnounced(
+            session_key=session.session_key, signal=SaveSignal(step=20, number=1), epoch=epoch
+        ),
         n.RunPutAway(kept=(), epoch=epoch),
     ]
 
@@ -239,11 +243,11 @@ def test_the_stories_of_orders_tell_of_every_kind() -> None:
 def test_no_order_of_a_lower_epoch_is_obeyed(order: n.Order) -> None:
     machine, at = n.NodeMachine(), attempt(10)
     machine.handle(n.SessionStarted(plan=plan(), node_id="a", epoch=2))
-    told = complete(machine, at)
+    reported = complete(machine, at)
     before = (machine.plan, machine.here, machine.epoch, dict(machine.outcomes))
     assert machine.handle(order) == (n.RefuseOrder(epoch=2),)
     assert (machine.plan, machine.here, machine.epoch, dict(machine.outcomes)) == before
-    assert machine.handle(n.CoordinatorReturned(epoch=2)) == told, "and its save is as it was"
+    assert machine.handle(n.CoordinatorReturned(epoch=2)) == reported, "and its save is as it was"
 
 
 @pytest.mark.parametrize("order", every_order(3), ids=lambda order: type(order).__name__)
@@ -289,7 +293,7 @@ def test_attempts_of_a_session_with_the_same_number_are_not_taken() -> None:
     other = make_attempt(run_uid=UID, epoch=1, session=1, step=10, attempt=0)
     release, settle = machine.handle(sealed(other, 0))
     assert release == n.Release(attempt=other, rank=0)
-    assert isinstance(settle, n.Settle) and isinstance(settle.error, RunSuperseded)
+    assert isinstance(settle, n.ResolveSave) and isinstance(settle.error, RunSuperseded)
 
 
 def test_an_ended_session_settles_its_saves_and_takes_no_more() -> None:
@@ -297,9 +301,9 @@ def test_an_ended_session_settles_its_saves_and_takes_no_more() -> None:
     complete(machine, stored)
     machine.handle(sealed(open_, 0))
     error = RunSuperseded("another cluster has the run")
-    assert machine.handle(n.SessionEnded(age=(0, 1), error=error, epoch=1)) == (
-        n.Settle(attempt=stored, level=None, error=error),
-        n.Settle(attempt=open_, level=None, error=error),
+    assert machine.handle(n.SessionEnded(session_key=(0, 1), error=error, epoch=1)) == (
+        n.ResolveSave(attempt=stored, level=None, error=error),
+        n.ResolveSave(attempt=open_, level=None, error=error),
         n.EndSession(session=1, error=error),
     )
     assert machine.plan is None and machine.here is None
@@ -308,14 +312,14 @@ def test_an_ended_session_settles_its_saves_and_takes_no_more() -> None:
     late = attempt(30)
     release, settle = machine.handle(sealed(late, 0))
     assert release == n.Release(attempt=late, rank=0)
-    assert isinstance(settle, n.Settle) and isinstance(settle.error, RunSuperseded)
+    assert isinstance(settle, n.ResolveSave) and isinstance(settle.error, RunSuperseded)
     assert machine.handle(n.CoordinatorReturned(epoch=1)) == ()
 
 
 def test_the_end_of_an_older_session_leaves_the_one_at_work() -> None:
     machine = started()
     machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
-    assert machine.handle(n.SessionEnded(age=(0, 1), error=RunSuperseded("over"), epoch=1)) == ()
+    assert machine.handle(n.SessionEnded(session_key=(0, 1), error=RunSuperseded("over"), epoch=1)) == ()
     assert machine.plan == plan(2)
 
 
@@ -378,7 +382,7 @@ def test_without_a_coordinator_only_the_newest_saves_are_waited_for() -> None:
         effect
         for step in range(1, n.MAX_UNSETTLED + 3)
         for effect in machine.handle(sealed(attempt(step), 0))
-        if isinstance(effect, n.Settle)
+        if isinstance(effect, n.ResolveSave)
     ]
     assert [settle.attempt.step for settle in settled] == [1, 2]
     assert all(isinstance(settle.error, Unavailable) for settle in settled)
@@ -392,14 +396,14 @@ def test_an_unreachable_peer_is_waited_for_once_and_probed_until_it_answers() ->
     silent = n.CopyEnded(
         attempt=attempt(1), node_index=0, holder="b", epoch=1, error="silent", is_unreachable=True
     )
-    told = n.TellCopied(
+    reported = n.ReportCopied(
         attempt=attempt(1), node_index=0, holder="b", epoch=1, error="silent", is_unreachable=True
     )
-    assert machine.handle(silent) == (n.ProbePeer(peer="b"), told)
-    assert machine.handle(silent) == (told,), "it is probed already"
+    assert machine.handle(silent) == (n.CheckPeer(peer="b"), reported)
+    assert machine.handle(silent) == (reported,), "it is probed already"
     assert not machine.reaches("b")
     (at_once,) = machine.handle(n.CopyOrdered(attempt=attempt(2), node_index=0, holder="b", epoch=1))
-    assert isinstance(at_once, n.TellCopied)
+    assert isinstance(at_once, n.ReportCopied)
     assert (at_once.attempt, at_once.is_unreachable) == (attempt(2), True)
     (other,) = machine.handle(n.CopyOrdered(attempt=attempt(2), node_index=0, holder="c", epoch=1))
     assert isinstance(other, n.SendCopy)
@@ -412,6 +416,6 @@ def test_a_copy_that_fails_for_another_reason_says_nothing_of_the_way_to_its_hol
     machine = started()
     ended = n.CopyEnded(attempt=attempt(1), node_index=0, holder="b", epoch=1, error="disk full")
     assert machine.handle(ended) == (
-        n.TellCopied(attempt=attempt(1), node_index=0, holder="b", epoch=1, error="disk full"),
+        n.ReportCopied(attempt=attempt(1), node_index=0, holder="b", epoch=1, error="disk full"),
     )
     assert machine.reaches("b")

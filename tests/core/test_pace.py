@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ray_ckpt.core.pace import (
+from ray_ckpt.core.interval_model import (
     DAY_S,
     FIRST_INTERVAL_S,
     LEAST_SAVES,
@@ -16,7 +16,7 @@ from ray_ckpt.core.pace import (
     MEASURED_SAVES,
     PRIOR_NODE_MTBF_S,
     FailureRate,
-    Pace,
+    IntervalModel,
     best_interval_s,
     loss_rate_per_s,
     remote_interval_s,
@@ -196,14 +196,16 @@ def test_a_drain_s_interval_balances_its_slowdown_with_what_is_lost() -> None:
 # -- as a run goes -----------------------------------------------------------------------------------
 
 
-def measured(pace: Pace, *, stall_s: float = 0.5, latency_s: float = 10.0, times: int = LEAST_SAVES) -> Pace:
+def measured(
+    pace: IntervalModel, *, stall_s: float = 0.5, latency_s: float = 10.0, times: int = LEAST_SAVES
+) -> IntervalModel:
     for _ in range(times):
         pace.saved(stall_s, latency_s)
     return pace
 
 
 def test_the_first_saves_come_soon_and_no_sooner_than_one_takes() -> None:
-    pace = Pace(num_nodes=8)
+    pace = IntervalModel(num_nodes=8)
     assert pace.interval_s == pace.remote_interval_s == FIRST_INTERVAL_S
     pace.saved(0.5, 90.0)
     assert pace.interval_s == 90.0
@@ -211,7 +213,7 @@ def test_the_first_saves_come_soon_and_no_sooner_than_one_takes() -> None:
 
 
 def test_failures_bring_saves_closer_and_quiet_time_spreads_them() -> None:
-    pace = measured(Pace(num_nodes=8))
+    pace = measured(IntervalModel(num_nodes=8))
     calm_s = pace.interval_s
     for _ in range(5):
         pace.trained(6 * HOUR_S)
@@ -223,7 +225,7 @@ def test_failures_bring_saves_closer_and_quiet_time_spreads_them() -> None:
 
 
 def test_a_larger_group_fails_more_often() -> None:
-    pace = measured(Pace(num_nodes=8))
+    pace = measured(IntervalModel(num_nodes=8))
     small_s = pace.interval_s
     pace.resized(800)
     assert pace.interval_s == pytest.approx(small_s / 10, rel=0.01)
@@ -232,8 +234,8 @@ def test_a_larger_group_fails_more_often() -> None:
 @pytest.mark.parametrize(
     "outlier", [lambda pace: pace.saved(300.0, 900.0), lambda pace: pace.saved(0.0, 0.0)]
 )
-def test_a_few_outliers_change_nothing(outlier: Callable[[Pace], None]) -> None:
-    pace = measured(Pace(num_nodes=64), times=MEASURED_SAVES)
+def test_a_few_outliers_change_nothing(outlier: Callable[[IntervalModel], None]) -> None:
+    pace = measured(IntervalModel(num_nodes=64), times=MEASURED_SAVES)
     before_s = pace.interval_s
     for _ in range(MEASURED_SAVES // 3):
         outlier(pace)
@@ -241,13 +243,13 @@ def test_a_few_outliers_change_nothing(outlier: Callable[[Pace], None]) -> None:
 
 
 def test_what_has_changed_is_forgotten() -> None:
-    pace = measured(Pace(num_nodes=512), times=1_000)
+    pace = measured(IntervalModel(num_nodes=512), times=1_000)
     measured(pace, stall_s=2.0, latency_s=30.0, times=MEASURED_SAVES)
-    assert pace.interval_s == measured(Pace(num_nodes=512), stall_s=2.0, latency_s=30.0).interval_s
+    assert pace.interval_s == measured(IntervalModel(num_nodes=512), stall_s=2.0, latency_s=30.0).interval_s
 
 
 def test_drains_of_a_run_with_replicas_are_rarer() -> None:
-    paces = [Pace(num_nodes=1_024, replicas=replicas) for replicas in (0, 1)]
+    paces = [IntervalModel(num_nodes=1_024, replicas=replicas) for replicas in (0, 1)]
     for pace in paces:
         pace.drained(30.0)
     assert 30.0 < paces[0].remote_interval_s < paces[1].remote_interval_s
@@ -255,7 +257,7 @@ def test_drains_of_a_run_with_replicas_are_rarer() -> None:
 
 def test_the_same_events_give_the_same_intervals() -> None:
     def replay(seed: int) -> list[float]:
-        chance, pace, found = random.Random(seed), Pace(num_nodes=64), []
+        chance, pace, found = random.Random(seed), IntervalModel(num_nodes=64), []
         for _ in range(500):
             match chance.randrange(8):
                 case 0:

@@ -24,13 +24,13 @@ def save(run: Harness, step: int) -> None:
     run.drain_all(run.save(step))
 
 
-def pin(run: Harness, attempt: str, *, owner: str = "me", for_s: float | None = None) -> m.PinAsked:
+def pin(run: Harness, attempt: str, *, owner: str = "me", for_s: float | None = None) -> m.PinRequested:
     end_s = None if for_s is None else START_S + run.now_s + for_s
-    return m.PinAsked(token=f"pin-{owner}", attempt=attempt, owner=owner, expires_at_s=end_s)
+    return m.PinRequested(token=f"pin-{owner}", attempt=attempt, owner=owner, expires_at_s=end_s)
 
 
-def unpin(attempt: str, *, owner: str = "me") -> m.UnpinAsked:
-    return m.UnpinAsked(token=f"unpin-{owner}", attempt=attempt, owner=owner)
+def unpin(attempt: str, *, owner: str = "me") -> m.UnpinRequested:
+    return m.UnpinRequested(token=f"unpin-{owner}", attempt=attempt, owner=owner)
 
 
 def newest(run: Harness) -> str:

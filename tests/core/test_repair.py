@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from ray_ckpt.core import repair
-from ray_ckpt.core.budget import Budget
 from ray_ckpt.core.context import Holders
 from ray_ckpt.core.links import SILENT_FOR_S, Links
 from ray_ckpt.core.messages import ReplicaEnded, Replicate
+from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.repair import LOST_AFTER_S, Losses, Repairs, worth_copies
 from ray_ckpt.types import CheckpointInfo, Level
 from tests.core.records import checkpoint, holders_of
@@ -235,7 +235,7 @@ def test_copies_of_a_retired_checkpoint_end_quietly() -> None:
     repairs.ended(ended(7, "b", error="gone"), 0.0)
     repairs.ended(ended(6, "b"), 0.0)
     assert assign(repairs, [checkpoint(8)], holders) == []
-    assert not repairs._trouble, "nothing is remembered of what is gone"
+    assert not repairs._problem, "nothing is remembered of what is gone"
 
 
 def test_the_budget_holds_copies_back() -> None:

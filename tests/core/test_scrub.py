@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from ray_ckpt.core import scrub
-from ray_ckpt.core.budget import Budget
 from ray_ckpt.core.context import Holders
 from ray_ckpt.core.messages import REMOTE, Scrub, ScrubEnded
+from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.scrub import AGAIN_S, MAX_TRIES, SCRUB_TIMEOUT_S, Scrubs
 from ray_ckpt.format.records import Verified
 from ray_ckpt.types import CheckpointInfo, Level

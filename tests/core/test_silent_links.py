@@ -20,7 +20,7 @@ def committed(effects: Iterable[object]) -> list[tuple[int, Level, int]]:
 
 
 def dropped(effects: Iterable[object]) -> list[int]:
-    return [effect.attempt.step for effect in of(effects, m.Publish) if effect.error is not None]
+    return [effect.attempt.step for effect in of(effects, m.NotifyOutcome) if effect.error is not None]
 
 
 def copies(effects: Iterable[object]) -> list[str]:
@@ -80,7 +80,7 @@ def test_what_nodes_hold_is_counted_before_the_limit_is_looked_at() -> None:
     for node in "ab":
         run.stored(run.attempt(1), node)
     run.start_coordinator()
-    effects = run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    effects = run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert (committed(effects), dropped(effects)) == ([(1, Level.LOCAL, 0)], [])
 
 
@@ -166,4 +166,4 @@ def test_a_drop_is_told_to_nodes_that_may_have_a_copy() -> None:
     assert copies(copied(run, 1, "a", "b", reached=False)) == ["0 a>c"]
     copied(run, 1, "a", "c", reached=False)
     refused = m.SaveRefused(attempt=run.attempt(1), ranks=(1,), reason="busy")
-    assert one(run.tell(refused), m.Publish).nodes == ("a", "b", "c")
+    assert one(run.tell(refused), m.NotifyOutcome).nodes == ("a", "b", "c")

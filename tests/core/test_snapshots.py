@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ray_ckpt.core import coordinator
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.coordinator import SNAPSHOT_RETRY_S, RunMachine
+from ray_ckpt.core import run_machine as coordinator
 from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.run_machine import SNAPSHOT_RETRY_S, RunMachine
 from ray_ckpt.format import records as r
 from ray_ckpt.storage.log_store import read_log
 from tests.core.driver import RUN, RUN_UID, SERVICE, Harness, of, one, ops

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.groups import MAX_WAITING_SESSIONS
 from ray_ckpt.core.saves import MAX_WAITING_COMMITS
+from ray_ckpt.core.sessions import MAX_WAITING_SESSIONS
 from ray_ckpt.errors import RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import Level
@@ -56,16 +56,16 @@ def story(records: list[r.Op]) -> list[tuple[str, int]]:
 def test_commits_that_wait_are_in_the_log_in_step_order_when_it_is_back() -> None:
     run = away()
     for step in (20, 30):
-        assert not of(run.save(step), m.Publish), "nothing is told before it is a fact"
+        assert not of(run.save(step), m.NotifyOutcome), "nothing is told before it is a fact"
     assert story(back(run)) == [("commit", 20), ("commit", 30)]
 
 
 def test_of_many_that_wait_the_newest_stay_besides_the_one_in_flight() -> None:
     run = away()
-    gone: list[m.Publish] = []
+    gone: list[m.NotifyOutcome] = []
     for step in range(20, 70, 10):
-        gone += of(run.save(step), m.Publish)
-        gone += of(run.tick(RETRY_S), m.Publish)
+        gone += of(run.save(step), m.NotifyOutcome)
+        gone += of(run.tick(RETRY_S), m.NotifyOutcome)
     assert [(p.attempt.step, type(p.error)) for p in gone] == [(30, Unavailable), (40, Unavailable)]
     assert story(back(run)) == [("commit", 20), ("commit", 50), ("commit", 60)]
     assert MAX_WAITING_COMMITS == 2
@@ -81,7 +81,9 @@ def test_ranks_of_a_new_group_say_nothing_of_a_commit_of_the_old_one_that_waits(
     plan = next_group(run, "abc")
     past = m.RankProgress(step=25, saved_step=-1, since_s=0.0, step_s=1.0, stall_s=0.0)
     (rank,) = plan.nodes[2].ranks
-    assert not of(run.tell(m.RanksProgressed(age=plan.age, ranks={rank: past})), m.Publish)
+    assert not of(
+        run.tell(m.RanksProgressed(session_key=plan.session_key, ranks={rank: past})), m.NotifyOutcome
+    )
     assert ("commit", 20) in story(back(run))
     assert [c.step for c in run.machine.history.live()] == [10, 20]
 
@@ -145,11 +147,11 @@ def test_what_a_waiting_session_builds_on_is_never_shed() -> None:
         run.save(step)
     plan = next_group(run)
     assert plan.resume is not None and plan.resume.checkpoint.step == 30
-    told: list[m.Publish] = []
+    reported: list[m.NotifyOutcome] = []
     for step in (40, 50, 60, 70):
-        told += of(run.save(step), m.Publish)
-        told += of(run.tick(RETRY_S), m.Publish)
-    assert [p.attempt.step for p in told if p.error] == [40, 50]
+        reported += of(run.save(step), m.NotifyOutcome)
+        reported += of(run.tick(RETRY_S), m.NotifyOutcome)
+    assert [p.attempt.step for p in reported if p.error] == [40, 50]
     expected = [("commit", 20), ("commit", 30), ("session", 2), ("commit", 60), ("commit", 70)]
     assert story(back(run)) == expected
 
@@ -211,7 +213,7 @@ def test_a_log_that_somebody_else_wrote_meanwhile_ends_the_group_that_went_on() 
     run.store_mode = "ok"
     effects = run.tick(RETRY_S)
     supersede = one(effects, m.Supersede)
-    assert (supersede.nodes, supersede.age[1]) == (("a", "b"), 2)
+    assert (supersede.nodes, supersede.session_key[1]) == (("a", "b"), 2)
     assert isinstance(supersede.error, RunSuperseded)
     assert one(effects, m.StepDown).is_foreign
     assert other.records == [*before, r.Epoch(service="service-2")], "nothing of this came into the log"
@@ -244,7 +246,7 @@ def test_a_group_that_went_on_is_recorded_by_the_next_coordinator() -> None:
     run.save(20)
     run.store_mode = "ok"
     run.start_coordinator()
-    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert run.plan == plan
     session = [op for op in run.records if isinstance(op, r.Session)][-1]
     assert (session.session, session.opened_by, session.after) == (2, 1, 1)
@@ -275,9 +277,9 @@ def test_a_group_whose_resume_point_never_came_into_the_log_is_ended() -> None:
         disk.delete(held(run))
     run.store_mode = "ok"
     run.start_coordinator()
-    effects = run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    effects = run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     supersede = one(effects, m.Supersede)
-    assert (supersede.nodes, supersede.age[1]) == (("a", "b"), 2)
+    assert (supersede.nodes, supersede.session_key[1]) == (("a", "b"), 2)
     assert isinstance(supersede.error, RunSuperseded)
     assert run.machine.plan is None
     assert story(run.records) == [("session", 1), ("commit", 10)]
@@ -296,15 +298,15 @@ def test_numbers_that_meet_are_not_taken_for_each_other() -> None:
     assert (old.session, old.epoch, new.session, new.epoch) == (2, 1, 2, 2)
     effects = run.tell(*late)
     assert not ops(effects), "not of the session at work, whatever its number"
-    assert {type(p.error) for p in of(effects, m.Publish)} == {RunSuperseded}
+    assert {type(p.error) for p in of(effects, m.NotifyOutcome)} == {RunSuperseded}
     same_step = run.attempt(20)
     assert same_step.attempt != saved.attempt
     run.save(20)
     assert run.machine.history.lineage()[-1].id == same_step
-    late_plan = m.GroupFound(plan=old, inventories=run.inventories())
+    late_plan = m.GroupRecovered(plan=old, inventories=run.inventories())
     assert run.tell(late_plan) == (), "a group is at work"
     run.start_coordinator()
-    assert one(run.tell(late_plan), m.Supersede).age[1] == old.session
+    assert one(run.tell(late_plan), m.Supersede).session_key[1] == old.session
     assert run.machine.plan is None
 
 
@@ -318,8 +320,8 @@ def test_what_a_session_that_never_came_into_the_log_has_saved_is_not_adopted() 
     run.start_coordinator()
     run.open("ab")
     assert run.plan.resume is not None and run.plan.resume.checkpoint.step == 10
-    strays = of(run.save(30), m.DeleteStrays)
-    assert {(s.node_id, s.directories) for s in strays} == {(n, (lost.directory,)) for n in "ab"}
+    orphans = of(run.save(30), m.DeleteLocalOrphans)
+    assert {(s.node_id, s.directories) for s in orphans} == {(n, (lost.directory,)) for n in "ab"}
 
 
 def test_a_later_session_of_an_earlier_coordinator_is_not_recorded() -> None:
@@ -333,8 +335,8 @@ def test_a_later_session_of_an_earlier_coordinator_is_not_recorded() -> None:
     run.open("ab")
     assert (run.plan.session, run.plan.epoch) == (2, 2)
     run.start_coordinator()
-    effects = run.tell(m.GroupFound(plan=old, inventories=run.inventories()))
-    assert one(effects, m.Supersede).age[1] == 3
+    effects = run.tell(m.GroupRecovered(plan=old, inventories=run.inventories()))
+    assert one(effects, m.Supersede).session_key[1] == 3
     assert [op.session for op in run.records if isinstance(op, r.Session)] == [1, 2]
 
 
@@ -359,7 +361,7 @@ def test_an_attempt_of_a_session_that_is_not_found_yet_is_not_called_dropped() -
     run.store_mode = "ok"
     run.start_coordinator()
     assert run.tell(*stored) == ()
-    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert story(run.records)[-2:] == [("session", 2), ("commit", 20)]
 
 
@@ -372,7 +374,7 @@ def test_a_found_group_that_is_older_than_the_logs_session_is_ended(logged: bool
         run.open("ab")
     run.store_mode = "ok"
     run.start_coordinator()
-    effects = run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
+    effects = run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert bool(of(effects, m.Supersede)) is logged
     assert (run.machine.plan is None) is logged
 

@@ -109,8 +109,8 @@ def test_a_checkpoint_that_became_durable_is_swept_after_soon() -> None:
     run.tick(SWEEP_SOON_S)
     assert one(run.drain_all(run.save(10)), m.SweepRemote)
     list_remote(run)
-    told = [*run.drain_all(run.save(20)), *run.tick(SWEEP_SOON_S - 1.0)]
-    assert not of(told, m.SweepRemote), "at most one in SWEEP_SOON_S"
+    reported = [*run.drain_all(run.save(20)), *run.tick(SWEEP_SOON_S - 1.0)]
+    assert not of(reported, m.SweepRemote), "at most one in SWEEP_SOON_S"
     assert of(run.tick(1.0), m.SweepRemote)
 
 
@@ -160,7 +160,7 @@ def test_a_listing_that_fails_is_tried_again_with_growing_pauses() -> None:
 def test_the_end_of_a_run_asks_for_a_sweep_and_does_not_wait_for_it() -> None:
     run = run_on(remote_every=1000)
     run.save(10)
-    drains = run.tell(m.FinishAsked(token="finish", ends_group=True))
+    drains = run.tell(m.FinishRequested(token="finish", ends_group=True))
     effects = run.drain_all(drains)
     kinds = [type(effect) for effect in effects if isinstance(effect, m.SweepRemote | m.Reply)]
     assert kinds == [m.SweepRemote, m.Reply]
@@ -220,7 +220,7 @@ def test_what_is_open_or_held_stays() -> None:
     run.tick(SWEEP_EVERY_S)
     opened, held = run.attempt(30), run.attempt(40)
     run.tell(run.stored(held, "a"), m.SaveRefused(attempt=held, ranks=(1,), reason="busy"))
-    run.tell(m.NodesOpened(inventories={"a": run.disks["a"].inventory()}))
+    run.tell(m.NodesJoined(inventories={"a": run.disks["a"].inventory()}))
     assert held.attempt in run.machine.holders, "it was dropped, and a node has it all the same"
     run.tell(run.copied(opened, "a", "b", error="the peer went away"))
     assert not deleted(list_remote(run, {opened.directory: DAY_S, held.directory: DAY_S}))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.core.pace import FailureRate
-from ray_ckpt.core.tempo import failures_in
+from ray_ckpt.core.interval_model import FailureRate
+from ray_ckpt.core.save_intervals import failures_in
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.types import END_CAUSES, ROLLBACK_PREFIX, EndCause

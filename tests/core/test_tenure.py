@@ -18,11 +18,11 @@ from ray_ckpt.types import SaveFacts
 from tests.core.driver import START_S, Harness
 
 
-def told(run: Harness, step: int, *, saved: int = -1, since_s: float = 0.0, stall_s: float = 0.0) -> None:
+def reported(run: Harness, step: int, *, saved: int = -1, since_s: float = 0.0, stall_s: float = 0.0) -> None:
     plan = run.plan
     progress = m.RankProgress(step=step, saved_step=saved, since_s=since_s, step_s=2.0, stall_s=stall_s)
     for node in plan.nodes:
-        run.tell(m.RanksProgressed(age=plan.age, ranks=dict.fromkeys(node.ranks, progress)))
+        run.tell(m.RanksProgressed(session_key=plan.session_key, ranks=dict.fromkeys(node.ranks, progress)))
 
 
 def ends(run: Harness) -> list[r.Ended]:
@@ -38,10 +38,10 @@ def test_the_times_are_those_that_ranks_told() -> None:
     run.open("ab")
     opened_s = run.now_s
     run.tick(11.0)
-    told(run, 5, saved=4, since_s=1.0, stall_s=0.5)  # five steps of 2 s: the first one began at 0 s
-    told(run, 5, saved=4, since_s=1.0, stall_s=0.75)  # its optimizer waited, too
+    reported(run, 5, saved=4, since_s=1.0, stall_s=0.5)  # five steps of 2 s: the first one began at 0 s
+    reported(run, 5, saved=4, since_s=1.0, stall_s=0.75)  # its optimizer waited, too
     run.tick(10.0)
-    told(run, 9, saved=8, since_s=3.0, stall_s=0.25)
+    reported(run, 9, saved=8, since_s=3.0, stall_s=0.25)
     run.tick(60.0)
     run.open("ab")
     (ended,) = ends(run)
@@ -61,7 +61,7 @@ def test_each_cause_is_told_apart() -> None:
     run.tell(m.NodesSeen(live=frozenset("ac"), draining=frozenset("c")))
     run.lose("c")
     run.open("a")
-    run.tell(m.FinishAsked(token="end", ends_group=True))
+    run.tell(m.FinishRequested(token="end", ends_group=True))
     assert [ended.cause for ended in ends(run)] == ["process", "node", "preemption", "finished"]
     assert [s.labels["cause"] for s in samples(run, telemetry.INTERRUPTIONS)] == [
         "process",
@@ -84,8 +84,8 @@ def test_a_launcher_that_exits_while_its_last_checkpoint_drains_has_finished() -
     run = Harness("ab")
     run.open("ab")
     effects = list(run.save(10))
-    effects += run.tell(m.FinishAsked(token="end", ends_group=True))
-    run.tell(m.OwnerGone(owner=run.plan.owner))
+    effects += run.tell(m.FinishRequested(token="end", ends_group=True))
+    run.tell(m.OwnerDied(owner=run.plan.owner))
     assert not ends(run) and run.machine.end_cause is None
     run.drain_all(effects)
     assert [ended.cause for ended in ends(run)] == ["finished"]
@@ -100,7 +100,7 @@ def test_a_launcher_that_gives_up_says_so(node: str) -> None:
     run.open("ab")
     if node:
         run.lose(node)
-    effects = run.tell(m.FinishAsked(token="end", ends_group=True, has_failed=True))
+    effects = run.tell(m.FinishRequested(token="end", ends_group=True, has_failed=True))
     assert [ended.cause for ended in ends(run)] == ["node" if node else "process"]
     assert [e.token for e in effects if isinstance(e, m.Reply)] == ["end"]
     assert run.machine.end_cause == "process" and not run.machine.owner
@@ -113,10 +113,10 @@ def test_a_dead_launcher_keeps_no_repair_waiting_for_the_log() -> None:
     run.store_mode = "held"
     run.save(10)
     assert run.machine.records_waiting == 1
-    run.tell(m.OwnerGone(owner=run.plan.owner))
+    run.tell(m.OwnerDied(owner=run.plan.owner))
     assert run.machine.records_waiting == 1
     run.confirm()
-    run.tell(m.OwnerGone(owner=run.plan.owner))
+    run.tell(m.OwnerDied(owner=run.plan.owner))
     assert [ended.cause for ended in ends(run)] == ["launcher"]
 
 
@@ -125,13 +125,13 @@ def test_a_launcher_that_died_for_good_ends_its_session(node: str) -> None:
     """Nobody may come for hours, and people ask what happened."""
     run = Harness("ab")
     run.open("ab")
-    told(run, 7)
+    reported(run, 7)
     if node:
         run.lose(node)
-    run.tell(m.OwnerGone(owner="somebody else"))
+    run.tell(m.OwnerDied(owner="somebody else"))
     assert not ends(run)
-    run.tell(m.OwnerGone(owner=run.plan.owner))
-    run.tell(m.OwnerGone(owner=run.plan.owner))
+    run.tell(m.OwnerDied(owner=run.plan.owner))
+    run.tell(m.OwnerDied(owner=run.plan.owner))
     (ended,) = ends(run)
     assert (ended.session, ended.cause, ended.step) == (1, "node" if node else "launcher", 7)
     assert len(samples(run, telemetry.INTERRUPTIONS)) == 1
@@ -156,8 +156,8 @@ def test_a_restarted_coordinator_does_not_claim_to_know_the_beginning() -> None:
     run.save(10)
     plan = run.plan
     run.start_coordinator()
-    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
-    told(run, 12)
+    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    reported(run, 12)
     run.open("ab")
     (ended,) = ends(run)
     assert (ended.step, ended.first_at_s, ended.stalled_s) == (12, None, None)
@@ -170,9 +170,9 @@ def test_a_session_ends_once_also_if_the_coordinator_dies_behind_that_record(is_
     run = Harness("ab")
     run.open("ab")
     plan = run.plan
-    told(run, 9)
+    reported(run, 9)
     if is_finish:
-        run.tell(m.FinishAsked(token="end", ends_group=True))
+        run.tell(m.FinishRequested(token="end", ends_group=True))
     else:
         run.store_mode = "held"
         run.tell(run.group("ab"))
@@ -181,8 +181,8 @@ def test_a_session_ends_once_also_if_the_coordinator_dies_behind_that_record(is_
     (ended,) = ends(run)
     assert ended.step == 9 and ended.last_at_s is not None
     run.start_coordinator()
-    run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
-    effects = run.tell(m.FinishAsked(token="again", ends_group=True))
+    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    effects = run.tell(m.FinishRequested(token="again", ends_group=True))
     run.open("ab")
     assert ends(run)[:1] == [ended]
     assert [e.session for e in ends(run)] == [1]
@@ -210,9 +210,9 @@ def test_nodes_that_join_are_no_agents_that_died() -> None:
     run = Harness("ab")
     run.open("ab")
     run.live.add("c")
-    run.tell(m.NodesOpened(inventories={"c": run.disks["b"].inventory()}), m.NodesSeen(live=frozenset("abc")))
+    run.tell(m.NodesJoined(inventories={"c": run.disks["b"].inventory()}), m.NodesSeen(live=frozenset("abc")))
     assert not [s for s in samples(run, telemetry.FAILURES) if s.value]
-    run.tell(m.NodesOpened(inventories={"b": run.disks["b"].inventory()}))
+    run.tell(m.NodesJoined(inventories={"b": run.disks["b"].inventory()}))
     assert [(s.value, s.labels["cause"]) for s in samples(run, telemetry.FAILURES)] == [(1, "agent")]
 
 
@@ -226,7 +226,7 @@ def test_what_the_log_cannot_hold_is_refused_and_holds_nothing_up(text: str) -> 
     drilled = r.Drilled(attempt=attempt, scenario="x", passed=True, seconds=1.0, read_bytes={}, text=text)
     effects = run.tell(
         m.DrillEnded(token="drill", result=drilled),
-        m.PinAsked(token="pin", attempt=attempt, owner="me", expires_at_s=math.inf),
+        m.PinRequested(token="pin", attempt=attempt, owner="me", expires_at_s=math.inf),
     )
     failed = [e for e in effects if isinstance(e, m.Fail)]
     assert [e.token for e in failed] == ["drill", "pin"]
@@ -255,7 +255,7 @@ def test_lag_and_exposure_are_told_as_gauges() -> None:
     run = Harness("ab")
     run.open("ab")
     run.save(10)
-    told(run, 14, saved=10)
+    reported(run, 14, saved=10)
     found = {(s.metric.name, *s.labels.values()): s.value for s in run.machine.gauges()}
     assert found["last_step",] == 14
     assert (found["lag_steps", "replicated"], found["lag_steps", "durable"]) == (4, 14)
@@ -271,7 +271,7 @@ def test_saves_that_take_longer_than_the_time_between_them_and_are_all_committed
     run = Harness("ab", every_steps=10)
     run.open("ab")
     for step in (10, 20, 30):
-        told(run, step, saved=step)  # ten steps of 2 s
+        reported(run, step, saved=step)  # ten steps of 2 s
         attempt = run.attempt(step)
         for node in "ab":
             facts = SaveFacts(stall_s=0.0, capture_s=15.0, local_s=15.0)
@@ -328,9 +328,9 @@ def test_the_steps_of_another_run_are_none_of_the_session() -> None:
     (restored,) = [op for op in run.records if isinstance(op, r.Restored)]
     assert (restored.session, restored.seconds, restored.origin_step) == (1, 4.0, 50_000)
     restored_s = START_S + run.now_s
-    told(run, 50_000)
+    reported(run, 50_000)
     run.tick(160.0)
-    told(run, 50_080)
+    reported(run, 50_080)
     run.tick(10.0)
     run.open("ab")
     (ended,) = ends(run)

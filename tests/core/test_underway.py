@@ -15,7 +15,7 @@ def progressed(run: Harness, *ranks: tuple[int, int], step_s: float = 0.5) -> No
     said = {
         k: m.RankProgress(step=step, saved_step=saved, step_s=step_s) for k, (step, saved) in enumerate(ranks)
     }
-    run.tell(m.RanksProgressed(age=run.plan.age, ranks=said))
+    run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=said))
 
 
 def saves(run: Harness) -> tuple[SaveUnderway, ...]:
@@ -65,7 +65,7 @@ def test_what_a_rank_saved_before_is_no_save_on_its_way() -> None:
     progressed(run, (10, 10), (10, 10))
     assert saves(run) == ()
     run.start_coordinator()  # and a new coordinator has the log only
-    run.tell(m.GroupFound(plan=_plan(run), inventories=run.inventories()))
+    run.tell(m.GroupRecovered(plan=_plan(run), inventories=run.inventories()))
     progressed(run, (10, 10), (10, 10))
     assert saves(run) == ()
 

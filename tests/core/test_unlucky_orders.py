@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node as n
+from ray_ckpt.core import node_machine as n
 from ray_ckpt.errors import RunSuperseded
 from ray_ckpt.format import records as r
 from ray_ckpt.format.names import make_attempt
@@ -24,8 +24,8 @@ def test_a_held_resume_point_is_recorded_with_its_session_by_the_next_coordinato
     run.save(30)
     run.store_mode = "ok"
     run.start_coordinator()
-    effects = run.tell(m.GroupFound(plan=plan, inventories=run.inventories()))
-    assert not of(effects, m.Supersede) and not [p for p in of(effects, m.Publish) if p.error]
+    effects = run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    assert not of(effects, m.Supersede) and not [p for p in of(effects, m.NotifyOutcome) if p.error]
     assert run.plan == plan
     assert story(run.records)[-3:] == [("commit", 20), ("session", 2), ("commit", 30)]
     assert [c.step for c in run.machine.history.lineage()] == [10, 20, 30]
@@ -47,7 +47,7 @@ def test_the_report_of_a_node_about_a_session_of_the_same_number_does_not_count(
 def test_the_end_of_a_session_of_the_same_number_leaves_the_one_at_work() -> None:
     machine = n.NodeMachine()
     machine.handle(n.SessionStarted(plan=replace(plan(), epoch=2), node_id="a", epoch=2))
-    machine.handle(n.SessionEnded(age=(1, 1), error=RunSuperseded("over"), epoch=2))
+    machine.handle(n.SessionEnded(session_key=(1, 1), error=RunSuperseded("over"), epoch=2))
     assert machine.plan is not None
 
 
@@ -86,8 +86,8 @@ def test_who_waits_for_a_group_that_its_launcher_ends_is_told() -> None:
     run.save(10)
     run.lose("b")
     asked = run.tell(run.group("ac", token="waits"))
-    assert of(asked, m.AskInventory)
-    effects = [*run.tell(m.FinishAsked(token="end", ends_group=True))]
+    assert of(asked, m.RequestInventory)
+    effects = [*run.tell(m.FinishRequested(token="end", ends_group=True))]
     effects += run.tick(0.0)
     tokens = {e.token for e in effects if isinstance(e, m.Reply | m.Fail)}
     assert tokens == {"end", "waits"}
@@ -97,7 +97,7 @@ def test_a_group_whose_finish_failed_frees_the_run_all_the_same() -> None:
     run = Harness("ab", replicas=0)
     run.open("ab")
     run.save(10)
-    run.tell(m.FinishAsked(token="end", ends_group=True))
+    run.tell(m.FinishRequested(token="end", ends_group=True))
     run.lose("b")
     run.tick(0.0)
     assert "end" in [f.token for f in of(run.transcript, m.Fail)] or run.machine.owner
@@ -118,9 +118,9 @@ def test_good_copies_stay_while_the_one_on_the_storage_path_is_known_to_be_damag
     evicted = set()
     for _ in range(20):  # each drain is given up in the end, and begun again
         failed = [e for drain in drains for e in run.drained(drain, error="no space")]
-        told = [*failed, *run.tick(100.0)]
-        evicted |= {e.attempt for e in of(told, m.Evict)}
-        drains = [d for d in of(told, m.Drain) if d.attempt == old]
+        reported = [*failed, *run.tick(100.0)]
+        evicted |= {e.attempt for e in of(reported, m.Evict)}
+        drains = [d for d in of(reported, m.Drain) if d.attempt == old]
     assert drains and old not in evicted
 
 
@@ -129,7 +129,7 @@ def test_who_alone_holds_something_is_needed_between_two_groups() -> None:
     run.save(10)
     run.start_coordinator()
     run.tell(run.group("ab"))
-    run.tell(m.FinishAsked(token="x"))
+    run.tell(m.FinishRequested(token="x"))
     run.store_mode = "held"
     run.tell(run.group("ab", token="again"))
     assert run.machine.plan is None
@@ -139,7 +139,7 @@ def test_who_alone_holds_something_is_needed_between_two_groups() -> None:
 def test_a_session_that_waits_begins_without_what_the_old_ranks_said() -> None:
     run = away()
     run.save(20)
-    run.tell(m.RanksProgressed(age=(1, 1), ranks={0: m.RankProgress(step=25, saved_step=20)}))
+    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={0: m.RankProgress(step=25, saved_step=20)}))
     next_group(run)
     assert {e.steps_at_risk for e in run.machine.exposure()} == {0}
 
@@ -150,7 +150,7 @@ def test_attempts_of_a_found_group_are_recorded_in_step_order() -> None:
     hold(run, 30)
     hold(run, 20)
     run.start_coordinator()
-    run.tell(m.GroupFound(plan=found, inventories=run.inventories()))
+    run.tell(m.GroupRecovered(plan=found, inventories=run.inventories()))
     assert commits(run) == [10, 20, 30]
 
 
@@ -179,8 +179,8 @@ def test_a_node_that_did_not_hear_of_a_drop_hears_of_it_when_it_reports() -> Non
     run.open("ab")
     at = run.attempt(10)
     run.tell(m.SaveRefused(attempt=at, ranks=(1,), reason="disk full"))
-    (told,) = of(run.tell(run.stored(at, "a")), m.Publish)
-    assert told.error is not None and told.nodes == ("a",)
+    (reported,) = of(run.tell(run.stored(at, "a")), m.NotifyOutcome)
+    assert reported.error is not None and reported.nodes == ("a",)
 
 
 def test_what_is_not_pinned_any_more_goes_at_once() -> None:
@@ -188,9 +188,9 @@ def test_what_is_not_pinned_any_more_goes_at_once() -> None:
     run.open("ab")
     run.drain_all(run.save(10))
     old = run.attempt(10).attempt
-    run.tell(m.PinAsked(token="p", attempt=old, owner="me", expires_at_s=None))
+    run.tell(m.PinRequested(token="p", attempt=old, owner="me", expires_at_s=None))
     run.drain_all(run.save(20))
-    run.tell(m.UnpinAsked(token="u", attempt=old, owner="me"))
+    run.tell(m.UnpinRequested(token="u", attempt=old, owner="me"))
     assert [c.step for c in run.machine.history.live()] == [20]
 
 
@@ -217,8 +217,8 @@ def test_a_machine_that_returns_before_its_death_is_noticed_is_one_copy() -> Non
     held = {node: replace(run.disks[node].inventory(), disk=f"disk of {node}") for node in "ab"}
     run.disks["c"] = run.disks["b"]
     run.live.add("c")
-    run.tell(m.NodesOpened(inventories=held))
-    run.tell(m.NodesOpened(inventories={"c": held["b"]}))
+    run.tell(m.NodesJoined(inventories=held))
+    run.tell(m.NodesJoined(inventories={"c": held["b"]}))
     attempt = run.machine.history.lineage()[-1].id.attempt
     assert run.machine.holders[attempt] == {0: ("a",), 1: ("c",)}
 
@@ -228,9 +228,9 @@ def test_the_last_words_of_a_node_whose_disk_has_moved_count_for_nothing() -> No
     plan, attempt = run.plan, run.attempt(20)
     late = [run.stored(attempt, node) for node in "ab"]
     disk = replace(run.disks["b"].inventory(), disk="disk of b")
-    run.tell(m.NodesOpened(inventories={"b": disk}))
+    run.tell(m.NodesJoined(inventories={"b": disk}))
     run.live.add("c")
-    run.tell(m.NodesOpened(inventories={"c": disk}))
+    run.tell(m.NodesJoined(inventories={"c": disk}))
     run.tell(*late)
     assert run.machine.holders.get(attempt.attempt, {}).get(1, ()) in ((), ("c",))
     assert run.plan == plan
@@ -243,6 +243,6 @@ def test_what_a_failed_group_took_for_strays_is_not_deleted_by_the_group_that_is
     run.start_coordinator()
     run.disks["a"].folders["f" * 16] = "000000000040-" + "f" * 16  # being written
     run.tell(run.group("ab", token="fails", resume="step:7"))
-    run.tell(m.GroupFound(plan=found, inventories=run.inventories()))
+    run.tell(m.GroupRecovered(plan=found, inventories=run.inventories()))
     assert run.plan == found
-    assert not of(run.save(50), m.DeleteStrays)
+    assert not of(run.save(50), m.DeleteLocalOrphans)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.repair import LOST_AFTER_S
-from ray_ckpt.core.upkeep import UPKEEP_S
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, Level
 from tests.core.driver import Harness, of, one, ops
@@ -28,7 +28,7 @@ def run_on(nodes: str, group: str = "ab", **options: Any) -> Harness:
 
 def look(run: Harness) -> tuple[m.Effect, ...]:
     """The machine takes its next look at what is to be done."""
-    return run.tick(UPKEEP_S)
+    return run.tick(MAINTENANCE_S)
 
 
 def see(run: Harness, *, draining: str = "", **disks: m.DiskSpace) -> tuple[m.Effect, ...]:
@@ -86,7 +86,7 @@ def test_copies_that_could_not_be_made_at_the_commit_raise_its_level_later() -> 
     assert run.checkpoint(attempt).level is Level.LOCAL
     effects = carry_out(run, of(look(run), m.Replicate))
     assert ops(effects) == [r.Promote(attempt=attempt.attempt, level=Level.REPLICATED, replicas=1)]
-    assert {p.level for p in of(effects, m.Publish)} == {Level.REPLICATED}
+    assert {p.level for p in of(effects, m.NotifyOutcome)} == {Level.REPLICATED}
 
 
 def test_repair_keeps_to_its_budget() -> None:
@@ -119,7 +119,7 @@ def test_what_only_a_leaving_node_holds_moves_first() -> None:
 def test_without_a_group_nothing_is_repaired() -> None:
     run = run_on("abc")
     run.save(10)
-    finishing = run.tell(m.FinishAsked(token="end", ends_group=True))
+    finishing = run.tell(m.FinishRequested(token="end", ends_group=True))
     run.drain_all(finishing)
     assert run.machine.plan is None
     assert not of([*run.lose("b"), *look(run)], m.Replicate)
@@ -135,8 +135,8 @@ def test_a_copy_of_what_was_retired_meanwhile_is_removed() -> None:
     run.open("ab")
     run.save(20)
     assert run.checkpoint(old).state in ("retired", "collected")
-    (told,) = of(carry_out(run, copies[:1]), m.Publish)
-    assert (told.attempt, told.nodes) == (old, ("c",)) and told.error is not None
+    (reported,) = of(carry_out(run, copies[:1]), m.NotifyOutcome)
+    assert (reported.attempt, reported.nodes) == (old, ("c",)) and reported.error is not None
 
 
 # -- room --------------------------------------------------------------------------------------------
@@ -295,8 +295,8 @@ def test_a_damaged_copy_on_the_storage_path_is_drained_again_and_promoted_once()
     attempt = durable(run, 10)
     effects = scrubbed(run, m.Scrub(attempt=attempt, node_index=0, place=m.REMOTE), damage=("shard",))
     assert {d.node_index for d in of(effects, m.Drain)} == {0, 1}
-    told = run.drain_all(effects)
-    assert one(told, m.WriteDescription).checkpoint.id == attempt
+    reported = run.drain_all(effects)
+    assert one(reported, m.WriteDescription).checkpoint.id == attempt
     assert len([op for op in run.records if isinstance(op, r.Promote)]) == 1
     assert len(run.machine.holders[attempt.attempt][0]) == 2, "the nodes' copies are as good as before"
 
@@ -334,7 +334,7 @@ def test_what_no_node_holds_any_more_is_recorded_as_lost_after_a_day() -> None:
     old = next(c.id for c in run.machine.history.lineage() if c.step == 10)
     run.lose("b")
     look(run)
-    assert not ops(run.tick(LOST_AFTER_S - 2 * UPKEEP_S))
+    assert not ops(run.tick(LOST_AFTER_S - 2 * MAINTENANCE_S))
     assert [type(op) for op in ops(look(run))] == [r.Lost]
     assert run.checkpoint(old).state == "lost"
     assert [c.step for c in run.machine.history.live()] == [20]
@@ -356,7 +356,7 @@ def exposed(run: Harness) -> dict[str, tuple[int | None, str | None, int]]:
 
 def progress(run: Harness, step: int, saved_step: int) -> None:
     ranks = {k: m.RankProgress(step=step, saved_step=saved_step) for k in (0, 1)}
-    run.tell(m.RanksProgressed(age=run.plan.age, ranks=ranks))
+    run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks))
 
 
 def test_exposure_tells_what_each_death_would_cost() -> None:

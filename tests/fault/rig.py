@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.actors.service import ask, coordinator
-from ray_ckpt.actors.wire import RunStatus
+from ray_ckpt.actors.client import ask, coordinator
+from ray_ckpt.actors.messages import RunStatus
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.location import Location

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors import names
-from ray_ckpt.actors.coordinator import Coordinator
+from ray_ckpt.actors.coordinator.actor import Coordinator
 from ray_ckpt.storage.local.scrub import verify_fragment
 from tests.fault.rig import Rig, frozen, wait_for
 

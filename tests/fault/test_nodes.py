@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.actors.service import ask, coordinator
+from ray_ckpt.actors.client import ask, coordinator
 from ray_ckpt.storage.local.scrub import verify_fragment
 from ray_ckpt.types import Level
 from tests.fault.conftest import MakeRig

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from ray_ckpt.actors.service import ask, coordinator
+from ray_ckpt.actors.client import ask, coordinator
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import Rig, wait_for
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ray_ckpt.actors.service import ask, coordinator
-from ray_ckpt.actors.wire import ServiceView
+from ray_ckpt.actors.client import ask, coordinator
+from ray_ckpt.actors.messages import ServiceView
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import away, wait_for
 

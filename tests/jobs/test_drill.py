@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from jobs.drill import main, parse, run_turns
-from ray_ckpt.core.drill import REMOTE_ONLY
+from ray_ckpt.core.loss_scenarios import REMOTE_ONLY
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, Verdict
 from tests.peer_nodes import live, sample

@@ -25,7 +25,7 @@ from jobs.simulate_cadence import (
     read_failures,
     simulate,
 )
-from ray_ckpt.core.pace import DAY_S, MAX_INTERVAL_S, OVERHEAD_BUDGET, waste
+from ray_ckpt.core.interval_model import DAY_S, MAX_INTERVAL_S, OVERHEAD_BUDGET, waste
 
 HOUR_S = 3_600.0
 NOTHING: tuple[Failure, ...] = ()

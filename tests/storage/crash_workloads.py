@@ -22,7 +22,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.location import Location
 from ray_ckpt.storage.local import direct, files
 from ray_ckpt.storage.local.staging import Staging
-from ray_ckpt.storage.log_store import Outcome, PosixLogStore
+from ray_ckpt.storage.log_store import CreateResult, PosixLogStore
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.verify.content import verify_directory
 from tests.sample_run import SampleCheckpoint, make_checkpoint
@@ -179,7 +179,7 @@ def append(disk: CrashDisk, store: PosixLogStore, writer: str) -> None:
     prev = log[-1][1] if log else ""
     record = records.LogRecord(seq=seq, epoch=0, writer=writer, prev=prev, time_s=0.0, op=op)
     data = records.encode_record(record)
-    if store.create(names.record_file(seq), data) is Outcome.OK:
+    if store.create(names.record_file(seq), data) is CreateResult.OK:
         disk.say("recorded", names.record_file(seq), digest(data))
 
 

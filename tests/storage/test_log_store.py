@@ -24,9 +24,9 @@ from ray_ckpt.location import Location
 from ray_ckpt.storage import log_store
 from ray_ckpt.storage.log_store import (
     TRIM_AFTER_S,
+    CreateResult,
     LogStore,
     MemoryLogStore,
-    Outcome,
     PosixLogStore,
     create_record,
     probe,
@@ -60,16 +60,16 @@ class LogStoreTests:
         assert store.read("a") is None
 
     def test_create_is_read_back(self, store: LogStore) -> None:
-        assert store.create("a", b"1") is Outcome.OK
-        assert store.create("b", b"") is Outcome.OK
+        assert store.create("a", b"1") is CreateResult.OK
+        assert store.create("b", b"") is CreateResult.OK
         assert (store.read("a"), store.read("b"), store.read("c")) == (b"1", b"", None)
         assert sorted(store.list()) == ["a", "b"]
 
     def test_create_can_be_repeated_and_not_overwritten(self, store: LogStore) -> None:
-        assert store.create("a", b"1") is Outcome.OK
-        assert store.create("a", b"1") is Outcome.OK
-        assert store.create("a", b"2") is Outcome.EXISTS
-        assert store.create("a", b"12") is Outcome.EXISTS
+        assert store.create("a", b"1") is CreateResult.OK
+        assert store.create("a", b"1") is CreateResult.OK
+        assert store.create("a", b"2") is CreateResult.EXISTS
+        assert store.create("a", b"12") is CreateResult.EXISTS
         assert store.read("a") == b"1"
 
     def test_a_listing_can_be_narrowed(self, store: LogStore) -> None:
@@ -84,7 +84,7 @@ class LogStoreTests:
         store.delete("a")
         store.delete("a")
         assert (store.read("a"), store.list()) == (None, ())
-        assert store.create("a", b"2") is Outcome.OK
+        assert store.create("a", b"2") is CreateResult.OK
 
     def test_the_probe_takes_it_and_leaves_nothing(self, store: LogStore) -> None:
         probe_store(store, where="here")
@@ -92,7 +92,7 @@ class LogStoreTests:
 
     def test_large_objects(self, store: LogStore) -> None:
         data = bytes(range(256)) * 4096
-        assert store.create("a", data) is Outcome.OK
+        assert store.create("a", data) is CreateResult.OK
         assert store.read("a") == data
 
     def test_one_of_many_writers_wins(self, store: LogStore) -> None:
@@ -101,7 +101,7 @@ class LogStoreTests:
 
             def write(
                 writer: int, name: str = name, barrier: Barrier = barrier
-            ) -> tuple[Outcome, bytes | None]:
+            ) -> tuple[CreateResult, bytes | None]:
                 barrier.wait()
                 return store.create(name, b"writer %d" % writer), store.read(name)
 
@@ -109,13 +109,13 @@ class LogStoreTests:
                 answers = list(pool.map(write, range(NUM_WRITERS)))
             outcomes = [outcome for outcome, _ in answers]
             assert sorted(o.value for o in outcomes) == ["exists"] * (NUM_WRITERS - 1) + ["ok"]
-            winner = b"writer %d" % outcomes.index(Outcome.OK)
+            winner = b"writer %d" % outcomes.index(CreateResult.OK)
             assert {seen for _, seen in answers} == {winner}, "read after write, for winner and losers"
 
     def test_the_same_bytes_from_many_writers_are_ok_for_all(self, store: LogStore) -> None:
         with ThreadPoolExecutor(NUM_WRITERS) as pool:
             outcomes = set(pool.map(lambda _: store.create("a", b"same"), range(NUM_WRITERS)))
-        assert outcomes == {Outcome.OK}
+        assert outcomes == {CreateResult.OK}
 
 
 class CreatesOnce(MemoryFileSystem):  # type: ignore[misc]
@@ -203,34 +203,35 @@ class TestObjects(LogStoreTests):
         fs = CreatesOnce()
         store = on(fs)
         fs.after = failing(error)
-        assert store.create("a", b"1") is Outcome.OK
-        assert store.create("a", b"2") is Outcome.EXISTS
+        assert store.create("a", b"1") is CreateResult.OK
+        assert store.create("a", b"2") is CreateResult.EXISTS
         assert store.read("a") == b"1"
 
     @pytest.mark.parametrize(
         ("error", "outcome"),
         [
-            (TimeoutError("no answer"), Outcome.UNKNOWN),
-            (RuntimeError("closed"), Outcome.UNKNOWN),
-            (OSError(errno.EBUSY, "409"), Outcome.UNKNOWN),
-            (NotImplementedError("mode"), Outcome.UNSUPPORTED),
-            (OSError(errno.ENOSYS, "501"), Outcome.UNSUPPORTED),
+            (TimeoutError("no answer"), CreateResult.UNKNOWN),
+            (RuntimeError("closed"), CreateResult.UNKNOWN),
+            (OSError(errno.EBUSY, "409"), CreateResult.UNKNOWN),
+            (NotImplementedError("mode"), CreateResult.UNSUPPORTED),
+            (OSError(errno.ENOSYS, "501"), CreateResult.UNSUPPORTED),
         ],
     )
-    def test_a_create_that_leaves_nothing(self, error: Exception, outcome: Outcome) -> None:
+    def test_a_create_that_leaves_nothing(self, error: Exception, outcome: CreateResult) -> None:
         fs = CreatesOnce()
         store = on(fs)
         fs.before = failing(error)
         assert store.create("a", b"1") is outcome
         fs.before = bool
-        assert store.create("a", b"1") is Outcome.OK
+        assert store.create("a", b"1") is CreateResult.OK
         fs.before = failing(error)
-        assert (store.create("a", b"1"), store.create("a", b"2")) == (Outcome.OK, Outcome.EXISTS)
+        assert (store.create("a", b"1"), store.create("a", b"2")) == (CreateResult.OK, CreateResult.EXISTS)
 
     @pytest.mark.parametrize(
-        ("status", "outcome"), [(501, Outcome.UNSUPPORTED), (503, Outcome.UNKNOWN), (409, Outcome.UNKNOWN)]
+        ("status", "outcome"),
+        [(501, CreateResult.UNSUPPORTED), (503, CreateResult.UNKNOWN), (409, CreateResult.UNKNOWN)],
     )
-    def test_the_status_behind_an_error_counts(self, status: int, outcome: Outcome) -> None:
+    def test_the_status_behind_an_error_counts(self, status: int, outcome: CreateResult) -> None:
         fs = CreatesOnce()
         fs.before = failing(OSError("translated"), ClientError(status))
         assert on(fs).create("a", b"1") is outcome
@@ -244,7 +245,7 @@ class TestObjects(LogStoreTests):
         store.create("a", b"1")
         for call in ("cat_file", "find", "rm_file"):
             monkeypatch.setattr(fs, call, refuse)
-        assert store.create("a", b"1") is Outcome.UNKNOWN
+        assert store.create("a", b"1") is CreateResult.UNKNOWN
         for ask in (lambda: store.read("a"), store.list, lambda: store.delete("a")):
             with pytest.raises(OSError, match="session is closed"):
                 ask()
@@ -296,7 +297,7 @@ class TestPosix(LogStoreTests):
     def test_a_mount_that_is_away_is_not_written_below(self, tmp_path: Path) -> None:
         """P3: what would be written there is hidden when the mount is back, and the log has a gap."""
         store = PosixLogStore(tmp_path / "mount" / "run" / "log")
-        assert store.create("a", b"1") is Outcome.UNKNOWN
+        assert store.create("a", b"1") is CreateResult.UNKNOWN
         assert not (tmp_path / "mount").exists()
 
     def test_nothing_but_the_objects_is_left(self, tmp_path: Path) -> None:
@@ -321,8 +322,8 @@ class TestPosix(LogStoreTests):
 
         monkeypatch.setattr(os, "link", twice)
         store = PosixLogStore(tmp_path)
-        assert store.create("a", b"1") is Outcome.OK
-        assert store.create("a", b"2") is Outcome.EXISTS
+        assert store.create("a", b"1") is CreateResult.OK
+        assert store.create("a", b"2") is CreateResult.EXISTS
 
     def test_a_retry_on_a_full_disk_is_not_acknowledged_without_an_fsync(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -336,10 +337,10 @@ class TestPosix(LogStoreTests):
         store = PosixLogStore(tmp_path)
         with monkeypatch.context() as patch:
             patch.setattr(files, "fsync_dir", fail)
-            assert store.create("a", b"1") is Outcome.UNKNOWN
+            assert store.create("a", b"1") is CreateResult.UNKNOWN
             patch.setattr(files, "write_temporary", fail)
-            assert store.create("a", b"1") is Outcome.UNKNOWN
-        assert store.create("a", b"1") is Outcome.OK
+            assert store.create("a", b"1") is CreateResult.UNKNOWN
+        assert store.create("a", b"1") is CreateResult.OK
 
     @pytest.mark.parametrize("call", ["write", "fsync", "link"])
     def test_io_errors_are_unknown_and_leave_no_temporary(
@@ -351,9 +352,9 @@ class TestPosix(LogStoreTests):
         store = PosixLogStore(tmp_path)
         with monkeypatch.context() as patch:
             patch.setattr(os, call, fail)
-            assert store.create("a", b"1") is Outcome.UNKNOWN
+            assert store.create("a", b"1") is CreateResult.UNKNOWN
         assert names_in(tmp_path) == []
-        assert store.create("a", b"1") is Outcome.OK
+        assert store.create("a", b"1") is CreateResult.OK
 
     def test_a_directory_fsync_that_fails_is_not_acknowledged(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -366,13 +367,13 @@ class TestPosix(LogStoreTests):
         store = PosixLogStore(tmp_path)
         with monkeypatch.context() as patch:
             patch.setattr(files, "fsync_dir", fail)
-            assert store.create("a", b"1") is Outcome.UNKNOWN
-        assert store.create("a", b"1") is Outcome.OK
+            assert store.create("a", b"1") is CreateResult.UNKNOWN
+        assert store.create("a", b"1") is CreateResult.OK
 
     def test_a_store_below_a_file_is_empty_and_takes_nothing(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"")
         store = PosixLogStore(tmp_path / "file" / "log")
-        assert store.create("a", b"1") is Outcome.UNKNOWN
+        assert store.create("a", b"1") is CreateResult.UNKNOWN
         assert (store.read("a"), store.list()) == (None, ())
 
 
@@ -460,21 +461,21 @@ class Writer:
             seq=history.next_seq, epoch=1, writer="w", prev=history.last_digest, time_s=0.0, op=op
         )
 
-    def write(self, op: r.Op) -> Outcome:
+    def write(self, op: r.Op) -> CreateResult:
         record = self.record(op)
         data = r.encode_record(record)
         outcome = create_record(self.store, record.seq, data)
-        if outcome is Outcome.OK:
+        if outcome is CreateResult.OK:
             self.history.apply(record, digest(data))
         return outcome
 
     def write_to(self, next_seq: int) -> None:
         while (seq := self.history.next_seq) < next_seq:
             create = r.Create(run_uid=UID, run_name="gpt", format=1)
-            assert self.write(r.Note(text=f"{seq}") if seq else create) is Outcome.OK
+            assert self.write(r.Note(text=f"{seq}") if seq else create) is CreateResult.OK
 
     def snapshot(self, time_s: float) -> int:
-        assert write_snapshot(self.store, self.history.to_snapshot(time_s)) is Outcome.OK
+        assert write_snapshot(self.store, self.history.to_snapshot(time_s)) is CreateResult.OK
         return self.history.next_seq - 1
 
     @classmethod
@@ -592,12 +593,14 @@ def test_a_writer_whose_number_is_below_a_snapshot_has_lost(trimmed: tuple[Memor
     store, writer = trimmed
     for seq in (1, 5, 10):
         stale = replace(writer.record(r.Note(text="late")), seq=seq)
-        assert create_record(store, seq, r.encode_record(stale)) is Outcome.EXISTS
+        assert create_record(store, seq, r.encode_record(stale)) is CreateResult.EXISTS
     assert same(replayed(store), writer.history)
     trim_all(store, TRIM_AFTER_S)
     assert kept(store)[0] == [0, *range(11, 35)], "and what it wrote goes again"
-    assert create_record(store, 30, store.objects[record_file(30)]) is Outcome.EXISTS, "the boundary itself"
-    assert writer.write(r.Note(text="next")) is Outcome.OK
+    assert create_record(store, 30, store.objects[record_file(30)]) is CreateResult.EXISTS, (
+        "the boundary itself"
+    )
+    assert writer.write(r.Note(text="next")) is CreateResult.OK
 
 
 def test_two_writers_around_a_snapshot() -> None:
@@ -606,14 +609,14 @@ def test_two_writers_around_a_snapshot() -> None:
     first = Writer(store)
     first.write_to(10)
     second = Writer.opened(store)
-    assert first.write(r.Note(text="first")) is Outcome.OK
-    assert second.write(r.Note(text="second")) is Outcome.EXISTS
+    assert first.write(r.Note(text="first")) is CreateResult.OK
+    assert second.write(r.Note(text="second")) is CreateResult.EXISTS
     first.snapshot(0.0)
-    assert second.write(r.Note(text="second again")) is Outcome.EXISTS
+    assert second.write(r.Note(text="second again")) is CreateResult.EXISTS
     second = Writer.opened(store)
-    assert second.write(r.Note(text="second at last")) is Outcome.OK
-    assert first.write(r.Note(text="first, late")) is Outcome.EXISTS
-    assert write_snapshot(store, first.history.to_snapshot(5.0)) is Outcome.EXISTS
+    assert second.write(r.Note(text="second at last")) is CreateResult.OK
+    assert first.write(r.Note(text="first, late")) is CreateResult.EXISTS
+    assert write_snapshot(store, first.history.to_snapshot(5.0)) is CreateResult.EXISTS
     assert same(replayed(store), second.history)
 
 
@@ -622,7 +625,7 @@ def test_a_create_is_not_confirmed_while_the_snapshots_cannot_be_listed() -> Non
         def list(self, prefix: str = "") -> tuple[str, ...]:
             raise OSError(errno.EIO, "injected")
 
-    assert create_record(Blind(), 0, b"x") is Outcome.UNKNOWN
+    assert create_record(Blind(), 0, b"x") is CreateResult.UNKNOWN
 
 
 def test_nothing_young_is_trimmed_and_the_last_two_snapshots_stay() -> None:

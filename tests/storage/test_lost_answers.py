@@ -19,7 +19,7 @@ from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.location import Location
-from ray_ckpt.storage.log_store import LogStore, Outcome
+from ray_ckpt.storage.log_store import CreateResult, LogStore
 from ray_ckpt.storage.remote.object_log import ObjectLogStore
 from ray_ckpt.storage.remote.opening import open_objects
 from ray_ckpt.storage.remote.tier import RemoteTier
@@ -74,22 +74,22 @@ def data_of(name: str, writer: int) -> bytes:
     return f"{name} by writer {writer}".encode()
 
 
-def race(log: LogStore, creates: list[tuple[str, int]]) -> list[Outcome]:
+def race(log: LogStore, creates: list[tuple[str, int]]) -> list[CreateResult]:
     with ThreadPoolExecutor(NUM_WRITERS) as pool:
         return list(pool.map(lambda c: log.create(c[0], data_of(*c)), creates))
 
 
-def check_outcomes(log: LogStore, creates: list[tuple[str, int]], outcomes: list[Outcome]) -> None:
+def check_outcomes(log: LogStore, creates: list[tuple[str, int]], outcomes: list[CreateResult]) -> None:
     """Now that the store answers: the first answers were true, and a repeated create gives one."""
     winners: dict[str, int] = {}
     for (name, writer), first in zip(creates, outcomes, strict=True):
         there = log.read(name)
         now = log.create(name, data_of(name, writer))
-        assert now in (Outcome.OK, Outcome.EXISTS)
-        assert first in (now, Outcome.UNKNOWN), f"{name} by {writer}: {first} and then {now}"
+        assert now in (CreateResult.OK, CreateResult.EXISTS)
+        assert first in (now, CreateResult.UNKNOWN), f"{name} by {writer}: {first} and then {now}"
         if there is not None:
-            assert (now is Outcome.OK) == (there == data_of(name, writer))
-        if now is Outcome.OK:
+            assert (now is CreateResult.OK) == (there == data_of(name, writer))
+        if now is CreateResult.OK:
             assert winners.setdefault(name, writer) == writer
     assert set(winners) == {name for name, _ in creates}
     assert sorted(log.list()) == sorted(winners)
@@ -110,7 +110,9 @@ class TestCreates:
         outcomes = race(log, creates)
         assert strict.faults_fired()[fault] >= 900
         strict.clear_faults()
-        assert set(outcomes) == {Outcome.OK, Outcome.EXISTS} and outcomes.count(Outcome.OK) == 500
+        assert (
+            set(outcomes) == {CreateResult.OK, CreateResult.EXISTS} and outcomes.count(CreateResult.OK) == 500
+        )
         check_outcomes(log, creates, outcomes)
 
     @pytest.mark.parametrize(
@@ -137,7 +139,10 @@ class TestCreates:
         fired = strict.faults_fired()
         assert all(fired[fault] > 0 for fault in faults)
         strict.clear_faults()
-        assert Outcome.UNSUPPORTED not in outcomes and outcomes.count(Outcome.UNKNOWN) < len(creates) // 2
+        assert (
+            CreateResult.UNSUPPORTED not in outcomes
+            and outcomes.count(CreateResult.UNKNOWN) < len(creates) // 2
+        )
         check_outcomes(log, creates, outcomes)
 
     @pytest.mark.parametrize("kind", BUCKETS)
@@ -159,11 +164,11 @@ class TestCreates:
         log = new_log(kind, strict)
         strict.add_fault(Fault(match=CREATES, action=action))
         begun = time.monotonic()
-        assert log.create("a", b"1") is Outcome.UNKNOWN
+        assert log.create("a", b"1") is CreateResult.UNKNOWN
         assert time.monotonic() - begun < TRIES * REQUEST_S + 5
         assert log.list() == ()
         strict.clear_faults()
-        assert (log.create("a", b"1"), log.create("a", b"2")) == (Outcome.OK, Outcome.EXISTS)
+        assert (log.create("a", b"1"), log.create("a", b"2")) == (CreateResult.OK, CreateResult.EXISTS)
 
     @pytest.mark.parametrize("kind", BUCKETS)
     def test_what_nobody_answers_for_is_unknown_and_stays_what_it_is(
@@ -172,9 +177,9 @@ class TestCreates:
         log = new_log(kind, strict)
         strict.add_fault(Fault(match=CREATES, action=DropAfter()))
         strict.add_fault(Fault(match=READS, action=Status(503)))
-        assert (log.create("a", b"1"), log.create("a", b"2")) == (Outcome.UNKNOWN, Outcome.UNKNOWN)
+        assert (log.create("a", b"1"), log.create("a", b"2")) == (CreateResult.UNKNOWN, CreateResult.UNKNOWN)
         strict.clear_faults()
-        assert (log.create("a", b"2"), log.create("a", b"1")) == (Outcome.EXISTS, Outcome.OK)
+        assert (log.create("a", b"2"), log.create("a", b"1")) == (CreateResult.EXISTS, CreateResult.OK)
 
     @pytest.mark.parametrize("kind", BUCKETS)
     def test_a_record_that_arrives_late_is_seen_by_the_next_try(
@@ -184,12 +189,12 @@ class TestCreates:
         log = new_log(kind, strict)
         strict.add_fault(Fault(match=CREATES, action=Delay(REQUEST_S + 0.5), times=1))
         first = log.create("a", b"1")
-        assert first is Outcome.OK or first is Outcome.UNKNOWN
+        assert first is CreateResult.OK or first is CreateResult.UNKNOWN
         end = time.monotonic() + 10
         while log.read("a") is None:
             assert time.monotonic() < end
             time.sleep(0.05)
-        assert (log.create("a", b"2"), log.create("a", b"1")) == (Outcome.EXISTS, Outcome.OK)
+        assert (log.create("a", b"2"), log.create("a", b"1")) == (CreateResult.EXISTS, CreateResult.OK)
 
 
 DIRECTORY = "000000000010-0123456789abcdef"

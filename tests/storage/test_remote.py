@@ -16,7 +16,7 @@ from ray_ckpt.format import zstd
 from ray_ckpt.format.digest import digest
 from ray_ckpt.location import Location
 from ray_ckpt.storage.local import files
-from ray_ckpt.storage.log_store import Outcome
+from ray_ckpt.storage.log_store import CreateResult
 from ray_ckpt.storage.remote import file_store
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.types import FileEntry
@@ -56,7 +56,7 @@ def compressible(nbytes: int) -> bytes:
 
 def test_the_layout_on_the_storage_path(root: Path, tmp_path: Path) -> None:
     tier = RemoteRef(storage_path=f"file://{tmp_path}", run_name="gpt").open()
-    assert tier.log.create("a", b"1") is Outcome.OK
+    assert tier.log.create("a", b"1") is CreateResult.OK
     tier.put(DIRECTORY, MANIFEST, b"123")
     assert (root / "log" / "a").read_bytes() == b"1"
     path = root / "checkpoints" / DIRECTORY / MANIFEST
@@ -271,7 +271,7 @@ def test_a_node_that_cannot_write_says_so(tier: RemoteTier, monkeypatch: pytest.
 
 def test_a_folder_that_is_gone_is_named_with_what_to_do(tier: RemoteTier, root: Path, tmp_path: Path) -> None:
     """The outermost one that is missing; a store that does not answer has lost nothing."""
-    assert tier.log.create("00000000000000000000.json", b"1") is Outcome.OK
+    assert tier.log.create("00000000000000000000.json", b"1") is CreateResult.OK
     assert tier.missing() == ""
     parked = root.with_name("parked")
     for gone in (root / "log", root, root.parent):

@@ -24,7 +24,7 @@ from ray_ckpt.format import records, zstd
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, record_file, shard_file
 from ray_ckpt.location import Location
-from ray_ckpt.storage.log_store import LogStore, Outcome, create_record, read_log
+from ray_ckpt.storage.log_store import CreateResult, LogStore, create_record, read_log
 from ray_ckpt.storage.remote import gcs
 from ray_ckpt.storage.remote.file_store import FileStore, Upload, read_whole
 from ray_ckpt.storage.remote.object_store import PART_BYTES
@@ -260,7 +260,7 @@ class TestFiles:
         assert set(odd.files.children().folders) - {"run"} == {"a"}  # a POSIX tier's folder is there
         assert read_whole(odd.files, "a/x", max_bytes=1) == b"1"
         log = odd.new_log()
-        assert log.create("1", b"1") is Outcome.OK and log.list() == ("1",)
+        assert log.create("1", b"1") is CreateResult.OK and log.list() == ("1",)
         odd.stranger.begin(f"{odd.key}a/y")
         for upload in odd.files.uploads("a"):
             odd.files.abort(upload)
@@ -315,10 +315,10 @@ class TestLog(LogStoreTests):
                 data: bytes | None = records.encode_record(record)
                 assert data is not None
                 outcome = create_record(store, seq, data)
-                if outcome is Outcome.OK:
+                if outcome is CreateResult.OK:
                     won.append(seq)
                 else:
-                    assert outcome is Outcome.EXISTS
+                    assert outcome is CreateResult.EXISTS
                     data = store.read(record_file(seq))
                     assert data is not None
                 seq, prev = seq + 1, digest(data)

@@ -13,7 +13,7 @@ from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.location import Location
 from ray_ckpt.restore.sources import Remote
-from ray_ckpt.storage.log_store import Outcome
+from ray_ckpt.storage.log_store import CreateResult
 from ray_ckpt.storage.remote import object_store, s3
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import FileEntry
@@ -55,8 +55,8 @@ def test_variables_of_the_client_library_lead_nowhere_else(
 ) -> None:
     monkeypatch.setenv(name, value)
     tier.put(DIRECTORY, SHARD, b"1")
-    assert tier.log.create("a", b"1") is Outcome.OK
-    assert tier.log.create("a", b"2") is Outcome.EXISTS
+    assert tier.log.create("a", b"1") is CreateResult.OK
+    assert tier.log.create("a", b"2") is CreateResult.EXISTS
     assert list(tier.uploads()) == [] and tier.size(DIRECTORY, SHARD) == 1
 
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node as n
+from ray_ckpt.core import node_machine as n
 from ray_ckpt.core import sweep
 from ray_ckpt.core.attempts import Attempt
 from ray_ckpt.core.closing import Closing
-from ray_ckpt.core.coordinator import RunMachine
 from ray_ckpt.core.ledger import Ledger
-from ray_ckpt.core.node import NodeMachine
-from ray_ckpt.core.requests import Requests
+from ray_ckpt.core.log_requests import Requests
+from ray_ckpt.core.node_machine import NodeMachine
+from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.saves import MAX_OPEN_ATTEMPTS, Saves
+from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sweep import Sweeps
-from ray_ckpt.core.tenure import Tenure
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.testing import silences
@@ -51,15 +51,15 @@ def plant_effects(
 
 def an_end_told_twice(patch: pytest.MonkeyPatch) -> None:
     """A coordinator does not look whether one that died has told how the session ended."""
-    real = Tenure.end
+    real = SessionEnd.end
 
-    def end(self: Tenure, *args: Any, **how: Any) -> bool:
+    def end(self: SessionEnd, *args: Any, **how: Any) -> bool:
         session = self._context.history.session
         if session is not None and session.ended is not None:
             self._context.history.sessions[session.session] = replace(session, ended=None)
         return real(self, *args, **how)
 
-    patch.setattr(Tenure, "end", end)
+    patch.setattr(SessionEnd, "end", end)
 
 
 def a_finished_run_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def commit_before_fsync(patch: pytest.MonkeyPatch) -> None:
         yield effect
         if isinstance(effect, n.WriteFragment):
             held = fragment_on_disk(effect.fragment)
-            yield n.TellStored(
+            yield n.ReportStored(
                 epoch=machine.epoch,
                 attempt=held.attempt,
                 node_index=held.node_index,
@@ -163,7 +163,7 @@ def restore_without_a_session(patch: pytest.MonkeyPatch) -> None:
     def change(machine: RunMachine, event: Any, effect: Any) -> Iterator[Any]:
         yield effect
         if isinstance(effect, m.Append) and isinstance(effect.record.op, r.Session):
-            groups = machine._groups
+            groups = machine._sessions
             if groups._waiting and not groups._choosing:
                 yield from groups._begin(machine._ledger.projected())
 
@@ -180,7 +180,7 @@ def drop_what_is_being_committed(patch: pytest.MonkeyPatch) -> None:
                 if attempt.id.attempt == effect.record.op.attempt:
                     nodes = tuple(node.node_id for node in attempt.nodes)
                     error = Unavailable("planted")
-                    yield m.Publish(
+                    yield m.NotifyOutcome(
                         attempt=attempt.id, level=None, error=error, nodes=nodes, epoch=machine.epoch
                     )
 

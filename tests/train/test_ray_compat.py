@@ -30,7 +30,7 @@ from ray.core.generated import gcs_service_pb2
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.callback import RayTrainCallback, UserCallback
 
-from ray_ckpt.actors import ray_state
+from ray_ckpt.actors import ray_cluster as ray_state
 from ray_ckpt.train import CheckpointCallback
 from ray_ckpt.train import ray_compat as compat
 

@@ -57,7 +57,7 @@ def make(environment: str) -> str:
     if (folder / READY).exists() and (folder / READY).read_text() == wanted:
         return "ready"
     venv.create(folder, clear=True, with_pip=True)
-    _lend(folder)
+    _acquire(folder)
     install = _install_editable if environment in EDITABLE else _install
     reason = install(environment, folder)
     (folder / (FAILED if reason else READY)).write_text(reason or wanted)
@@ -92,7 +92,7 @@ def _pip(folder: Path, *arguments: str) -> str:
     return "" if done.returncode == 0 else _reason(done.stdout + done.stderr)
 
 
-def _lend(folder: Path) -> None:
+def _acquire(folder: Path) -> None:
     """What this interpreter has installed can be imported there as well, after what is its own."""
     (own,) = (folder / "lib").glob("python*/site-packages")
     (own / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -70,7 +70,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class Problem:
     """The end of a session and what came of it; `next_session` is None while none has followed.
 
     `steps_lost` are steps, `recovery` seconds; see `goodput.Interruption`. `recovery` goes on through
@@ -158,7 +158,7 @@ class RunReport:
         return median(gaps) if len(gaps) >= 2 else None
 
     @cached_property
-    def troubles(self) -> Sequence[Trouble]:
+    def problems(self) -> Sequence[Problem]:
         """What ended sessions, in their order; the last one's end too, if it failed.
 
         Nobody trains in the session of a rollback, so its end interrupts nothing.
@@ -166,8 +166,8 @@ class RunReport:
         found = self.goodput
         known = {info.session: info for info in self.sessions}
         times = {tenure.session: tenure for tenure in found.tenures}
-        troubles = [
-            Trouble(
+        problems = [
+            Problem(
                 cause=each.cause,
                 ended_s=each.last_known_s,
                 session=each.after_session,
@@ -184,8 +184,8 @@ class RunReport:
         last = self.sessions[-1] if self.sessions else None
         if last is not None and last.ended is not None and last.ended.cause in FAILURES:
             left = max(0, last.ended.step - self.newest_step)
-            troubles.append(
-                Trouble(
+            problems.append(
+                Problem(
                     cause=last.ended.cause,
                     ended_s=times[last.session].last_s,
                     session=last.session,
@@ -197,7 +197,7 @@ class RunReport:
                     read_bytes={},
                 )
             )
-        return troubles
+        return problems
 
     @cached_property
     def _stepped_after(self) -> Sequence[int | None]:
@@ -225,8 +225,8 @@ class RunReport:
         # sessions without a step, until the last of them was down
         between_s = times.last_s - each.opened_at_s - sum(gaps_s[1:])
         end = self.sessions[number].ended
-        is_told = old.measured or (end is not None and end.last_at_s is not None)
-        if is_told or old.session not in self._committed:
+        is_reported = old.measured or (end is not None and end.last_at_s is not None)
+        if is_reported or old.session not in self._committed:
             down = Seconds(down_s, down_s, down_s)
         else:
             down = Seconds(0.0, down_s, each.opened_at_s - each.last_known_s - gaps_s[0])
@@ -387,9 +387,9 @@ def _training(report: RunReport) -> Verdict | None:
 
 
 def _last_trouble(report: RunReport) -> Verdict | None:
-    failed = [t for t in report.troubles if t.cause in FAILURES]
+    failed = [t for t in report.problems if t.cause in FAILURES]
     if not failed:
-        unknown = sum(t.cause is None for t in report.troubles)
+        unknown = sum(t.cause is None for t in report.problems)
         text = "No session has failed."
         if unknown:
             text = f"{counted(unknown, 'session')} ended without a word why."
@@ -526,7 +526,7 @@ def to_json(report: RunReport) -> dict[str, Any]:
             "productive_s": dataclasses.asdict(found.productive),
             "badput_s": {cause: dataclasses.asdict(time) for cause, time in found.badput.items()},
         },
-        "interruptions": [dataclasses.asdict(each) for each in report.troubles[-MAX_TROUBLES:]],
+        "interruptions": [dataclasses.asdict(each) for each in report.problems[-MAX_TROUBLES:]],
         "phases": [dataclasses.asdict(phase) for phase in report.phases],
         "checkpoints": [_checkpoint_json(info, report) for info in report.checkpoints[-MAX_CHECKPOINTS:]],
         "in_cluster_steps": [info.step for info in report.in_cluster[-MAX_IN_CLUSTER:]],

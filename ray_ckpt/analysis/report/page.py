@@ -18,9 +18,9 @@ from ray_ckpt.analysis.report.facts import (
     MAX_METRICS,
     MAX_SESSIONS,
     MAX_TROUBLES,
+    Problem,
     RunReport,
     Tone,
-    Trouble,
     clocks_text,
     counted,
     group_text,
@@ -238,44 +238,44 @@ def _time(time: Seconds) -> str:
 
 
 def _interruptions(report: RunReport) -> Html:
-    if not report.troubles:
+    if not report.problems:
         return _section("interruptions", "Interruptions", el("p", "None that the log knows."))
-    shown = report.troubles[-MAX_TROUBLES:]
-    rows = [_trouble(trouble, report) for trouble in reversed(shown)]
-    kinds = ["failed" if trouble.cause in FAILURES else "past" for trouble in reversed(shown)]
+    shown = report.problems[-MAX_TROUBLES:]
+    rows = [_problem(problem, report) for problem in reversed(shown)]
+    kinds = ["failed" if problem.cause in FAILURES else "past" for problem in reversed(shown)]
     headers = ("what", "when", "sessions", "steps lost", "training again after", "restore", "read")
     return _section(
         "interruptions",
         "Interruptions",
         _table(headers, rows, right=(3, 4, 5), times=(1,), kinds=kinds),
-        *_left_out(len(report.troubles) - len(shown), "earlier ones are not shown, but counted above."),
+        *_left_out(len(report.problems) - len(shown), "earlier ones are not shown, but counted above."),
     )
 
 
-def _trouble(trouble: Trouble, report: RunReport) -> tuple[str | Html, ...]:
-    went_on = "none yet" if trouble.next_session is None else str(trouble.next_session)
-    lost = "unknown" if trouble.steps_lost is None else steps_text(trouble.steps_lost)
+def _problem(problem: Problem, report: RunReport) -> tuple[str | Html, ...]:
+    went_on = "none yet" if problem.next_session is None else str(problem.next_session)
+    lost = "unknown" if problem.steps_lost is None else steps_text(problem.steps_lost)
     pace_s = report.goodput.step_s
-    if trouble.steps_lost is not None and pace_s and trouble.steps_lost.estimate:
-        lost += f", {span(trouble.steps_lost.estimate * pace_s)} of work"
+    if problem.steps_lost is not None and pace_s and problem.steps_lost.estimate:
+        lost += f", {span(problem.steps_lost.estimate * pace_s)} of work"
     return (
-        CAUSE_TEXT[trouble.cause] if trouble.cause else "unknown",
-        moment(trouble.ended_s),
-        f"{trouble.session} to {went_on}",
+        CAUSE_TEXT[problem.cause] if problem.cause else "unknown",
+        moment(problem.ended_s),
+        f"{problem.session} to {went_on}",
         lost,
-        _again(trouble),
-        "" if trouble.restore_s is None else span(trouble.restore_s),
-        tiers_text(trouble.read_bytes) if trouble.read_bytes else "",
+        _again(problem),
+        "" if problem.restore_s is None else span(problem.restore_s),
+        tiers_text(problem.read_bytes) if problem.read_bytes else "",
     )
 
 
-def _again(trouble: Trouble) -> str:
+def _again(problem: Problem) -> str:
     """When training went on. The log knows no step of an open session before its first commit."""
-    if trouble.recovery is not None:
-        return _time(trouble.recovery)
-    if trouble.next_session is None:
+    if problem.recovery is not None:
+        return _time(problem.recovery)
+    if problem.next_session is None:
         return "not yet"
-    return "no commit yet" if trouble.is_waiting else "none: it ended first"
+    return "no commit yet" if problem.is_waiting else "none: it ended first"
 
 
 # Saves

@@ -99,7 +99,7 @@ def around_last_failure(report: RunReport) -> Window | None:
     It may have been before all sessions that the whole is drawn of.
     """
     everything = whole(report)
-    failed = [trouble for trouble in report.troubles if trouble.cause in FAILURES]
+    failed = [problem for problem in report.problems if problem.cause in FAILURES]
     if everything is None or not failed:
         return None
     last = failed[-1]

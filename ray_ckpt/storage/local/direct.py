@@ -112,7 +112,7 @@ def read_blocks_direct(
         end = os.fstat(file.fd).st_size if nbytes is None else offset + nbytes
         if end - offset <= BLOCK_BYTES - offset % PAGE_BYTES:  # one block needs no thread
             if end > offset:
-                with _BUFFERS.lend() as buffer:
+                with _BUFFERS.acquire() as buffer:
                     file.read(_Range(offset, end), buffer)
                     yield _part(buffer, offset, end)
         else:
@@ -134,7 +134,7 @@ def _read_ahead(file: _File, offset: int, end: int) -> Iterator[memoryview]:
     ranges = (_Range(max(start, offset), min(start + BLOCK_BYTES, end)) for start in starts)
     num_buffers = min(READ_AHEAD + 1, len(starts))  # one is the caller's
     with contextlib.ExitStack() as held:  # given back when the pool has ended: nobody reads into them then
-        buffers = deque(held.enter_context(_BUFFERS.lend()) for _ in range(num_buffers))
+        buffers = deque(held.enter_context(_BUFFERS.acquire()) for _ in range(num_buffers))
         with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="ray_ckpt-read") as pool:
             reads: deque[tuple[Future[None], _Range, mmap.mmap]] = deque()
 
@@ -400,7 +400,7 @@ class _Buffers:
                 self._idle.append(buffer)
 
     @contextlib.contextmanager
-    def lend(self) -> Iterator[mmap.mmap]:
+    def acquire(self) -> Iterator[mmap.mmap]:
         buffer = self.take()
         try:
             yield buffer

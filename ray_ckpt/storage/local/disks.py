@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from typing_extensions import Buffer
 
-from ray_ckpt.core.claim import RunMark
+from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.errors import InsufficientSpace, StagingError
 from ray_ckpt.storage.local import files
 from ray_ckpt.storage.local.direct import Written

@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from ray_ckpt.config import STAGING_ENV
-from ray_ckpt.core.claim import RunMark
+from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.errors import CorruptionError, FormatError, InsufficientSpace, StagingError
 from ray_ckpt.format import jsontext, names
 from ray_ckpt.format.digest import digest

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ray_ckpt.errors import FormatError
-from ray_ckpt.storage.log_store import Outcome, compare, max_bytes
+from ray_ckpt.storage.log_store import CreateResult, compare, max_bytes
 
 
 class Unsupported(OSError):
@@ -45,12 +45,12 @@ class ObjectLogStore:
         self._objects = objects
         self._folder = folder
 
-    def create(self, name: str, data: bytes) -> Outcome:
-        absent = Outcome.UNKNOWN
+    def create(self, name: str, data: bytes) -> CreateResult:
+        absent = CreateResult.UNKNOWN
         try:
             self._objects.create(self._path(name), data)
         except Unsupported:
-            absent = Outcome.UNSUPPORTED
+            absent = CreateResult.UNSUPPORTED
         except OSError:
             pass  # what is there now tells
         return compare(self, name, data, absent=absent)

@@ -333,10 +333,10 @@ class _Sent:
                 np.copyto(target, np.frombuffer(view[:nbytes], np.uint8))
                 view, filled = view[nbytes:], filled + nbytes
                 if filled == BLOCK_BYTES:
-                    yield self._lend(buffer, filled)
+                    yield self._acquire(buffer, filled)
                     buffer, filled = self._take(), 0
         if filled:
-            yield self._lend(buffer, filled)
+            yield self._acquire(buffer, filled)
 
     def _take(self) -> mmap.mmap:
         with contextlib.suppress(IndexError):
@@ -346,7 +346,7 @@ class _Sent:
             buffer.madvise(mmap.MADV_HUGEPAGE)
         return buffer
 
-    def _lend(self, buffer: mmap.mmap, nbytes: int) -> Block:
+    def _acquire(self, buffer: mmap.mmap, nbytes: int) -> Block:
         lent = np.frombuffer(buffer, np.uint8, nbytes)
         lent.flags.writeable = False
         weakref.finalize(lent, self._idle.append, buffer)

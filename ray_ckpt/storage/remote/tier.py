@@ -36,7 +36,7 @@ MAX_READERS = 256  # of compressed files, kept for the next read
 MAX_READER_FRAMES = 4 << 20  # of all of them: 16 TiB of raw files, or 32 MiB of tables
 
 
-class Pace(Protocol):
+class RateLimiter(Protocol):
     """Lets bytes leave when they may."""
 
     def wait(self, nbytes: int) -> None: ...
@@ -212,7 +212,7 @@ class RemoteTier:
         file: FileEntry,
         path: Path,
         *,
-        pace: Pace | None = None,
+        pace: RateLimiter | None = None,
         level: int | None = None,
     ) -> int:
         """Store a file of this node's disk; returns how many bytes it takes there.
@@ -409,7 +409,7 @@ def _saved_name(stored: str) -> str:
     return stored.rpartition("/")[2].removesuffix(zstd.SUFFIX)
 
 
-def _paced(blocks: Iterable[Buffer], pace: Pace | None) -> Iterator[Buffer]:
+def _paced(blocks: Iterable[Buffer], pace: RateLimiter | None) -> Iterator[Buffer]:
     for block in blocks:
         if pace is not None:
             pace.wait(memoryview(block).nbytes)

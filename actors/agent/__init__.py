@@ -1,0 +1,1 @@
+"""The node agent: one actor for each node of a service."""

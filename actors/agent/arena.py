@@ -1,0 +1,363 @@
+"""Arenas on the agent's side: shared memory that ranks map, checked against what the node can give.
+
+An arena is a memfd, which needs no name and no room in /dev/shm; ranks map it through /proc. Where they may
+not look into the agent (ptrace rules, another PID namespace) it is a file in /dev/shm. Its size is fixed and
+never shrinks, and a file in /dev/shm has its blocks allocated at once, so that no rank can be killed by
+SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray_ckpt.errors import InsufficientSpace, Unavailable
+from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BYTES, ArenaPage, ring_block
+from ray_ckpt.format.save_signal import PAGE_BYTES, write_flag
+from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.storage.local.pages import map_shared, populate
+from ray_ckpt.trainer.link import ArenaMode
+from ray_ckpt.types import ARENA_PAGE_BYTES
+
+log = logging.getLogger("ray_ckpt.agent")
+
+MEMORY_RESERVE = 0.05  # share of free memory that arenas never take
+DOUBLE_SHARE = 0.25  # `auto` takes two buffers if both fit into this share of free memory,
+SINGLE_SHARE = 0.7  # one if it fits into this one, and a ring otherwise: data loaders start after us
+STREAM_POLL_S = 0.001  # a block takes some milliseconds to fill
+STREAM_STALL_S = 60.0  # no block of a stream is filled for so long: the rank is dead or stuck
+SHM_FOLDER = Path("/dev/shm")
+ARENA_GIVEN_BYTES = 1 << 20  # beyond what was asked for, so that a header that grows a little still fits
+_BESIDES_BYTES = ARENA_GIVEN_BYTES + ARENA_PAGE_BYTES  # what a buffer takes besides the shard
+_MODES: Mapping[str, ArenaMode] = {"double": "double", "single": "single", "stream": "stream"}
+_COPIES: Mapping[ArenaMode, int] = {"double": 2, "single": 1, "stream": 0}
+
+
+class ArenaMemory:
+    """One buffer of a rank: room for a shard of `size_bytes`, or a ring."""
+
+    def __init__(self, rank: int, size_bytes: int, *, named: bool = False) -> None:
+        self.size_bytes = size_bytes
+        total = ARENA_PAGE_BYTES + size_bytes
+        self._file, self.path = _named_file(rank, total) if named else _memfd(rank, total)
+        self._named = self.path if named else None
+        self.memory = map_shared(self._file, 0, total, writable=True)
+        self.page = ArenaPage(self.memory)
+        self.layout: ShardLayout | None = None
+        self._lock = threading.Lock()  # of the two below
+        self._is_populating = False
+        self._is_closed = False
+
+    @property
+    def is_named(self) -> bool:
+        """It is a file in /dev/shm."""
+        return self._named is not None
+
+    def populate(self) -> None:
+        """Put memory behind all of it; ends early when it is closed. Takes a second per GB or more."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_populating = True
+        try:
+            for populated in populate(self.memory, file=self._file):
+                if self._is_closed:
+                    break
+                self.page.populated_bytes = populated
+        finally:
+            with self._lock:
+                self._is_populating = False
+                if self._is_closed:
+                    self._release()
+
+    def data(self, layout: ShardLayout) -> memoryview:
+        """The shard file's bytes."""
+        return self.memory[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + layout.size_bytes]
+
+    def stream(self, layout: ShardLayout, attempt: str) -> Iterator[memoryview]:
+        """The shard file's bytes in blocks, as the rank fills the ring; the last one is cut to size.
+
+        A block is the rank's again once the next one has been asked for. Unavailable if the rank gives
+        up or stalls.
+        """
+        left, index = layout.size_bytes, 0
+        while left > 0:
+            self._await_block(index, attempt, is_last=left <= RING_BLOCK_BYTES)
+            take = min(left, RING_BLOCK_BYTES)
+            yield self.memory[ring_block(index)][:take]
+            left, index = left - take, index + 1
+            self._check_stream(attempt)  # the ring is another stream's by now: its counters are not ours
+            self.page.done_blocks = index
+
+    def _await_block(self, index: int, attempt: str, *, is_last: bool) -> None:
+        deadline_s = time.monotonic() + STREAM_STALL_S
+        while True:
+            is_filled = self.page.filled_blocks > index and (not is_last or self.page.sealed == attempt)
+            self._check_stream(attempt)
+            if is_filled:
+                return
+            if time.monotonic() > deadline_s:
+                raise Unavailable("The rank stopped filling the stream of its state.")
+            time.sleep(STREAM_POLL_S)
+
+    def _check_stream(self, attempt: str) -> None:
+        if self.page.is_given_up or self.page.stream != attempt:
+            raise Unavailable("The rank gave up the stream of its state.")
+
+    def close(self) -> None:
+        """Give it up. The memory goes with the last who has mapped it or still uses a part of it here."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._named is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    Path(self._named).unlink()
+            if not self._is_populating:
+                self._release()
+
+    def _release(self) -> None:
+        self.page.populated_bytes = len(self.memory)  # there is nothing to wait for any more
+        os.close(self._file)
+
+
+class SignalPage:
+    """The word of the agreed step, which this node's ranks map and read (`format/agreed.py`)."""
+
+    def __init__(self, *, named: bool = False) -> None:
+        self._file, self.path = _named_file(0, PAGE_BYTES) if named else _memfd(0, PAGE_BYTES)
+        self._memory = map_shared(self._file, 0, PAGE_BYTES, writable=True)
+
+    def show(self, word: int) -> None:
+        write_flag(self._memory, word)
+
+    def close(self) -> None:
+        """Nobody is to find it any more; who has mapped it keeps it."""
+        os.close(self._file)
+
+
+@dataclass(slots=True)
+class RankArena:
+    """The buffers of one rank."""
+
+    mode: ArenaMode
+    buffers: tuple[ArenaMemory, ...]
+
+    @property
+    def populated_bytes(self) -> int:
+        return sum(buffer.page.populated_bytes for buffer in self.buffers)
+
+    @property
+    def named_bytes(self) -> int:
+        """Of files in /dev/shm."""
+        return sum(len(buffer.memory) for buffer in self.buffers if buffer.is_named)
+
+    def chunks(self, buffer: ArenaMemory, attempt: str) -> Iterable[memoryview]:
+        """The shard file's bytes, to be written; of an arena they can be read again."""
+        layout = buffer.layout
+        assert layout is not None
+        return buffer.stream(layout, attempt) if self.mode == "stream" else [buffer.data(layout)]
+
+    def check(self, buffer: ArenaMemory, attempt: str) -> None:
+        """Unavailable unless `buffer` holds that attempt, laid out as the agent has been told."""
+        if buffer.page.sealed != attempt:
+            raise Unavailable(f"The rank captured into its arena again before {attempt} was written.")
+        header = buffer.layout.header if buffer.layout is not None else b""
+        if self.mode != "stream" and buffer.memory[ARENA_PAGE_BYTES:][: len(header)] != header:
+            raise Unavailable(f"The rank laid its arena out anew before {attempt} was written.")
+
+    def find(self, attempt: str) -> ArenaMemory | None:
+        """The buffer that holds a complete capture of that attempt, to be read from."""
+        if self.mode == "stream":
+            return None
+        return next((b for b in self.buffers if b.layout is not None and b.page.sealed == attempt), None)
+
+    def start_populating(self) -> None:
+        def work() -> None:
+            try:
+                for buffer in self.buffers:
+                    buffer.populate()
+            except OSError as error:  # the first save takes the page faults, or fails for want of memory
+                log.warning("an arena has no memory yet: %s", error)
+
+        threading.Thread(target=work, name="ray_ckpt-populate", daemon=True).start()
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
+
+
+def make_arena(
+    rank: int,
+    size_bytes: int,
+    *,
+    mode: str,
+    all_bytes: int,
+    free_bytes: int,
+    named: bool,
+    ranks: int = 1,
+    taken_bytes: int = 0,
+) -> RankArena:
+    """Memory for one rank, where all `ranks` of the node will need `all_bytes` of the `free_bytes` there are.
+
+    `mode` is the option `memory`. `named`: in /dev/shm, of which arenas of these ranks have `taken_bytes`
+    already. InsufficientSpace if what it asks for is not there, and with `auto` if nothing fits.
+    """
+    room = ShmRoom.look(taken_bytes) if named else None
+    chosen = choose_mode(mode, all_bytes=all_bytes, free_bytes=free_bytes, ranks=ranks, room=room)
+    modes = _SMALLER[chosen] if mode == "auto" else (chosen,)
+    failure = OSError()
+    for candidate in modes:  # other processes take memory, too
+        size = RING_BYTES if candidate == "stream" else size_bytes + ARENA_GIVEN_BYTES
+        try:
+            return RankArena(candidate, _buffers(rank, size, 2 if candidate == "double" else 1, named=named))
+        except OSError as error:
+            failure = error
+    where = f" in {room}" if room else ""
+    raise InsufficientSpace(
+        f"There is no shared memory of {size:,} bytes for rank {rank}{where}: {failure}.",
+        hint=SHM_HINT if room else "Give the node more memory, or set memory='stream'.",
+        needed_bytes=size,
+        free_bytes=room.free_bytes if room else free_bytes,
+    ) from failure
+
+
+def _buffers(rank: int, size: int, count: int, *, named: bool) -> tuple[ArenaMemory, ...]:
+    """All of them, or an OSError and none."""
+    made: list[ArenaMemory] = []
+    try:
+        while len(made) < count:
+            made.append(ArenaMemory(rank, size, named=named))
+    except OSError:
+        while made:  # the traceback keeps this frame, and a mapping would keep the memory
+            made.pop().close()
+        raise
+    return tuple(made)
+
+
+_SMALLER: Mapping[ArenaMode, tuple[ArenaMode, ...]] = {
+    "double": ("double", "single", "stream"),
+    "single": ("single", "stream"),
+    "stream": ("stream",),
+}
+"""What `auto` tries, one after another."""
+SHM_HINT = (
+    "Enlarge /dev/shm (docker run --shm-size, a volume with medium: Memory in Kubernetes, mount -o "
+    "remount,size=...). Or let ranks open the memory of their agent below /proc, which needs none of it: "
+    "same user and PID namespace, and ptrace allowed (kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE)."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmRoom:
+    """What arenas of a run may take of /dev/shm, with what they have there."""
+
+    free_bytes: int
+    size_bytes: int
+
+    @classmethod
+    def look(cls, taken_bytes: int = 0) -> ShmRoom:
+        found = os.statvfs(SHM_FOLDER)
+        free_bytes = found.f_bavail * found.f_frsize + taken_bytes
+        return cls(free_bytes=free_bytes, size_bytes=found.f_blocks * found.f_frsize)
+
+    def __str__(self) -> str:
+        return f"{SHM_FOLDER}, which has {self.free_bytes:,} of {self.size_bytes:,} bytes free"
+
+
+def choose_mode(
+    mode: str, *, all_bytes: int, free_bytes: int, ranks: int = 1, room: ShmRoom | None = None
+) -> ArenaMode:
+    """What `auto` means on a node whose `ranks` save `all_bytes` altogether; other modes are checked.
+
+    `room`: of /dev/shm, if the memory has to be there. InsufficientSpace if it does not fit.
+    """
+    needed: Mapping[ArenaMode, int] = {
+        "double": 2 * (all_bytes + ranks * _BESIDES_BYTES),
+        "single": all_bytes + ranks * _BESIDES_BYTES,
+        "stream": ranks * (RING_BYTES + ARENA_PAGE_BYTES),
+    }
+    found = _smallest_that_fits(needed, all_bytes, free_bytes, room) if mode == "auto" else _MODES[mode]
+    if room is not None and needed[found] > room.free_bytes:
+        raise InsufficientSpace(
+            f"memory={mode!r} needs {needed[found]:,} bytes for the captures of this node's ranks in {room}. "
+            "It has to be there, since a rank may not open the memory of its agent below /proc.",
+            hint=SHM_HINT,
+            needed_bytes=needed[found],
+            free_bytes=room.free_bytes,
+        )
+    copies_bytes = _COPIES[found] * all_bytes
+    if mode != "auto" and copies_bytes > free_bytes * (1 - MEMORY_RESERVE):
+        raise InsufficientSpace(
+            f"memory={mode!r} needs {copies_bytes:,} bytes for the captures of this node's ranks; "
+            f"{free_bytes:,} are available.",
+            hint="Use memory='auto', put fewer ranks on a node, or give the node more memory.",
+            needed_bytes=copies_bytes,
+            free_bytes=free_bytes,
+        )
+    return found
+
+
+def _smallest_that_fits(
+    needed: Mapping[ArenaMode, int], all_bytes: int, free_bytes: int, room: ShmRoom | None
+) -> ArenaMode:
+    """The largest that leaves enough of both memory and /dev/shm; else what takes least of /dev/shm."""
+    if room is None:
+        if 2 * all_bytes <= DOUBLE_SHARE * free_bytes:
+            return "double"
+        return "single" if all_bytes <= SINGLE_SHARE * free_bytes else "stream"
+    shm_bytes = SINGLE_SHARE * room.free_bytes  # data loaders and NCCL have files there, too
+    if 2 * all_bytes <= DOUBLE_SHARE * free_bytes and needed["double"] <= shm_bytes:
+        return "double"
+    if all_bytes <= SINGLE_SHARE * free_bytes and needed["single"] <= shm_bytes:
+        return "single"
+    return min(("stream", "single"), key=needed.__getitem__)
+
+
+# -- where memory comes from -------------------------------------------------------------------------
+
+
+def _memfd(rank: int, size: int) -> tuple[int, str]:
+    fd = os.memfd_create(f"ray_ckpt-rank{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def _named_file(rank: int, size: int) -> tuple[int, str]:
+    """A file in /dev/shm whose blocks are there already. OSError if there is too little room."""
+    sweep_named_files()
+    path = SHM_FOLDER / f"ray_ckpt-{os.getuid()}-rank{rank}-{secrets.token_hex(8)}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that its agent lives
+        os.posix_fallocate(fd, 0, size)
+    except OSError:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        raise
+    return fd, str(path)
+
+
+def sweep_named_files() -> None:
+    """Remove the files in /dev/shm whose agents are dead."""
+    for path in SHM_FOLDER.glob(f"ray_ckpt-{os.getuid()}-rank*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)

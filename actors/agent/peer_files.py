@@ -1,0 +1,67 @@
+"""What an agent serves its peers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+
+from typing_extensions import Buffer
+
+from ray_ckpt.actors.agent.run import NodeRun
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.format.names import attempt_of
+from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.files import size_of
+from ray_ckpt.transport.wire import FileName, PutRequest
+
+MAX_SERVED = 16  # files that peers read here at a time, each with its blocks of read-ahead
+SERVE_WAIT_S = 30.0  # for one of them to end; then the peer is told to come again
+
+
+class Served:
+    """Files of the runs that are open on this node, read and stored in the server's threads."""
+
+    def __init__(self, runs: dict[str, NodeRun]) -> None:
+        self._runs = runs
+        self._readers = threading.BoundedSemaphore(MAX_SERVED)
+
+    def _run(self, name: FileName) -> NodeRun:
+        if name.run_uid not in self._runs:
+            raise Unavailable(f"run {name.run_uid} is not open here")
+        return self._runs[name.run_uid]
+
+    def put(self, request: PutRequest, chunks: Iterable[Buffer]) -> str:
+        name, run = request.name, self._run(request.name)
+        run.check_space(request.size_bytes, what=f"A copy of {name.file}")
+        self._check_wanted(run, name)
+        written = run.staging.put(
+            name.run_uid,
+            name.directory,
+            name.file,
+            chunks,
+            size_bytes=request.size_bytes,
+            expect=request.digest,
+        )
+        self._check_wanted(run, name)
+        return written.digest
+
+    def _check_wanted(self, run: NodeRun, name: FileName) -> None:
+        """A copy must not land in a folder that is being deleted and be counted; asked before and after."""
+        if run.machine.is_deleted(attempt_of(name.directory)):
+            raise Unavailable(f"{name.directory} is being deleted here")
+
+    def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[memoryview]:
+        path = self._run(name).staging.path(name.run_uid, name.directory, name.file)
+        if not self._readers.acquire(timeout=SERVE_WAIT_S):
+            raise Unavailable(f"{MAX_SERVED} others read here; come again")
+        try:
+            yield from read_blocks_direct(path, offset, nbytes)
+        finally:
+            self._readers.release()
+
+    def size(self, name: FileName) -> int | None:
+        path = self._run(name).staging.path(name.run_uid, name.directory, name.file)
+        try:
+            return size_of(path)
+        except FileNotFoundError:
+            return None

@@ -1,0 +1,402 @@
+"""The composition root: find or start the service, open a run, and link a rank to its agent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+
+from ray_ckpt.actors import names
+from ray_ckpt.actors.coordinator.actor import PARTS_WAIT_S, Coordinator, group_nodes
+from ray_ckpt.actors.messages import Joined, RunSpec
+from ray_ckpt.actors.ray_cluster import owner_here
+from ray_ckpt.catalog.uri import own_resume
+from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
+from ray_ckpt.core.awaited import Awaited
+from ray_ckpt.core.messages import RankProgress
+from ray_ckpt.core.node_machine import SaveOutcome
+from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable, text_of
+from ray_ckpt.format.names import check_run_name
+from ray_ckpt.location import Location, storage_options
+from ray_ckpt.preemption.notices import Notice, TermSignal
+from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
+from ray_ckpt.trainer.connection import Connection, get_connection, set_connection
+from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
+from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, GroupPart, Level, RankRestore, ranks_of
+
+log = logging.getLogger("ray_ckpt")
+_signal: TermSignal | None = None  # of this process's connection
+
+OPEN_S = 300.0  # starting agents on all nodes of a cold cluster
+CALL_S = 120.0
+AWAITED_S = 5.0  # for words about ranks that are missing: nobody waits longer for words
+OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
+
+
+def coordinator() -> Any:
+    """The service's coordinator, started on the head node if there is none."""
+    options: dict[str, Any] = {
+        "name": names.COORDINATOR,
+        "namespace": names.NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "resources": {"node:__internal_head__": 0.001},
+        "scheduling_strategy": "DEFAULT",
+        "max_restarts": -1,
+    }
+    handle = names.actor_class(Coordinator).options(**options).remote()
+    version = ask(handle.hello.remote(), CALL_S)
+    if version != names.PROTOCOL_VERSION:
+        raise ServiceError(
+            f"The running service speaks protocol {version}, this ray_ckpt {names.PROTOCOL_VERSION}.",
+            hint="Stop the old service, or use the version of ray_ckpt that started it.",
+        )
+    return handle
+
+
+def ask(call: Any, timeout_s: float | None) -> Any:
+    """The answer of an actor; its own CheckpointError as it was, anything else as Unavailable."""
+    try:
+        return ray.get(call, timeout=timeout_s)
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, CheckpointError) else Unavailable(str(error))) from None
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise Unavailable(f"The checkpoint service did not answer: {text_of(error)}") from error
+
+
+def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -> RunSpec:
+    """Open a run for a launcher: its log, an agent on each node, every path checked.
+
+    ConfigError says what is wrong; RunInUse and RunSuperseded, that somebody else has the run.
+    """
+    check_run_name(name)
+    location = Location.parse(storage_path)
+    storage_options(location, options.storage_options)
+    options = replace(options, resume=own_resume(options.resume, location / name))
+    spec = RunSpec(name=name, storage_path=str(location), options=options)
+    ask(coordinator().open_run.remote(spec, owner), OPEN_S)
+    return spec
+
+
+def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
+    """Begin a group whose rank k runs on `nodes[k]`: its checkpoint is chosen, its session logged."""
+    group = group_nodes(nodes)
+    for attempt in range(OPEN_TRIES):
+        try:
+            handle = coordinator()
+            ask(handle.open_run.remote(spec, owner), OPEN_S)  # again: the coordinator may be a restarted one
+            call = handle.open_group.remote(spec.key, group, spec.options.resume, owner)
+            joined: Joined = ask(call, OPEN_S + spec.options.inventory_wait_s)
+            break
+        except Unavailable:
+            if attempt == OPEN_TRIES - 1:
+                raise
+            log.warning("the coordinator went away while a group was opened; trying again")
+    return joined
+
+
+def finish_run(spec: RunSpec, *, has_failed: bool = False) -> CheckpointInfo | None:
+    """The run is over, or given up: wait until its last checkpoint is on the storage path."""
+    timeout_s = spec.options.finish_timeout_s
+    finished = coordinator().finish.remote(spec.key, timeout_s, has_failed)
+    newest: CheckpointInfo | None = ask(finished, timeout_s + CALL_S)
+    return newest
+
+
+def exposure(*, run: str, storage_path: str) -> tuple[Exposure, ...]:
+    """What the death of each node of the run's group would cost right now. Unavailable if it is not open."""
+    key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
+    found: tuple[Exposure, ...] = ask(coordinator().exposure.remote(key), CALL_S)
+    return found
+
+
+def pin(*, run: str, storage_path: str, step: int, owner: str, expires_in_s: float | None = None) -> None:
+    """Keep a checkpoint whatever retention says, until it expires or is unpinned.
+
+    ConfigError if the run has no live checkpoint of that step, Unavailable if the service has not opened it.
+    """
+    _of_checkpoint("pin", run, storage_path, step, owner, expires_in_s)
+
+
+def unpin(*, run: str, storage_path: str, step: int, owner: str) -> None:
+    """End what `pin` began."""
+    _of_checkpoint("unpin", run, storage_path, step, owner)
+
+
+def annotate(*, run: str, storage_path: str, step: int, metrics: Mapping[str, float]) -> None:
+    """Add metrics to the checkpoint of a step, such as a validation's; of one name the later value counts.
+
+    The newest live checkpoint of that step on the lineage is meant; a save of it that is on its way is waited
+    for. ConfigError if there is none, if a value is no number, or beyond MAX_METRICS names; Unavailable if
+    that save fails, or the service has not opened the run.
+    """
+    _of_checkpoint("annotate", run, storage_path, step, _numbers(metrics))
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as the log takes them; names are cut as those of a save are."""
+    try:
+        return {str(name)[:MAX_METRIC_NAME]: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(f"A metric is not a number: {error}.", hint="Use float(...) of it.") from error
+
+
+def _of_checkpoint(method: str, run: str, storage_path: str, step: int, *args: Any) -> None:
+    key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
+    ask(getattr(coordinator(), method).remote(key, step, *args), CALL_S)
+
+
+def _own_errors(call: Any) -> Future[Any]:
+    """The answer of an actor to come, with errors as `ask` raises them."""
+    answer: Future[Any] = Future()
+
+    def pass_on(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            answer.set_result(done.result())
+            return
+        cause = getattr(error, "cause", None)
+        answer.set_exception(cause if isinstance(cause, CheckpointError) else Unavailable(str(error)))
+
+    call.future().add_done_callback(pass_on)
+    return answer
+
+
+def _can_open(path: str) -> bool:
+    """Whether this process may open memory of its agent, which is below /proc."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return path.startswith("/proc/")
+
+
+class RayLink:
+    """A rank's link to the agent of its node, by Ray actor calls."""
+
+    def __init__(self, joined: Joined, rank: int, part: str = "") -> None:
+        node = joined.nodes[rank]
+        self.options = joined.spec.options
+        self.identity = Identity(
+            run_uid=joined.run_uid,
+            run_name=joined.spec.name,
+            rank=rank,
+            world_size=joined.world_size,
+            node_id=node,
+            parts=joined.parts,
+            part=part,
+        )
+        self._uid, self._rank, self._node = joined.run_uid, rank, node
+        self._origin = joined.origin
+        self._handle: Any = None
+        self._answer: Any = None  # to a progress that was sent
+        self._missing = ""  # what the last answer has said
+
+    @property
+    def _agent(self) -> Any:
+        """The agent's handle, by its name; Unavailable while there is none."""
+        if self._handle is None:
+            try:
+                self._handle = ray.get_actor(names.agent_name(self._node), namespace=names.NAMESPACE)
+            except ValueError:
+                raise Unavailable(f"Node {self._node[:12]} has no agent at the moment.") from None
+        return self._handle
+
+    def ticket(self) -> RestoreTicket:
+        ticket: RestoreTicket = ask(self._agent.get_ticket.remote(self._uid), OPEN_S)
+        return ticket
+
+    def origin(self, session: int, epoch: int) -> RestoreTicket | None:
+        return None if self._origin is None else self._origin.ticket(session, epoch)
+
+    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
+        return _own_errors(self._agent.restored.remote(self._uid, session, report))
+
+    def awaited(self) -> tuple[Awaited, ...]:
+        found: tuple[Awaited, ...] = ask(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
+        return found
+
+    def meet(self, session: int, number: int) -> Future[tuple[int, ...]]:
+        return _own_errors(self._agent.await_all.remote(self._uid, session, self._rank, number))
+
+    def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+        shared: Shared = ask(self._agent.fetch.remote(self._uid, session, self._rank, wants, taken), CALL_S)
+        return shared
+
+    def reserve(self, size_bytes: int) -> None:
+        named = not _can_open(self.signal_page())  # the agent's memory is reached by a file in /dev/shm then
+        ask(self._agent.reserve.remote(self._uid, self._rank, size_bytes, named), CALL_S)
+
+    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+        call = self._agent.open_arena.remote(self._uid, session, self._rank, size_bytes, named)
+        grant: ArenaGrant = ask(call, CALL_S)
+        return grant
+
+    def signal_page(self, *, named: bool = False) -> str:
+        path: str = ask(self._agent.signal_page.remote(self._uid, named), CALL_S)
+        return path
+
+    def seal(self, shard: SealedShard) -> Future[None]:
+        return self._agent.seal.remote(self._uid, shard).future()  # type: ignore[no-any-return]
+
+    def outcome(self, attempt: AttemptId, level: Level) -> Future[SaveOutcome]:
+        return self._agent.outcome.remote(self._uid, attempt, level).future()  # type: ignore[no-any-return]
+
+    def ended(self, session: int) -> Future[CheckpointError]:
+        return self._agent.ended.remote(self._uid, session).future()  # type: ignore[no-any-return]
+
+    def skip(self, attempt: AttemptId, reason: str) -> None:
+        with contextlib.suppress(Unavailable):
+            self._agent.skip.remote(self._uid, attempt, self._rank, reason)
+
+    def progress(self, session: int, progress: RankProgress) -> None:
+        """Send it, and log what the answer to an earlier one says of the storage path."""
+        with contextlib.suppress(Unavailable, ray.exceptions.RayError):
+            if self._answer is None:
+                self._answer = self._agent.progress.remote(self._uid, session, self._rank, progress)
+                return
+            self._agent.progress.remote(self._uid, session, self._rank, progress)
+            if ray.wait([self._answer], timeout=0)[0]:
+                answer, self._answer = self._answer, None
+                missing = ray.get(answer)
+                if missing and missing != self._missing:
+                    log.warning("%s: %s", self.identity.run_name, missing)
+                self._missing = missing
+
+    def leaves(self, notice: Notice) -> None:
+        with contextlib.suppress(Unavailable):
+            self._agent.leaves.remote(notice)
+
+    def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
+        return self._agent.annotate.remote(self._uid, step, metrics, attempt).future()  # type: ignore[no-any-return]
+
+    def recover(self) -> None:
+        self._handle = None
+        with contextlib.suppress(ValueError):
+            handle = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
+            handle.restart_agent.remote(self._node)
+
+    def make_durable(self) -> Future[None]:
+        return self._agent.make_durable.remote(self._uid).future()  # type: ignore[no-any-return]
+
+
+def connect(
+    *,
+    run: str,
+    storage_path: str,
+    rank: int = 0,
+    world_size: int = 1,
+    part: str = "",
+    parts: Mapping[str, int] | None = None,
+    **options: Any,
+) -> None:
+    """Connect this process to a run without Ray Train; every rank of the group calls it, from a Ray worker.
+
+    Rank 0 opens the run and the group, so it needs to know where the others are: with `world_size > 1`
+    torch.distributed must be initialised. Afterwards build Checkpointers as usual. A process that alone holds
+    all state that is to be saved (rank 0 of replicas) connects by itself, as rank 0 of 1.
+
+    `parts` are several worker groups that commit one checkpoint together, such as an actor and a critic: the
+    number of ranks of each by name, the same everywhere; `part` is the one that this process is of. `rank`,
+    `world_size` and torch.distributed are those of the part then. All parts save the same steps, under items
+    of different names. Waits until the others have come, at most PARTS_WAIT_S.
+    """
+    run_options = RunOptions.parse(**{"ray_report": False, **options})
+    group = _parts_of(part, parts, world_size)
+    nodes = _nodes_of(rank, world_size)
+    joined = _first_opens(
+        rank, world_size, partial(_open, run, storage_path, run_options, nodes, part, group)
+    )
+    first = ranks_of(group, part, world_size).start
+    link = RayLink(joined, first + rank, part)
+    known = get_connection().link
+    if known is not None and known.identity.run_uid != link.identity.run_uid and link.identity.rank == 0:
+        log.warning(
+            "this process was connected to run %s, now to %s; its Checkpointers of before save to the former",
+            known.identity.run_name,
+            link.identity.run_name,
+        )
+    set_connection(Connection(link=link))
+    _heed_signals(link)
+
+
+def _parts_of(part: str, parts: Mapping[str, int] | None, world_size: int) -> tuple[GroupPart, ...]:
+    if parts is None:
+        return ()
+    if parts.get(part) != world_size or not all(name.isidentifier() for name in parts):
+        named = ", ".join(f"{name} with {size}" for name, size in parts.items()) or "none"
+        raise ConfigError(
+            f"This process is of part {part!r} with {world_size} ranks, and the parts are {named}.",
+            hint="Give all processes the same parts, names with their numbers of ranks, and each its own.",
+        )
+    return tuple(GroupPart(name=name, world_size=size) for name, size in parts.items())
+
+
+def _open(
+    run: str,
+    storage_path: str,
+    options: RunOptions,
+    nodes: Sequence[str],
+    part: str,
+    parts: tuple[GroupPart, ...],
+) -> Joined:
+    owner = owner_here(by_job=True)  # ranks come and go, their job stays
+    spec = open_run(run, storage_path, options, owner=owner)
+    if not parts:
+        return open_group(spec, nodes, owner=owner)
+    call = coordinator().open_part.remote(spec.key, parts, part, tuple(nodes), spec.options.resume, owner)
+    joined: Joined = ask(call, PARTS_WAIT_S + CALL_S)
+    return joined
+
+
+def _nodes_of(rank: int, world_size: int) -> list[str]:
+    """The node of each rank, on all of them."""
+    node = ray.get_runtime_context().get_node_id()
+    if world_size == 1:
+        return [node]
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() != world_size or dist.get_rank() != rank:
+        raise ServiceError(
+            f"rank {rank} of {world_size} is not what torch.distributed says.",
+            hint="Call torch.distributed.init_process_group() before ray_ckpt.connect().",
+        )
+    nodes: list[Any] = [None] * world_size
+    dist.all_gather_object(nodes, node)
+    return nodes
+
+
+def _first_opens(rank: int, world_size: int, opens: Callable[[], Joined]) -> Joined:
+    """What rank 0 gets, on all ranks; its CheckpointError likewise."""
+    answer: list[Any] = [None]
+    if rank == 0:
+        try:
+            answer = [opens()]
+        except CheckpointError as error:
+            answer = [error]
+        except Exception as error:  # the others wait for an answer, whatever happened
+            answer = [ServiceError(f"The group could not be opened: {error}")]
+    if world_size > 1:
+        import torch.distributed as dist
+
+        dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], CheckpointError):
+        raise answer[0]
+    joined: Joined = answer[0]
+    return joined
+
+
+def _heed_signals(link: RayLink) -> None:
+    """SIGTERM has all ranks save before this process ends."""
+    global _signal
+    if _signal is not None:
+        _signal.uninstall()
+    _signal = TermSignal.install(link.leaves)

@@ -1,0 +1,1 @@
+"""The coordinator's actor: one for each service, any number of runs."""

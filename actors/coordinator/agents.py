@@ -1,0 +1,177 @@
+"""The node agents of a service, as its coordinator knows them: started, found again, asked, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Iterable, Set
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_ckpt.actors import names
+from ray_ckpt.actors.agent.actor import NodeAgent
+from ray_ckpt.actors.messages import AgentCard, ServiceCard
+from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.errors import CheckpointError, text_of
+from ray_ckpt.transport.credentials import ServiceKeys
+
+log = logging.getLogger("ray_ckpt.coordinator")
+
+AGENT_START_S = 120.0  # a cold node imports torch first
+AGENT_CALL_S = 60.0
+CARD_S = 5.0  # for what agents tell people
+
+
+class Agents:
+    """At most one agent on each node of the cluster.
+
+    `keys` and `service` are the service's; agents keep both over the coordinator's restarts. Questions to Ray
+    block, so they go to the threads of `control_io`.
+    """
+
+    def __init__(self, keys: ServiceKeys, control_io: Executor) -> None:
+        self.keys = keys
+        self.service = uuid.uuid4().hex
+        self.cards: dict[str, AgentCard] = {}  # by node, of agents that have answered
+        self._actors: dict[str, Any] = {}
+        self._needed_s: dict[str, float] = {}  # node -> when it was last needed (monotonic)
+        self._control_io = control_io
+        self._is_closed = False
+
+    @property
+    def nodes(self) -> Set[str]:
+        """Those with an agent."""
+        return self._actors.keys()
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """Where each agent serves its peers."""
+        return {node: card.endpoint for node, card in self.cards.items()}
+
+    async def live_nodes(self) -> tuple[str, ...]:
+        """All nodes of the cluster, with an agent or without, sorted."""
+        nodes = await in_thread(self._control_io, ray.nodes)
+        return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
+
+    async def find(self) -> tuple[ServiceCard, ...]:
+        """Those that an earlier coordinator left behind; their keys and service are these from now on."""
+        actors = await in_thread(self._control_io, partial(ray.util.list_named_actors, all_namespaces=True))
+        prefix = names.AGENT_PREFIX
+        nodes = {a["name"].removeprefix(prefix) for a in actors if a["name"].startswith(prefix)}
+        live = sorted(nodes.intersection(await self.live_nodes()))
+        found = [card for card in await asyncio.gather(*map(self._find, live)) if card is not None]
+        for card in found:
+            self.keys, self.service = card.keys, card.service
+        return tuple(found)
+
+    async def _find(self, node: str) -> ServiceCard | None:
+        try:
+            agent = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
+            found: ServiceCard = await asyncio.wait_for(agent.describe.remote(), AGENT_CALL_S)
+            self.cards[node] = await agent.card.remote()
+        except (ray.exceptions.RayError, ValueError, TimeoutError):
+            return None
+        self._actors[node] = agent
+        return found
+
+    async def ask(self, node: str, method: str, *args: Any) -> Any:
+        """The answer of a node's agent, started if need be; None if it is dying. It may raise its own."""
+        for _ in range(2):  # once more with a new agent, if the old one died with its process
+            if self._is_closed:
+                return None
+            try:
+                agent = self._start(node)
+                if node not in self.cards:
+                    self.cards[node] = await asyncio.wait_for(agent.card.remote(), AGENT_START_S)
+                return await asyncio.wait_for(getattr(agent, method).remote(*args), AGENT_START_S)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause if isinstance(error.cause, CheckpointError) else error from None
+            except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
+                log.warning("node %s: its agent does not answer: %s", node[:12], reason(error))
+                self.forget(node)
+                if node not in await self.live_nodes():
+                    break
+        return None
+
+    def _start(self, node: str) -> Any:
+        if node not in self._actors:
+            self._actors[node] = (
+                names.actor_class(NodeAgent)
+                .options(
+                    name=names.agent_name(node),
+                    namespace=names.NAMESPACE,
+                    lifetime="detached",
+                    get_if_exists=True,
+                    num_cpus=0,
+                    max_restarts=0,  # a restarted agent would have to learn its runs again: see open_run
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                )
+                .remote(node, self.keys, self.service)
+            )
+        return self._actors[node]
+
+    def call(self, node: str, method: str, *args: Any) -> Awaitable[Any]:
+        """Its answer, without a limit of time, or a RayError. KeyError if the node has no agent."""
+        answer: Awaitable[Any] = getattr(self._actors[node], method).remote(*args)
+        return answer
+
+    async def is_alive(self, node: str) -> bool:
+        try:
+            await asyncio.wait_for(self.call(node, "card"), AGENT_CALL_S)
+        except (ray.exceptions.RayError, TimeoutError, KeyError):
+            return False
+        return True
+
+    async def read_cards(self) -> None:
+        """Again, of those that were read before a run was opened there: they name no staging folders."""
+        await asyncio.gather(*(self._read_card(node) for node, c in self.cards.items() if not c.staging))
+
+    async def _read_card(self, node: str) -> None:
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
+            agent = self._actors[node]
+            read: AgentCard = await asyncio.wait_for(agent.card.remote(), CARD_S)
+            if self._actors.get(node) is agent:  # or its successor would have a dead one's address
+                self.cards[node] = read
+
+    def forget(self, node: str) -> None:
+        """Its agent is dead, or as good as that."""
+        self._actors.pop(node, None)
+        self.cards.pop(node, None)
+
+    def end_idle(self, needed: Iterable[str], idle_s: float) -> tuple[str, ...]:
+        """End agents whose nodes have not been needed for so long. Returns their nodes.
+
+        They would keep the autoscaler from its work.
+        """
+        now_s = time.monotonic()
+        self._needed_s |= dict.fromkeys(needed, now_s)
+        idle = [node for node in self._actors if now_s - self._needed_s.setdefault(node, now_s) > idle_s]
+        for node in idle:
+            log.info("node %s holds nothing needed: its agent ends", node[:12])
+            self._end(node)
+        self._needed_s = {node: since for node, since in self._needed_s.items() if node in self._actors}
+        return tuple(idle)
+
+    def close(self) -> None:
+        """Start none from now on."""
+        self._is_closed = True
+
+    def end_all(self) -> None:
+        for node in list(self._actors):
+            self._end(node)
+
+    def _end(self, node: str) -> None:
+        self._actors[node].retire.remote()
+        self.forget(node)
+
+
+def reason(error: Exception) -> str:
+    """Why a call to an agent came to nothing, on one line."""
+    return text_of(getattr(error, "cause", None) or error).splitlines()[0]

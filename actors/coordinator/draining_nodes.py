@@ -1,0 +1,70 @@
+"""Nodes that are about to go, by the word of clouds and signals."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from ray_ckpt.actors.messages import DrainingView
+from ray_ckpt.preemption.notices import Notice
+
+log = logging.getLogger("ray_ckpt.coordinator")
+
+NOTICE_HOLDS_S = 60.0  # after its deadline, or the last time that it was told
+MAX_NOTICE_S = 600.0  # that a deadline counts without being said again; clouds give 2 to 5 minutes
+
+
+@dataclass(frozen=True, slots=True)
+class _Notified:
+    at_s: float | None  # Unix time at which the node goes, if it is known
+    until_s: float  # Unix time until which that counts, unless it is said again
+
+
+class DrainingNodes:
+    """What each source says of each node, as long as it says so. Times are Unix times."""
+
+    def __init__(self) -> None:
+        self._notified: dict[tuple[str, str], _Notified] = {}  # by node and source
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        return frozenset(node for node, _ in self._notified)
+
+    def hear(self, node: str, notice: Notice) -> None:
+        key, now_s = (node, notice.source), time.time()
+        if key not in self._notified:
+            log.warning("node %s is about to go: %s (%s)", node[:12], notice.text, notice.source)
+        until_s = min(max(now_s, notice.deadline_s or 0.0), now_s + MAX_NOTICE_S) + NOTICE_HOLDS_S
+        self._notified[key] = _Notified(notice.deadline_s, until_s)
+
+    def forget_signals(self, nodes: Set[str]) -> None:
+        """A new group is on these nodes: what got a signal there was a process of the one before.
+
+        Ray ends a worker by SIGTERM, and by SIGKILL a moment later, also on a node that stays.
+        """
+        self._notified = {k: v for k, v in self._notified.items() if k[1] != "sigterm" or k[0] not in nodes}
+
+    def expire(self, live: Set[str]) -> None:
+        """Forget nodes that are gone, and what is not said any more."""
+        now_s = time.time()
+        self._notified = {k: v for k, v in self._notified.items() if k[0] in live and now_s < v.until_s}
+
+    def left_s(self, by_ray: Mapping[str, float]) -> dict[str, float]:
+        """Seconds until leaving nodes are gone, by whoever says it sooner: Ray, the cloud, or a signal."""
+        now_s, left_s = time.time(), dict(by_ray)
+        for (node, _), notified in self._notified.items():
+            if notified.at_s is not None:
+                left_s[node] = min(max(notified.at_s - now_s, 0.0), left_s.get(node, math.inf))
+        return left_s
+
+    def views(self) -> tuple[DrainingView, ...]:
+        now_s = time.time()
+        return tuple(
+            DrainingView(
+                node_id=node, source=source, in_s=None if notified.at_s is None else notified.at_s - now_s
+            )
+            for (node, source), notified in sorted(self._notified.items(), key=lambda item: item[0])
+        )

@@ -1,0 +1,180 @@
+"""What people see of a service and its runs: values from the machines, computed when somebody asks.
+
+Pure; reads the machine and changes nothing. No tokens, keys or storage options come in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ray_ckpt import telemetry
+from ray_ckpt.actors.messages import DiskView, NewestView, NodeView, RunSpec, RunState, RunView, ServiceView
+from ray_ckpt.analysis.goodput import measure_goodput
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.messages import DiskSpace, SessionNode
+from ray_ckpt.core.retention import pinned_by
+from ray_ckpt.core.run_machine import RunMachine
+from ray_ckpt.telemetry import Sample
+from ray_ckpt.types import Level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the coordinator's shell knows of a run beside its machine."""
+
+    disks: Mapping[str, DiskSpace]  # by node, as last looked at
+    warning: str = ""  # the last that its machine gave
+    warned_at_s: float = 0.0  # Unix time of it
+    owner_lives: bool = True
+    sent_bytes: Mapping[str, int] = field(default_factory=dict)  # of fragments on their way, by attempt
+
+
+def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -> RunView:
+    """The run at Unix time `wall_s`."""
+    plan, history = machine.plan, machine.history
+    only = machine.in_cluster_only
+    return RunView(
+        name=spec.name,
+        where=spec.key,
+        run_uid=history.run_uid,
+        epoch=machine.epoch,
+        state=_state(machine, seen),
+        owner=machine.owner,
+        session=plan.session if plan else None,
+        world_size=plan.world_size if plan else 0,
+        step=_step(machine),
+        step_s=machine.step_s,
+        interval_s=machine.save_interval_s,
+        newest=_newest(machine, wall_s),
+        nodes=_nodes(spec, machine, seen.disks),
+        saves=machine.saves_underway,
+        drains=machine.drains_underway,
+        sent_bytes=dict(seen.sent_bytes),
+        copies_missing=machine.copies_missing,
+        records_waiting=machine.records_waiting,
+        live=len(history.live()),
+        in_cluster_only=tuple(c.step for c in only),
+        needed_in_cluster=_needed(machine, wall_s),
+        warning=seen.warning,
+        warning_age_s=wall_s - seen.warned_at_s if seen.warning else None,
+        awaited=machine.awaited(),
+    )
+
+
+def objections(view: ServiceView) -> tuple[str, ...]:
+    """Why the service should not be stopped now: groups at work, checkpoints that only its nodes have."""
+    found = []
+    for run in view.runs:
+        if run.state in ("opening", "restoring", "training"):
+            ranks = f"{run.world_size} rank(s)" if run.world_size else "its group"
+            found.append(f"run {run.name} is {run.state} on {ranks}")
+        if steps := run.needed_in_cluster:
+            found.append(f"run {run.name} has {steps_text(steps)} in the cluster only")
+    return tuple(found)
+
+
+def steps_text(steps: Sequence[int], *, most: int = 10) -> str:
+    """`steps 10, 20`, the last `most` of them."""
+    more = f"{len(steps) - most} more and " if len(steps) > most else ""
+    return f"step{'s' if len(steps) > 1 else ''} {more}{', '.join(map(str, steps[-most:]))}"
+
+
+def _state(machine: RunMachine, seen: Seen) -> RunState:
+    if not machine.is_open:
+        return "opening"
+    if machine.owner and not seen.owner_lives:
+        return "gone"
+    if machine.owner or machine.plan:
+        return "training" if machine.is_training else "restoring" if machine.plan else "opening"
+    if machine.end_cause is None:
+        return "idle"
+    return "finished" if machine.end_cause == "finished" else "failed"
+
+
+def _step(machine: RunMachine) -> int:
+    """The last step that the group at work is known to have completed; 0 without one."""
+    plan, lineage = machine.plan, machine.history.lineage()
+    own = lineage[-1].step if plan is not None and lineage and lineage[-1].id.session == plan.session else 0
+    return max(machine.last_step, own)
+
+
+def _newest(machine: RunMachine, wall_s: float) -> tuple[NewestView, ...]:
+    lineage, found = machine.history.lineage(), []
+    for level in Level:
+        reached = next((c for c in reversed(lineage) if c.level >= level), None)
+        if reached is not None:
+            behind = max(_step(machine) - reached.step, 0)
+            age_s = wall_s - reached.committed_at_s
+            found.append(NewestView(level=level.label, step=reached.step, age_s=age_s, steps_behind=behind))
+    return tuple(found)
+
+
+def _needed(machine: RunMachine, wall_s: float) -> tuple[int, ...]:
+    """Steps that would be missed without the cluster: of what is in it only, what is newer than all that is
+    on the storage path, what is pinned, and what is on its way there. Others only wait to be given up.
+    """
+    lineage = machine.history.lineage()
+    durable = next((c.seq for c in reversed(lineage) if c.level >= Level.DURABLE), -1)
+    newer = {c.id.attempt for c in lineage if c.seq > durable}
+    coming = {drain.attempt for drain in machine.drains_underway}
+    wanted = newer | coming
+    only = machine.in_cluster_only
+    return tuple(c.step for c in only if c.id.attempt in wanted or pinned_by(c, wall_s))
+
+
+def _nodes(spec: RunSpec, machine: RunMachine, disks: Mapping[str, DiskSpace]) -> tuple[NodeView, ...]:
+    """Those of the group in the order of their ranks, then others that hold what is kept."""
+    group = {node.node_id: node for node in (machine.plan.nodes if machine.plan else ())}
+    exposed = {found.node_id: found for found in machine.exposure()}
+    leaving, domains, live = machine.leaving, machine.domains, machine.live_nodes
+    return tuple(
+        NodeView(
+            node_id=node,
+            ranks=_part(group, node).ranks,
+            holders=_part(group, node).holders,
+            is_live=node in live,
+            is_draining=node in leaving,
+            gone_in_s=leaving.get(node),
+            domain=domains.get(node, ""),
+            exposure=exposed.get(node),
+            disk=_disk(spec, disks[node]) if node in disks else None,
+        )
+        for node in (*group, *sorted(machine.needed_nodes() - group.keys()))
+    )
+
+
+def _part(group: Mapping[str, SessionNode], node: str) -> SessionNode:
+    return group.get(node) or SessionNode(node_id=node, node_index=-1, ranks=(), holders=())
+
+
+def _disk(spec: RunSpec, disk: DiskSpace) -> DiskView:
+    used = disk.total_bytes - disk.free_bytes
+    return DiskView(
+        free_bytes=disk.free_bytes,
+        total_bytes=disk.total_bytes,
+        reserve_bytes=spec.options.reserve_bytes,
+        is_full=used > spec.options.high_watermark * disk.total_bytes,
+    )
+
+
+def disk_samples(disks: Mapping[str, DiskSpace], options: RunOptions) -> Iterator[Sample]:
+    """As last looked at."""
+    for node, disk in disks.items():
+        labels = {"node": node}
+        yield Sample(metric=telemetry.DISK_FREE, value=disk.free_bytes, labels=labels)
+        yield Sample(metric=telemetry.DISK_TOTAL, value=disk.total_bytes, labels=labels)
+        yield Sample(metric=telemetry.DISK_RESERVE, value=options.reserve_bytes, labels=labels)
+
+
+def goodput_samples(history: RunHistory) -> tuple[Sample, ...]:
+    """By the run's log; nothing while that tells of no time. Costs time by the length of the history."""
+    found = measure_goodput(tuple(history.sessions.values()), history.checkpoints.values())
+    if found.ratios is None:
+        return ()
+    badput = (
+        Sample(metric=telemetry.BADPUT, value=lost.estimate, labels={"cause": cause})
+        for cause, lost in found.badput.items()
+    )
+    return Sample(metric=telemetry.GOODPUT, value=found.ratios.estimate), *badput

@@ -1,0 +1,103 @@
+"""A run that a service has open, as another process reads what its nodes hold, and its recovery drills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_ckpt.actors.attach import find_service
+from ray_ckpt.actors.client import CALL_S, ask
+from ray_ckpt.actors.messages import DrillSources
+from ray_ckpt.core.loss_scenarios import LiveCheckpoint, Scenario
+from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
+from ray_ckpt.format.records import Drilled
+from ray_ckpt.transport.sending import Limiter
+from ray_ckpt.verify.drill import CheckpointDrill, Coverage, DrillReport, Progress, drill
+
+MAX_TEXT = 2000  # characters of a result in the log: some problems; the report has more
+
+
+class LiveRun:
+    """A run of the service of this process's cluster; `key` is `<storage_path>/<run>`.
+
+    It is read at no more than `max_bytes_per_s`, all streams together; None: as fast as it can.
+
+    ConfigError if the cluster has no service, Unavailable if that has not opened the run.
+    """
+
+    def __init__(self, key: str, *, max_bytes_per_s: float | None = None) -> None:
+        self._service: Any = find_service()
+        if self._service is None:
+            raise ConfigError(
+                "This cluster has no checkpoint service.",
+                hint="It starts with the training. Without one, only the storage path can be read.",
+            )
+        self._key = key
+        self._limiter = Limiter(max_bytes_per_s)
+        self.sources = self._ask()
+
+    @property
+    def reach(self) -> Coverage:
+        return self._reach_of(self.sources)
+
+    def again(self, known: LiveCheckpoint) -> tuple[LiveCheckpoint, Coverage] | None:
+        """What there is of a live checkpoint by now, and how to read it; None once it is retired."""
+        try:
+            sources = self._ask()
+        except CheckpointError:  # what was found stands, if nobody can say more
+            return known, self.reach
+        found = (c for c in sources.live if c.checkpoint.id == known.checkpoint.id)
+        return next(((c, self._reach_of(sources)) for c in found), None)
+
+    def _ask(self) -> DrillSources:
+        sources: DrillSources = ask(self._service.drill_sources.remote(self._key), CALL_S)
+        return sources
+
+    def _reach_of(self, sources: DrillSources) -> Coverage:
+        return Coverage(
+            endpoints=sources.endpoints,
+            credentials=sources.credentials,
+            remote=sources.storage.open(),
+            limiter=self._limiter,
+        )
+
+
+class RunDrills(LiveRun):
+    """Its recovery drills."""
+
+    def __init__(self, key: str, *, max_bytes_per_s: float | None = None) -> None:
+        super().__init__(key, max_bytes_per_s=max_bytes_per_s)
+        self.unrecorded: list[str] = []  # results that did not come into the log, and why
+        self._is_silent = False
+
+    def drill(
+        self, scenario: Scenario, *, step: int | None = None, progress: Progress | None = None
+    ) -> DrillReport:
+        """Rehearse a loss for all live checkpoints, or those of one step, and note the results in the log."""
+        return drill(
+            self.sources.live,
+            scenario,
+            self.reach,
+            step=step,
+            last_step=self.sources.last_step or None,  # 0: no rank has told of one
+            again=self.again,
+            record=lambda result: self._record(scenario, result),
+            progress=progress,
+        )
+
+    def _record(self, scenario: Scenario, result: CheckpointDrill) -> None:
+        """Once the log does not answer, nothing more is told to it: each would wait as long."""
+        if self._is_silent:
+            return
+        drilled = Drilled(
+            attempt=result.checkpoint.id.attempt,
+            scenario=scenario.name,
+            passed=result.verdict == "passed",
+            seconds=result.seconds,
+            read_bytes=result.read_bytes,
+            text="; ".join(result.problems or result.notes)[:MAX_TEXT],
+        )
+        try:
+            ask(self._service.drilled.remote(self._key, drilled), CALL_S)
+        except CheckpointError as error:  # such as a log that does not answer: what was read counts
+            self._is_silent = isinstance(error, Unavailable)
+            self.unrecorded.append(f"step {result.checkpoint.step}: {error}")

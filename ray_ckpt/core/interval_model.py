@@ -1,0 +1,212 @@
+"""How often to save: from what a save costs and how often a run fails, both measured.
+
+The model. Training and then a save, every P seconds (`interval_s`). The save stops training for its first C
+seconds (`save_stall_s`) and is complete L seconds after it began (`latency_s`); a restart takes D seconds.
+Failures come with rate r per second, at any moment alike. Of t seconds without one those saves are kept that
+are complete by then, k P - C + L <= t, with P - C seconds of work each. The work kept per failure is the sum
+over k of (P - C) exp(-r (k P - C + L)); the time per failure is exp(r D) / r, for a restart may fail too. So
+
+    waste(P) = 1 - r (P - C) exp(-r (L - C + D)) / (exp(r P) - 1)    ~  C / P + r (P / 2 + L - C + D)
+
+For L = C this is the model of Daly (Future Generation Computer Systems 22, 2006). L and D are in a factor
+without P: a background save that takes long costs something, but the best P depends on the stall alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, replace
+from statistics import median
+
+DAY_S = 86_400.0
+OVERHEAD_BUDGET = 0.01  # of the training time, for stalls
+# Half an hour is the most that a failure of a kind never seen may cost, if nobody says otherwise. A stall of
+# half a second each half hour is 0.03 %, so that longer intervals have nothing to win.
+MAX_INTERVAL_S = 1_800.0
+FIRST_INTERVAL_S = 60.0  # while the stall is not known: soon, so that it will be
+LEAST_SAVES = 3  # before their median counts: the first saves of a run meet cold memory
+MEASURED_SAVES = 32  # whose median counts: some hours; bounds the memory, forgets what has changed
+
+# Days between failures of one node, as published: 264 (Llama 3: 419 unexpected interruptions of 2,048 nodes
+# in 54 days), about 70 (OPT-175B: 35 manual and 70 automatic restarts of 124 nodes in two months), 42
+# (Meta's research clusters: one in 7.9 h for 128 nodes). So clusters differ by far more than a factor of two,
+# and half a failure is all that the prior weighs: the first real one counts twice as much.
+PRIOR_NODE_MTBF_S = 100 * DAY_S
+PRIOR_FAILURES = 0.5
+
+# Neither is measured. Uploads share links and cores with training: a twentieth of its speed. One loss of a
+# node in a hundred takes the holders of its copies along: a job that is preempted as a whole, a power feed.
+DRAIN_SLOWDOWN = 0.05
+CORRELATED_SHARE = 0.01
+REPAIR_S = 300.0  # from the loss of a copy until there is another one
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRate:
+    """What was seen of failures: `count` of them in `exposed_s` node-seconds of training."""
+
+    count: int = 0
+    exposed_s: float = 0.0
+
+    def per_node_s(self) -> float:
+        """Failures per node-second: the mean of the Gamma posterior over a prior of the published rates."""
+        prior_s = PRIOR_FAILURES * PRIOR_NODE_MTBF_S
+        return (PRIOR_FAILURES + self.count) / (prior_s + self.exposed_s)
+
+    def per_s(self, num_nodes: int) -> float:
+        """Failures per second of a run on `num_nodes` nodes: each stops all of it."""
+        return num_nodes * self.per_node_s()
+
+
+def waste(
+    interval_s: float,
+    *,
+    save_stall_s: float,
+    failure_rate_per_s: float,
+    latency_s: float = 0.0,
+    restart_s: float = 0.0,
+) -> float:
+    """The part of the time that brings no lasting progress, 0 to 1: stalls, repeated work and restarts.
+
+    Needs `interval_s` > 0; it is 1 if the stall fills the interval. No save takes less than its stall.
+    """
+    work_s = max(0.0, interval_s - save_stall_s)
+    if failure_rate_per_s == 0:
+        return 1 - work_s / interval_s
+    failures = failure_rate_per_s * interval_s  # expected in one interval
+    late_s = max(0.0, latency_s - save_stall_s) + restart_s
+    kept = math.exp(-failures - failure_rate_per_s * late_s)
+    return 1 - failure_rate_per_s * work_s * kept / -math.expm1(-failures)
+
+
+def best_interval_s(
+    *, save_stall_s: float, failure_rate_per_s: float, least_s: float, budget: float = OVERHEAD_BUDGET
+) -> float:
+    """Seconds from the begin of one save to the begin of the next.
+
+    The interval of the least `waste`, at most MAX_INTERVAL_S; but not below `least_s`, which is how long a
+    save takes, and not so short that stalls take more than `budget` (a fraction of the time, above 0). These
+    two come first: they may exceed MAX_INTERVAL_S.
+    """
+    wanted_s = min(_daly_s(save_stall_s, failure_rate_per_s), MAX_INTERVAL_S)
+    return max(wanted_s, least_s, save_stall_s / budget)
+
+
+def _daly_s(stall_s: float, rate_per_s: float) -> float:
+    """Daly's higher-order optimum (2006), with the stall in the interval; Young's sqrt(2 C M) for a stall
+    C far below the mean time M between failures.
+    """
+    if rate_per_s == 0:
+        return math.inf
+    mtbf_s = 1 / rate_per_s
+    if stall_s >= 2 * mtbf_s:
+        return mtbf_s + stall_s
+    ratio = stall_s / (2 * mtbf_s)
+    return math.sqrt(2 * stall_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
+
+
+def remote_interval_s(
+    *,
+    drain_s: float,
+    failure_rate_per_s: float,
+    slowdown: float = DRAIN_SLOWDOWN,
+    budget: float = OVERHEAD_BUDGET,
+) -> float:
+    """Seconds from the begin of one drain to the begin of the next.
+
+    A drain stops nobody: it takes `slowdown` of the training's speed for `drain_s` seconds. The rate is that
+    of failures which only the storage path survives, see `loss_rate_per_s`. One drain at a time.
+    """
+    return best_interval_s(
+        save_stall_s=slowdown * drain_s, failure_rate_per_s=failure_rate_per_s, least_s=drain_s, budget=budget
+    )
+
+
+def loss_rate_per_s(
+    *, node_rate_per_s: float, num_nodes: int, replicas: int, repair_s: float = REPAIR_S
+) -> float:
+    """Failures per second that take a node with all holders of its copies.
+
+    Either its whole group of `replicas` + 1 nodes, one after the other before copies are made again: the
+    first at the run's rate, each other one within `repair_s` of it; or at once, CORRELATED_SHARE of all.
+    Every failure counts as one of a node, though some leave its disk as it was.
+    """
+    group_dies = min(1.0, node_rate_per_s * repair_s) ** replicas
+    return num_nodes * node_rate_per_s * min(1.0, group_dies + CORRELATED_SHARE)
+
+
+class IntervalModel:
+    """The intervals of a run as it goes, decided from what it was told and nothing else: no clock, no chance.
+
+    The same calls in the same order give the same intervals, so that a decision can be replayed. One that
+    takes far longer than others does not count for more than they do: medians of MEASURED_SAVES.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_nodes: int,
+        replicas: int = 1,
+        budget: float = OVERHEAD_BUDGET,
+        failures: FailureRate | None = None,
+    ) -> None:
+        self._num_nodes = num_nodes
+        self._replicas = replicas
+        self._budget = budget
+        self._failures = failures or FailureRate()
+        self._stalls_s: deque[float] = deque(maxlen=MEASURED_SAVES)
+        self._latencies_s: deque[float] = deque(maxlen=MEASURED_SAVES)
+        self._drains_s: deque[float] = deque(maxlen=MEASURED_SAVES)
+
+    def saved(self, stall_s: float, latency_s: float) -> None:
+        """A save was committed: how long it stopped the rank it stopped longest, and from begin to commit."""
+        self._stalls_s.append(stall_s)
+        self._latencies_s.append(latency_s)
+
+    def drained(self, drain_s: float) -> None:
+        """A checkpoint has become durable, so long after its drain began."""
+        self._drains_s.append(drain_s)
+
+    def trained(self, seconds: float) -> None:
+        """The run's nodes were at work for so long; failures are counted against it."""
+        exposed_s = self._failures.exposed_s + seconds * self._num_nodes
+        self._failures = replace(self._failures, exposed_s=exposed_s)
+
+    def failed(self) -> None:
+        """The group ended by a failure. Its end by a person's will is none."""
+        self._failures = replace(self._failures, count=self._failures.count + 1)
+
+    def resized(self, num_nodes: int) -> None:
+        """The group has as many nodes from now on."""
+        self._num_nodes = num_nodes
+
+    @property
+    def failures(self) -> FailureRate:
+        """All that was seen, to begin the next Pace of this cluster with."""
+        return self._failures
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between the begins of saves."""
+        least_s = median(self._latencies_s) if self._latencies_s else 0.0
+        if len(self._stalls_s) < LEAST_SAVES:
+            return max(FIRST_INTERVAL_S, least_s)
+        return best_interval_s(
+            save_stall_s=median(self._stalls_s),
+            failure_rate_per_s=self._failures.per_s(self._num_nodes),
+            least_s=least_s,
+            budget=self._budget,
+        )
+
+    @property
+    def remote_interval_s(self) -> float:
+        """Seconds between the begins of drains; before the first one is measured, FIRST_INTERVAL_S."""
+        if not self._drains_s:
+            return FIRST_INTERVAL_S
+        rate_per_s = loss_rate_per_s(
+            node_rate_per_s=self._failures.per_node_s(), num_nodes=self._num_nodes, replicas=self._replicas
+        )
+        return remote_interval_s(
+            drain_s=median(self._drains_s), failure_rate_per_s=rate_per_s, budget=self._budget
+        )

@@ -1,0 +1,170 @@
+"""What a loss would leave of a run's checkpoints, and which of them must survive it.
+
+A scenario takes nodes away, with all that is on them. What must survive follows from what each checkpoint has
+reached: a durable one survives any loss of nodes, and of `replicas` copies on other nodes each part survives
+the loss of as many copies. Which copies there are is what the nodes have told: where repair is behind, a
+drill says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ray_ckpt.core.context import names_of
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.messages import SessionPlan
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.types import CheckpointInfo, Level
+
+MAX_NAMED = 10  # nodes or domains in a hint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A loss to rehearse, under the name that the log gives it: these nodes, or all that there are."""
+
+    name: str
+    lost: frozenset[str] = frozenset()
+    remote_only: bool = False
+
+    def survivors(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """Those that are left, in the order given."""
+        return () if self.remote_only else tuple(node for node in nodes if node not in self.lost)
+
+
+REMOTE_ONLY = Scenario(name="remote-only", remote_only=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveCheckpoint:
+    """A live checkpoint and the live nodes that hold each of its fragments, with their files.
+
+    `homes` are the nodes that hold a fragment for ranks of their own, "" where that is not known.
+    """
+
+    checkpoint: CheckpointInfo
+    holders: tuple[tuple[str, ...], ...]
+    homes: tuple[str, ...] = ()
+    on_lineage: bool = True
+
+    def home(self, index: int) -> str:
+        return self.homes[index] if index < len(self.homes) else ""
+
+
+def live_checkpoints(
+    history: RunHistory, holders: Mapping[str, Mapping[int, Sequence[str]]], plan: SessionPlan | None
+) -> tuple[LiveCheckpoint, ...]:
+    """Those of a run in log order; `holders` by attempt and fragment, `plan` of the group at work."""
+    lineage = {c.id.attempt for c in history.lineage()}
+    nodes = sorted(plan.nodes, key=lambda n: n.node_index) if plan is not None else ()
+    homes = tuple(node.node_id for node in nodes)
+
+    def of(checkpoint: CheckpointInfo) -> LiveCheckpoint:
+        held = holders.get(checkpoint.id.attempt, {})
+        return LiveCheckpoint(
+            checkpoint=checkpoint,
+            holders=tuple(tuple(held.get(index, ())) for index in range(checkpoint.num_nodes)),
+            homes=homes if len(homes) == checkpoint.num_nodes else (),
+            on_lineage=checkpoint.id.attempt in lineage,
+        )
+
+    return tuple(map(of, history.live()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftovers:
+    """What a loss leaves of a checkpoint: for each fragment its holders, that of its own ranks first."""
+
+    live: LiveCheckpoint
+    holders: tuple[tuple[str, ...], ...]
+    is_remote: bool  # the storage path has it, too
+    is_covered: bool  # it must survive the loss
+    problems: tuple[str, ...]  # parts of which nothing is left, and where they have been; for people
+
+    @property
+    def checkpoint(self) -> CheckpointInfo:
+        return self.live.checkpoint
+
+
+def leftovers(live: LiveCheckpoint, scenario: Scenario) -> Leftovers:
+    """What `scenario` leaves of a checkpoint."""
+
+    def by_home(index: int) -> tuple[str, ...]:
+        left = scenario.survivors(live.holders[index])
+        return tuple(sorted(left, key=lambda node: (node != live.home(index), node)))
+
+    holders = tuple(by_home(index) for index in range(len(live.holders)))
+    is_remote = live.checkpoint.level >= Level.DURABLE
+    return Leftovers(
+        live=live,
+        holders=holders,
+        is_remote=is_remote,
+        is_covered=_is_covered(live, scenario),
+        problems=() if is_remote else tuple(_missing(live, holders, scenario)),
+    )
+
+
+def _missing(live: LiveCheckpoint, left: Sequence[Sequence[str]], scenario: Scenario) -> Iterator[str]:
+    if scenario.remote_only:
+        yield "it is not on the storage path"
+        return
+    for index, held in enumerate(live.holders):
+        if not held:
+            yield f"fragment {index}: no live node holds it"
+        elif not left[index]:
+            yield f"fragment {index}: its only copies are on {names_of(held)}"
+
+
+def _is_covered(live: LiveCheckpoint, scenario: Scenario) -> bool:
+    checkpoint = live.checkpoint
+    if checkpoint.level >= Level.DURABLE:
+        return True
+    if scenario.remote_only:
+        return False
+    if checkpoint.level is Level.LOCAL and not all(live.holders):  # what it had is gone already
+        return False
+    copies = checkpoint.replicas if checkpoint.level is Level.REPLICATED else 0
+    return all(len(scenario.lost.intersection(nodes)) <= copies for nodes in live.holders)
+
+
+# -- scenarios ---------------------------------------------------------------------------------------
+
+
+def lose_node(prefix: str, nodes: Collection[str]) -> Scenario:
+    """The loss of the live node whose id begins with `prefix`. ConfigError unless there is exactly one."""
+    found = [node for node in nodes if prefix and node.startswith(prefix)]
+    if len(found) != 1:
+        what = "No live node" if not found else f"{len(found)} live nodes"
+        there = names_of(sorted(found or nodes)[:MAX_NAMED])
+        raise ConfigError(
+            f"{what} with an id that begins with {prefix!r}.", hint=f"There are {there}.", node=prefix
+        )
+    return Scenario(name=f"lose-node {found[0][:12]}", lost=frozenset(found))
+
+
+def lose_rack(domain: str, domains: Mapping[str, str]) -> Scenario:
+    """The loss of all live nodes of a failure domain; `domains` gives that of each node.
+
+    ConfigError if there is none.
+    """
+    lost = frozenset(node for node, found in domains.items() if domain and found == domain)
+    if not lost:
+        known = sorted({found for found in domains.values() if found})[:MAX_NAMED]
+        hint = f"There are {', '.join(known)}." if known else "No node has one; see option failure_domain."
+        raise ConfigError(f"No live node is in the failure domain {domain!r}.", hint=hint, domain=domain)
+    return Scenario(name=f"lose-rack {domain}", lost=lost)
+
+
+def scenarios(live: Sequence[LiveCheckpoint], domains: Mapping[str, str]) -> tuple[Scenario, ...]:
+    """Each loss that would cost a copy: of a node, of a domain, and of the cluster if that leaves something.
+
+    In a fixed order, so that a seed chooses the same again.
+    """
+    holding = {node for c in live for nodes in c.holders for node in nodes}
+    racks = {domain for node, domain in domains.items() if domain and node in holding}
+    found = [lose_node(node, [node]) for node in sorted(holding)]
+    found += [lose_rack(domain, domains) for domain in sorted(racks)]
+    if any(c.checkpoint.level >= Level.DURABLE for c in live):
+        found.append(REMOTE_ONLY)
+    return tuple(found)

@@ -1,0 +1,173 @@
+"""What is done between saves so that nothing has to be done after a loss: copies, room on disks, scrubbing.
+
+All of it is decided from the log and the holders, so a new coordinator goes on where it was; nothing here
+is urgent, and it looks no more often than once in MAINTENANCE_S.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator
+
+from ray_ckpt import telemetry
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.context import Context
+from ray_ckpt.core.rate_budget import Budget
+from ray_ckpt.core.repair import Losses, Repairs, worth_copies
+from ray_ckpt.core.retention import RetentionView, choose_evictions, choose_evictions_for_space
+from ray_ckpt.core.scrub import Scrubs
+from ray_ckpt.format import records as r
+
+MAINTENANCE_S = 1.0  # between two looks; they cost time in proportion to the fragments of what is live
+MAX_DAMAGED = 1000  # damaged copies whose repair is counted
+BURST_S = 1.0  # a budget's burst is what it gives in this time
+
+
+class Maintenance:
+    """Repair, eviction, scrub and the recording of what is lost, for one run."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._repairs = Repairs()
+        self._losses = Losses()
+        self._scrubs = Scrubs()
+        self._copying, self._reading = Budget(0, 0), Budget(0, 0)
+        self._next_s = 0.0
+        self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
+        self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
+        self.is_crowded = False  # a disk is above its high watermark and nothing there may be evicted
+
+    @property
+    def is_due(self) -> bool:
+        """Time for another look."""
+        return self._context.now_s >= self._next_s
+
+    @property
+    def copies_missing(self) -> int:
+        """Copies of fragments that repair has yet to make."""
+        return self._repairs.deficit
+
+    def decide(self, *, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
+        """Called when it is due, while nothing is pending in the log and a group has the run."""
+        context = self._context
+        self._next_s = context.now_s + MAINTENANCE_S
+        self._copying.set_rate(context.options.repair_bytes_per_s, BURST_S)
+        self._reading.set_rate(context.options.scrub_bytes_per_s, BURST_S)
+        yield from self._evict(wall_s, busy)
+        yield from self._repair()
+        yield from self._scrub(wall_s)
+        live, lineage = context.history.live(), context.history.lineage()
+        for lost in self._losses.due(
+            live=live, lineage=lineage, holders=context.holders, now_s=context.now_s
+        ):
+            context.ledger.append(r.Lost(attempt=lost.id.attempt, reason="no live node holds all of it"))
+            context.measure(telemetry.LOST)
+
+    def _repair(self) -> Iterator[m.Effect]:
+        context = self._context
+        yield from self._repairs.assign(
+            checkpoints=worth_copies(context.history.lineage()),
+            holders=context.holders,
+            replicas=context.options.replicas,
+            domains=context.domains,
+            draining=context.draining,
+            links=context.links,
+            budget=self._copying,
+            now_s=context.now_s,
+        )
+
+    def _scrub(self, wall_s: float) -> Iterator[m.Effect]:
+        context = self._context
+        for step in self._scrubs.assign(
+            live=context.history.live(),
+            holders=context.holders,
+            every_s=context.options.scrub_every_s,
+            budget=self._reading,
+            now_s=context.now_s,
+            wall_s=wall_s,
+        ):
+            if isinstance(step, r.Verified):
+                context.ledger.append(step)
+            else:
+                yield step
+
+    def _evict(self, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
+        """Copies on nodes of what is durable: beyond the last few, or because a disk is full."""
+        context, options = self._context, self._context.options
+        history = context.history
+        stay = {*busy, *context.holders.bad_remote}
+        view = RetentionView(live=history.live(), lineage=history.lineage(), now_s=wall_s, busy=stay)
+        for attempt in choose_evictions(view, keep_local=options.keep_local):
+            for node in sorted(context.holders.anywhere(attempt)):
+                yield self._evicted(attempt, node)
+        disks, context.disks = context.disks, {}  # a reading is acted on once; the next one shows the effect
+        if disks:
+            self.is_crowded = False
+        for node, disk in sorted(disks.items()):
+            chosen = choose_evictions_for_space(
+                view,
+                held_bytes={
+                    c.id.attempt: size for c in view.live if (size := self._bytes_on(node, c.id.attempt))
+                },
+                free_bytes=disk.free_bytes,
+                total_bytes=disk.total_bytes,
+                high_watermark=options.high_watermark,
+                low_watermark=options.low_watermark,
+            )
+            for attempt in chosen:
+                yield self._evicted(attempt, node)
+            is_full = disk.total_bytes - disk.free_bytes > options.high_watermark * disk.total_bytes
+            self.is_crowded = self.is_crowded or (is_full and not chosen)
+
+    def _evicted(self, attempt: str, node: str) -> m.Evict:
+        self._context.holders.remove_all(attempt, node)
+        return m.Evict(attempt=self._context.history.checkpoints[attempt].id, node_id=node)
+
+    def _bytes_on(self, node: str, attempt: str) -> int:
+        """About how much of a checkpoint a node holds: its fragments are of about one size."""
+        checkpoint = self._context.history.checkpoints[attempt]
+        held = self._context.holders.count(attempt, node)
+        return checkpoint.size_bytes * held // checkpoint.num_nodes
+
+    # -- answers -------------------------------------------------------------------------------------
+
+    def copied(self, event: m.ReplicaEnded) -> None:
+        self._copying.give_back(self._repairs.ended(event, self._context.now_s))
+        fragment = event.attempt.attempt, event.node_index
+        if event.error is None and fragment in self._damaged:
+            self._damaged.remove(fragment)
+            self._context.measure(telemetry.REPAIRED, place="node")
+
+    def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
+        """A damaged copy counts no more, wherever it is."""
+        self._scrubs.ended(event)
+        where = "the storage path" if event.place == m.REMOTE else f"node {event.place[:12]}"
+        if event.damage:
+            files = ", ".join(event.damage[:5])
+            yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} is damaged: {files}.")
+            if event.place == m.REMOTE:
+                self._found_remote(event)
+            else:
+                self._context.measure(telemetry.CORRUPT, place="node")
+                self._damaged.append((event.attempt.attempt, event.node_index))
+                self._context.holders.remove(event.attempt.attempt, event.node_index, event.place)
+                self._next_s = 0.0  # a new copy is not to wait
+
+    def _found_remote(self, event: m.ScrubEnded) -> None:
+        bad = self._context.holders.bad_remote
+        bad.add(event.attempt.attempt)
+        self._bad_remote = {attempt: parts for attempt, parts in self._bad_remote.items() if attempt in bad}
+        parts = self._bad_remote.setdefault(event.attempt.attempt, set())
+        if event.node_index not in parts:  # else it is found once more
+            parts.add(event.node_index)
+            self._context.measure(telemetry.CORRUPT, place=m.REMOTE)
+
+    def uploaded(self, attempt: str) -> None:
+        """All of a checkpoint is on the storage path, and good."""
+        self._context.holders.bad_remote.discard(attempt)
+        if parts := self._bad_remote.pop(attempt, None):
+            self._context.measure(telemetry.REPAIRED, len(parts), place=m.REMOTE)
+
+    def nodes_changed(self, lost: frozenset[str]) -> None:
+        self._repairs.lost(lost)
+        self._next_s = 0.0

@@ -1,0 +1,583 @@
+"""The node machine: what one agent decides about one run's saves (see PROTOCOL.md).
+
+It gathers its ranks, so that the coordinator hears from a node once per phase, and keeps the order:
+shard files, then the fragment, then the report; copies only of what is fsynced here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import singledispatchmethod
+from typing import Any, TypeAlias
+
+from ray_ckpt.core.messages import Captured, SessionKey, SessionNode, SessionPlan
+from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
+from ray_ckpt.format.names import attempt_of
+from ray_ckpt.format.save_signal import SaveSignal
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow
+
+MAX_UNSETTLED = 8  # saves reported and not answered; a coordinator that lives answers within seconds
+MAX_SETTLED = 256  # outcomes that late questions can still be answered from
+
+# -- events ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionStarted:
+    plan: SessionPlan
+    node_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnded:
+    """The run belongs to somebody else; this session, and those before it, are over."""
+
+    session_key: SessionKey
+    error: CheckpointError
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSealed:
+    """A rank has captured its state into its arena."""
+
+    attempt: AttemptId
+    rank: int
+    replicated: tuple[str, ...]  # as in `SealedShard`
+    metrics: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardWritten:
+    attempt: AttemptId
+    rank: int
+    files: tuple[FileEntry, ...]
+    rows: tuple[ManifestRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A rank skipped the attempt, or its files or the fragment could not be written."""
+
+    attempt: AttemptId
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentWritten:
+    attempt: AttemptId
+    entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyEnded:
+    """A copy has arrived on its holder, or has failed."""
+
+    attempt: AttemptId
+    node_index: int
+    holder: str
+    epoch: int  # that this node obeyed when it began
+    error: str | None
+    is_unreachable: bool = False  # the holder gave no sign of life for some seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerReturned:
+    """A peer that could not be reached has answered, or has been asked for long enough."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeNotified:
+    """The coordinator of that epoch has told what became of an attempt."""
+
+    attempt: AttemptId
+    level: Level | None
+    error: CheckpointError | None
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochSeen:
+    """A coordinator whose fence is in the log speaks to this node."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorReturned:
+    """A new coordinator has taken the run over and knows nothing of what was reported to the old one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOrdered:
+    """Send what this node holds of a fragment to another node."""
+
+    attempt: AttemptId
+    node_index: int
+    holder: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteOrdered:
+    """Checkpoint folders that are to go."""
+
+    directories: tuple[str, ...]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStepAnnounced:
+    """All ranks of a session are to save after this step."""
+
+    session_key: SessionKey
+    signal: SaveSignal
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPutAway:
+    """The run has finished: nothing of it is needed here but these folders."""
+
+    kept: tuple[str, ...]
+    epoch: int
+
+
+Order: TypeAlias = (
+    SessionStarted
+    | SessionEnded
+    | OutcomeNotified
+    | EpochSeen
+    | CoordinatorReturned
+    | CopyOrdered
+    | DeleteOrdered
+    | SaveStepAnnounced
+    | RunPutAway
+)
+"""What a coordinator says. The words of one whose epoch is below the highest heard of are void."""
+
+
+NodeEvent: TypeAlias = (
+    ShardSealed | ShardWritten | SaveFailed | FragmentWritten | CopyEnded | PeerReturned | Order
+)
+
+# -- effects -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteShard:
+    attempt: AttemptId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The rank's arena may be captured into again."""
+
+    attempt: AttemptId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteFragment:
+    fragment: Fragment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportStored:
+    epoch: int  # that this node obeys now
+    attempt: AttemptId
+    node_index: int
+    files: tuple[FileEntry, ...]
+    replicated: tuple[str, ...]
+    metrics: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRefused:
+    attempt: AttemptId
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendCopy:
+    """Send the fragment's files, then the fragment, from this node's disk; answer with CopyEnded."""
+
+    epoch: int  # that this node obeys now; told with the end
+    attempt: AttemptId
+    node_index: int
+    holder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportCopied:
+    """Report to the coordinator how a copy ended."""
+
+    epoch: int  # that this node obeyed when the copy began
+    attempt: AttemptId
+    node_index: int
+    holder: str
+    error: str | None
+    is_unreachable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckPeer:
+    """Ask a peer every few seconds until it answers; report that with PeerReturned."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolveSave:
+    """Wake whoever waits for this attempt."""
+
+    attempt: AttemptId
+    level: Level | None
+    error: CheckpointError | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteFolder:
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetRun:
+    """Delete all folders of the run but `kept`, then what else there is of it."""
+
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistEpoch:
+    """Make the highest epoch heard of durable on this node, before the effects that follow."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseOrder:
+    """Tell the coordinator that spoke that one of a higher epoch has spoken here."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndSession:
+    """Whoever waits for a session here gets this error."""
+
+    session: int
+    error: CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowSaveSignal:
+    """Put the agreed step where this node's ranks look."""
+
+    signal: SaveSignal
+
+
+NodeEffect: TypeAlias = (
+    WriteShard
+    | Release
+    | WriteFragment
+    | ReportStored
+    | ReportRefused
+    | SendCopy
+    | ReportCopied
+    | CheckPeer
+    | ResolveSave
+    | DeleteFolder
+    | ForgetRun
+    | PersistEpoch
+    | RefuseOrder
+    | EndSession
+    | ShowSaveSignal
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Save:
+    attempt: AttemptId
+    sealed: set[int] = field(default_factory=set)
+    replicated: set[str] = field(default_factory=set)
+    written: dict[int, ShardWritten] = field(default_factory=dict)
+    metrics: Mapping[str, float] | None = None
+    fragment: FileEntry | None = None  # set when everything of this node is on its disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOutcome:
+    """How an attempt ended so far: the level reached, or why it was dropped."""
+
+    level: Level | None
+    error: CheckpointError | None
+    is_deleted: bool = False  # what there was of it here has been deleted, or is about to be
+
+
+class NodeMachine:
+    """Saves of one run on one node. `epoch` is the highest that this node's disk remembers."""
+
+    def __init__(self, *, epoch: int = 0) -> None:
+        self.plan: SessionPlan | None = None
+        self.here: SessionNode | None = None
+        self._saves: dict[str, _Save] = {}
+        self.epoch = epoch  # of the newest coordinator heard of
+        self.outcomes: OrderedDict[str, SaveOutcome] = OrderedDict()
+        self._deleted: OrderedDict[str, None] = OrderedDict()  # attempts whose deletion was ordered
+        self._unreachable: set[str] = set()  # peers that are probed until they answer
+
+    def handle(self, event: NodeEvent) -> tuple[NodeEffect, ...]:
+        """Apply one event; the effects are to be carried out in order."""
+        if not isinstance(event, Order):
+            return tuple(self._on(event))
+        if event.epoch < self.epoch:
+            return (RefuseOrder(epoch=self.epoch),)
+        if event.epoch == self.epoch:
+            return tuple(self._on(event))
+        self.epoch = event.epoch
+        return (PersistEpoch(epoch=event.epoch), *self._on(event))
+
+    def incomplete(self) -> tuple[Captured, ...]:
+        """Saves that some ranks here have captured and others have not; MAX_UNSETTLED at most."""
+        num_ranks = len(self.here.ranks) if self.here is not None else 0
+        return tuple(
+            Captured(attempt=save.attempt, ranks=tuple(sorted(save.sealed)))
+            for save in self._saves.values()
+            if len(save.sealed) < num_ranks
+        )
+
+    def is_deleted(self, attempt: str) -> bool:
+        """What a folder still has of it is on its way out and must not be counted on."""
+        outcome = self.outcomes.get(attempt)
+        return attempt in self._deleted or (outcome is not None and outcome.is_deleted)
+
+    def reaches(self, peer: str) -> bool:
+        """Return False while a peer that could not be reached has not answered again."""
+        return peer not in self._unreachable
+
+    @singledispatchmethod
+    def _on(self, event: Any) -> Iterable[NodeEffect]:
+        raise TypeError(f"unknown event {event!r}")
+
+    @_on.register
+    def _(self, event: SessionStarted) -> Iterator[NodeEffect]:
+        if self.plan is not None and event.plan.session_key < self.plan.session_key:
+            return  # late words about a group that has ended
+        error = RunSuperseded("A newer training group has opened this run.")
+        for save in list(self._saves.values()):
+            if not event.plan.has(save.attempt):
+                yield from self._settle(save.attempt, None, error, keep_files=True)
+        self.plan = event.plan
+        self.here = next((n for n in event.plan.nodes if n.node_id == event.node_id), None)
+
+    @_on.register
+    def _(self, event: SessionEnded) -> Iterator[NodeEffect]:
+        if self.plan is not None and self.plan.session_key > event.session_key:
+            return
+        for save in list(self._saves.values()):
+            yield from self._settle(save.attempt, None, event.error, keep_files=True)
+        self.plan = self.here = None
+        yield EndSession(session=event.session_key[1], error=event.error)
+
+    @_on.register
+    def _(self, event: RunPutAway) -> Iterator[NodeEffect]:
+        error = RunSuperseded("The launcher has ended the run.")
+        for save in list(self._saves.values()):
+            yield from self._settle(save.attempt, None, error, keep_files=True)
+        plan, self.plan, self.here = self.plan, None, None
+        if plan is not None:
+            yield EndSession(session=plan.session, error=error)
+        yield ForgetRun(kept=event.kept)
+
+    @_on.register
+    def _(self, event: ShardSealed) -> Iterator[NodeEffect]:
+        plan, here, name = self.plan, self.here, event.attempt.attempt
+        if plan is None or here is None or not plan.has(event.attempt) or event.rank not in here.ranks:
+            yield Release(attempt=event.attempt, rank=event.rank)
+            error = RunSuperseded(f"Step {event.attempt.step} is of a session that has ended.")
+            yield ResolveSave(attempt=event.attempt, level=None, error=error)
+            return
+        if (
+            known := self.outcomes.get(name)
+        ) is not None:  # dropped, or committed and not to be written again
+            yield Release(attempt=event.attempt, rank=event.rank)
+            yield ResolveSave(attempt=event.attempt, level=known.level, error=known.error)
+            return
+        yield from self._forget_oldest()
+        save = self._saves.setdefault(name, _Save(attempt=event.attempt))
+        if event.rank in save.sealed:
+            return
+        save.sealed.add(event.rank)
+        save.replicated.update(event.replicated)
+        if event.metrics is not None:
+            save.metrics = event.metrics
+        yield WriteShard(attempt=event.attempt, rank=event.rank)
+
+    @_on.register
+    def _(self, event: ShardWritten) -> Iterator[NodeEffect]:
+        yield Release(attempt=event.attempt, rank=event.rank)
+        save, plan, here = self._saves.get(event.attempt.attempt), self.plan, self.here
+        if save is None or plan is None or here is None:
+            yield from self._written_late(event.attempt)
+            return
+        save.written[event.rank] = event
+        if len(save.written) == len(here.ranks):
+            written = [save.written[rank] for rank in here.ranks]
+            yield WriteFragment(
+                fragment=Fragment(
+                    attempt=event.attempt,
+                    node_index=here.node_index,
+                    num_nodes=len(plan.nodes),
+                    world_size=plan.world_size,
+                    ranks=here.ranks,
+                    files=tuple(f for w in written for f in w.files),
+                    rows=tuple(row for w in written for row in w.rows),
+                    replicated=tuple(sorted(save.replicated)),
+                    metrics=save.metrics,
+                )
+            )
+
+    @_on.register
+    def _(self, event: SaveFailed) -> Iterator[NodeEffect]:
+        name = event.attempt.attempt
+        yield Release(attempt=event.attempt, rank=event.rank)
+        if name not in self.outcomes:
+            yield ReportRefused(attempt=event.attempt, ranks=(event.rank,), reason=event.reason)
+            yield from self._settle(event.attempt, None, Unavailable(event.reason))
+
+    @_on.register
+    def _(self, event: FragmentWritten) -> Iterator[NodeEffect]:
+        save, here = self._saves.get(event.attempt.attempt), self.here
+        if save is None or here is None:
+            yield from self._written_late(event.attempt)
+            return
+        save.fragment = event.entry
+        yield from self._report(save, here)
+
+    def _written_late(self, attempt: AttemptId) -> Iterator[NodeEffect]:
+        """Of a save that was settled meanwhile: a drop removes it, else the coordinator decides."""
+        if self.is_deleted(attempt.attempt):
+            yield DeleteFolder(directory=attempt.directory)
+
+    @_on.register
+    def _(self, event: EpochSeen) -> Iterable[NodeEffect]:
+        return ()
+
+    @_on.register
+    def _(self, event: SaveStepAnnounced) -> Iterator[NodeEffect]:
+        if self.plan is not None and self.plan.session_key == event.session_key:
+            yield ShowSaveSignal(signal=event.signal)
+
+    @_on.register
+    def _(self, event: CopyOrdered) -> Iterator[NodeEffect]:
+        yield self._copy(event.attempt, event.node_index, event.holder)
+
+    def _copy(self, attempt: AttemptId, node_index: int, holder: str) -> SendCopy | ReportCopied:
+        """Send a copy, or report at once that its holder cannot be reached."""
+        if self.reaches(holder):
+            return SendCopy(epoch=self.epoch, attempt=attempt, node_index=node_index, holder=holder)
+        return ReportCopied(
+            epoch=self.epoch,
+            attempt=attempt,
+            node_index=node_index,
+            holder=holder,
+            error="it has not answered since an earlier copy.",
+            is_unreachable=True,
+        )
+
+    @_on.register
+    def _(self, event: CopyEnded) -> Iterator[NodeEffect]:
+        if event.is_unreachable and self.reaches(event.holder):
+            self._unreachable.add(event.holder)
+            yield CheckPeer(peer=event.holder)
+        yield ReportCopied(
+            epoch=event.epoch,
+            attempt=event.attempt,
+            node_index=event.node_index,
+            holder=event.holder,
+            error=event.error,
+            is_unreachable=event.is_unreachable,
+        )
+
+    @_on.register
+    def _(self, event: PeerReturned) -> Iterable[NodeEffect]:
+        self._unreachable.discard(event.peer)
+        return ()
+
+    @_on.register
+    def _(self, event: DeleteOrdered) -> Iterator[NodeEffect]:
+        for directory in event.directories:
+            self._deleted[attempt_of(directory)] = None
+            while len(self._deleted) > MAX_SETTLED:
+                self._deleted.popitem(last=False)
+            yield DeleteFolder(directory=directory)
+
+    @_on.register
+    def _(self, event: CoordinatorReturned) -> Iterator[NodeEffect]:
+        if self.here is not None:
+            for save in list(self._saves.values()):
+                yield from self._report(save, self.here)
+
+    def _report(self, save: _Save, here: SessionNode) -> Iterator[NodeEffect]:
+        """Tell of a save that is complete here, and send its copies; repeating it is harmless."""
+        if save.fragment is None:
+            return
+        yield ReportStored(
+            epoch=self.epoch,
+            attempt=save.attempt,
+            node_index=here.node_index,
+            files=(*(f for rank in here.ranks for f in save.written[rank].files), save.fragment),
+            replicated=tuple(sorted(save.replicated)),
+            metrics=save.metrics,
+        )
+        for holder in here.holders:
+            yield self._copy(save.attempt, here.node_index, holder)
+
+    @_on.register
+    def _(self, event: OutcomeNotified) -> Iterator[NodeEffect]:
+        known = self.outcomes.get(event.attempt.attempt)
+        if known is None or known.error is None:
+            yield from self._settle(event.attempt, event.level, event.error)
+        elif event.error is not None:  # a drop is final; said again, because a late copy came back
+            self.outcomes[event.attempt.attempt] = replace(known, is_deleted=True)
+            yield DeleteFolder(directory=event.attempt.directory)
+
+    def _forget_oldest(self) -> Iterator[NodeEffect]:
+        """The coordinator is silent: wait for the newest saves only. Files stay, they may be committed."""
+        while len(self._saves) >= MAX_UNSETTLED:
+            save = next(iter(self._saves.values()))
+            error = Unavailable(f"The coordinator never told how step {save.attempt.step} ended.")
+            yield from self._settle(save.attempt, None, error, keep_files=True)
+
+    def _settle(
+        self,
+        attempt: AttemptId,
+        level: Level | None,
+        error: CheckpointError | None,
+        *,
+        keep_files: bool = False,
+    ) -> Iterator[NodeEffect]:
+        """Note the outcome. A drop removes the files; a rank that still writes finds the outcome when done.
+
+        What a new session ends may have been committed a moment ago, so its files stay until the
+        coordinator names them as strays.
+        """
+        self._saves.pop(attempt.attempt, None)
+        is_deleted = error is not None and not keep_files
+        self.outcomes[attempt.attempt] = SaveOutcome(level=level, error=error, is_deleted=is_deleted)
+        while len(self.outcomes) > MAX_SETTLED:
+            self.outcomes.popitem(last=False)
+        yield ResolveSave(attempt=attempt, level=level, error=error)
+        if is_deleted:
+            yield DeleteFolder(directory=attempt.directory)

@@ -1,0 +1,120 @@
+"""Intervals of the run machine: as chosen, or (`auto`) by what the run has measured.
+
+What counts comes from the log (sessions that failed, time trained) and from messages, in the order in which
+the machine got them, so a decision can be replayed.
+"""
+
+from __future__ import annotations
+
+from ray_ckpt import telemetry
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.context import Context
+from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.interval_model import FailureRate, IntervalModel
+from ray_ckpt.types import FAILURES
+
+COUNTED_S = 1.0  # of training at a time: this is asked with each event
+
+
+class SaveIntervals:
+    """One per run machine; begins anew with each session, with all failures that the log tells of."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._session_key: m.SessionKey | None = None
+        self._pace: IntervalModel | None = None
+        self._stalls_s: dict[int, float] = {}  # rank -> of its last save
+        self._drains: dict[
+            str, float
+        ] = {}  # attempt -> when its drain began; bounded by the drains there are
+        self._drain_s = 0.0  # what the last one took
+        self._trained_s = 0.0  # monotonic; until when training has been counted
+
+    # -- what is measured --------------------------------------------------------------------------------
+
+    def ticked(self, *, is_training: bool) -> None:
+        plan, now_s = self._context.plan, self._context.now_s
+        if plan is None or not is_training:
+            return
+        if plan.session_key != self._session_key or self._pace is None:
+            options = self._context.options
+            self._session_key, self._stalls_s, self._trained_s = plan.session_key, {}, now_s
+            self._pace = IntervalModel(
+                num_nodes=len(plan.nodes),
+                replicas=options.replicas,
+                budget=options.overhead_budget,
+                failures=failures_in(self._context.history),
+            )
+        if now_s - self._trained_s >= COUNTED_S:
+            self._pace.trained(now_s - self._trained_s)
+            self._trained_s = now_s
+
+    def progressed(self, event: m.RanksProgressed) -> None:
+        if event.session_key == self._session_key:
+            saved = {rank: p.stall_s for rank, p in event.ranks.items() if p.stall_s > 0}
+            self._stalls_s |= saved
+
+    def committed(self, latency_s: float) -> None:
+        """A save that was due by itself was committed, so long after it began.
+
+        Its stall may be told only with the next one.
+        """
+        if self._pace is not None and self._stalls_s:
+            self._pace.saved(max(self._stalls_s.values()), latency_s)
+
+    def draining(self, attempts: set[str]) -> None:
+        """These are on their way to the storage path now."""
+        self._drains = {name: self._drains.get(name, self._context.now_s) for name in attempts}
+
+    def durable(self, attempt: str) -> None:
+        if attempt not in self._drains:
+            return
+        self._drain_s = self._context.now_s - self._drains[attempt]
+        self._context.measure(telemetry.PHASE, self._drain_s, phase="drain")
+        if self._pace is not None:
+            self._pace.drained(self._drain_s)
+
+    # -- what follows ------------------------------------------------------------------------------------
+
+    @property
+    def interval_s(self) -> float | None:
+        """Seconds between saves by time; None: none."""
+        every_s = self._context.options.every_s
+        if every_s == "auto":
+            return self._pace.interval_s if self._pace else None
+        return every_s
+
+    @property
+    def remote_interval_s(self) -> float | None:
+        """Seconds after which a commit is due on the storage path; None: by their number only."""
+        every_s = self._context.options.remote_every_s
+        if every_s == "auto":
+            return self._pace.remote_interval_s if self._pace else None
+        return every_s
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds that a drain takes; 0 if none was seen."""
+        return self._drain_s
+
+
+def failures_in(history: RunHistory) -> FailureRate:
+    """Sessions that failed, against the node-seconds from each one's begin to the last that is known of it.
+
+    One that another has followed without a word of its end failed too: its coordinator went with it. That of
+    a rollback cannot.
+    """
+    sessions = [session for session in history.sessions.values() if not session.is_rollback]
+    last_s = {session.session: session.opened_at_s for session in sessions}
+    for checkpoint in history.checkpoints.values():
+        last_s[checkpoint.id.session] = max(last_s[checkpoint.id.session], checkpoint.committed_at_s)
+    count, exposed_s = 0, 0.0
+    for session in sessions:
+        until_s = last_s[session.session]
+        if session.ended is not None:
+            until_s = max(until_s, session.ended.last_at_s or 0.0)
+            count += session.ended.cause in FAILURES
+        else:
+            count += session is not sessions[-1]
+        exposed_s += max(0.0, until_s - session.opened_at_s) * session.num_nodes
+    return FailureRate(count=count, exposed_s=exposed_s)

@@ -1,0 +1,49 @@
+"""The agreed step: one word of shared memory that a node's agent writes and its ranks read at each step.
+
+    bits 0 to 47    the step after which all ranks save; a word of 0 says nothing
+    bits 48 to 62   its number; a step that is named again has another one
+    bit 63          urgent: the node of some rank is about to go
+
+The word is written and read as a whole: it is aligned, and the interpreter copies eight bytes at once.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+PAGE_BYTES = 4096  # what a mapping needs at least
+MAX_STEP = (1 << 48) - 1
+NUMBERS = 1 << 15  # then they begin again; two words in a row differ in any case
+_WORD = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSignal:
+    """Save after `step`. `number` tells it from the ones before."""
+
+    step: int
+    number: int
+    urgent: bool = False
+
+    @property
+    def word(self) -> int:
+        return self.urgent << 63 | self.number % NUMBERS << 48 | min(self.step, MAX_STEP)
+
+
+def write_flag(memory: memoryview, word: int) -> None:
+    _WORD.pack_into(memory, 0, word)
+
+
+def read_flag(memory: memoryview) -> int:
+    word: int = _WORD.unpack_from(memory, 0)[0]
+    return word
+
+
+def step_of(word: int) -> int:
+    """The agreed step of a word, 0 if there is none."""
+    return word & MAX_STEP
+
+
+def is_urgent(word: int) -> bool:
+    return bool(word >> 63)
