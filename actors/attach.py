@@ -20,7 +20,7 @@ import ray
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors import ray_cluster as ray_state
-from ray_ckpt.actors.client import ask
+from ray_ckpt.actors.client import get_result
 from ray_ckpt.actors.messages import ServiceView
 from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
 
@@ -141,7 +141,7 @@ def check_versions(actors: Iterable[str]) -> None:
 
 def overview(service: Any) -> ServiceView:
     """What the service tells of itself. Unavailable."""
-    view: ServiceView = ask(service.overview.remote(), ANSWER_S)
+    view: ServiceView = get_result(service.overview.remote(), ANSWER_S)
     return view
 
 
@@ -151,7 +151,7 @@ def stop(service: Any, *, force: bool) -> ServiceView:
     ServiceError, and nothing has changed, if it is in use, unless `force`. Agents that do not end in END_S
     are ended by Ray; what they were writing is left unfinished, as after a crash.
     """
-    view: ServiceView = ask(service.shut_down.remote(force), ANSWER_S)
+    view: ServiceView = get_result(service.shut_down.remote(force), ANSWER_S)
     agents = _wait_gone(names.AGENT_PREFIX)
     for name in agents:
         with contextlib.suppress(ValueError):

@@ -53,7 +53,7 @@ def coordinator() -> Any:
         "max_restarts": -1,
     }
     handle = names.actor_class(Coordinator).options(**options).remote()
-    version = ask(handle.hello.remote(), CALL_S)
+    version = get_result(handle.hello.remote(), CALL_S)
     if version != names.PROTOCOL_VERSION:
         raise ServiceError(
             f"The running service speaks protocol {version}, this ray_ckpt {names.PROTOCOL_VERSION}.",
@@ -62,7 +62,7 @@ def coordinator() -> Any:
     return handle
 
 
-def ask(call: Any, timeout_s: float | None) -> Any:
+def get_result(call: Any, timeout_s: float | None) -> Any:
     """The answer of an actor; its own CheckpointError as it was, anything else as Unavailable."""
     try:
         return ray.get(call, timeout=timeout_s)
@@ -82,7 +82,7 @@ def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -
     storage_options(location, options.storage_options)
     options = replace(options, resume=own_resume(options.resume, location / name))
     spec = RunSpec(name=name, storage_path=str(location), options=options)
-    ask(coordinator().open_run.remote(spec, owner), OPEN_S)
+    get_result(coordinator().open_run.remote(spec, owner), OPEN_S)
     return spec
 
 
@@ -92,9 +92,11 @@ def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
     for attempt in range(OPEN_TRIES):
         try:
             handle = coordinator()
-            ask(handle.open_run.remote(spec, owner), OPEN_S)  # again: the coordinator may be a restarted one
+            get_result(
+                handle.open_run.remote(spec, owner), OPEN_S
+            )  # again: the coordinator may be a restarted one
             call = handle.open_group.remote(spec.key, group, spec.options.resume, owner)
-            joined: Joined = ask(call, OPEN_S + spec.options.inventory_wait_s)
+            joined: Joined = get_result(call, OPEN_S + spec.options.inventory_wait_s)
             break
         except Unavailable:
             if attempt == OPEN_TRIES - 1:
@@ -107,14 +109,14 @@ def finish_run(spec: RunSpec, *, has_failed: bool = False) -> CheckpointInfo | N
     """The run is over, or given up: wait until its last checkpoint is on the storage path."""
     timeout_s = spec.options.finish_timeout_s
     finished = coordinator().finish.remote(spec.key, timeout_s, has_failed)
-    newest: CheckpointInfo | None = ask(finished, timeout_s + CALL_S)
+    newest: CheckpointInfo | None = get_result(finished, timeout_s + CALL_S)
     return newest
 
 
 def exposure(*, run: str, storage_path: str) -> tuple[Exposure, ...]:
     """What the death of each node of the run's group would cost right now. Unavailable if it is not open."""
     key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
-    found: tuple[Exposure, ...] = ask(coordinator().exposure.remote(key), CALL_S)
+    found: tuple[Exposure, ...] = get_result(coordinator().exposure.remote(key), CALL_S)
     return found
 
 
@@ -151,11 +153,11 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _of_checkpoint(method: str, run: str, storage_path: str, step: int, *args: Any) -> None:
     key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
-    ask(getattr(coordinator(), method).remote(key, step, *args), CALL_S)
+    get_result(getattr(coordinator(), method).remote(key, step, *args), CALL_S)
 
 
 def _own_errors(call: Any) -> Future[Any]:
-    """The answer of an actor to come, with errors as `ask` raises them."""
+    """The answer of an actor to come, with errors as `get_result` raises them."""
     answer: Future[Any] = Future()
 
     def pass_on(done: Future[Any]) -> None:
@@ -211,7 +213,7 @@ class RayLink:
         return self._handle
 
     def ticket(self) -> RestoreTicket:
-        ticket: RestoreTicket = ask(self._agent.get_ticket.remote(self._uid), OPEN_S)
+        ticket: RestoreTicket = get_result(self._agent.get_ticket.remote(self._uid), OPEN_S)
         return ticket
 
     def origin(self, session: int, epoch: int) -> RestoreTicket | None:
@@ -221,27 +223,29 @@ class RayLink:
         return _own_errors(self._agent.restored.remote(self._uid, session, report))
 
     def awaited(self) -> tuple[Awaited, ...]:
-        found: tuple[Awaited, ...] = ask(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
+        found: tuple[Awaited, ...] = get_result(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
         return found
 
     def meet(self, session: int, number: int) -> Future[tuple[int, ...]]:
         return _own_errors(self._agent.await_all.remote(self._uid, session, self._rank, number))
 
     def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
-        shared: Shared = ask(self._agent.fetch.remote(self._uid, session, self._rank, wants, taken), CALL_S)
+        shared: Shared = get_result(
+            self._agent.fetch.remote(self._uid, session, self._rank, wants, taken), CALL_S
+        )
         return shared
 
     def reserve(self, size_bytes: int) -> None:
         named = not _can_open(self.signal_page())  # the agent's memory is reached by a file in /dev/shm then
-        ask(self._agent.reserve.remote(self._uid, self._rank, size_bytes, named), CALL_S)
+        get_result(self._agent.reserve.remote(self._uid, self._rank, size_bytes, named), CALL_S)
 
     def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         call = self._agent.open_arena.remote(self._uid, session, self._rank, size_bytes, named)
-        grant: ArenaGrant = ask(call, CALL_S)
+        grant: ArenaGrant = get_result(call, CALL_S)
         return grant
 
     def signal_page(self, *, named: bool = False) -> str:
-        path: str = ask(self._agent.signal_page.remote(self._uid, named), CALL_S)
+        path: str = get_result(self._agent.signal_page.remote(self._uid, named), CALL_S)
         return path
 
     def seal(self, shard: SealedShard) -> Future[None]:
@@ -353,7 +357,7 @@ def _open(
     if not parts:
         return open_group(spec, nodes, owner=owner)
     call = coordinator().open_part.remote(spec.key, parts, part, tuple(nodes), spec.options.resume, owner)
-    joined: Joined = ask(call, PARTS_WAIT_S + CALL_S)
+    joined: Joined = get_result(call, PARTS_WAIT_S + CALL_S)
     return joined
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ray_ckpt.actors.attach import find_service
-from ray_ckpt.actors.client import CALL_S, ask
+from ray_ckpt.actors.client import CALL_S, get_result
 from ray_ckpt.actors.messages import DrillSources
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint, Scenario
 from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
@@ -49,7 +49,7 @@ class LiveRun:
         return next(((c, self._reach_of(sources)) for c in found), None)
 
     def _ask(self) -> DrillSources:
-        sources: DrillSources = ask(self._service.drill_sources.remote(self._key), CALL_S)
+        sources: DrillSources = get_result(self._service.drill_sources.remote(self._key), CALL_S)
         return sources
 
     def _reach_of(self, sources: DrillSources) -> Coverage:
@@ -97,7 +97,7 @@ class RunDrills(LiveRun):
             text="; ".join(result.problems or result.notes)[:MAX_TEXT],
         )
         try:
-            ask(self._service.drilled.remote(self._key, drilled), CALL_S)
+            get_result(self._service.drilled.remote(self._key, drilled), CALL_S)
         except CheckpointError as error:  # such as a log that does not answer: what was read counts
             self._is_silent = isinstance(error, Unavailable)
             self.unrecorded.append(f"step {result.checkpoint.step}: {error}")

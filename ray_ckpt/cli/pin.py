@@ -141,9 +141,9 @@ def _by_service(
         runs = runs_at(overview_of(service), path)
         if not runs:
             return None
-        from ray_ckpt.actors.client import CALL_S, ask
+        from ray_ckpt.actors.client import CALL_S, get_result
 
-        info: CheckpointInfo = ask(getattr(service, method).remote(runs[0].where, step, *args), CALL_S)
+        info: CheckpointInfo = get_result(getattr(service, method).remote(runs[0].where, step, *args), CALL_S)
         return info
 
 

@@ -18,7 +18,7 @@ import ray.train
 from pyarrow.fs import FileType
 
 from ray_ckpt.actors import names
-from ray_ckpt.actors.client import CALL_S, ask
+from ray_ckpt.actors.client import CALL_S, get_result
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
@@ -149,7 +149,7 @@ def _have_drained(pointer: Pointer) -> None:
         return
     try:
         service = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
-        ask(service.drain.remote(pointer.run, pointer.attempt.attempt), CALL_S)
+        get_result(service.drain.remote(pointer.run, pointer.attempt.attempt), CALL_S)
     except (ValueError, CheckpointError) as error:  # no service, not its run, or it is retired: the log tells
         log.info("step %d is not brought to the storage path for this: %s", pointer.attempt.step, error)
 

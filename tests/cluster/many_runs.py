@@ -18,7 +18,7 @@ import psutil
 
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors.attach import overview
-from ray_ckpt.actors.client import ask, coordinator
+from ray_ckpt.actors.client import coordinator, get_result
 from ray_ckpt.errors import Unavailable
 from tests.cluster.ranks import RankGroup, Training
 
@@ -58,7 +58,7 @@ def train(run: str, storage: str, options: Mapping[str, Any]) -> None:
 
 def train_and_finish(group: RankGroup, run: str, storage: str, options: Mapping[str, Any]) -> None:
     group.run(train, run, storage, options)
-    ask(coordinator().finish.remote(f"{storage}/{run}", FINISH_S), FINISH_S + 30.0)
+    get_result(coordinator().finish.remote(f"{storage}/{run}", FINISH_S), FINISH_S + 30.0)
 
 
 def look(cluster: LocalCluster, ranks: Mapping[str, int]) -> Look:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from jobs import drill as drill_job
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.actors.client import ask, coordinator, open_run
+from ray_ckpt.actors.client import coordinator, get_result, open_run
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli import app
@@ -60,7 +60,7 @@ class Trained:
         return self.cluster.nodes[node].staging / info.id.run_uid / info.directory
 
     def holders(self, step: int, index: int) -> list[str]:
-        status = ask(coordinator().status.remote(self.path), 30)
+        status = get_result(coordinator().status.remote(self.path), 30)
         found = status.holders[self.catalog[step].info.id.attempt][index]
         return sorted(self.cluster.name_of(node) for node in found)
 
@@ -177,7 +177,7 @@ def test_what_is_in_the_cluster_only_is_proven_on_each_of_its_copies(trained: Tr
 def test_drill_of_the_storage_path_with_the_cluster_and_without(trained: Trained) -> None:
     code, report = trained.drill("--remote-only", "--address", "auto")
     assert code == 0 and not report["is_covered"] and report["resume_step"] is None
-    assert ask(coordinator().finish.remote(trained.path, 60.0), 120).step == 4
+    assert get_result(coordinator().finish.remote(trained.path, 60.0), 120).step == 4
     code, report = trained.drill("--remote-only", "--address", "auto")
     assert (code, report["resume_step"], report["recorded"]) == (0, 4, True)
     assert set(report["tiers"]) == {"remote"} and trained.catalog[4].info.drill == "passed: remote-only"

@@ -12,7 +12,7 @@ import ray
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors import names
 from ray_ckpt.actors.attach import overview
-from ray_ckpt.actors.client import annotate, ask, coordinator
+from ray_ckpt.actors.client import annotate, coordinator, get_result
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import Level
 from tests.cluster.many_runs import MIB, NODES, PUT_AWAY_S, many_runs, staged, wait_put_away
@@ -33,7 +33,7 @@ def train(run: str, storage: str, total: int, options: dict[str, Any]) -> int:
 
 
 def finish(storage: str, run: str, *, has_failed: bool = False) -> None:
-    ask(coordinator().finish.remote(f"{storage}/{run}", FINISH_S, has_failed), FINISH_S + 30.0)
+    get_result(coordinator().finish.remote(f"{storage}/{run}", FINISH_S, has_failed), FINISH_S + 30.0)
 
 
 def test_many_runs_leave_nothing_behind(no_cluster: None, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors import attach, names
-from ray_ckpt.actors.client import ask, coordinator
+from ray_ckpt.actors.client import coordinator, get_result
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli import app
 from ray_ckpt.errors import Unavailable
@@ -145,7 +145,7 @@ def test_after_down_the_next_service_finds_what_the_nodes_have(
         assert_top_ends_by_ctrl_c(cluster)
         service = attach.find_service()
         assert service is not None
-        ask(service.shut_down.remote(False), WAIT_S)  # and whoever asked for it dies
+        get_result(service.shut_down.remote(False), WAIT_S)  # and whoever asked for it dies
         with pytest.raises(Unavailable, match="is being stopped"):
             coordinator()
         assert process(cluster, "down")["ended"], "nothing is in use"

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.actors.client import ask, coordinator
+from ray_ckpt.actors.client import coordinator, get_result
 from ray_ckpt.actors.messages import RunStatus
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
@@ -129,7 +129,7 @@ class Rig:
         deadline_s = time.monotonic() + WAIT_S
         while True:
             try:
-                status: RunStatus = ask(coordinator().status.remote(self.key), STATUS_S)
+                status: RunStatus = get_result(coordinator().status.remote(self.key), STATUS_S)
                 return status
             except Unavailable:
                 if time.monotonic() > deadline_s:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs.local_cluster import LocalCluster
-from ray_ckpt.actors.client import ask, coordinator
+from ray_ckpt.actors.client import coordinator, get_result
 from ray_ckpt.storage.local.scrub import verify_fragment
 from ray_ckpt.types import Level
 from tests.fault.conftest import MakeRig
@@ -50,14 +50,14 @@ def test_a_pinned_checkpoint_stays(make_rig: MakeRig) -> None:
     rig = make_rig("pins", every_steps=2, keep_last=1, remote_every=4, retire_grace_s=0.0, max_block_s=5.0)
     rig.train(["node-a", "node-b"], rig.job_to(2)).result()
     pinned = rig.commits()[0]
-    ask(coordinator().pin.remote(rig.key, pinned.step, "a test", None), 30.0)
+    get_result(coordinator().pin.remote(rig.key, pinned.step, "a test", None), 30.0)
     rig.train(["node-a", "node-b"])
     rig.wait_commits(4)
     live = {c.step for c in rig.catalog.checkpoints}
     assert pinned.step in live and len(live) <= 5
     assert any(folder.is_dir() for folder in (rig.stored(pinned), rig.staged("node-a", pinned)))
     assert rig.catalog[pinned.step].info.pins == {"a test": None}
-    ask(coordinator().unpin.remote(rig.key, pinned.step, "a test"), 30.0)
+    get_result(coordinator().unpin.remote(rig.key, pinned.step, "a test"), 30.0)
     wait_for(lambda: pinned.step not in {c.step for c in rig.catalog.checkpoints}, what="it is retired")
     wait_for(lambda: not rig.stored(pinned).exists() and not rig.staged("node-a", pinned).exists())
 

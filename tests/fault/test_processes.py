@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from ray_ckpt.actors.client import ask, coordinator
+from ray_ckpt.actors.client import coordinator, get_result
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import Rig, wait_for
 
@@ -59,7 +59,7 @@ def test_agents_of_a_finished_run_end_and_come_back_for_the_next(no_cluster: Non
     wait_for(lambda: len(rig.actors("NodeAgent")) == len(rig.cluster.nodes), what="an agent on every node")
     group.result()
     rig.stop()
-    ask(coordinator().finish.remote(rig.key, 60.0), 90.0)
+    get_result(coordinator().finish.remote(rig.key, 60.0), 90.0)
     wait_for(lambda: not rig.actors("NodeAgent"), what="all agents have ended")
     again = Rig(rig.cluster, rig.root, "next", every_steps=2)
     again.train(["node-b", "node-c"], again.job_to(4)).result()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ray_ckpt.actors.client import ask, coordinator
+from ray_ckpt.actors.client import coordinator, get_result
 from ray_ckpt.actors.messages import ServiceView
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import away, wait_for
@@ -56,5 +56,5 @@ def test_a_run_folder_that_is_gone_is_named_within_seconds(make_rig: MakeRig) ->
 
 def _warning(key: str) -> str:
     """The last one of the run's coordinator."""
-    view: ServiceView = ask(coordinator().overview.remote(), 10.0)
+    view: ServiceView = get_result(coordinator().overview.remote(), 10.0)
     return next(run.warning for run in view.runs if run.where == key)
