@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from ray_ckpt.preemption.notices import METADATA_ENV
 
-pytest_plugins = ["tests.peer_nodes", "tests.servers.fixtures"]
+pytest_plugins = ["tests.support.peer_nodes", "tests.servers.fixtures"]
 
 os.environ.pop("COLUMNS", None)  # how wide the terminal is that tests were started in; tests set their own
 os.environ[METADATA_ENV] = "off"  # no test may ask a cloud's service; those of notices set their own

@@ -33,10 +33,19 @@ from ray_ckpt.cli import app
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format import names, records
+from tests.catalog.test_load import items_of, save
 from tests.cluster.test_code_blocks import PARTS
-from tests.code_blocks import DOCUMENTS, ON_A_CLUSTER, ROOT, Block, blocks, find, our_commands, run_python
-from tests.sample_run import RunLog, SampleRun, write_run
-from tests.test_open import items_of, save
+from tests.support.code_blocks import (
+    DOCUMENTS,
+    ON_A_CLUSTER,
+    ROOT,
+    Block,
+    blocks,
+    find,
+    our_commands,
+    run_python,
+)
+from tests.support.sample_run import RunLog, SampleRun, write_run
 
 Given: TypeAlias = Mapping[str, Any]
 Replaced: TypeAlias = Mapping[str, str]
@@ -116,7 +125,7 @@ def test_a_stock_reader_reads_a_model_with_tied_weights(tmp_path: Path) -> None:
 
 
 def _hooks(tmp_path: Path) -> tuple[Given, Replaced]:
-    return {"ray_ckpt": ray_ckpt, "Callback": object}, {}  # tests/test_callbacks.py trains with it
+    return {"ray_ckpt": ray_ckpt, "Callback": object}, {}  # tests/trainer/test_callbacks.py trains with it
 
 
 def _trainer(tmp_path: Path) -> tuple[Given, Replaced]:

@@ -20,7 +20,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.train.check import ResumeCheck
 from ray_ckpt.trainer.checkpointer import SaveStats
 from ray_ckpt.types import RestoredPart
-from tests.code_blocks import our_commands
+from tests.support.code_blocks import our_commands
 
 ROOT = Path(__file__).parent.parent
 README, ARCHITECTURE, PROTOCOL, RUNBOOK, TROUBLESHOOTING = (

@@ -19,8 +19,8 @@ from ray_ckpt.format import save_signal as agreed
 from ray_ckpt.format.zstd import FRAME_BYTES, MAX_FRAMES, MAX_STORED_BYTES
 from ray_ckpt.storage.local.staging import MAX_MARK_BYTES, MAX_QUARANTINED, Staging
 from ray_ckpt.types import ARENA_PAGE_BYTES, SessionEnd, SessionInfo
-from tests.code_blocks import ROOT
-from tests.sample_run import write_run
+from tests.support.code_blocks import ROOT
+from tests.support.sample_run import write_run
 
 FORMAT = (ROOT / "ray_ckpt/format/FORMAT.md").read_text()
 PROTOCOL = (ROOT / "ray_ckpt/core/PROTOCOL.md").read_text()

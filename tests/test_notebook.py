@@ -20,9 +20,9 @@ from ray_ckpt import Catalog
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.types import Level
-from tests.sample_run import copy_to, write_run
-from tests.test_report import Story, rolled_back
-from tests.trained_run import DURABLE, FAILED_AT, RESUMED_AT, STEPS, write_trained_run
+from tests.analysis.test_report import Story, rolled_back
+from tests.support.sample_run import copy_to, write_run
+from tests.support.trained_run import DURABLE, FAILED_AT, RESUMED_AT, STEPS, write_trained_run
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 MAX_OUTPUT_BYTES = 300_000  # of a notebook with its figures: what a page shows at once

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ray_ckpt.texts import TIER_TEXT, size_text, tiers_text
-from tests.code_blocks import ROOT
+from tests.support.code_blocks import ROOT
 
 LOGGED = ("debug", "info", "warning", "error", "exception", "Warn", "warn_once")
 CONTAINERS = ("dict", "set", "list", "tuple", "sorted", "frozenset", "repr", "vars", "asdict")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from jobs import tour
-from tests.code_blocks import ROOT, blocks, our_commands
+from tests.support.code_blocks import ROOT, blocks, our_commands
 
 PAGE = ROOT / "docs/tour.md"
 

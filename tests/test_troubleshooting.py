@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from ray_ckpt import errors
-from tests.code_blocks import ROOT
+from tests.support.code_blocks import ROOT
 
 RUNBOOK = ROOT / "actors/README.md"
 PAGE = ROOT / "actors/TROUBLESHOOTING.md"

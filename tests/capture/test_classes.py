@@ -20,9 +20,9 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError, MismatchError
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
-from tests.sample_run import RunLog
-from tests.test_open import items_of
-from tests.test_open import save as save_run
+from tests.catalog.test_load import items_of
+from tests.catalog.test_load import save as save_run
+from tests.support.sample_run import RunLog
 
 AT = 7  # steps before the checkpoint
 MakeOptimizer: TypeAlias = Callable[[list[Any]], Optimizer]

@@ -22,7 +22,7 @@ from ray_ckpt.actors import names
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.data import GlobalBatchSampler
 from tests.cluster.ranks import Rank
-from tests.code_blocks import find, run_python
+from tests.support.code_blocks import find, run_python
 
 README, RUNBOOK = "README.md", "actors/README.md"
 TRAINING = (README, "from ray.train.torch import TorchTrainer\nimport ray_ckpt")

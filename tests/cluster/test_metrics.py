@@ -26,10 +26,10 @@ from ray_ckpt import telemetry as t
 from ray_ckpt.actors.metrics import GAUGES_EVERY_S, Meters
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.telemetry import METRICS, Metric, Sample
-from tests import promql
 from tests.cluster.ranks import RankGroup, Training
-from tests.promql import BUCKET, COUNT, SUM
 from tests.servers.programs import debian_program, prometheus
+from tests.support import promql
+from tests.support.promql import BUCKET, COUNT, SUM
 
 pytestmark = [
     pytest.mark.slow,

@@ -124,7 +124,7 @@ def test_a_group_at_work_is_shown_pinned_and_not_stopped(
 
 
 def test_a_run_that_is_not_open_is_told_from_its_log(cluster: LocalCluster, storage: str) -> None:
-    from tests.sample_run import write_run
+    from tests.support.sample_run import write_run
 
     run = write_run(Path(storage))
     ray_ckpt_cli("up")

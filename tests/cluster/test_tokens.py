@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.sample_run import write_run
+from tests.support.sample_run import write_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

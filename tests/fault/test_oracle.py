@@ -12,7 +12,7 @@ from ray_ckpt.types import CheckpointInfo
 from tests.fault.journal import Journal, last_step, read
 from tests.fault.oracle import Verdict, ask, judge
 from tests.fault.rig import flip, shards
-from tests.sample_run import write_run
+from tests.support.sample_run import write_run
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ray_ckpt.format.manifest import CheckpointDescription, encode_checkpoint, e
 from ray_ckpt.train.pointers import POINTER_FILE, Pointer
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow
 from tests.format.test_parquet import BOMBS
-from tests.sample_run import START_S, RunLog, SampleCheckpoint, compress_shards, make_checkpoint
+from tests.support.sample_run import START_S, RunLog, SampleCheckpoint, compress_shards, make_checkpoint
 
 STEPS = (10, 20, 30)
 LIE_AT = 30  # the newest, which commands take

@@ -31,7 +31,7 @@ from ray_ckpt.cli import main
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format import names
 from ray_ckpt.train.pointers import open_checkpoint
-from tests.sample_run import START_S
+from tests.support.sample_run import START_S
 
 MAX_S = 20
 NOW_S = START_S + 10**6  # of every clock that a reader looks at, so that equal runs give equal answers

@@ -17,9 +17,9 @@ from jobs.dashboards import __main__ as program
 from jobs.dashboards.grafana import WIDTH
 from ray_ckpt.config import RunOptions
 from ray_ckpt.telemetry import METRICS, Metric
-from tests import promql
-from tests.promql import BUCKET, Named
 from tests.servers.programs import debian_program
+from tests.support import promql
+from tests.support.promql import BUCKET, Named
 
 ROOT = Path(__file__).parents[2]
 QUERIES = promql.panel_queries() + promql.alert_queries()

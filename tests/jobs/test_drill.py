@@ -12,7 +12,7 @@ from jobs.drill import main, parse, run_turns
 from ray_ckpt.core.loss_scenarios import REMOTE_ONLY
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, Verdict
-from tests.peer_nodes import live, sample
+from tests.support.peer_nodes import live, sample
 
 
 def test_arguments_are_checked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ import pytest
 from matplotlib import image
 
 from ray_ckpt.analysis.report import page
-from tests.test_report import HOSTILE, SECTIONS, tell_story
+from tests.analysis.test_report import HOSTILE, SECTIONS, tell_story
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = (

@@ -14,7 +14,7 @@ import pytest
 
 from jobs import tour
 from jobs.local_cluster import LocalCluster
-from tests.code_blocks import ROOT
+from tests.support.code_blocks import ROOT
 
 LIKE = 0.8  # of the words of a page's output; which level a checkpoint had reached, say, is chance
 RUN = str(tour.RUN)

@@ -25,8 +25,8 @@ from ray_ckpt.storage.local.staging import Staging
 from ray_ckpt.storage.log_store import CreateResult, PosixLogStore
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.verify.content import verify_directory
-from tests.sample_run import SampleCheckpoint, make_checkpoint
 from tests.storage.crash_disk import CrashDisk, Fact, ProcessDied
+from tests.support.sample_run import SampleCheckpoint, make_checkpoint
 
 NEVER = 10**9  # no operation has this number
 UID = "0123456789abcdef" * 2

@@ -21,7 +21,6 @@ from ray_ckpt.errors import FormatError
 from ray_ckpt.format import names
 from ray_ckpt.storage.local import direct, files, staging
 from ray_ckpt.storage.local.staging import Staging, delete_checkpoint_dir
-from tests.sample_run import SampleCheckpoint
 from tests.storage import crash_workloads as workloads
 from tests.storage.crash_disk import CrashDisk, Operation, Write, crashes, recording, write_image
 from tests.storage.crash_workloads import (
@@ -35,6 +34,7 @@ from tests.storage.crash_workloads import (
     check_staging,
     no_file_sync,
 )
+from tests.support.sample_run import SampleCheckpoint
 
 Found: TypeAlias = type[Exception] | tuple[type[Exception], ...]
 

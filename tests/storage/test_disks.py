@@ -21,7 +21,7 @@ from ray_ckpt.storage.local import disks as disks_module
 from ray_ckpt.storage.local import files, staging
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.local.staging import Staging
-from tests.sample_run import SampleCheckpoint, make_checkpoint
+from tests.support.sample_run import SampleCheckpoint, make_checkpoint
 
 UID = "0123456789abcdef" * 2
 GIB = 1 << 30

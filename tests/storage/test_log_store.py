@@ -39,7 +39,7 @@ from ray_ckpt.storage.log_store import (
 )
 from ray_ckpt.storage.remote.fsspec_store import FsspecStore
 from ray_ckpt.storage.remote.object_log import ObjectLogStore
-from tests.sample_run import RunLog, write_run
+from tests.support.sample_run import RunLog, write_run
 
 NUM_WRITERS = 16
 

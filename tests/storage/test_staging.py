@@ -14,7 +14,7 @@ from ray_ckpt.errors import FormatError, InsufficientSpace, StagingError
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.storage.local import files, staging
 from ray_ckpt.storage.local.staging import Staging
-from tests.sample_run import SampleCheckpoint, make_checkpoint
+from tests.support.sample_run import SampleCheckpoint, make_checkpoint
 
 UID = "0123456789abcdef" * 2
 

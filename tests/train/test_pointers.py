@@ -17,7 +17,7 @@ from ray_ckpt.format import jsontext
 from ray_ckpt.train import open_checkpoint
 from ray_ckpt.train.pointers import MAX_POINTER_BYTES, POINTER_FILE, Pointer
 from ray_ckpt.types import AttemptId
-from tests.sample_run import SampleRun, write_run
+from tests.support.sample_run import SampleRun, write_run
 
 ATTEMPT = AttemptId(run_uid="0" * 32, session=3, step=20, attempt="abcdef")
 

@@ -1,0 +1,183 @@
+"""What each command prints about one small run, word for word: `tests/cli/transcripts/<command>.txt`.
+
+A change of a command's output shows in a diff of these files. `UPDATE_TRANSCRIPTS=1` writes them anew; read
+what has changed before it is committed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ray_ckpt.cli import main, output, rollback
+from ray_ckpt.format import records
+from tests.support.code_blocks import ON_A_CLUSTER, our_commands
+from tests.support.sample_run import START_S, SampleRun, write_run
+
+FOLDER = Path(__file__).parent / "transcripts"
+UPDATE = "UPDATE_TRANSCRIPTS"
+NOW_S = START_S + 3600.0
+SHARED = "/shared"  # stands for the folder of a test
+SHARD = "shard-00001-of-00002.safetensors"
+
+# `damage` changes a byte of step 50 before the next command; it is no command of ours.
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "ls": (
+        "ls /shared/runs",
+        "ls /shared/runs/gpt",
+        "ls /shared/runs/gpt --all",
+        "ls /shared/runs/gpt --json",
+        "ls /shared/runs/gtp",
+    ),
+    "tree": ("tree /shared/runs/gpt", "tree /shared/runs/gpt --all"),
+    "show": (
+        "show /shared/runs/gpt 50",
+        "show /shared/runs/gpt 40",
+        "show /shared/runs/gpt 50 --slices",
+        "show /shared/runs/gpt 45",
+    ),
+    "verify": (
+        "verify /shared/runs/gpt",
+        "verify /shared/runs/gpt --all --json",
+        "verify /shared/runs/gpt --step 40",
+        "damage",
+        "verify /shared/runs/gpt --all",
+    ),
+    "diff": (
+        "diff /shared/runs/gpt 30 50",
+        "diff /shared/runs/gpt@30 /shared/runs/gpt@30",
+        "diff /shared/runs/gpt 30 40",
+        "damage",
+        "diff /shared/runs/gpt 30 50 --only 'model.*'",
+    ),
+    "export": (
+        "export /shared/runs/gpt /shared/out --item model",
+        "export /shared/runs/gpt /shared/out --item model",
+        "export /shared/runs/gpt /shared/gpt.pt --to torch --step 30 --json",
+    ),
+    "gc": (
+        "gc /shared/runs/gpt --dry-run",
+        "gc /shared/runs/gpt --dry-run --keep-last 1 --keep-every 30",
+        "gc /shared/runs/gpt",
+    ),
+    "goodput": ("goodput /shared/runs/gpt", "goodput /shared/runs/gpt --plot /shared/goodput.png --json"),
+    "rollback": (
+        "rollback /shared/runs/gpt --before 50 --yes",
+        "tree /shared/runs/gpt",
+        "rollback /shared/runs/gpt --to 50 --yes",
+        "rollback /shared/runs/gpt --before 10 --yes",
+    ),
+    "report": (
+        "report /shared/runs/gpt --html /shared/report.html",
+        "report /shared/runs/gpt --html /shared/report.html",
+        "report /shared/runs/gpt",
+    ),
+    "drill": (
+        "drill /shared/runs/gpt --remote-only",
+        "damage",
+        "drill /shared/runs/gpt --remote-only",
+        "drill /shared/runs/gpt",
+    ),
+    "doctor": ("doctor /shared/runs --size 0 --staging /shared/staging",),
+}
+
+
+def _names_of_checks(text: str) -> str:
+    """The rest of doctor's table is about the machine that it runs on."""
+    names = re.findall(r"^ (\S.*?) {2,}(?:ok|warn|fail) ", text, re.MULTILINE)
+    return "\n".join(["checks:", *names]) + "\n"
+
+
+def _without_speed(text: str) -> str:
+    """Seconds and rates are chance, and so is the width of their columns."""
+    text = re.sub(r" at [\d.]+ \w+/s", " at a rate", text)
+    text = re.sub(r"(passed|failed) +\d+\.\d+ ", r"\1  N ", text)
+    return re.sub(r"(?<=\S) {2,}", "  ", text)
+
+
+NORMALISE: Mapping[str, Callable[[str], str]] = {"doctor": _names_of_checks, "drill": _without_speed}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SampleRun]:
+    """Two sessions, the second a branch from step 30; an hour later, in UTC, on no terminal."""
+    for name in ("COLUMNS", "FORCE_COLOR", "RAY_CKPT_STAGING"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    for module in (output, rollback):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW_S))
+    found = write_run(
+        tmp_path / "runs",
+        durable=(10, 30, 50),
+        resume_at=30,
+        resumed_steps=(40, 50),
+        lost=(20,),
+        collected=(10,),
+    )
+    first = found.checkpoints[50].attempt.attempt
+    found.log.append(records.Pin(attempt=first, owner="paper", expires_at_s=None))
+    found.log.append(records.Epoch())
+    found.log.append(
+        records.Session(
+            session=3,
+            service="sample",
+            after=2,
+            resumed_from=first,
+            world_size=2,
+            num_nodes=2,
+            retention="last=2",
+        )
+    )
+    yield found
+    monkeypatch.undo()
+    time.tzset()
+
+
+def _damage(run: SampleRun) -> None:
+    path = run.directory(50) / SHARD
+    data = bytearray(path.read_bytes())
+    data[4100] ^= 1
+    path.write_bytes(data)
+
+
+def transcript(name: str, run: SampleRun, folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+    """Each command with what it prints, errors last, and its exit code if it is not 0."""
+    for line in COMMANDS[name]:
+        if line == "damage":
+            _damage(run)
+            yield "# a byte of step 50 is changed\n"
+            continue
+        with pytest.raises(SystemExit) as ended:
+            main(shlex.split(line.replace(SHARED, str(folder))))
+        printed = capsys.readouterr()
+        text = (printed.out + printed.err).replace(str(folder), SHARED)
+        text = re.sub(r"\d+ s ago, (?!2026-09)[\d-]+ [\d:]+Z", "0 s ago, now", text)  # what a rollback wrote
+        text = re.sub("─{4,}", "────", re.sub(r" +$", "", text, flags=re.MULTILINE))
+        code = f"[exit code {ended.value.code}]\n" if ended.value.code else ""
+        yield f"$ ray-ckpt {line}\n{NORMALISE.get(name, str)(text)}{code}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_prints_what_it_printed(
+    name: str, run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = "\n".join(transcript(name, run, tmp_path, capsys))
+    file = FOLDER / f"{name}.txt"
+    if os.environ.get(UPDATE):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(found)
+    assert found == file.read_text(), f"see the module's docstring: {UPDATE}=1"
+
+
+def test_every_command_has_a_transcript_or_needs_a_cluster() -> None:
+    assert our_commands().keys() <= COMMANDS.keys() | ON_A_CLUSTER.keys()
+    assert not COMMANDS.keys() & ON_A_CLUSTER.keys()
+    assert {path.stem for path in FOLDER.glob("*.txt")} == COMMANDS.keys()
