@@ -25,7 +25,8 @@ from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable, text_of
 from ray_ckpt.format.names import check_run_name
 from ray_ckpt.location import Location, storage_options
-from ray_ckpt.preemption.notices import Notice, TermSignal
+from ray_ckpt.preemption.notice import Notice
+from ray_ckpt.preemption.sigterm import TermSignal
 from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
 from ray_ckpt.trainer.connection import Connection, get_connection, set_connection
 from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
@@ -226,7 +227,7 @@ class RayLink:
         found: tuple[Awaited, ...] = get_result(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
         return found
 
-    def meet(self, session: int, number: int) -> Future[tuple[int, ...]]:
+    def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
         return _own_errors(self._agent.await_all.remote(self._uid, session, self._rank, number))
 
     def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
@@ -275,9 +276,9 @@ class RayLink:
                     log.warning("%s: %s", self.identity.run_name, missing)
                 self._missing = missing
 
-    def leaves(self, notice: Notice) -> None:
+    def notify_preemption(self, notice: Notice) -> None:
         with contextlib.suppress(Unavailable):
-            self._agent.leaves.remote(notice)
+            self._agent.notify_preemption.remote(notice)
 
     def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
         return self._agent.annotate.remote(self._uid, step, metrics, attempt).future()  # type: ignore[no-any-return]
@@ -403,4 +404,4 @@ def _heed_signals(link: RayLink) -> None:
     global _signal
     if _signal is not None:
         _signal.uninstall()
-    _signal = TermSignal.install(link.leaves)
+    _signal = TermSignal.install(link.notify_preemption)

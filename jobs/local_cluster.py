@@ -22,7 +22,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from ray_ckpt.config import STAGING_ENV
-from ray_ckpt.preemption.notices import METADATA_ENV
+from ray_ckpt.preemption.cloud import METADATA_ENV
 
 # A killed raylet is noticed after about 1 s, where the defaults take 14 s; set before the cluster starts.
 FAST_FAILURE_DETECTION: Mapping[str, str] = {

@@ -9,7 +9,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ray_ckpt.preemption.notices import METADATA_ENV
+from ray_ckpt.preemption.cloud import METADATA_ENV
 
 pytest_plugins = ["tests.support.peer_nodes", "tests.servers.fixtures"]
 

@@ -57,7 +57,8 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.format.save_signal import SaveSignal
-from ray_ckpt.preemption.notices import CloudNotices, Notice
+from ray_ckpt.preemption.cloud import CloudNotices
+from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.local.memory import available_memory_bytes
@@ -507,7 +508,7 @@ class NodeAgent:
         finally:
             run.looked_s = time.monotonic()
 
-    async def leaves(self, notice: Notice) -> None:
+    async def notify_preemption(self, notice: Notice) -> None:
         """This node, or a rank on it, is about to go."""
         await self._report("node_preempted", self._node_id, notice)
 
@@ -530,7 +531,7 @@ class NodeAgent:
         """Pass on what the cloud says of this machine, again and again as long as it says so."""
         while not notices.is_over:
             if (notice := await self._in_thread(self._cloud_io, notices.poll)) is not None:
-                await self.leaves(notice)
+                await self.notify_preemption(notice)
             await asyncio.sleep(notices.poll_s)
 
     async def make_durable(self, run_uid: str) -> None:

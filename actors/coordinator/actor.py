@@ -68,7 +68,7 @@ from ray_ckpt.errors import (
 )
 from ray_ckpt.format.names import record_file
 from ray_ckpt.format.records import Drilled
-from ray_ckpt.preemption.notices import Notice
+from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.storage.log_store import (
     read_run,
 )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from ray_ckpt.actors.messages import DrainingView
-from ray_ckpt.preemption.notices import Notice
+from ray_ckpt.preemption.notice import Notice
 
 log = logging.getLogger("ray_ckpt.coordinator")
 

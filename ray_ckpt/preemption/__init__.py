@@ -1,1 +1,1 @@
-"""Notices that a machine is about to go."""
+"""Notices that this machine or process is about to end."""

@@ -25,7 +25,7 @@ from ray_ckpt.actors.messages import Joined, RunSpec
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError, named_text
-from ray_ckpt.preemption.notices import TermSignal
+from ray_ckpt.preemption.sigterm import TermSignal
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.train.ray_compat import (
     ControllerCallback,
@@ -37,7 +37,7 @@ from ray_ckpt.train.ray_compat import (
 from ray_ckpt.train.report import PointerReporter
 from ray_ckpt.trainer.checkpointer import close_all
 from ray_ckpt.trainer.connection import Connection, set_connection
-from ray_ckpt.trainer.probe import Probe, ProbeSpec
+from ray_ckpt.trainer.probe import ProbeSpec, ResumeProbe
 
 log = logging.getLogger("ray_ckpt")
 
@@ -186,11 +186,11 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             Connection(
                 link=link,
                 reporter=PointerReporter(joined.spec, validates=has_validation()),
-                probe=None if self._probe is None else Probe(self._probe, rank),
+                probe=None if self._probe is None else ResumeProbe(self._probe, rank),
             )
         )
         with _guarded("SIGTERM is not watched"):
-            self._term_signal = TermSignal.install(link.leaves)
+            self._term_signal = TermSignal.install(link.notify_preemption)
 
     def before_worker_shutdown(self) -> None:
         if self._is_passive:

@@ -57,12 +57,12 @@ from ray_ckpt.format.tree import encode_tree
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.texts import tiers_text
 from ray_ckpt.trainer.connection import Connection, ProgressThread, get_connection
+from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.trainer.link import Link
-from ray_ckpt.trainer.restorer import Resumer
 from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.saver import SaveParts, Saver
 from ray_ckpt.trainer.step_count import Call, StepCount, whole_number
-from ray_ckpt.trainer.unprotected import Protection
+from ray_ckpt.trainer.unprotected import UnprotectedGuard
 from ray_ckpt.trainer.waiting import wait_for_restore
 from ray_ckpt.types import (
     AttemptId,
@@ -172,7 +172,7 @@ class Checkpointer:
         self._last_metrics: Mapping[str, Any] | None = None
         self._no_numbers: set[str] = set()  # names of metrics that a warning has named
         self._signals = SaveSignals(link)
-        self._protection = Protection(link.options.unprotected_after)
+        self._protection = UnprotectedGuard(link.options.unprotected_after)
         self._watch: ProgressThread | None = None
         self._window: Window | None = None  # in which gradients wait for an optimizer's step
         self._num_postponed = 0  # steps for which a save has waited for its end
@@ -297,7 +297,7 @@ class Checkpointer:
         if self._link.options.partial_grads:
             world_size = self._link.identity.world_size
             self._items["gradients"] = GradientsItem(owners, window=self._window, world_size=world_size)
-        self._resumer = Resumer(self._link, self._items)
+        self._resumer = ItemReader(self._link, self._items)
         if self._link.identity.rank == 0:
             self._warnings = (
                 *(
@@ -885,7 +885,7 @@ class Checkpointer:
         assert self._session is not None
         end_s = time.monotonic() + BARRIER_S + BARRIER_SLACK_S
         try:
-            answer = self._link.meet(self._session, number)
+            answer = self._link.reach_barrier(self._session, number)
             while not answer.done() and time.monotonic() < end_s:
                 wait((answer,), LOOK_S)
                 self._check_outcomes()

@@ -14,10 +14,10 @@ from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.trainer.link import Link, Reporter
 from ray_ckpt.trainer.save_signal import SaveSignals
-from ray_ckpt.trainer.waiting import Words
+from ray_ckpt.trainer.waiting import WaitingLog
 
 if TYPE_CHECKING:
-    from ray_ckpt.trainer.probe import Probe
+    from ray_ckpt.trainer.probe import ResumeProbe
 
 log = logging.getLogger("ray_ckpt")
 
@@ -32,7 +32,7 @@ class Connection:
 
     link: Link | None = None
     reporter: Reporter | None = None
-    probe: Probe | None = None  # what looks at each step of a comparison (`check_resume`)
+    probe: ResumeProbe | None = None  # what looks at each step of a comparison (`check_resume`)
     problem: CheckpointError | None = None
 
 
@@ -59,7 +59,7 @@ class ProgressThread:
         self._session = session
         self._where = weakref.WeakMethod(where)  # a Checkpointer that is dropped ends its thread
         self._signals = signals
-        self._words = Words(link, "save", "report")
+        self._words = WaitingLog(link, "save", "report")
         signals.wake = self.wake
         self._stop = threading.Event()
         self._wake = threading.Event()

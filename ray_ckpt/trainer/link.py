@@ -17,7 +17,7 @@ from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.shard import ShardLayout
-from ray_ckpt.preemption.notices import Notice
+from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
 from ray_ckpt.types import AttemptId, GroupPart, Level, RankRestore, ranks_of
 
@@ -102,7 +102,7 @@ class Link(Protocol):
         """Ranks that others of the group wait for by now, as the coordinator sees it. Unavailable."""
         ...
 
-    def meet(self, session: int, number: int) -> Future[tuple[int, ...]]:
+    def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
         """This rank has come to a barrier of all ranks. Done when all have, or with those that did not come.
 
         All ranks get the same answer; with an empty one all enter the barrier, else none does.
@@ -154,7 +154,7 @@ class Link(Protocol):
         """Where this rank is; says nothing if the agent does not answer."""
         ...
 
-    def leaves(self, notice: Notice) -> None:
+    def notify_preemption(self, notice: Notice) -> None:
         """This process, or its machine, is about to go: have all ranks save. Does not wait or raise."""
         ...
 

@@ -1,10 +1,11 @@
-"""Whether a resumed run is the run that it resumes: digests of the states of both, and what differs first.
+"""Compare a resumed run with the run that it resumes, by digests of the states of both after each step.
 
-One run goes on after a checkpoint, another restores it and does the same steps. A `Probe` in each rank notes
-what the state is after each of them, in a file of a folder that all nodes share; `compare` reads the files of
-two runs side by side, finds the first difference in the order of execution and says what it comes from.
+One run goes on after a checkpoint, another restores the checkpoint and does the same steps. A `ResumeProbe`
+in each rank notes the state after each step, in a file of a folder that all nodes share. `compare` reads the
+files of two runs side by side, finds the first difference in the order of execution and names its likely
+cause.
 
-A tensor is noted by the digest of its bytes, any other value by itself or its digest. That costs a copy to
+A tensor is noted by the digest of its bytes, any other value by its text or its digest. This costs a copy to
 the host of each tensor on an accelerator, one at a time, and hashing at some GB/s after every step; in memory
 and per step in the file about 100 bytes for each tensor and value.
 """
@@ -96,7 +97,7 @@ class Trace:
 # -- in a rank -------------------------------------------------------------------------------------------
 
 
-class Probe:
+class ResumeProbe:
     """Notes the states of this rank for its Checkpointer, which calls it where the methods say."""
 
     def __init__(self, spec: ProbeSpec, rank: int) -> None:

@@ -19,7 +19,7 @@ log = logging.getLogger("ray_ckpt")
 MAX_COUNTED = 10_000  # failed saves; a limit above it counts as this one
 
 
-class Protection:
+class UnprotectedGuard:
     """Counts for one rank, from the restore on. `limit` is the option `unprotected_after`."""
 
     def __init__(self, limit: timedelta | int | None, *, clock: Callable[[], float] = time.monotonic) -> None:

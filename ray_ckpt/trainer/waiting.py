@@ -22,7 +22,7 @@ MAX_AGAIN_S = 600.0
 T = TypeVar("T")
 
 
-class Words:
+class WaitingLog:
     """What one rank has said about ranks that are missing: each thing once, then seldom."""
 
     def __init__(self, link: Link, *whats: What) -> None:
@@ -55,7 +55,7 @@ class Words:
 
 def wait_for_restore(answer: Future[T], link: Link, limit_s: float) -> T:
     """The group's answer to this rank's restore. CollectiveError if ranks are missing for `limit_s`."""
-    words, end_s = Words(link, "restore"), time.monotonic() + limit_s
+    words, end_s = WaitingLog(link, "restore"), time.monotonic() + limit_s
     while (left_s := end_s - time.monotonic()) > 0:
         try:
             return answer.result(min(LOOK_S, left_s))

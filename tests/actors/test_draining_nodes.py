@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from ray_ckpt.actors.coordinator.draining_nodes import MAX_NOTICE_S, NOTICE_HOLDS_S, DrainingNodes
-from ray_ckpt.preemption.notices import Notice
+from ray_ckpt.preemption.notice import Notice
 
 
 def reported(*notices: Notice) -> DrainingNodes:

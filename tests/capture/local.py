@@ -21,7 +21,7 @@ from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.format.tree import decode_tree
-from ray_ckpt.preemption.notices import Notice
+from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.restore.reader import Place, RestoreTicket, Shared, Source
 from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.types import (
@@ -82,7 +82,7 @@ class LocalLink:
     def awaited(self) -> tuple[Awaited, ...]:
         return ()
 
-    def meet(self, session: int, number: int) -> Future[tuple[int, ...]]:
+    def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
         return _done(())
 
     def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
@@ -150,7 +150,7 @@ class LocalLink:
     def progress(self, session: int, progress: RankProgress) -> None:
         pass
 
-    def leaves(self, notice: Notice) -> None:
+    def notify_preemption(self, notice: Notice) -> None:
         pass
 
     def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:

@@ -43,7 +43,7 @@ class Alone(LocalLink):
     def awaited(self) -> tuple[Awaited, ...]:
         return self.said
 
-    def meet(self, session: int, number: int) -> Future[tuple[int, ...]]:
+    def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
         self.met.append(number)
         return self.answer
 
@@ -83,7 +83,7 @@ def test_words_come_from_one_rank_and_seldom_again(said: Said, monkeypatch: pyte
     now_s = [0.0]
     monkeypatch.setattr("ray_ckpt.trainer.waiting.time.monotonic", lambda: now_s[0])
     link = Alone(world_size=3, rank=1)
-    words = waiting.Words(link, "save")
+    words = waiting.WaitingLog(link, "save")
     times: list[int] = []
     for second in range(0, 200, 5):
         now_s[0] = float(second)
@@ -96,7 +96,7 @@ def test_words_come_from_one_rank_and_seldom_again(said: Said, monkeypatch: pyte
         times += [second] * (len(said()) - len(times))
     assert times == [0, 15, 45, 105], "with doubled pauses"
     assert all(text.startswith("The save of step 10 waits for rank(s) 0") for text in said())
-    other = waiting.Words(Alone(world_size=3, rank=2, said=link.said), "save")
+    other = waiting.WaitingLog(Alone(world_size=3, rank=2, said=link.said), "save")
     other.log_waiting()
     assert len(said()) == 4, "rank 1 waits too, and speaks"
 
@@ -106,7 +106,7 @@ def test_an_agent_that_is_away_costs_words_only(said: Said, monkeypatch: pytest.
         raise Unavailable("away")
 
     monkeypatch.setattr(Alone, "awaited", away)
-    waiting.Words(Alone(), "save").log_waiting()
+    waiting.WaitingLog(Alone(), "save").log_waiting()
     assert not said()
 
 

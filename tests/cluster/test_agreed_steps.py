@@ -15,7 +15,7 @@ import ray
 from jobs.local_cluster import LocalCluster
 from ray_ckpt.actors.client import coordinator
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.preemption.notices import Notice
+from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.types import CheckpointInfo
 from tests.cluster.ranks import RankGroup
 

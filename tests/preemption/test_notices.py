@@ -21,17 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.preemption import notices
-from ray_ckpt.preemption.notices import (
-    CloudNotices,
-    Notice,
-    TermSignal,
-    _Aws,
-    _Azure,
-    _Gcp,
-    _Service,
-    _SilentError,
-)
+from ray_ckpt.preemption import cloud as cloud_module
+from ray_ckpt.preemption.cloud import CloudNotices, _Aws, _Azure, _Gcp, _Service, _SilentError
+from ray_ckpt.preemption.notice import Notice
+from ray_ckpt.preemption.sigterm import TermSignal
 from tests.servers.metadata_server import KINDS, CloudName, Fault, MetadataServer
 
 CLOUDS: tuple[CloudName, ...] = ("aws", "gcp", "azure")
@@ -42,7 +35,7 @@ ILL_REQUEST_S = 0.5
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "REQUEST_S", WELL_REQUEST_S)
+    monkeypatch.setattr(cloud_module, "REQUEST_S", WELL_REQUEST_S)
 
 
 @contextmanager
@@ -99,7 +92,7 @@ def test_a_rebalance_recommendation_is_a_line_in_the_log_and_no_notice(
             assert cloud_notices.poll() is None
             assert cloud_notices.poll() is None
         assert [record.message for record in caplog.records] == [
-            "Amazon says that this spot instance is at elevated risk of an interruption."
+            "Amazon reports that this spot instance is at elevated risk of an interruption."
         ]
         server.announce("terminate", 120.0)
         assert cloud_notices.poll() is not None
@@ -107,7 +100,7 @@ def test_a_rebalance_recommendation_is_a_line_in_the_log_and_no_notice(
 
 def test_an_interruption_of_amazon_that_has_failed_is_none() -> None:
     with playing("aws") as (server, cloud_notices):
-        server.announce("terminate", -notices.AWS_STALE_S - 60)
+        server.announce("terminate", -cloud_module.AWS_STALE_S - 60)
         assert cloud_notices.poll() is None
         server.withdraw()
         server.announce("terminate", -10.0)  # late, and still to come
@@ -191,7 +184,7 @@ def test_an_event_of_azure_that_had_begun_before_the_first_look_is_over() -> Non
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_auto_finds_the_cloud_and_asks_the_others_no_more(cloud: CloudName) -> None:
     with playing(cloud, asked="auto") as (server, cloud_notices):
-        assert (cloud_notices.cloud, cloud_notices.poll_s) == (None, notices.POLL_S)
+        assert (cloud_notices.cloud, cloud_notices.poll_s) == (None, cloud_module.POLL_S)
         server.announce(KINDS[cloud][0], 100.0)
         assert cloud_notices.poll() is not None
         assert (cloud_notices.cloud, cloud_notices.is_over) == (cloud, False)
@@ -205,7 +198,7 @@ def test_auto_gives_up_for_good_where_no_cloud_is() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     cloud_notices = CloudNotices("auto", url)  # refuses connections
-    for _ in range(notices.MAX_TRIES):
+    for _ in range(cloud_module.MAX_TRIES):
         assert not cloud_notices.is_over
         assert cloud_notices.poll() is None
     assert cloud_notices.is_over
@@ -283,12 +276,12 @@ def test_an_ill_service_announces_nothing_in_bounded_time_and_is_asked_again(
         server.foreign_url = foreign.url
         for ill_from_the_start in (True, False):
             server.fault = fault
-            monkeypatch.setattr(notices, "REQUEST_S", ILL_REQUEST_S)
+            monkeypatch.setattr(cloud_module, "REQUEST_S", ILL_REQUEST_S)
             began_s = time.monotonic()
             assert cloud_notices.poll() is None
             assert time.monotonic() - began_s < ILL_REQUEST_S + SLACK_S
             server.fault = None
-            monkeypatch.setattr(notices, "REQUEST_S", WELL_REQUEST_S)
+            monkeypatch.setattr(cloud_module, "REQUEST_S", WELL_REQUEST_S)
             if ill_from_the_start:
                 assert cloud_notices.poll() is None
         assert foreign.num_requests == 0
@@ -311,7 +304,7 @@ def test_a_service_that_stays_silent_is_said_once_and_its_answers_are_not_shown(
 ) -> None:
     with playing("azure") as (server, cloud_notices), caplog.at_level(logging.INFO, "ray_ckpt"):
         server.fault = "garbage"
-        for _ in range(3 * notices.MAX_SILENT):
+        for _ in range(3 * cloud_module.MAX_SILENT):
             cloud_notices.poll()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "azure" in caplog.text
@@ -330,14 +323,14 @@ def test_of_a_huge_answer_no_more_is_read_than_the_limit() -> None:
     with MetadataServer("azure") as server:
         server.fault = "huge"
         with pytest.raises(_SilentError, match="more than 65536 bytes"):
-            _Service(server.url).ask("GET", "/", {})
+            _Service(server.url).request("GET", "/", {})
 
 
 def test_an_answer_by_google_needs_its_mark() -> None:
     with MetadataServer("aws") as server:
         server.fault = "garbage"  # 200 for all paths, and no mark
-        with pytest.raises(_SilentError, match="not Google's"):
-            _Gcp(_Service(server.url)).greet()
+        with pytest.raises(_SilentError, match="not from Google"):
+            _Gcp(_Service(server.url)).check()
 
 
 class Scripted(_Service):
@@ -347,11 +340,11 @@ class Scripted(_Service):
         super().__init__("http://127.0.0.1:1")
         self._body = body
 
-    def ask(self, method: str, path: str, headers: Mapping[str, str]) -> notices._Answer:
+    def request(self, method: str, path: str, headers: Mapping[str, str]) -> cloud_module._Answer:
         marks = HTTPMessage()
         marks["Metadata-Flavor"] = "Google"
         is_name = path.startswith("/metadata/instance") or method == "PUT"
-        return notices._Answer(200, marks, b"vm-1" if is_name else self._body)
+        return cloud_module._Answer(200, marks, b"vm-1" if is_name else self._body)
 
 
 values = st.recursive(
@@ -375,7 +368,7 @@ values = st.recursive(
 def test_no_answer_makes_a_look_fail_otherwise_than_by_silence(body: bytes) -> None:
     for kind in (_Aws, _Gcp, _Azure):
         try:
-            notice = kind(Scripted(body)).look()
+            notice = kind(Scripted(body)).notice()
         except _SilentError:
             continue
         assert notice is None or isinstance(notice, Notice)
@@ -383,7 +376,7 @@ def test_no_answer_makes_a_look_fail_otherwise_than_by_silence(body: bytes) -> N
 
 def test_an_answer_that_is_nested_without_end_is_silence() -> None:
     with pytest.raises(_SilentError):
-        _Aws(Scripted(b"[" * 60_000)).look()
+        _Aws(Scripted(b"[" * 60_000)).notice()
 
 
 # --- the server that plays them ---
@@ -463,7 +456,7 @@ def test_the_server_as_a_program_announces_when_it_is_told_to() -> None:
 
 BEGIN = """
 import atexit, hashlib, os, signal, sys, threading, time
-from ray_ckpt.preemption.notices import TermSignal
+from ray_ckpt.preemption.sigterm import TermSignal
 
 def say(text):
     os.write(1, text.encode() + bytes([10]))  # print writes the end of a line by itself

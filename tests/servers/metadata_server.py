@@ -2,7 +2,7 @@
 
     python -m tests.servers.metadata_server --cloud gcp --port 0 --after 10
 
-It plays what `ray_ckpt.preemption.notices` asks of Amazon, Google or Azure, with their headers, tokens and
+It plays what `ray_ckpt.preemption.cloud` asks of Amazon, Google or Azure, with their headers, tokens and
 status codes, and refuses the rest. RAY_CKPT_METADATA_URL leads a process to it.
 """
 

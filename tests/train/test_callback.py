@@ -24,7 +24,7 @@ from ray_ckpt.errors import (
     StateError,
     Unavailable,
 )
-from ray_ckpt.preemption.notices import TermSignal
+from ray_ckpt.preemption.sigterm import TermSignal
 from ray_ckpt.train import CheckpointCallback
 from ray_ckpt.train.callback import OPTIONS_ENV
 from ray_ckpt.trainer.connection import get_connection, set_connection

@@ -202,7 +202,7 @@ def test_ray_finds_its_token_and_reads_its_mode_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_text("ab" * 32)
-    script = "from ray_ckpt.actors import ray_state as s; import ray._raylet as r; "
+    script = "from ray_ckpt.actors import ray_cluster as s; import ray._raylet as r; "
     script += "print(s.use_token(), s.use_token(), r.get_authentication_mode() == r.AuthenticationMode.TOKEN)"
     environment = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
     environment.pop("RAY_AUTH_MODE", None)

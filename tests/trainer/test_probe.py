@@ -32,9 +32,9 @@ from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import Connection, set_connection
 from ray_ckpt.trainer.probe import (
     Difference,
-    Probe,
     ProbePart,
     ProbeSpec,
+    ResumeProbe,
     compare,
     kind_of,
     note_state,
@@ -104,7 +104,7 @@ class Loop:
         owners = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
         self.items: dict[str, Item] = {name: adapt(name, obj, owners) for name, obj in objects.items()}
         self.items["rng"] = RngItem()
-        self.probe, self.saved, self.is_first = Probe(spec, rank), saved, spec.part == "first"
+        self.probe, self.saved, self.is_first = ResumeProbe(spec, rank), saved, spec.part == "first"
         self.at = spec.at
 
     def steps(self, total: int) -> Iterator[int]:
@@ -315,7 +315,7 @@ def test_a_run_that_begins_elsewhere_is_refused(
 ) -> None:
     spec = ProbeSpec(folder=str(tmp_path), at=AT, last=LAST, part=part)
     with pytest.raises(ConfigError, match=words):
-        Probe(spec, 0).restored({}, info)
+        ResumeProbe(spec, 0).restored({}, info)
 
 
 @pytest.mark.parametrize(("at", "last"), [(0, 3), (3, 3), (1, 2 + probe.MAX_STEPS)])
@@ -380,7 +380,7 @@ def test_a_cause_that_is_known_is_not_called_chance(tmp_path: Path) -> None:
 def test_a_checkpointer_saves_where_its_probe_wants_it_and_notes_each_moment(tmp_path: Path) -> None:
     spec = ProbeSpec(folder=str(tmp_path), at=AT, last=LAST, part="first")
     link = LocalLink(options=RunOptions(every_steps=1000))
-    set_connection(Connection(link=link, probe=Probe(spec, link.rank)))
+    set_connection(Connection(link=link, probe=ResumeProbe(spec, link.rank)))
     try:
         numbers = {"steps": 0}
         ckpt = Checkpointer(numbers=numbers)
@@ -442,7 +442,7 @@ def test_noting_a_loader_that_is_not_iterated_yet_takes_no_random_numbers() -> N
 def test_warnings_of_the_start_are_in_the_result(tmp_path: Path) -> None:
     spec = ProbeSpec(folder=str(tmp_path), at=AT, last=LAST, part="first")
     link = LocalLink(options=RunOptions(every_steps=1000))
-    set_connection(Connection(link=link, probe=Probe(spec, link.rank)))
+    set_connection(Connection(link=link, probe=ResumeProbe(spec, link.rank)))
     model = nn.Linear(2, 2)
     ema = AveragedModel(model)
     samples: Any = [torch.zeros(1)] * 8

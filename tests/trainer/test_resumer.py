@@ -15,7 +15,7 @@ from ray_ckpt.format.names import make_attempt
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import Connection, set_connection
-from ray_ckpt.trainer.restorer import Resumer
+from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.types import CheckpointInfo, Level, RankRestore, RestoredPart
 from tests.capture.local import LocalLink
 
@@ -52,11 +52,11 @@ PART = RestoredPart(file="shard", tier="remote", where="s3://bucket", size_bytes
 
 
 def read(monkeypatch: pytest.MonkeyPatch, report: RankRestore) -> None:
-    def answer(resumer: Resumer, ticket: RestoreTicket, *args: object) -> tuple[RankRestore, Load]:
+    def answer(resumer: ItemReader, ticket: RestoreTicket, *args: object) -> tuple[RankRestore, Load]:
         return report, frozenset
 
-    monkeypatch.setattr(Resumer, "all_of", answer)
-    monkeypatch.setattr(Resumer, "some_of", answer)
+    monkeypatch.setattr(ItemReader, "all_of", answer)
+    monkeypatch.setattr(ItemReader, "some_of", answer)
 
 
 def restore(link: Begins) -> int:

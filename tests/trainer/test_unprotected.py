@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from ray_ckpt.errors import Unprotected
-from ray_ckpt.trainer.unprotected import Protection
+from ray_ckpt.trainer.unprotected import UnprotectedGuard
 
 
 class Clock:
@@ -25,7 +25,7 @@ def clock() -> Clock:
 
 
 def test_without_a_limit_training_goes_on_forever(clock: Clock) -> None:
-    protection = Protection(None, clock=clock)
+    protection = UnprotectedGuard(None, clock=clock)
     for step in range(1000):
         protection.failed(step, "no space")
     clock.now_s += 1e9
@@ -33,7 +33,7 @@ def test_without_a_limit_training_goes_on_forever(clock: Clock) -> None:
 
 
 def test_the_last_failure_that_is_allowed_ends_training_and_says_why(clock: Clock) -> None:
-    protection = Protection(3, clock=clock)
+    protection = UnprotectedGuard(3, clock=clock)
     for step, reason in ((6, "no space"), (7, "no agent")):
         protection.failed(step, reason)
         protection.check(step)
@@ -44,7 +44,7 @@ def test_the_last_failure_that_is_allowed_ends_training_and_says_why(clock: Cloc
 
 
 def test_a_checkpoint_in_between_starts_the_count_again(clock: Clock) -> None:
-    protection = Protection(2, clock=clock)
+    protection = UnprotectedGuard(2, clock=clock)
     for step in range(10):
         protection.failed(step, "no space")
         protection.check(step)
@@ -52,7 +52,7 @@ def test_a_checkpoint_in_between_starts_the_count_again(clock: Clock) -> None:
 
 
 def test_a_checkpoint_that_is_heard_of_late_forgives_what_failed_before_it_alone(clock: Clock) -> None:
-    protection = Protection(2, clock=clock)
+    protection = UnprotectedGuard(2, clock=clock)
     protection.failed(6, "no space")
     protection.renew(5)
     protection.failed(7, "no space")
@@ -63,7 +63,7 @@ def test_a_checkpoint_that_is_heard_of_late_forgives_what_failed_before_it_alone
 
 
 def test_time_ends_training_though_no_save_has_failed(clock: Clock) -> None:
-    protection = Protection(timedelta(minutes=10), clock=clock)
+    protection = UnprotectedGuard(timedelta(minutes=10), clock=clock)
     clock.now_s += 599.0
     protection.check(1)
     clock.now_s += 1.0
@@ -72,7 +72,7 @@ def test_time_ends_training_though_no_save_has_failed(clock: Clock) -> None:
 
 
 def test_failures_alone_do_not_use_up_time(clock: Clock) -> None:
-    protection = Protection(timedelta(minutes=10), clock=clock)
+    protection = UnprotectedGuard(timedelta(minutes=10), clock=clock)
     for step in range(100):
         protection.failed(step, "no space")
         protection.check(step)
@@ -81,7 +81,7 @@ def test_failures_alone_do_not_use_up_time(clock: Clock) -> None:
 def test_halfway_it_warns_once_and_again_after_a_checkpoint(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    protection = Protection(timedelta(seconds=100), clock=clock)
+    protection = UnprotectedGuard(timedelta(seconds=100), clock=clock)
     with caplog.at_level(logging.WARNING, "ray_ckpt"):
         for _ in range(5):
             clock.now_s += 15.0

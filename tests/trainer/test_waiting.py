@@ -16,8 +16,8 @@ from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CollectiveError, ConfigError, InsufficientSpace, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer.checkpointer import Checkpointer
+from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.trainer.link import ArenaGrant, SealedShard
-from ray_ckpt.trainer.restorer import Resumer
 from ray_ckpt.types import CheckpointInfo, Level, RankRestore
 from tests.capture.local import LocalLink
 
@@ -221,7 +221,7 @@ def test_a_run_that_has_nothing_left_to_do_waits_for_what_it_restored(
 ) -> None:
     """A program that is started again when all its steps are done ends as well as the first time."""
     answer = RankRestore(rank=0, parts=(), seconds=0.0)
-    monkeypatch.setattr(Resumer, "all_of", lambda self, ticket: (answer, frozenset))
+    monkeypatch.setattr(ItemReader, "all_of", lambda self, ticket: (answer, frozenset))
     agent = Restores(RunOptions(), restored_level=Level[has])
     ckpt = Checkpointer(link=agent, model=torch.nn.Linear(2, 2))
     assert list(ckpt.steps(total=10)) == []

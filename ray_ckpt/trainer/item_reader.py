@@ -22,7 +22,7 @@ log = logging.getLogger("ray_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Resumer:
+class ItemReader:
     """Reads checkpoints for the items of one rank."""
 
     link: Link

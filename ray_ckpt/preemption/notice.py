@@ -1,0 +1,26 @@
+"""The notice of a preemption, from whichever source."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """This machine or process is about to end."""
+
+    source: str
+    """aws, gcp, azure or sigterm."""
+    text: str
+    """For people; composed by this package, it quotes nothing from a service."""
+    deadline_s: float | None
+    """Unix seconds until which it should stay; it may stay longer. None: it may end at any moment."""
+
+
+def left_s(ends_s: float) -> float:
+    """Return the seconds until `ends_s` of the monotonic clock. Raise TimeoutError once it has passed."""
+    left_s = ends_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
