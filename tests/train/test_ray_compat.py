@@ -30,7 +30,7 @@ from ray.core.generated import gcs_service_pb2
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.callback import RayTrainCallback, UserCallback
 
-from ray_ckpt.actors import ray_cluster as ray_state
+from ray_ckpt.actors import ray_cluster
 from ray_ckpt.train import CheckpointCallback
 from ray_ckpt.train import ray_compat as compat
 
@@ -174,16 +174,16 @@ def test_ray_tells_of_nodes_that_leave_actors_and_jobs() -> None:
 def test_ray_tells_which_cluster_it_would_connect_to(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parameters_of(ray._private.services.get_ray_address_from_environment) == ["addr", "temp_dir"]
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert ray_state.find_cluster() == "10.0.0.1:6379"
+    assert ray_cluster.find_cluster() == "10.0.0.1:6379"
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert ray_state.find_cluster() is None, "one of its own"
+    assert ray_cluster.find_cluster() is None, "one of its own"
 
 
 def test_where_ray_has_never_run_there_is_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where the last cluster's address would stand
     monkeypatch.setattr(ray._private.services, "find_gcs_addresses", set)
-    assert ray_state.find_cluster() is None
+    assert ray_cluster.find_cluster() is None
 
 
 def test_the_callback_survives_the_pickling_of_ray() -> None:
@@ -195,7 +195,7 @@ def test_a_cluster_can_be_asked_for_its_id_over_a_channel_of_its_own() -> None:
     assert parameters_of(ray._private.gcs_utils.create_gcs_channel)[0] == "address"
     assert not gcs_service_pb2.GetClusterIdRequest.DESCRIPTOR.fields
     with pytest.raises(ConnectionError):  # nobody is there
-        ray_state.check_answers("127.0.0.1:1", 1.0)
+        ray_cluster.check_answers("127.0.0.1:1", 1.0)
 
 
 def test_ray_finds_its_token_and_reads_its_mode_again(
