@@ -611,7 +611,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         _run(args)
     except ImportError as error:
-        hint = "--plot needs matplotlib: pip install 'ray_ckpt[dev]', or leave it out"
+        hint = "--plot needs matplotlib: pip install 'ray_ckpt[plot]', or leave it out"
         sys.exit(_complain(f"{hint} ({error})"))
     except (OSError, ValueError) as error:
         sys.exit(_complain(str(error)))

@@ -153,6 +153,15 @@ class Unavailable(ServiceError):
     """An agent, a peer or the store could not be reached in time."""
 
 
+def missing_package(package: str, extra: str, needed_for: str) -> ConfigError:
+    """Return the error of a package that only an extra of ray_ckpt installs, and that is not installed."""
+    return ConfigError(
+        f"{needed_for} needs the package {package}, which is not installed here.",
+        hint=f"Install it where this runs, on every node for a run: pip install 'ray_ckpt[{extra}]'.",
+        package=package,
+    )
+
+
 def text_of(error: BaseException) -> str:
     """What an error says; those that say nothing are named, so that no message ends in a colon."""
     if text := str(error).strip():

@@ -110,11 +110,12 @@ def test_the_readme_says_what_an_installation_needs_and_has() -> None:
     assert set(re.findall(r"`((?:ray|torch)[^`]*>=[^`]*)`", text)) == set(pinned)
     assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in text
     assert f"ray_ckpt-{project['version']}-py3-none-any.whl" in text
-    for named in ("matplotlib", "duckdb"):
-        needing = [extra for extra in project["optional-dependencies"]["dev"] if extra.startswith(named)]
+    for named, extra in (("matplotlib", "plot"), ("duckdb", "dev"), ("s3fs", "fsspec")):
+        needing = [needed for needed in project["optional-dependencies"][extra] if needed.startswith(named)]
         assert (
             named in text and needing and not any(need.startswith(named) for need in project["dependencies"])
         )
+    assert all(re.search(rf"[\[`]{extra}[\]`]", text) for extra in project["optional-dependencies"])
     left = re.findall(r"`(jobs\.\w+)`", text)
     assert left and not any(
         package.startswith("jobs") for package in PYPROJECT["tool"]["setuptools"]["packages"]

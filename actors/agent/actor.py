@@ -53,6 +53,7 @@ from ray_ckpt.errors import (
     Unavailable,
     named_text,
 )
+from ray_ckpt.format import zstd
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file
@@ -171,6 +172,8 @@ class NodeAgent:
         if not self._watches_cloud:
             self._watches_cloud = True
             self._spawn(self._watch_cloud(CloudNotices.from_environment()))
+        if order.spec.options.compress is not None:
+            zstd.check_installed()
         if run.checked_nonce != order.nonce:  # once per coordinator: a hiccup later must not end a group
             await self._in_thread(self._remote_io, run.remote.check_shared, order.nonce, node=self._node_id)
             run.checked_nonce = order.nonce

@@ -38,7 +38,7 @@ from ray_ckpt.catalog.tables import (
     to_datetime,
 )
 from ray_ckpt.core.history import SessionInfo
-from ray_ckpt.errors import CheckpointError, ConfigError, FormatError
+from ray_ckpt.errors import CheckpointError, ConfigError, FormatError, missing_package
 from ray_ckpt.format import names
 from ray_ckpt.location import Location, StoragePath, locate, without_tilde
 from ray_ckpt.storage.checkpoint_files import readable
@@ -307,7 +307,11 @@ class Catalog:
     def to_pandas(
         self, table: TableName = "checkpoints", *, steps: Iterable[SupportsIndex] | None = None
     ) -> Any:
-        """`to_arrow` as a pandas DataFrame."""
+        """`to_arrow` as a pandas DataFrame. ConfigError without pandas."""
+        try:
+            import pandas  # noqa: F401
+        except ImportError:
+            raise missing_package("pandas", "pandas", "A DataFrame") from None
         return self.to_arrow(table, steps=steps).to_pandas()
 
     def events(self) -> pa.Table:

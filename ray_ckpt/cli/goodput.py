@@ -24,7 +24,7 @@ from ray_ckpt.analysis.report.facts import clocks_text, counted, measured_percen
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import add_row, make_table, moment_text, plain, print_json, stdout
-from ray_ckpt.errors import ConfigError
+from ray_ckpt.errors import ConfigError, missing_package
 from ray_ckpt.storage.output_file import output_file, whole_file
 
 MAX_SHOWN = 50  # interruptions in a table, the last ones; JSON has all
@@ -191,8 +191,8 @@ def draw(run_name: str, found: Goodput) -> bytes:
     """
     try:
         import matplotlib
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib.", hint="pip install matplotlib") from error
+    except ImportError:
+        raise missing_package("matplotlib", "plot", "--plot") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.collections import LineCollection

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import zstandard
 
-from ray_ckpt.errors import CorruptionError, FormatError
+from ray_ckpt.errors import CorruptionError, FormatError, missing_package
 
 if TYPE_CHECKING:
+    import zstandard
     from typing_extensions import Buffer
 
 SUFFIX = ".zst"  # after the name of the raw file
@@ -52,6 +52,14 @@ ReadStored: TypeAlias = Callable[[Sequence[tuple[int, int]]], Blocks]
 be valid only until the next one is asked for. Called and iterated from each thread that reads."""
 
 
+def check_installed() -> None:
+    """Raise ConfigError if the package that compresses and decompresses is not installed."""
+    try:
+        import zstandard  # noqa: F401
+    except ImportError:
+        raise missing_package("zstandard", "zstd", "A shard compressed with zstd") from None
+
+
 # -- writing -----------------------------------------------------------------------------------------
 
 
@@ -61,6 +69,9 @@ def encode(blocks: Iterable[Buffer], level: int) -> Iterator[bytes]:
     Holds one raw and one stored frame. The same bytes for the same raw file, level and version of zstd,
     however it is cut into blocks. FormatError for more than MAX_FRAMES.
     """
+    check_installed()
+    import zstandard
+
     compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
     raw, entries = _Cutter(blocks), bytearray()
     while frame := raw.take(FRAME_BYTES):
@@ -210,6 +221,8 @@ def decode(blocks: Iterable[Buffer], table: SeekTable, frames: Iterable[int]) ->
     CorruptionError for a frame that is cut short, damaged, or not of the size that the table says, which is
     known before memory is taken; and for bytes that are left over.
     """
+    import zstandard
+
     decompressor = zstandard.ZstdDecompressor(max_window_size=FRAME_BYTES)  # else it takes 128 MiB if told
     cutter = _Cutter(blocks)
     for frame in frames:
@@ -230,6 +243,7 @@ class SeekableReader:
         Raises what `read` raises, and FormatError. `raw_size` is what the file says of itself: compare it
         with the manifest.
         """
+        check_installed()
         self._read = read
         tail = self._last_bytes(min(TAIL_BYTES, stored_size), stored_size)
         nbytes = table_nbytes(tail, stored_size)
@@ -288,6 +302,8 @@ def _cut(frames: Iterator[tuple[memoryview, int]], ranges: Iterable[tuple[int, i
 def _decode_frame(
     decompressor: zstandard.ZstdDecompressor, stored: memoryview, frame: int, raw_nbytes: int
 ) -> bytes:
+    import zstandard
+
     try:
         said = zstandard.get_frame_parameters(stored)
         if said.content_size != raw_nbytes:  # what `decompress` takes memory for

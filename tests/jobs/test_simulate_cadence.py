@@ -281,7 +281,7 @@ def test_without_matplotlib_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as caught:
         main(["--case", "small", "--plot", str(tmp_path / "out.png")])
-    assert caught.value.code == 2 and "pip install 'ray_ckpt[dev]'" in capsys.readouterr().err
+    assert caught.value.code == 2 and "pip install 'ray_ckpt[plot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", [["--days", "0"], ["--every-steps", "0"], ["--case", "mars"]])

@@ -1,0 +1,120 @@
+"""The package declares the packages that it imports, imports those that it declares, and ships no test."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from ray_ckpt.analysis.goodput import Goodput
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.cli.goodput import draw
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format import zstd
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+OPTIONAL = ("fsspec", "pandas", "plot", "zstd")
+DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio"}  # others have the name of their module
+OWN = {"ray_ckpt", "actors", "jobs", "tests"}
+
+
+def imported(*folders: str) -> Iterator[tuple[str, str]]:
+    """Yield the distribution of each third-party import below the folders, and the file that has it."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "peers" in path.relative_to(ROOT).parts:  # benchmarks that run in environments of their own
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                    modules = [node.module]
+                for module in {module.partition(".")[0] for module in modules}:
+                    if module not in OWN and module not in sys.stdlib_module_names:
+                        yield DISTRIBUTIONS.get(module, module).replace("_", "-"), str(path.relative_to(ROOT))
+
+
+def declared(requirements: list[str]) -> set[str]:
+    names = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
+    return {name[0].replace("_", "-") for name in names if name}
+
+
+def test_the_product_declares_what_it_imports_and_imports_what_it_declares() -> None:
+    required = declared(PROJECT["dependencies"])
+    optional = declared([needed for extra in OPTIONAL for needed in EXTRAS[extra]])
+    found = set(imported("ray_ckpt", "actors"))
+    assert len({file for _, file in found}) > 50
+    undeclared = sorted((name, file) for name, file in found if name not in required | optional)
+    assert not undeclared
+    assert not (required | optional) - {name for name, _ in found} - {"s3fs", "gcsfs"}
+    assert not required & optional
+
+
+def test_the_extras_are_part_of_all_and_all_of_dev() -> None:
+    assert EXTRAS["all"] == [f"ray_ckpt[{','.join(OPTIONAL)}]"]
+    assert "ray_ckpt[all]" in EXTRAS["dev"]
+    assert set(EXTRAS) >= {*OPTIONAL, "all", "dev"}
+
+
+def test_the_jobs_import_what_an_extra_or_the_product_declares() -> None:
+    known = declared([*PROJECT["dependencies"], *(needed for extra in EXTRAS.values() for needed in extra)])
+    assert not [(name, file) for name, file in imported("jobs") if name not in known]
+
+
+def test_the_product_imports_no_test_and_no_job() -> None:
+    """So the wheel, whose packages are `ray_ckpt*`, works without the checkout and holds no test server."""
+    for folder in ("ray_ckpt", "actors"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not path.name.startswith(("test_", "conftest"))
+            assert not re.search(r"^\s*(from|import) (tests|jobs|actors|pytest)\b", path.read_text(), re.M), (
+                path
+            )
+
+
+def test_importing_the_product_needs_no_extra() -> None:
+    """All of it but the modules that are of an extra alone; a module that is None cannot be imported."""
+    script = (
+        "import sys, pkgutil, importlib\n"
+        "sys.modules.update(dict.fromkeys(('s3fs', 'gcsfs', 'matplotlib', 'zstandard')))\n"
+        "for name in ('ray_ckpt', 'ray_ckpt.cli', 'ray_ckpt.storage.remote.tier', 'ray_ckpt.format.zstd',\n"
+        "             'ray_ckpt.storage.remote.s3', 'ray_ckpt.storage.remote.gcs',\n"
+        "             'ray_ckpt.storage.remote.fsspec_store', 'ray_ckpt.catalog.catalog',\n"
+        "             'ray_ckpt.cli.goodput'):\n"
+        "    importlib.import_module(name)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=ROOT)
+
+
+@pytest.mark.parametrize("use", ["write", "read"])
+def test_without_zstandard_the_error_names_the_extra(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = b"".join(zstd.encode([bytes(1000)], 1))
+
+    def read(ranges: Sequence[tuple[int, int]]) -> zstd.Blocks:
+        [(offset, nbytes)] = ranges
+        yield memoryview(stored)[offset : offset + nbytes]
+
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ConfigError, match=r"needs the package zstandard.*'ray_ckpt\[zstd\]'"):
+        list(zstd.encode([b"1"], 1)) if use == "write" else zstd.SeekableReader(read, len(stored))
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "use"),
+    [
+        ("pandas", "pandas", lambda: Catalog.to_pandas(object.__new__(Catalog))),
+        ("matplotlib", "plot", lambda: draw("run", object.__new__(Goodput))),
+    ],
+)
+def test_without_an_optional_package_the_error_names_the_extra(
+    package: str, extra: str, use: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"needs the package {package}.*'ray_ckpt\[{extra}\]'"):
+        use()
