@@ -25,9 +25,10 @@ from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable, text_of
 from ray_ckpt.format.names import check_run_name
 from ray_ckpt.location import Location, storage_options
+from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.preemption.sigterm import TermSignal
-from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
+from ray_ckpt.restore.reader import RestoreTicket, SharedRows
 from ray_ckpt.trainer.connection import Connection, get_connection, set_connection
 from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, GroupPart, Level, RankRestore, ranks_of
@@ -230,8 +231,10 @@ class RayLink:
     def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
         return _own_errors(self._agent.await_all.remote(self._uid, session, self._rank, number))
 
-    def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
-        shared: Shared = get_result(
+    def fetch(
+        self, session: int, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
+    ) -> SharedRows:
+        shared: SharedRows = get_result(
             self._agent.fetch.remote(self._uid, session, self._rank, wants, taken), CALL_S
         )
         return shared

@@ -11,7 +11,8 @@ from ray_ckpt.core.loss_scenarios import LiveCheckpoint, Scenario
 from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.transport.sending import Limiter
-from ray_ckpt.verify.drill import CheckpointDrill, Coverage, DrillReport, Progress, drill
+from ray_ckpt.types import ProgressCallback
+from ray_ckpt.verify.drill import CheckpointDrill, Coverage, DrillReport, drill
 
 MAX_TEXT = 2000  # characters of a result in the log: some problems; the report has more
 
@@ -70,7 +71,7 @@ class RunDrills(LiveRun):
         self._is_silent = False
 
     def drill(
-        self, scenario: Scenario, *, step: int | None = None, progress: Progress | None = None
+        self, scenario: Scenario, *, step: int | None = None, progress: ProgressCallback | None = None
     ) -> DrillReport:
         """Rehearse a loss for all live checkpoints, or those of one step, and note the results in the log."""
         return drill(

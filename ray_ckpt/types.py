@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, TypeAlias, get_args
@@ -236,6 +236,8 @@ class Exposure:
     steps_at_risk: int
 
 
+ProgressCallback: TypeAlias = Callable[[int], None]
+"""Called with the amount done since the last call, mostly bytes; from several threads, one at a time."""
 Tier: TypeAlias = Literal["memory", "local", "peer", "remote"]
 
 

@@ -58,9 +58,10 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.format.save_signal import SaveSignal
+from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.cloud import CloudNotices
 from ray_ckpt.preemption.notice import Notice
-from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
+from ray_ckpt.restore.reader import RestoreTicket, SharedRows
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.local.memory import available_memory_bytes
 from ray_ckpt.storage.local.scrub import verify_stored
@@ -347,9 +348,9 @@ class NodeAgent:
         run_uid: str,
         session: int,
         rank: int,
-        wants: Mapping[Place, tuple[int, ...]],
-        taken: tuple[Place, ...],
-    ) -> Shared:
+        wants: Mapping[RowKey, tuple[int, ...]],
+        taken: tuple[RowKey, ...],
+    ) -> SharedRows:
         """Rows of the checkpoint that is being restored which several ranks here want, read once."""
         run = self._run(run_uid)
         ticket = await self.get_ticket(run_uid)
@@ -395,7 +396,7 @@ class NodeAgent:
     async def open_arena(
         self, run_uid: str, session: int, rank: int, size_bytes: int, named: bool
     ) -> ArenaGrant:
-        """Shared memory for a rank; what was there before is given up."""
+        """SharedRows memory for a rank; what was there before is given up."""
         run = self._run(run_uid)
         self._check_session(run, session)
         if (old := run.arenas.pop(rank, None)) is not None:

@@ -17,7 +17,7 @@ from ray_ckpt.format.manifest import (
     version_files,
 )
 from ray_ckpt.format.names import fragment_file, shard_file
-from ray_ckpt.restore.reader import RestoreTicket, Source
+from ray_ckpt.restore.reader import FileSource, RestoreTicket
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.transport.client import PeerClient
@@ -74,20 +74,22 @@ class SourceFinder:
         here = next((node for node in plan.nodes if node.node_id == self._node_id), None)
         return here.ranks if here is not None else ()
 
-    def _sources(self, checkpoint: CheckpointInfo, file: str, holders: tuple[str, ...]) -> tuple[Source, ...]:
+    def _sources(
+        self, checkpoint: CheckpointInfo, file: str, holders: tuple[str, ...]
+    ) -> tuple[FileSource, ...]:
         attempt: AttemptId = checkpoint.id
-        found: list[Source] = []
+        found: list[FileSource] = []
         for rank, arena in self._arenas.items():
             buffer = arena.find(attempt.attempt)
             if buffer is not None and file == shard_file(rank, checkpoint.world_size):
-                found.append(Source(tier="memory", where=self._node_id, path=buffer.path))
+                found.append(FileSource(tier="memory", where=self._node_id, path=buffer.path))
         local = self._staging.path(self._run_uid, attempt.directory, file)
         if local.exists():
-            found.append(Source(tier="local", where=self._node_id, path=str(local)))
+            found.append(FileSource(tier="local", where=self._node_id, path=str(local)))
         peers = [node for node in holders if node != self._node_id and node in self._endpoints]
-        found += [Source(tier="peer", where=node, endpoint=self._endpoints[node]) for node in peers]
+        found += [FileSource(tier="peer", where=node, endpoint=self._endpoints[node]) for node in peers]
         if checkpoint.level >= Level.DURABLE:
-            found.append(Source(tier="remote", where=self._storage.open().where))
+            found.append(FileSource(tier="remote", where=self._storage.open().where))
         return tuple(found)
 
     def _manifest(self, resume: ResumePoint) -> list[FragmentVersion]:
@@ -139,7 +141,7 @@ class SourceFinder:
         if newer is not None and not is_there:
             raise newer
 
-    def _read_whole(self, attempt: AttemptId, name: str, source: Source) -> bytes:
+    def _read_whole(self, attempt: AttemptId, name: str, source: FileSource) -> bytes:
         if source.tier == "remote":
             tier = self._storage.open()
             return tier.read_whole(attempt.directory, name, max_bytes=MAX_FRAGMENT_BYTES)

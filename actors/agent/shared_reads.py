@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ray_ckpt.restore.reader import Bytes, FlatSink, Place, RestoreTicket, Shared, SourceReader, place_of
+from ray_ckpt.plan.restore import RowKey, row_key
+from ray_ckpt.restore.reader import Bytes, FlatSink, RestoreTicket, SharedRows, SourceReader
 from ray_ckpt.storage.local.memory import available_memory_bytes
 from ray_ckpt.storage.local.pages import make_huge
 from ray_ckpt.types import ManifestRow, Tier
@@ -88,7 +89,7 @@ class SharedReads:
         self._ticket = ticket
         self._attempt = ticket.checkpoint.id
         self._pool = pool
-        self._known = {place_of(row): row for fragment in ticket.fragments for row in fragment.rows}
+        self._known = {row_key(row): row for fragment in ticket.fragments for row in fragment.rows}
         capacity = capacity_bytes or min(MAX_SHARED_BYTES, available_memory_bytes() // SHARED_MEMORY_PART)
         self._space = _Space(max(ALIGNMENT_BYTES, capacity - capacity % ALIGNMENT_BYTES))
         self._fd = os.memfd_create("ray_ckpt-shared", os.MFD_CLOEXEC)
@@ -96,8 +97,8 @@ class SharedReads:
         self._huge_bytes = 0  # as far as huge pages have been asked for
         self._lock = threading.Lock()  # of the descriptor, which a thread may be using when it is closed
         self._memory: Bytes = np.frombuffer(mmap.mmap(self._fd, self._space.size_bytes), np.uint8)
-        self._rows: dict[Place, _Row] = {}
-        self._refused: dict[Place, set[int]] = {}
+        self._rows: dict[RowKey, _Row] = {}
+        self._refused: dict[RowKey, set[int]] = {}
         self._origin: dict[str, tuple[Tier, str]] = {}
         self._queue: deque[_Row] = deque()
         self._loader: asyncio.Task[None] | None = None
@@ -108,13 +109,13 @@ class SharedReads:
         self.bytes_served = 0  # to ranks
 
     async def fetch(
-        self, rank: int, wants: Mapping[Place, tuple[int, ...]], taken: Sequence[Place]
-    ) -> Shared:
-        """Some of the rows that `rank` wants, each with the ranks that want it; see Fetch."""
+        self, rank: int, wants: Mapping[RowKey, tuple[int, ...]], taken: Sequence[RowKey]
+    ) -> SharedRows:
+        """Some of the rows that `rank` wants, each with the ranks that want it; see FetchRows."""
         self._take(rank, taken)
         never = tuple(place for place in wants if not self._can_hold(place))
         if never:
-            return Shared(refused=never)
+            return SharedRows(refused=never)
         deadline_s = _now_s() + self._space_wait_s
         while wants and not self._is_closed:
             asked = self._join(rank, wants)
@@ -132,7 +133,7 @@ class SharedReads:
             await self._change(deadline_s if not asked else None)
         for place in wants:
             self._refused.setdefault(place, set()).add(rank)
-        return Shared(refused=tuple(wants))
+        return SharedRows(refused=tuple(wants))
 
     def close(self) -> None:
         """Give everything up; whoever still asks has to read by itself."""
@@ -144,13 +145,13 @@ class SharedReads:
             self._memory = np.empty(0, np.uint8)
             self._report()
 
-    def _can_hold(self, place: Place) -> bool:
+    def _can_hold(self, place: RowKey) -> bool:
         known = self._known.get(place)
         return known is not None and 0 < known.nbytes <= self._space.size_bytes
 
-    def _join(self, rank: int, wants: Mapping[Place, tuple[int, ...]]) -> dict[Place, _Row]:
+    def _join(self, rank: int, wants: Mapping[RowKey, tuple[int, ...]]) -> dict[RowKey, _Row]:
         """The wanted rows that have memory; new ones get it in order, up to the first that does not fit."""
-        asked: dict[Place, _Row] = {}
+        asked: dict[RowKey, _Row] = {}
         is_full = False
         for place, ranks in wants.items():
             row = self._rows.get(place)
@@ -162,7 +163,7 @@ class SharedReads:
                 asked[place] = row
         return asked
 
-    def _add(self, place: Place, ranks: set[int]) -> _Row | None:
+    def _add(self, place: RowKey, ranks: set[int]) -> _Row | None:
         known = self._known[place]
         offset = self._space.take(known.nbytes)
         if offset is None:
@@ -174,7 +175,7 @@ class SharedReads:
             self._loader = asyncio.ensure_future(self._load())
         return row
 
-    def _take(self, rank: int, places: Iterable[Place]) -> None:
+    def _take(self, rank: int, places: Iterable[RowKey]) -> None:
         """The rank has these; a row that all have gives its memory back."""
         for place in places:
             row = self._rows.get(place)
@@ -189,9 +190,9 @@ class SharedReads:
     def _waits_for(self, rank: int) -> bool:
         return any(rank in row.waiting for row in self._rows.values())
 
-    def _answer(self, ready: Mapping[Place, _Row], bad: Sequence[Place]) -> Shared:
+    def _answer(self, ready: Mapping[RowKey, _Row], bad: Sequence[RowKey]) -> SharedRows:
         self.bytes_served += sum(row.row.nbytes for row in ready.values())
-        return Shared(
+        return SharedRows(
             path=f"/proc/{os.getpid()}/fd/{self._fd}",
             offsets={place: row.offset for place, row in ready.items()},
             origin={place[0]: self._origin[place[0]] for place in ready},
@@ -206,29 +207,27 @@ class SharedReads:
             while self._queue and size + self._queue[0].row.nbytes <= LOAD_BYTES:
                 batch.append(self._queue.popleft())
                 size += batch[-1].row.nbytes
-            good: set[Place] = set()
+            good: set[RowKey] = set()
             try:
                 loop = asyncio.get_running_loop()
                 good = await loop.run_in_executor(self._pool, self._read, self._memory, batch)
             except Exception:
                 log.exception("reading for all ranks of this node failed; each reads by itself")
             for row in batch:
-                row.is_ready = place_of(row.row) in good
+                row.is_ready = row_key(row.row) in good
                 row.is_bad = not row.is_ready
             self._report()
 
-    def _read(self, memory: Bytes, batch: Sequence[_Row]) -> set[Place]:
+    def _read(self, memory: Bytes, batch: Sequence[_Row]) -> set[RowKey]:
         """The places of the rows that are in memory now, verified. Runs in a thread."""
         self._make_huge(max(row.offset + row.row.nbytes for row in batch))
-        places = {place_of(row.row): memory[row.offset : row.offset + row.row.nbytes] for row in batch}
-        good: set[Place] = set()
+        places = {row_key(row.row): memory[row.offset : row.offset + row.row.nbytes] for row in batch}
+        good: set[RowKey] = set()
         ticket = self._ticket
         reader = SourceReader(
             self._attempt, ticket.sources, credentials=ticket.credentials, remote=ticket.remote
         )
-        reader.read(
-            [row.row for row in batch], lambda row: _Landed(places[place_of(row)], place_of(row), good)
-        )
+        reader.read([row.row for row in batch], lambda row: _Landed(places[row_key(row)], row_key(row), good))
         for part in sorted(reader.parts, key=lambda part: part.size_bytes):
             self._origin[part.file] = (part.tier, part.where)
         self.bytes_read += sum(part.size_bytes for part in reader.parts)
@@ -257,7 +256,7 @@ class SharedReads:
 class _Landed(FlatSink):
     """A row's memory; notes when the row is there."""
 
-    def __init__(self, destination: Bytes, place: Place, good: set[Place]) -> None:
+    def __init__(self, destination: Bytes, place: RowKey, good: set[RowKey]) -> None:
         super().__init__(destination)
         self._place = place
         self._good = good

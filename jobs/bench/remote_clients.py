@@ -22,7 +22,7 @@ from jobs.bench.disk import NUM_SLICES, huge_buffer
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.location import Location
-from ray_ckpt.restore.reader import FlatSink, Source, SourceReader
+from ray_ckpt.restore.reader import FileSource, FlatSink, SourceReader
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import FileEntry, ManifestRow
 
@@ -95,7 +95,7 @@ class Ours:
 
     def download(self, source: Location, path: Path) -> None:
         """OSError if one digest is wrong."""
-        sources = {FILE: (Source(tier="remote", where=self._tier.where),)}
+        sources = {FILE: (FileSource(tier="remote", where=self._tier.where),)}
         reader = SourceReader(ATTEMPT, sources, credentials=None, remote=self._tier)
         reader.read(self._cargo.rows, self._sink)
         if reader.damage:

@@ -32,7 +32,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
-from ray_ckpt.restore.reader import Source, SourceReader, num_threads
+from ray_ckpt.restore.reader import FileSource, SourceReader, num_threads
 from ray_ckpt.storage.local.pages import make_huge
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow, Tier
 
@@ -121,7 +121,7 @@ class Restoring:
 
     def _restore(self, tier: Tier, path: str) -> float:
         started_s = time.perf_counter()
-        source = Source(tier=tier, where="here", path=path)
+        source = FileSource(tier=tier, where="here", path=path)
         reader = SourceReader(ATTEMPT, {FILE: (source,)}, credentials=None)
         load_items(self._items, self._state, self._rows, reader, rank=0, world_size=1)()
         assert not reader.damage, reader.rejected

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
@@ -40,7 +38,8 @@ from ray_ckpt.format.tree import TensorRef, decode_state, encode_tree
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import plan_restore
 from ray_ckpt.storage.checkpoint_files import CheckpointFile
-from ray_ckpt.types import Fragment, ManifestRow, Slice
+from ray_ckpt.storage.parallel import map_in_order
+from ray_ckpt.types import Fragment, ManifestRow, ProgressCallback, Slice
 
 BAND_BYTES = 16 << 20  # of a tensor at a time, on each side: enough for a disk's and a store's full speed
 TENSORS_AT_A_TIME = 4  # by a thread each: answers come late
@@ -55,8 +54,6 @@ _DAMAGED = "`ray-ckpt verify` shows all damage."
 
 Status: TypeAlias = Literal["equal", "changed", "dtype", "shape", "only_a", "only_b", "damaged"]
 Array: TypeAlias = npt.NDArray[Any]
-Progress: TypeAlias = Callable[[int], None]
-"""Called with the number of bytes read since the last call; from several threads, one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +101,11 @@ class ValueDiff:
 
 
 def compare(
-    a: CheckpointView, b: CheckpointView, *, only: str | Iterable[str] = (), progress: Progress | None = None
+    a: CheckpointView,
+    b: CheckpointView,
+    *,
+    only: str | Iterable[str] = (),
+    progress: ProgressCallback | None = None,
 ) -> Comparison:
     """What differs between two durable checkpoints, of all tensors or of those that `only` names.
 
@@ -129,7 +130,7 @@ class Comparison:
         b: CheckpointView,
         *,
         only: str | Iterable[str] = (),
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self._progress = progress or (lambda nbytes: None)
         self._lock = threading.Lock()
@@ -148,18 +149,13 @@ class Comparison:
 
     def __iter__(self) -> Iterator[TensorDiff]:
         stopped = threading.Event()
-        waiting: deque[Future[TensorDiff]] = deque()
-        pool = ThreadPoolExecutor(TENSORS_AT_A_TIME, thread_name_prefix="ray_ckpt-diff")
-        try:
-            for name in self.names:
-                waiting.append(pool.submit(self._compare, name, stopped))
-                if len(waiting) > 2 * TENSORS_AT_A_TIME:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            stopped.set()  # somebody may have had enough, and tensors are large
-            pool.shutdown(cancel_futures=True)
+        return map_in_order(
+            lambda name: self._compare(name, stopped),
+            self.names,
+            threads=TENSORS_AT_A_TIME,
+            name="diff",
+            stopped=stopped,  # tensors are large, so an early end does not wait for whole ones
+        )
 
     def values(self) -> tuple[ValueDiff, ...]:
         """The plain values of rank 0 that differ, at most MAX_VALUES. CorruptionError if they are damaged."""
@@ -249,7 +245,7 @@ def _diff(name: str, status: Status, a: _Tensor | None, b: _Tensor | None, **res
 class _Side:
     """The files of a checkpoint, and its rows by tensor."""
 
-    def __init__(self, label: str, view: CheckpointView, count: Progress) -> None:
+    def __init__(self, label: str, view: CheckpointView, count: ProgressCallback) -> None:
         self.label = label
         self._view = view
         self._world_size = view.info.world_size

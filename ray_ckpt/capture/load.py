@@ -39,8 +39,8 @@ from ray_ckpt.errors import CheckpointError, InsufficientSpace, MismatchError
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.plan.regions import Box
-from ray_ckpt.plan.restore import Copy, Read, RestorePlan, plan_restore
-from ray_ckpt.restore.reader import Place, Sink, SourceReader, place_of
+from ray_ckpt.plan.restore import Copy, Read, RestorePlan, RowKey, plan_restore, row_key
+from ray_ckpt.restore.reader import Sink, SourceReader
 from ray_ckpt.types import ManifestRow, RestoredPart, Slice
 
 log = logging.getLogger("ray_ckpt")
@@ -293,13 +293,13 @@ def _read(
     first: int,
 ) -> None:
     """Fill the targets. Returns when devices have everything too."""
-    by_place = {place_of(read.row): read for read in reads}
+    by_place = {row_key(read.row): read for read in reads}
     devices = {target.tensor.device for target in targets if target.tensor.device.type == "cuda"}
 
     def sink_of(row: ManifestRow) -> Sink:
         part = row.slice
         assert part is not None
-        copies = by_place[place_of(row)].copies
+        copies = by_place[row_key(row)].copies
         return sink_for(part.shape, DTYPES[part.dtype], [_target(copy, targets) for copy in copies])
 
     for device in devices:  # what may still be writing to the tensors, on whichever stream
@@ -311,8 +311,8 @@ def _read(
 
 
 def _sharers(
-    reads: Mapping[Place, Read], targets: list[LiveSlice], node_ranks: Sequence[int], first: int = 0
-) -> dict[Place, tuple[int, ...]]:
+    reads: Mapping[RowKey, Read], targets: list[LiveSlice], node_ranks: Sequence[int], first: int = 0
+) -> dict[RowKey, tuple[int, ...]]:
     """The rows of which several ranks of this node want all or a part, with these ranks.
 
     Every rank finds the same ones, from where tensors lie on which rank. Of a row for several tensors the
@@ -320,7 +320,7 @@ def _sharers(
     """
     if len(node_ranks) < 2:
         return {}
-    found: dict[Place, tuple[int, ...]] = {}
+    found: dict[RowKey, tuple[int, ...]] = {}
     alike: dict[int, tuple[int, ...]] = {}  # by identity: most slices have one tuple of all ranks in common
     boxes: dict[
         Hashable, tuple[tuple[int, tuple[Box, ...]], ...]

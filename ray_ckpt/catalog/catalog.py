@@ -11,7 +11,6 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -43,10 +42,11 @@ from ray_ckpt.format import names
 from ray_ckpt.location import Location, StoragePath, locate, without_tilde
 from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, read_run
+from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.file_store import FileStore
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
-from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level
-from ray_ckpt.verify.content import Damage, Progress, VerifyReport, verify_directory
+from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level, ProgressCallback
+from ray_ckpt.verify.content import Damage, VerifyReport, verify_directory
 
 __all__ = [
     "Catalog",
@@ -326,7 +326,7 @@ class Catalog:
         folder: str | os.PathLike[str],
         *,
         steps: Iterable[SupportsIndex] | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> dict[str, int]:
         """All tables as `<table>.parquet` in `folder`, which is made; gives the rows of each.
 
@@ -457,9 +457,8 @@ def _runs_in(location: Location, files: FileStore) -> tuple[Location, ...]:
         except PermissionError:  # somebody else's
             return False
 
-    with ThreadPoolExecutor(REQUESTS_AT_A_TIME, thread_name_prefix="ray_ckpt-runs") as pool:
-        found = zip(folders, pool.map(is_run_folder, folders), strict=True)
-        return tuple(location / folder for folder, it_is in found if it_is)
+    are_runs = map_in_order(is_run_folder, folders, threads=REQUESTS_AT_A_TIME, name="runs")
+    return tuple(location / folder for folder, is_run in zip(folders, are_runs, strict=True) if is_run)
 
 
 def _run_in(location: Location, files: FileStore) -> Location | None:
@@ -483,11 +482,11 @@ class _Fetched(MemoryLogStore):
     def __init__(self, store: LogStore, wanted: Iterable[str]) -> None:
         super().__init__()
         self._store = store
-        asked = tuple(wanted)
-        with ThreadPoolExecutor(REQUESTS_AT_A_TIME, thread_name_prefix="ray_ckpt-log") as pool:
-            for name, data in zip(asked, pool.map(store.read, asked), strict=True):
-                if data is not None:
-                    self.objects[name] = data
+        wanted = tuple(wanted)
+        read = map_in_order(store.read, wanted, threads=REQUESTS_AT_A_TIME, name="log")
+        for name, data in zip(wanted, read, strict=True):
+            if data is not None:
+                self.objects[name] = data
 
     def read(self, name: str) -> bytes | None:
         return self.objects[name] if name in self.objects else self._store.read(name)

@@ -6,8 +6,9 @@ Nothing that is read is trusted: each file is compared with a digest that the lo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -30,9 +31,10 @@ from ray_ckpt.format.manifest import (
 from ray_ckpt.location import Location
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles, files_on, is_fragment, readable
 from ray_ckpt.storage.log_store import read_run
+from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteTier
-from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment
-from ray_ckpt.verify.content import Damage, Progress, verify_files
+from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, ProgressCallback
+from ray_ckpt.verify.content import Damage, verify_files
 
 REQUESTS_AT_A_TIME = 16  # for small files of a store that answers late
 
@@ -81,12 +83,16 @@ class CheckpointView:
         """`fragments` one after the other, each with its file. One is held, and the bytes of a few."""
         files = self.files()
         listed = [f for f in self._description(files).files if is_fragment(f.name)]
-        with ThreadPoolExecutor(REQUESTS_AT_A_TIME, thread_name_prefix="ray_ckpt-manifest") as pool:
-            for first in range(0, len(listed), REQUESTS_AT_A_TIME):
-                some = listed[first : first + REQUESTS_AT_A_TIME]
-                read = pool.map(lambda entry: _fragment_bytes(files, entry), some)
-                for data, entry in zip(read, some, strict=True):
-                    yield _decoded(files, entry, data), entry
+        read = map_in_order(
+            partial(_fragment_bytes, files),
+            listed,
+            threads=REQUESTS_AT_A_TIME,
+            name="manifest",
+            max_results=REQUESTS_AT_A_TIME,
+        )
+        with closing(read):
+            for data, entry in zip(read, listed, strict=True):
+                yield _decoded(files, entry, data), entry
 
     def slices(self) -> pa.Table:
         """Its manifest as one table, a row per byte range; see format.manifest.COLUMNS."""
@@ -116,7 +122,7 @@ class CheckpointView:
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors())
 
-    def verify(self, progress: Progress | None = None) -> tuple[Damage, ...]:
+    def verify(self, progress: ProgressCallback | None = None) -> tuple[Damage, ...]:
         """Everything that is wrong with its files; empty if each byte is as it was saved."""
         return verify_files(self.files(), root_digest=self.info.root_digest, progress=progress).damages
 

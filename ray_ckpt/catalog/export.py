@@ -29,7 +29,7 @@ from ray_ckpt.catalog.load import OpenedRun
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
 from ray_ckpt.storage.output_file import output_file, whole_file
-from ray_ckpt.verify.content import Progress
+from ray_ckpt.types import ProgressCallback
 
 MAX_FILE_BYTES = 5 * 10**9  # of tensors in one file, but for a single larger one: as Hugging Face has it
 INDEX_FILE = "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def export_safetensors(
     only: Sequence[str] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> tuple[Path, ...]:
     """Whole tensors to the folder `out`; gives the files. Memory does not grow with the tensors.
 
@@ -179,7 +179,7 @@ def _header(shard: Mapping[str, LazyTensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress: Progress) -> None:
+def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress: ProgressCallback) -> None:
     """One file. A tensor goes to its place through mapped memory, which the kernel writes back."""
     size_bytes = len(header) + sum(lazy.nbytes for lazy in shard.values())
     for lazy in shard.values():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,10 +22,12 @@ import numpy.typing as npt
 
 from ray_ckpt.catalog.tables import MAX_HTML_ROWS, html_table
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError
+from ray_ckpt.format.blocks import BlockCutter, merge_ranges
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, plan_restore
 from ray_ckpt.storage.checkpoint_files import PERHAPS_DELETED, CheckpointFile, CheckpointFiles, readable
+from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import ManifestRow, Slice
 
 if TYPE_CHECKING:
@@ -271,13 +272,14 @@ class LazyTensor:
     def _read_into(self, spans: Sequence[range], out: Bytes) -> None:
         plan = self._plan(spans)
         steps = [span.step for span in spans]
-        with ThreadPoolExecutor(SLICES_AT_A_TIME, thread_name_prefix="ray_ckpt-lazy") as pool:
-            try:
-                for _ in pool.map(lambda read: self._tensors.read(read, steps, out), plan.reads):
-                    pass
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        reads = map_in_order(
+            lambda read: self._tensors.read(read, steps, out),
+            plan.reads,
+            threads=SLICES_AT_A_TIME,
+            name="lazy",
+        )
+        for _ in reads:
+            pass
 
 
 _DAMAGED = "Run `ray-ckpt verify` on it, and read another step."
@@ -378,7 +380,7 @@ def _copy(file: CheckpointFile, row: ManifestRow, copy: Copy, steps: Sequence[in
     out = out if row.slice.shape else out[None]
     digester = Digester() if all(map(_is_all, source, shape)) else None
     pieces = list(_pieces(shape, source, itemsize))
-    ranges = _joined((row.byte_offset + p.first * itemsize, p.num_elements * itemsize) for p in pieces)
+    ranges = merge_ranges((row.byte_offset + p.first * itemsize, p.num_elements * itemsize) for p in pieces)
     with closing(file.read(ranges)) as blocks:
         sizes = [piece.num_elements * itemsize for piece in pieces]
         for piece, data in zip(pieces, _buffers(blocks, sizes), strict=True):
@@ -443,28 +445,14 @@ def _extent(shape: Sequence[int], box: Sequence[range]) -> int:
     return extent + 1
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours as one."""
-    found: list[tuple[int, int]] = []
-    for offset, nbytes in ranges:
-        if found and sum(found[-1]) == offset:
-            found[-1] = (found[-1][0], found[-1][1] + nbytes)
-        else:
-            found.append((offset, nbytes))
-    return found
-
-
 def _buffers(blocks: Iterator[memoryview], sizes: Sequence[int]) -> Iterator[Bytes]:
     """The bytes of `blocks` in buffers of these sizes; each is valid until the next one. EOFError."""
-    buffer, rest = np.empty(max(sizes), np.uint8), memoryview(b"")
+    buffer, cutter = np.empty(max(sizes), np.uint8), BlockCutter(blocks)
     for size in sizes:
         filled = 0
-        while filled < size:
-            if not rest and not (rest := next(blocks, memoryview(b""))):
-                raise EOFError("it ends too early")
-            part, rest = rest[: size - filled], rest[size - filled :]
-            buffer[filled : filled + part.nbytes] = np.frombuffer(part, np.uint8)
-            filled += part.nbytes
+        for piece in cutter.pieces(size):
+            buffer[filled : filled + piece.nbytes] = np.frombuffer(piece, np.uint8)
+            filled += piece.nbytes
         yield buffer[:size]
 
 

@@ -25,7 +25,7 @@ from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, RestoreEr
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import TensorRef, decode_state
 from ray_ckpt.location import StoragePath
-from ray_ckpt.restore.reader import ProgressLog, Source, SourceReader
+from ray_ckpt.restore.reader import FileSource, ProgressLog, SourceReader
 from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class _Saved:
         self.info = view.info
         self._tier = view.tier
         self._rows = tuple(row for fragment in view.fragments() for row in fragment.rows)
-        source = (Source(tier="remote", where=view.where or ""),)
+        source = (FileSource(tier="remote", where=view.where or ""),)
         self._sources = dict.fromkeys((row.file for row in self._rows), source)
 
     def check_rank(self, rank: int) -> int:

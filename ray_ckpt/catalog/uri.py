@@ -21,7 +21,7 @@ from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names
 from ray_ckpt.location import Location
-from ray_ckpt.restore.reader import RestoreTicket, Source
+from ray_ckpt.restore.reader import FileSource, RestoreTicket
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.types import AttemptId
 
@@ -75,7 +75,7 @@ class Origin:
         )
         opened = run.at(self.attempt)
         fragments = opened.fragments()
-        source = (Source(tier="remote", where=self.uri),)
+        source = (FileSource(tier="remote", where=self.uri),)
         files = {row.file for fragment in fragments for row in fragment.rows}
         return RestoreTicket(
             session=session,

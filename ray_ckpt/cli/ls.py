@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +29,7 @@ from ray_ckpt.cli.output import (
 from ray_ckpt.cli.progress import count_bar
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, NewerFormat
 from ray_ckpt.location import Location, without_tilde
+from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import CheckpointInfo
 
 
@@ -84,8 +84,10 @@ def ls(
     except ConfigError:
         if not (runs := find_runs(path, options)):
             raise
-        with ThreadPoolExecutor(REQUESTS_AT_A_TIME) as pool:
-            rows = list(pool.map(lambda run: _run_summary(run, options), runs))
+        summaries = map_in_order(
+            lambda run: _run_summary(run, options), runs, threads=REQUESTS_AT_A_TIME, name="ls"
+        )
+        rows = list(summaries)
         _list_runs(rows, as_json)
         if any(row.get("damaged") for row in rows):
             raise typer.Exit(EXIT_DAMAGED) from None

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_ckpt.errors import CorruptionError, FormatError, missing_package
+from ray_ckpt.format.blocks import BlockCutter
 
 if TYPE_CHECKING:
     import zstandard
@@ -73,7 +74,7 @@ def encode(blocks: Iterable[Buffer], level: int) -> Iterator[bytes]:
     import zstandard
 
     compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
-    raw, entries = _Cutter(blocks), bytearray()
+    raw, entries = BlockCutter(blocks), bytearray()
     while frame := raw.take(FRAME_BYTES):
         if len(entries) == MAX_FRAMES * _ENTRY.size:
             raise FormatError(f"A file of more than {MAX_FRAMES * FRAME_BYTES} bytes cannot be compressed.")
@@ -224,14 +225,14 @@ def decode(blocks: Iterable[Buffer], table: SeekTable, frames: Iterable[int]) ->
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=FRAME_BYTES)  # else it takes 128 MiB if told
-    cutter = _Cutter(blocks)
+    cutter = BlockCutter(blocks)
     for frame in frames:
         _, nbytes = table.stored(range(frame, frame + 1))
         stored = cutter.take(nbytes)
         if stored.nbytes < nbytes:
             raise _damaged(frame, f"it has {stored.nbytes} of {nbytes} bytes")
         yield memoryview(_decode_frame(decompressor, stored, frame, table.raw_nbytes(frame)))
-    cutter.end()
+    _check_end(cutter)
 
 
 class SeekableReader:
@@ -278,9 +279,9 @@ class SeekableReader:
         if not nbytes:  # stores refuse to read nothing
             return b""
         with contextlib.closing(self._read([(stored_size - nbytes, nbytes)])) as blocks:
-            cutter = _Cutter(blocks)
+            cutter = BlockCutter(blocks)
             tail = bytes(cutter.take(nbytes))
-            cutter.end()
+            _check_end(cutter)
         return tail
 
 
@@ -315,44 +316,12 @@ def _decode_frame(
         raise _damaged(frame, str(error)) from error
 
 
+def _check_end(cutter: BlockCutter) -> None:
+    """Let the stream of blocks finish; CorruptionError if it has more bytes."""
+    if not cutter.at_end():
+        raise CorruptionError("A compressed file gave more bytes than were requested.")
+
+
 def _damaged(frame: int, what: str) -> CorruptionError:
     end = (frame + 1) * FRAME_BYTES
     return CorruptionError(f"Frame {frame} of a compressed file is damaged: {what}.", frame=frame, end=end)
-
-
-class _Cutter:
-    """Blocks of any size as pieces of a wanted size."""
-
-    def __init__(self, blocks: Iterable[Buffer]) -> None:
-        self._blocks = iter(blocks)
-        self._rest = memoryview(b"")
-
-    def take(self, nbytes: int) -> memoryview:
-        """The next `nbytes` bytes, or fewer at the end. Valid until the next call; copied only if they lie in
-        more than one block.
-        """
-        self._fill()
-        if self._rest.nbytes >= nbytes:
-            return self._split(nbytes)
-        piece = bytearray()
-        while len(piece) < nbytes and self._fill():
-            piece += self._split(nbytes - len(piece))
-        return memoryview(piece)
-
-    def end(self) -> None:
-        """Let whoever gives the blocks finish. CorruptionError if there are more bytes."""
-        if self._fill():
-            raise CorruptionError("A compressed file gave more bytes than were asked for.")
-
-    def _split(self, nbytes: int) -> memoryview:
-        piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]
-        return piece
-
-    def _fill(self) -> bool:
-        """Have bytes at hand; False if there are none left."""
-        while not self._rest.nbytes:
-            block = next(self._blocks, None)
-            if block is None:
-                return False
-            self._rest = memoryview(block).cast("B")
-        return True

@@ -8,8 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 from ray_ckpt.types import ManifestRow, Slice
+
+RowKey: TypeAlias = tuple[str, int]
+"""Names a manifest row of a checkpoint: its file, and the offset of its bytes there."""
+
+
+def row_key(row: ManifestRow) -> RowKey:
+    return row.file, row.byte_offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +59,8 @@ def plan_restore(
     own copy of what may differ between ranks.
     """
     saved = _by_key(rows, prefer_file)
-    copies: dict[tuple[str, int], list[Copy]] = {}
-    chosen: dict[tuple[str, int], ManifestRow] = {}
+    copies: dict[RowKey, list[Copy]] = {}
+    chosen: dict[RowKey, ManifestRow] = {}
     problems: list[str] = []
     for index, target in enumerate(targets):
         found = saved.get(target.key, {})
@@ -61,26 +69,24 @@ def plan_restore(
             continue
         exact = found.get((target.offset, target.shape))
         if exact is not None and target.num_elements:  # saved as it is wanted, as in most restores
-            place = (exact.file, exact.byte_offset)
             origin = (0,) * len(target.shape)
             whole = Copy(target=index, source_start=origin, target_start=origin, shape=target.shape)
-            copies.setdefault(place, []).append(whole)
-            chosen[place] = exact
+            copies.setdefault(row_key(exact), []).append(whole)
+            chosen[row_key(exact)] = exact
             continue
         pieces: list[Copy] = []
         for row in found.values():
             assert row.slice is not None
             if (copy := _intersect(index, target, row.slice)) is not None:
-                place = (row.file, row.byte_offset)
-                copies.setdefault(place, []).append(copy)
-                chosen[place] = row
+                copies.setdefault(row_key(row), []).append(copy)
+                chosen[row_key(row)] = row
                 pieces.append(copy)
         filled = sum(prod(piece.shape) for piece in pieces)
         if filled != target.num_elements:
             problems.append(f"{target.key}: {filled} of {target.num_elements} elements were saved")
         elif _overlap(pieces):
             problems.append(f"{target.key}: saved regions overlap, so others are missing")
-    reads = tuple(Read(row=chosen[place], copies=tuple(copies[place])) for place in sorted(chosen))
+    reads = tuple(Read(row=chosen[key], copies=tuple(copies[key])) for key in sorted(chosen))
     return RestorePlan(reads=reads, problems=tuple(problems))
 
 

@@ -13,11 +13,11 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -25,7 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_ckpt.errors import CheckpointError, CorruptionError, FormatError, Unavailable
+from ray_ckpt.format.blocks import BlockCutter
 from ray_ckpt.format.digest import Digester, digest
+from ray_ckpt.plan.restore import RowKey, row_key
+from ray_ckpt.restore.extents import Extent, Tally, cut_extents, first_rows, rows_by_file
 from ray_ckpt.restore.sources import ByteSource, Disk, Mapped, Peer, Peers, Remote
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.texts import tier_text
@@ -43,25 +46,11 @@ from ray_ckpt.types import (
 )
 
 PIECE_BYTES = 2 << 20  # hashed and then copied: fits a cache, and is long enough to be copied past it
-EXTENT_BYTES: Mapping[Tier, int] = {
-    "memory": 32 << 20,  # starts at once: small enough for every thread to have a share
-    "local": 256 << 20,  # each fills its own read-ahead first: measured, 64 MiB cost a fifth of the speed
-    "peer": 64 << 20,  # a request is cheap, and a shard is to come in several streams
-    "remote": 64 << 20,  # several streams in each, and a share for every thread
-}  # read by one thread at a time
-EXTENT_ROWS = 10_000  # of one task: bounds a request to a peer
-GAP_BYTES: Mapping[Tier, int] = {
-    "memory": 64 << 10,
-    "local": 64 << 10,
-    "peer": 64 << 10,
-    "remote": 1 << 20,  # an object store answers after tens of milliseconds
-}  # between rows: reading over it costs less than another request
 FETCH_BYTES = 256 << 20  # asked of the node's agent at a time
 PROGRESS_S = 1.0  # between two calls of `progress`
 LOG_EVERY_S = 5.0  # between two lines about a long restore
 MAX_REJECTED = 200  # notes kept about bad rows and sources; the rest would say the same
 
-Place: TypeAlias = tuple[str, int]  # of a row: its file, and where its bytes begin in it
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
@@ -78,7 +67,7 @@ def num_threads(tier: Tier) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class FileSource:
     """One place that holds a file: a path on this node, a peer's endpoint, or the run's storage path."""
 
     tier: Tier
@@ -95,7 +84,7 @@ class RestoreTicket:
     epoch: int  # of the coordinator that opened the session
     checkpoint: CheckpointInfo | None
     fragments: tuple[Fragment, ...] = ()
-    sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+    sources: Mapping[str, tuple[FileSource, ...]] = field(default_factory=dict)
     credentials: Credentials | None = field(default=None, repr=False)
     storage: RemoteRef | None = None  # of the sources that are remote
     damage: tuple[str, ...] = ()  # why the manifest itself cannot be had; then there is nothing to read
@@ -107,28 +96,24 @@ class RestoreTicket:
         return self.storage.open() if self.storage is not None else None
 
 
-def place_of(row: ManifestRow) -> Place:
-    return row.file, row.byte_offset
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class SharedRows:
     """Rows that the node's agent has read for all its ranks, in memory that a rank can map.
 
     A row that was asked for and is in neither `offsets` nor `refused` will be there later.
     """
 
     path: str = ""
-    offsets: Mapping[Place, int] = field(default_factory=dict)
+    offsets: Mapping[RowKey, int] = field(default_factory=dict)
     origin: Mapping[str, tuple[Tier, str]] = field(default_factory=dict)  # of each file: tier and where
-    refused: tuple[Place, ...] = ()  # the rank has to read them by itself
+    refused: tuple[RowKey, ...] = ()  # the rank has to read them by itself
 
 
-Fetch: TypeAlias = Callable[[Mapping[Place, tuple[int, ...]], tuple[Place, ...]], Shared]
+FetchRows: TypeAlias = Callable[[Mapping[RowKey, tuple[int, ...]], tuple[RowKey, ...]], SharedRows]
 """Ask the agent for rows, each with the ranks of the node that want it, and say which ones this rank has
 copied since. Blocks until some of them are there or refused. CheckpointError if there is no agent."""
 
-Progress: TypeAlias = Callable[[int, int, Tier], None]
+RestoreProgress: TypeAlias = Callable[[int, int, Tier], None]
 """Told bytes read, bytes wanted and the tier that is being read; from one thread, about once a second."""
 
 
@@ -171,12 +156,12 @@ class SourceReader:
     def __init__(
         self,
         attempt: AttemptId,
-        sources: Mapping[str, Sequence[Source]],
+        sources: Mapping[str, Sequence[FileSource]],
         *,
         credentials: Credentials | None,
         remote: RemoteTier | None = None,
-        fetch: Fetch | None = None,
-        progress: Progress | None = None,
+        fetch: FetchRows | None = None,
+        progress: RestoreProgress | None = None,
         limiter: Limiter | None = None,
     ) -> None:
         self._attempt = attempt
@@ -196,7 +181,7 @@ class SourceReader:
         self,
         rows: Iterable[ManifestRow],
         sink_for: SinkFor,
-        sharers: Mapping[Place, tuple[int, ...]] | None = None,
+        sharers: Mapping[RowKey, tuple[int, ...]] | None = None,
     ) -> None:
         """Bring each row to its sink, verified. Rows without an intact source go to `damage`.
 
@@ -208,7 +193,7 @@ class SourceReader:
         for row in rows:
             if not row.nbytes:
                 sink_for(row).finish()
-        left = _by_file(row for row in rows if row.nbytes)
+        left = rows_by_file(row for row in rows if row.nbytes)
         self._meter.begin(sum(row.nbytes for wanted in left.values() for row in wanted))
         with contextlib.ExitStack() as stack:
             stack.callback(self._unmap)
@@ -216,10 +201,10 @@ class SourceReader:
             pools = _Pools(stack)
             if sharers and self._fetch is not None:
                 self._read_shared(left, sink_for, sharers, pools, self._fetch)
-            turn, jobs = 0, self._jobs(left, 0)
-            while jobs:
-                self._run(jobs, sink_for, pools, left)
-                turn, jobs = turn + 1, self._jobs(left, turn + 1)
+            turn, extents = 0, self._extents(left, 0)
+            while extents:
+                self._read_extents(extents, sink_for, pools, left)
+                turn, extents = turn + 1, self._extents(left, turn + 1)
         for file in sorted(left):
             self.damage += [f"{file}: {row.label}" for row in left[file]]
 
@@ -229,20 +214,19 @@ class SourceReader:
         self.read([row], lambda _: FlatSink(data))
         return None if len(self.damage) > damaged else data.tobytes()
 
-    def _jobs(self, left: Mapping[str, Sequence[ManifestRow]], turn: int) -> list[_Job]:
-        """What to read from the source number `turn` of each file. Empty if no file has so many."""
-        jobs: list[_Job] = []
+    def _extents(self, left: Mapping[str, Sequence[ManifestRow]], turn: int) -> list[Extent]:
+        """Cut the rows that are left, for the source number `turn` of each file. Empty if no file has it."""
+        extents: list[Extent] = []
         for file in sorted(left):
             sources = self._sources.get(file, ())
             if turn < len(sources):
                 source = sources[turn]
-                tally = _Tally(file, source.tier, source.where)
-                jobs += _extents(
-                    self._byte_source(source, file), tally, [(r.byte_offset, r) for r in left[file]]
-                )
-        return jobs
+                tally = Tally(file, source.tier, source.where)
+                placed = ((row.byte_offset, row) for row in left[file])
+                extents += cut_extents(self._byte_source(source, file), tally, placed)
+        return extents
 
-    def _byte_source(self, source: Source, file: str) -> ByteSource:
+    def _byte_source(self, source: FileSource, file: str) -> ByteSource:
         if source.tier == "peer":
             name = FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=file)
             return Peer(self._peers, source.endpoint, name)
@@ -263,49 +247,51 @@ class SourceReader:
         self,
         left: dict[str, list[ManifestRow]],
         sink_for: SinkFor,
-        sharers: Mapping[Place, tuple[int, ...]],
+        sharers: Mapping[RowKey, tuple[int, ...]],
         pools: _Pools,
-        fetch: Fetch,
+        fetch: FetchRows,
     ) -> None:
         """Take from the agent what it gives. All ranks ask in the order of places: see SharedReads."""
         wanted = {
-            place: row
+            key: row
             for file in sorted(left)
             if not any(source.tier == "memory" for source in self._sources.get(file, ()))
             for row in left[file]
-            if (place := place_of(row)) in sharers
+            if (key := row_key(row)) in sharers
         }
-        taken: tuple[Place, ...] = ()
+        taken: tuple[RowKey, ...] = ()
         try:
             while wanted:
-                shared = fetch({place: sharers[place] for place in _window(wanted)}, taken)
+                shared = fetch({key: sharers[key] for key in first_rows(wanted, FETCH_BYTES)}, taken)
                 taken = tuple(shared.offsets)
                 if not taken and not shared.refused:
-                    raise Unavailable("The agent gave nothing.")
-                self._run(self._shared_jobs(shared, wanted), sink_for, pools, left)
-                for place in (*taken, *shared.refused):
-                    wanted.pop(place, None)
+                    raise Unavailable("The agent returned no rows.")
+                self._read_extents(self._shared_extents(shared, wanted), sink_for, pools, left)
+                for key in (*taken, *shared.refused):
+                    wanted.pop(key, None)
             if taken:
                 fetch({}, taken)
         except CheckpointError as error:
             self._reject(f"reading together with the other ranks of this node: {error}")
 
-    def _shared_jobs(self, shared: Shared, wanted: Mapping[Place, ManifestRow]) -> list[_Job]:
+    def _shared_extents(self, shared: SharedRows, wanted: Mapping[RowKey, ManifestRow]) -> list[Extent]:
         files: dict[str, list[tuple[int, ManifestRow]]] = {}
-        for place, offset in shared.offsets.items():
-            files.setdefault(place[0], []).append((offset, wanted[place]))
-        way = self._mapped(shared.path, base=0, seal=b"")
+        for key, offset in shared.offsets.items():
+            files.setdefault(key[0], []).append((offset, wanted[key]))
+        memory = self._mapped(shared.path, base=0, seal=b"")
         return [
-            job
+            extent
             for file, placed in files.items()
-            for job in _extents(way, _Tally(file, *shared.origin[file]), sorted(placed, key=_start))
+            for extent in cut_extents(
+                memory, Tally(file, *shared.origin[file]), sorted(placed, key=itemgetter(0))
+            )
         ]
 
-    def _run(
-        self, jobs: Sequence[_Job], sink_for: SinkFor, pools: _Pools, left: dict[str, list[ManifestRow]]
+    def _read_extents(
+        self, extents: Sequence[Extent], sink_for: SinkFor, pools: _Pools, left: dict[str, list[ManifestRow]]
     ) -> None:
-        """Run jobs to their end and take the rows that are done out of `left`."""
-        futures = [pools.of(job).submit(self._read_extent, job, sink_for) for job in jobs]
+        """Read all extents, and take the rows that were read out of `left`."""
+        futures = [pools.of(extent).submit(self._read_extent, extent, sink_for) for extent in extents]
         while True:
             done, waiting = wait(futures, timeout=PROGRESS_S, return_when=FIRST_EXCEPTION)
             for future in done:
@@ -314,48 +300,47 @@ class SourceReader:
             if not waiting:
                 break
         finished: dict[str, set[int]] = {}
-        for job in jobs:
-            finished.setdefault(job.tally.file, set()).update(row.byte_offset for row in job.done)
+        for extent in extents:
+            finished.setdefault(extent.tally.file, set()).update(row.byte_offset for row in extent.done)
         for file, offsets in finished.items():
             left[file] = [row for row in left[file] if row.byte_offset not in offsets]
-        self.parts += [
-            tally.part() for tally in {id(j.tally): j.tally for j in jobs}.values() if tally.size_bytes
-        ]
+        tallies = {id(extent.tally): extent.tally for extent in extents}.values()
+        self.parts += [tally.part() for tally in tallies if tally.size_bytes]
 
-    def _read_extent(self, job: _Job, sink_for: SinkFor) -> None:
-        tally, start_s = job.tally, time.monotonic()
+    def _read_extent(self, extent: Extent, sink_for: SinkFor) -> None:
+        tally, start_s = extent.tally, time.monotonic()
         self._meter.tier = tally.tier
-        for tries_left in reversed(range(job.way.tries)):
+        for tries_left in reversed(range(extent.source.tries)):
             try:
-                self._read_rows(job, sink_for)
+                self._read_rows(extent, sink_for)
                 break
             except (OSError, EOFError, Unavailable) as error:
-                self._reject(f"{tally.file} on {tally.tier} {tally.where}: {error}")
+                self._reject(f"{tally.file} on {tally.source_text}: {error}")
                 if isinstance(error, Unavailable) and error.fields.get("refused"):
                     break
                 if not tries_left:
-                    job.way.give_up()
+                    extent.source.give_up()
         with self._lock:
-            tally.add(sum(row.nbytes for row in job.done), start_s, time.monotonic())
+            tally.add(sum(row.nbytes for row in extent.done), start_s, time.monotonic())
 
-    def _read_rows(self, job: _Job, sink_for: SinkFor) -> None:
-        """The rows of a job that are still to be read; those that an error comes after count all the same."""
-        job.way.open()
+    def _read_rows(self, extent: Extent, sink_for: SinkFor) -> None:
+        """Read the rows that are left. Rows that were read before an error count as done."""
+        extent.source.open()
         intact: list[tuple[ManifestRow, Sink]] = []
         try:
-            while job.left:
+            while extent.left:
                 try:
-                    with contextlib.closing(job.way.read(_ranges(job.left, job.gap_bytes))) as blocks:
-                        self._verify(job, _Pieces(self._paced(blocks)), sink_for, intact)
-                except CorruptionError as error:  # of a frame: the rows behind may be intact
+                    with contextlib.closing(extent.source.read(extent.ranges())) as blocks:
+                        self._verify(extent, BlockCutter(self._paced(blocks)), sink_for, intact)
+                except CorruptionError as error:  # of a compressed frame: the rows behind it may be intact
                     is_table = isinstance(error, FormatError)
-                    _leave_out(job.left, math.inf if is_table else error.fields.get("end", 0))
-                    self._reject(f"{job.tally.file} on {job.tally.tier} {job.tally.where}: {error}")
+                    extent.drop_until(math.inf if is_table else error.fields.get("end", 0))
+                    self._reject(f"{extent.tally.file} on {extent.tally.source_text}: {error}")
         finally:
-            job.way.check()
+            extent.source.check()
             for row, sink in intact:
                 sink.finish()
-                job.done.append(row)
+                extent.done.append(row)
 
     def _paced(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
         for block in blocks:
@@ -363,26 +348,26 @@ class SourceReader:
             yield block
 
     def _verify(
-        self, job: _Job, pieces: _Pieces, sink_for: SinkFor, intact: list[tuple[ManifestRow, Sink]]
+        self, extent: Extent, blocks: BlockCutter, sink_for: SinkFor, intact: list[tuple[ManifestRow, Sink]]
     ) -> None:
-        at = job.left[0][0] if job.left else 0
-        while job.left:
-            start, row = job.left[0]
-            pieces.skip(_gap(at, start, job.gap_bytes))
-            sink = self._read_intact(row, pieces, sink_for)
-            job.left.popleft()
+        at = extent.start
+        while extent.left:
+            for _ in blocks.pieces(extent.gap(at)):
+                pass
+            start, row = extent.left[0]
+            sink = self._read_intact(row, blocks, sink_for)
+            extent.left.popleft()
             at = start + row.nbytes
             if sink is not None:
                 intact.append((row, sink))
             else:
-                where = f"{job.tally.tier} {job.tally.where}"
-                self._reject(f"{row.file}: {row.label} on {where}: wrong digest")
-        pieces.end()
+                self._reject(f"{row.file}: {row.label} on {extent.tally.source_text}: wrong digest")
+        blocks.at_end()  # lets the source check that it has sent all, and no more
 
-    def _read_intact(self, row: ManifestRow, pieces: _Pieces, sink_for: SinkFor) -> Sink | None:
-        """The next row's bytes into a sink; None if they are not what was saved."""
-        whole = pieces.whole(row.nbytes)
-        if whole is not None:  # the way of thousands of small rows
+    def _read_intact(self, row: ManifestRow, blocks: BlockCutter, sink_for: SinkFor) -> Sink | None:
+        """Bring the next row's bytes to its sink; return None if their digest is wrong."""
+        whole = blocks.take_whole(row.nbytes) if row.nbytes <= PIECE_BYTES else None
+        if whole is not None:  # a fast path for thousands of small rows
             if digest(whole) != row.digest:
                 return None
             sink = sink_for(row)
@@ -390,7 +375,7 @@ class SourceReader:
             self._meter.add(row.nbytes)
             return sink
         state, sink = Digester(), sink_for(row)
-        for piece in pieces.take(row.nbytes):
+        for piece in blocks.pieces(row.nbytes, PIECE_BYTES):
             state.update(piece)
             sink.write(piece)
             self._meter.add(piece.nbytes)
@@ -426,147 +411,6 @@ class ProgressLog:
         )
 
 
-# -- extents -----------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What has come of a file from one source."""
-
-    file: str
-    tier: Tier
-    where: str
-    size_bytes: int = 0
-    start_s: float = math.inf
-    end_s: float = 0.0
-
-    def add(self, size_bytes: int, start_s: float, end_s: float) -> None:
-        self.size_bytes += size_bytes
-        self.start_s, self.end_s = min(self.start_s, start_s), max(self.end_s, end_s)
-
-    def part(self) -> RestoredPart:
-        return RestoredPart(
-            file=self.file,
-            tier=self.tier,
-            where=self.where,
-            size_bytes=self.size_bytes,
-            seconds=self.end_s - self.start_s,
-        )
-
-
-@dataclass(slots=True)
-class _Job:
-    """Rows that one thread reads from one source: each with where its bytes begin there, in that order."""
-
-    way: ByteSource
-    tally: _Tally
-    left: deque[tuple[int, ManifestRow]]
-    done: list[ManifestRow] = field(default_factory=list)
-
-    @property
-    def gap_bytes(self) -> int:
-        return GAP_BYTES[self.tally.tier]
-
-
-def _extents(way: ByteSource, tally: _Tally, placed: Sequence[tuple[int, ManifestRow]]) -> Iterator[_Job]:
-    """Jobs of about an extent's bytes; a larger row is one alone."""
-    limit = EXTENT_BYTES["memory" if isinstance(way, Mapped) else tally.tier]
-    part: deque[tuple[int, ManifestRow]] = deque()
-    size = 0
-    for start, row in placed:
-        if part and (size + row.nbytes > limit or len(part) == EXTENT_ROWS):
-            yield _Job(way, tally, part)
-            part, size = deque(), 0
-        part.append((start, row))
-        size += row.nbytes
-    if part:
-        yield _Job(way, tally, part)
-
-
-def _leave_out(left: deque[tuple[int, ManifestRow]], end: float) -> None:
-    """Drop the rows that begin before byte `end` of their file, and at least one."""
-    if left:
-        left.popleft()
-    while left and left[0][0] < end:
-        left.popleft()
-
-
-def _gap(end: int, start: int, gap_bytes: int) -> int:
-    """Bytes to read over between two rows; none if they are so far apart that each is asked for by itself."""
-    return start - end if start - end <= gap_bytes else 0
-
-
-def _ranges(placed: Iterable[tuple[int, ManifestRow]], gap_bytes: int) -> list[tuple[int, int]]:
-    """(offset, size) of what covers the rows."""
-    ranges: list[tuple[int, int]] = []
-    for start, row in placed:
-        offset, size = ranges[-1] if ranges else (start, 0)
-        if start - (offset + size) <= gap_bytes and ranges:
-            ranges[-1] = (offset, start + row.nbytes - offset)
-        else:
-            ranges.append((start, row.nbytes))
-    return ranges
-
-
-class _Pieces:
-    """Blocks of any size, cut where rows begin and end."""
-
-    def __init__(self, blocks: Iterator[memoryview]) -> None:
-        self._blocks = blocks
-        self._rest = memoryview(b"")
-
-    def whole(self, nbytes: int) -> memoryview | None:
-        """The next `nbytes` bytes if they are one piece."""
-        if nbytes > min(self._rest.nbytes, PIECE_BYTES):
-            return None
-        piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]
-        return piece
-
-    def take(self, nbytes: int) -> Iterator[memoryview]:
-        """The next `nbytes` bytes in pieces of at most PIECE_BYTES. EOFError if there are fewer."""
-        while nbytes:
-            if not self._rest.nbytes:
-                block = next(self._blocks, None)
-                if block is None:
-                    raise EOFError("it ends too early")
-                self._rest = block
-                continue
-            size = min(nbytes, self._rest.nbytes, PIECE_BYTES)
-            piece, self._rest = self._rest[:size], self._rest[size:]
-            nbytes -= size
-            yield piece
-
-    def skip(self, nbytes: int) -> None:
-        if nbytes:
-            for _ in self.take(nbytes):
-                pass
-
-    def end(self) -> None:
-        """Let whoever gives the blocks finish."""
-        next(self._blocks, None)
-
-
-def _by_file(rows: Iterable[ManifestRow]) -> dict[str, list[ManifestRow]]:
-    files: dict[str, list[ManifestRow]] = {}
-    for row in sorted(rows, key=place_of):
-        files.setdefault(row.file, []).append(row)
-    return files
-
-
-def _start(placed: tuple[int, ManifestRow]) -> int:
-    return placed[0]
-
-
-def _window(wanted: Mapping[Place, ManifestRow]) -> Iterator[Place]:
-    """The first places, of FETCH_BYTES together, but at least one."""
-    size = 0
-    for place, row in wanted.items():
-        size += row.nbytes
-        if size > FETCH_BYTES and size > row.nbytes:
-            return
-        yield place
-
-
 # -- threads and progress -----------------------------------------------------------------------------
 
 
@@ -577,8 +421,8 @@ class _Pools:
         self._stack = stack
         self._pools: dict[Tier, ThreadPoolExecutor] = {}
 
-    def of(self, job: _Job) -> ThreadPoolExecutor:
-        tier: Tier = "memory" if isinstance(job.way, Mapped) else job.tally.tier
+    def of(self, extent: Extent) -> ThreadPoolExecutor:
+        tier = extent.speed_tier
         if tier not in self._pools:
             pool = ThreadPoolExecutor(num_threads(tier), thread_name_prefix=f"ray_ckpt-restore-{tier}")
             self._stack.callback(partial(pool.shutdown, cancel_futures=True))
@@ -589,7 +433,7 @@ class _Pools:
 class _Meter:
     """Counts bytes and tells of them now and then."""
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self, progress: RestoreProgress | None) -> None:
         self._progress = progress
         self._lock = threading.Lock()
         self._done = self._total = 0

@@ -17,8 +17,9 @@ from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
-from ray_ckpt.restore.reader import Place, RestoreTicket, Shared
+from ray_ckpt.restore.reader import RestoreTicket, SharedRows
 from ray_ckpt.types import AttemptId, GroupPart, Level, RankRestore, ranks_of
 
 
@@ -109,8 +110,10 @@ class Link(Protocol):
         """
         ...
 
-    def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
-        """Rows that several ranks of this node want, read once by its agent; see `restore.Fetch`.
+    def fetch(
+        self, session: int, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
+    ) -> SharedRows:
+        """Rows that several ranks of this node want, read once by its agent; see `restore.FetchRows`.
 
         Unavailable if there is no agent: the rank reads them by itself.
         """

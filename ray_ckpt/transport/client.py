@@ -12,6 +12,7 @@ import pyarrow.flight as flight
 from typing_extensions import Buffer
 
 from ray_ckpt.errors import FormatError, Unavailable
+from ray_ckpt.format.blocks import merge_ranges
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.credentials import SERVER_NAME, Credentials
@@ -105,7 +106,7 @@ class PeerClient:
         if not left:
             return
         with self._naming(name):
-            reader = self._get(name, wire.merged(ranges), self._options(left, slowest_bytes_per_s))
+            reader = self._get(name, merge_ranges(ranges), self._options(left, slowest_bytes_per_s))
             try:
                 for chunk in wire.chunks(reader):
                     left -= chunk.nbytes

@@ -15,6 +15,7 @@ import pyarrow.flight as flight
 from typing_extensions import Buffer
 
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError
+from ray_ckpt.format.blocks import merge_ranges
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.transport.pulse import Beats
@@ -94,7 +95,7 @@ class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
     def _batches(self, request: wire.GetRequest) -> Iterator[pa.RecordBatch]:
         ranges: Iterable[tuple[int, int | None]] = ((0, None),)
         if request.ranges:
-            ranges = wire.merged(request.ranges)
+            ranges = merge_ranges(request.ranges)
         blocks = (block for at, size in ranges for block in self._files.read(request.name, at, size))
         with _told():
             for chunk in wire.gathered(blocks):

@@ -28,7 +28,7 @@ NOT_HERE = -1  # the size of a file that a peer does not have
 REFUSED = b"refused"  # goes with an error: this peer will not do it the next time either
 SMALL_BYTES = 64 << 10  # copied together: a message costs as much time as a copy of some MiB
 KEPT_BLOCK_BYTES = 31 << 20  # just below 32 MiB, from which on glibc adapts to nothing
-MAX_RANGES = 10_000  # in one request: the rows of an extent, `restore.EXTENT_ROWS`
+MAX_RANGES = 10_000  # in one request: the rows of an extent, `restore.extents.EXTENT_ROWS`
 MAX_REQUEST_BYTES = 1 << 20  # of a request: twice what MAX_RANGES take
 
 
@@ -141,17 +141,6 @@ def gathered(blocks: Iterable[Buffer]) -> Iterator[memoryview]:
             yield piece
     if chunk:
         yield memoryview(chunk)
-
-
-def merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same bytes in the same order, in as few ranges (offset, size) as can be."""
-    found: list[tuple[int, int]] = []
-    for offset, size in ranges:
-        if found and sum(found[-1]) == offset:
-            found[-1] = (found[-1][0], found[-1][1] + size)
-        elif size:
-            found.append((offset, size))
-    return tuple(found)
 
 
 def keep_freed_memory() -> None:

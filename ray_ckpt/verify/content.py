@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from ray_ckpt.errors import CorruptionError, FormatError, NewerFormat
 from ray_ckpt.format import names
+from ray_ckpt.format.blocks import BlockCutter, BlocksEnded
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.digest import root_digest as digest_of_files
 from ray_ckpt.format.manifest import (
@@ -29,13 +29,11 @@ from ray_ckpt.format.manifest import (
 )
 from ray_ckpt.location import StoragePath
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles, SavedFiles, files_at, is_fragment
-from ray_ckpt.types import FileEntry, Fragment, ManifestRow
+from ray_ckpt.storage.parallel import map_in_order
+from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
 
 MAX_MISSING = 1000  # fragments that are named; one that is there may say that it is of a million
 FILES_AT_A_TIME = 4  # read by a thread each, with 72 MiB on their way at most: answers come late
-
-Progress: TypeAlias = Callable[[int], None]
-"""Called with the number of bytes read since the last call; from several threads, one at a time."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -98,7 +96,7 @@ def verify_directory(
     storage_options: Mapping[str, str] | None = None,
     *,
     root_digest: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> VerifyReport:
     """`verify_files` of a checkpoint's directory, or of a copy of it under any name. ConfigError if there can
     be no such place, or no credentials for it.
@@ -107,7 +105,7 @@ def verify_directory(
 
 
 def verify_files(
-    files: CheckpointFiles, *, root_digest: str | None = None, progress: Progress | None = None
+    files: CheckpointFiles, *, root_digest: str | None = None, progress: ProgressCallback | None = None
 ) -> VerifyReport:
     """Read every byte of a checkpoint and report all that differs from its digests.
 
@@ -163,7 +161,7 @@ class Checked:
 class Verification:
     """One pass over the files at a place. `found` has each that was read as it is, `expected` all names."""
 
-    def __init__(self, files: SavedFiles, progress: Progress) -> None:
+    def __init__(self, files: SavedFiles, progress: ProgressCallback) -> None:
         self.damages: list[Damage] = []
         self.newer: NewerFormat | None = None  # the first file of a newer version; it is a damage, too
         self.found: dict[str, FileEntry] = {}
@@ -264,14 +262,9 @@ class Verification:
 
     def _each(self, check: Callable[[T], R], things: Sequence[T]) -> list[R]:
         """`check` of each, a few at a time; in order."""
-        pool = ThreadPoolExecutor(FILES_AT_A_TIME, thread_name_prefix="ray_ckpt-verify")
-        try:
-            return list(pool.map(check, things))
-        except BaseException:  # somebody has had enough, and files are long
-            self._stopped.set()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+        return list(
+            map_in_order(check, things, threads=FILES_AT_A_TIME, name="verify", stopped=self._stopped)
+        )
 
     def _take(self, checked: Checked) -> None:
         self.expected.add(checked.name)
@@ -389,13 +382,12 @@ def _cut_off(rows: Sequence[ManifestRow], num_rows: int) -> str:
 
 def _row_digests(blocks: Iterator[memoryview], rows: Iterable[ManifestRow]) -> Iterator[str]:
     """The digest of the bytes of each of `rows`, which follow one another; ends early where the bytes do."""
-    rest = memoryview(b"")
+    cutter = BlockCutter(blocks)
     for row in rows:
-        state, left = Digester(), row.nbytes
-        while left:
-            if not rest and not (rest := next(blocks, memoryview(b""))):
-                return
-            piece, rest = rest[:left], rest[left:]
-            state.update(piece)
-            left -= piece.nbytes
+        state = Digester()
+        try:
+            for piece in cutter.pieces(row.nbytes):
+                state.update(piece)
+        except BlocksEnded:
+            return
         yield state.hexdigest()

@@ -7,9 +7,8 @@ leaves: the fragment, the sizes of the files, their headers. No tensor's bytes m
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint
 from ray_ckpt.errors import ConfigError, Unavailable
@@ -17,10 +16,11 @@ from ray_ckpt.format import names
 from ray_ckpt.format.manifest import FragmentVersion, choose_fragments, version_files
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.checkpoint_files import CheckpointFile, SavedFiles, files_on
+from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Level, ProgressCallback
 from ray_ckpt.verify.content import Damage, check_group
 from ray_ckpt.verify.drill import Coverage, Retry
 from ray_ckpt.verify.plan import (
@@ -34,14 +34,11 @@ from ray_ckpt.verify.plan import (
 
 HOLDERS_AT_A_TIME = 8  # one that is frozen takes 30 s, and the others need not wait for it
 
-Progress: TypeAlias = Callable[[int], None]
-"""Called with the number of copies that were looked at since the last call."""
-
 R = TypeVar("R")
 
 
 def verify_copies(
-    live: LiveCheckpoint, reach: Coverage, *, again: Retry, progress: Progress | None = None
+    live: LiveCheckpoint, reach: Coverage, *, again: Retry, progress: ProgressCallback | None = None
 ) -> PlanReport | None:
     """Prove that a live checkpoint can be restored, and that each holder has what it should.
 
@@ -64,7 +61,7 @@ def num_copies(live: LiveCheckpoint) -> int:
     return sum(map(len, live.holders)) + on_storage
 
 
-def _look(live: LiveCheckpoint, reach: Coverage, progress: Progress) -> PlanReport:
+def _look(live: LiveCheckpoint, reach: Coverage, progress: ProgressCallback) -> PlanReport:
     info = live.checkpoint
     wanted = tuple(names.fragment_file(index, info.num_nodes) for index in range(info.num_nodes))
     places = tuple(_places(live, wanted, reach))
@@ -116,11 +113,7 @@ def _each(look: Callable[[_Place], R], places: Sequence[_Place]) -> Iterator[R]:
         finally:
             place.hang_up()
 
-    pool = ThreadPoolExecutor(HOLDERS_AT_A_TIME, thread_name_prefix="ray_ckpt-verify")
-    try:
-        yield from pool.map(check_once, places)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return map_in_order(check_once, places, threads=HOLDERS_AT_A_TIME, name="verify")
 
 
 def _choose(

@@ -29,13 +29,21 @@ from ray_ckpt.format.manifest import (
     version_files,
 )
 from ray_ckpt.format.names import fragment_file
-from ray_ckpt.restore.reader import Source, SourceReader
+from ray_ckpt.restore.reader import FileSource, SourceReader
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.transport.wire import FileName
-from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, ManifestRow, RestoredPart, Tier
+from ray_ckpt.types import (
+    CheckpointInfo,
+    FileEntry,
+    Fragment,
+    ManifestRow,
+    ProgressCallback,
+    RestoredPart,
+    Tier,
+)
 
 MAX_PROBLEMS = 20  # named of one checkpoint; the rest would say the same
 MAX_SLICES = MAX_ROWS  # in hand, to see what they cover; of more, some tensors at a time: see `_uncovered`
@@ -43,9 +51,6 @@ MAX_SLICES = MAX_ROWS  # in hand, to see what they cover; of more, some tensors 
 Verdict: TypeAlias = Literal["passed", "failed", "not covered", "retired"]
 """`failed`: it must survive the loss and does not. `not covered`: it does not survive, and need not.
 `retired`: it was given up while it was read."""
-
-Progress: TypeAlias = Callable[[int], None]
-"""Called with the number of bytes read since the last call; from several threads, one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +187,7 @@ def drill(
     last_step: int | None,
     again: Retry,
     record: Callable[[CheckpointDrill], None] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> DrillReport:
     """Rehearse the loss for each of `live`, or those of one step, one after the other; newest first, so that
     what matters most is known first.
@@ -212,7 +217,7 @@ def drill(
 
 
 def dry_run(
-    live: LiveCheckpoint, scenario: Scenario, reach: Coverage, progress: Progress | None = None
+    live: LiveCheckpoint, scenario: Scenario, reach: Coverage, progress: ProgressCallback | None = None
 ) -> CheckpointDrill:
     """Read a checkpoint from what `scenario` leaves of it. Damage and silent peers are told, not raised."""
     left = leftovers(live, scenario)
@@ -234,7 +239,11 @@ class _TemporaryFolder:
     """The reading of one checkpoint, fragment after fragment."""
 
     def __init__(
-        self, left: Leftovers, reach: Coverage, progress: Progress, committed: Mapping[str, str] | None = None
+        self,
+        left: Leftovers,
+        reach: Coverage,
+        progress: ProgressCallback,
+        committed: Mapping[str, str] | None = None,
     ) -> None:
         """`committed` are digests of fragments, by name, once it is known that holders have others, too."""
         self._left = left
@@ -243,7 +252,7 @@ class _TemporaryFolder:
         self._reach = reach
         self._progress = progress
         self._lock = threading.Lock()
-        self._sources: dict[str, tuple[Source, ...]] = {}  # of the files of the fragments until now
+        self._sources: dict[str, tuple[FileSource, ...]] = {}  # of the files of the fragments until now
         self._reader = SourceReader(
             self._attempt,
             self._sources,
@@ -326,16 +335,16 @@ class _TemporaryFolder:
                 return
             yield from _slices(found[1])
 
-    def _sources_of(self, index: int) -> tuple[Source, ...]:
+    def _sources_of(self, index: int) -> tuple[FileSource, ...]:
         """Where a fragment and its files are read, in a restore's order."""
         endpoints = self._reach.endpoints
         found = [
-            Source(tier="peer", where=_short(node), endpoint=endpoints[node])
+            FileSource(tier="peer", where=_short(node), endpoint=endpoints[node])
             for node in self._left.holders[index]
             if node in endpoints
         ]
         if self._left.is_remote and self._reach.remote is not None:
-            found.append(Source(tier="remote", where=self._reach.remote.where))
+            found.append(FileSource(tier="remote", where=self._reach.remote.where))
         return tuple(found)
 
     def _version(self, index: int) -> FragmentVersion | None:
@@ -392,7 +401,7 @@ class _TemporaryFolder:
         if note not in self._bad_fragments:
             self._bad_fragments.append(note)
 
-    def _read_whole(self, name: str, source: Source) -> bytes:
+    def _read_whole(self, name: str, source: FileSource) -> bytes:
         directory, reach = self._attempt.directory, self._reach
         if source.tier == "remote":
             assert reach.remote is not None
@@ -428,7 +437,7 @@ class _TemporaryFolder:
 class _Counted:
     """Where bytes go that nobody wants."""
 
-    count: Progress
+    count: ProgressCallback
 
     def write(self, view: memoryview) -> None:
         self.count(view.nbytes)

@@ -19,8 +19,8 @@ from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.digest import root_digest as digest_of_files
 from ray_ckpt.format.manifest import CheckpointDescription, by_tensor, uncovered
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles, is_fragment
-from ray_ckpt.types import FileEntry, Fragment, ManifestRow
-from ray_ckpt.verify.content import ALL_FRAGMENTS, Checked, Damage, Progress, Verification, check_group
+from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
+from ray_ckpt.verify.content import ALL_FRAGMENTS, Checked, Damage, Verification, check_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class PlanReport:
 
 
 def verify_plan(
-    files: CheckpointFiles, *, root_digest: str | None = None, progress: Progress | None = None
+    files: CheckpointFiles, *, root_digest: str | None = None, progress: ProgressCallback | None = None
 ) -> PlanReport:
     """Prove that a checkpoint can be restored, without moving its bytes.
 

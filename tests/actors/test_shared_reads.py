@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 
 from ray_ckpt.actors.agent import shared_reads
 from ray_ckpt.actors.agent.shared_reads import SharedReads, _aligned, _Space
+from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore import reader as restore
-from ray_ckpt.restore.reader import Fetch, Place, RestoreTicket, Shared, Source, SourceReader, place_of
+from ray_ckpt.restore.reader import FetchRows, FileSource, RestoreTicket, SharedRows, SourceReader
 from ray_ckpt.types import CheckpointInfo, Fragment, Level, ManifestRow
 from tests.restore.test_reader import ATTEMPT, Checkpoint, Memory, check
 
-Sharers = Mapping[Place, tuple[int, ...]]
+Sharers = Mapping[RowKey, tuple[int, ...]]
 
 
-def ticket_of(checkpoint: Checkpoint, sources: Mapping[str, Source]) -> RestoreTicket:
+def ticket_of(checkpoint: Checkpoint, sources: Mapping[str, FileSource]) -> RestoreTicket:
     fragment = Fragment(
         attempt=ATTEMPT,
         node_index=0,
@@ -59,8 +60,8 @@ class Agent:
         self.shared = self._call(lambda: SharedReads(ticket, pool=self._pool, capacity_bytes=capacity_bytes))
         self.peak_bytes = 0
 
-    def fetch_of(self, rank: int, before: Callable[[], None] = lambda: None) -> Fetch:
-        def fetch(wants: Sharers, taken: Sequence[Place]) -> Shared:
+    def fetch_of(self, rank: int, before: Callable[[], None] = lambda: None) -> FetchRows:
+        def fetch(wants: Sharers, taken: Sequence[RowKey]) -> SharedRows:
             before()
             asked = asyncio.run_coroutine_threadsafe(self.shared.fetch(rank, wants, taken), self._loop)
             answer = asked.result(20)
@@ -85,7 +86,7 @@ class Agent:
 
 
 @contextmanager
-def agent(checkpoint: Checkpoint, sources: Mapping[str, Source], capacity: int) -> Iterator[Agent]:
+def agent(checkpoint: Checkpoint, sources: Mapping[str, FileSource], capacity: int) -> Iterator[Agent]:
     opened = Agent(ticket_of(checkpoint, sources), capacity)
     try:
         yield opened
@@ -99,17 +100,17 @@ def wait_for(event: threading.Event) -> None:
 
 def restore_all(
     checkpoint: Checkpoint,
-    sources: dict[str, Source],
+    sources: dict[str, FileSource],
     opened: Agent,
     wanted: Mapping[int, Sequence[ManifestRow]],
     *,
     late: Mapping[int, Callable[[], None]] | None = None,
 ) -> dict[int, tuple[SourceReader, Memory]]:
     """Every rank in a thread of its own; `late` is called before each of a rank's questions."""
-    holders: dict[Place, set[int]] = {}
+    holders: dict[RowKey, set[int]] = {}
     for rank, rows in wanted.items():
         for row in rows:
-            holders.setdefault(place_of(row), set()).add(rank)
+            holders.setdefault(row_key(row), set()).add(rank)
     sharers = {place: tuple(sorted(ranks)) for place, ranks in holders.items() if len(ranks) > 1}
 
     def one(rank: int) -> tuple[SourceReader, Memory]:
@@ -151,7 +152,7 @@ def test_any_ranks_that_share_any_rows_all_get_them(
     checkpoint = Checkpoint.make(
         tmp_path, *data.draw(st.lists(st.lists(st.integers(1, 300), max_size=9), min_size=1, max_size=2))
     )
-    rows = st.lists(st.sampled_from(checkpoint.rows), unique_by=place_of) if checkpoint.rows else st.just([])
+    rows = st.lists(st.sampled_from(checkpoint.rows), unique_by=row_key) if checkpoint.rows else st.just([])
     wanted = {rank: data.draw(rows, label=f"rank {rank}") for rank in range(data.draw(st.integers(2, 4)))}
     sources = checkpoint.copy("disk")
     with agent(checkpoint, sources, data.draw(st.integers(64, 1500), label="capacity")) as opened:
@@ -197,7 +198,7 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
 def test_bad_rows_and_rows_too_large_are_left_to_the_ranks(tmp_path: Path) -> None:
     checkpoint = Checkpoint.make(tmp_path, [50, 60, 5000, 70])
-    bad = place_of(checkpoint.rows[1])
+    bad = row_key(checkpoint.rows[1])
     sources = checkpoint.copy("disk", [bad])
     other = checkpoint.copy("other")
     with agent(checkpoint, sources, 1024) as opened:

@@ -21,8 +21,9 @@ from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.format.tree import decode_tree
+from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
-from ray_ckpt.restore.reader import Place, RestoreTicket, Shared, Source
+from ray_ckpt.restore.reader import FileSource, RestoreTicket, SharedRows
 from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.types import (
     AttemptId,
@@ -85,7 +86,9 @@ class LocalLink:
     def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
         return _done(())
 
-    def fetch(self, session: int, wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+    def fetch(
+        self, session: int, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
+    ) -> SharedRows:
         raise Unavailable("every rank reads for itself here")
 
     def reserve(self, size_bytes: int) -> None:
@@ -205,7 +208,7 @@ class LocalLink:
             committed_at_s=0.0,
             metrics={},
         )
-        sources = {file: (Source(tier="local", where="node", path=str(folder / file)),) for file in data}
+        sources = {file: (FileSource(tier="local", where="node", path=str(folder / file)),) for file in data}
         ticket = RestoreTicket(session=2, epoch=1, checkpoint=info, fragments=(fragment,), sources=sources)
         return LocalLink(options=options or self.options, given=ticket)
 

@@ -25,7 +25,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
-from ray_ckpt.restore.reader import Source, SourceReader
+from ray_ckpt.restore.reader import FileSource, SourceReader
 from ray_ckpt.types import ManifestRow
 
 TIMEOUT_S = 60.0  # of a test's ranks
@@ -118,7 +118,7 @@ class Files:
     def load(self, items: Mapping[str, Item], rank: int, world_size: int) -> SourceReader:
         """Restore as `rank` of `world_size`; the reader tells what was read."""
         sources = {
-            row.file: (Source(tier="local", where="here", path=str(self.folder / row.file)),)
+            row.file: (FileSource(tier="local", where="here", path=str(self.folder / row.file)),)
             for row in self.rows
         }
         attempt = make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0)

@@ -29,7 +29,8 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
-from ray_ckpt.restore.reader import Fetch, Place, Shared, Source, SourceReader, place_of
+from ray_ckpt.plan.restore import RowKey, row_key
+from ray_ckpt.restore.reader import FetchRows, FileSource, SharedRows, SourceReader
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow
 
 ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0)
@@ -91,10 +92,10 @@ class Saved:
     def files(self) -> list[str]:
         return sorted({row.file for row in self.rows})
 
-    def reader(self, *folders: Path, fetch: Fetch | None = None) -> SourceReader:
+    def reader(self, *folders: Path, fetch: FetchRows | None = None) -> SourceReader:
         places = folders or (self.folder,)
         sources = {
-            file: tuple(Source(tier="local", where=f.name, path=str(f / file)) for f in places)
+            file: tuple(FileSource(tier="local", where=f.name, path=str(f / file)) for f in places)
             for file in self.files
         }
         return SourceReader(ATTEMPT, sources, credentials=None, fetch=fetch)
@@ -364,9 +365,9 @@ def test_dtensors_are_filled_in_place_at_another_mesh(
         column = rank % here[1]
         local = torch.zeros_like(mine[column]) if column < len(mine) else torch.zeros(0, 5)
         live = dtensor(local, here, [Replicate(), Shard(0)])
-        asked: list[Mapping[Place, tuple[int, ...]]] = []
+        asked: list[Mapping[RowKey, tuple[int, ...]]] = []
 
-        def fetch(wants: Any, _: Any, asked: list[Any] = asked) -> Shared:
+        def fetch(wants: Any, _: Any, asked: list[Any] = asked) -> SharedRows:
             asked.append(wants)
             return refuse(wants)
 
@@ -378,7 +379,7 @@ def test_dtensors_are_filled_in_place_at_another_mesh(
         assert wanted == sharing(saved.rows, rank, here[1])
 
 
-def sharing(rows: list[ManifestRow], rank: int, columns: int) -> dict[Place, tuple[int, ...]]:
+def sharing(rows: list[ManifestRow], rank: int, columns: int) -> dict[RowKey, tuple[int, ...]]:
     """The rows of which `rank` of four wants a part, and who wants one besides."""
     chunks = torch.arange(7).chunk(columns)
     found = {}
@@ -388,7 +389,7 @@ def sharing(rows: list[ManifestRow], rank: int, columns: int) -> dict[Place, tup
             held = {k for k in range(4) if k % columns < len(chunks)}
             held = {k for k in held if set(chunks[k % columns].tolist()) & set(range(first, first + count))}
             if rank in held and len(held) > 1:
-                found[place_of(row)] = tuple(sorted(held))
+                found[row_key(row)] = tuple(sorted(held))
     return found
 
 
@@ -403,8 +404,8 @@ def dtensor(local: torch.Tensor, shape: tuple[int, ...], placements: list[Any]) 
     )
 
 
-def refuse(wants: Mapping[Place, tuple[int, ...]]) -> Shared:
-    return Shared(refused=tuple(wants))
+def refuse(wants: Mapping[RowKey, tuple[int, ...]]) -> SharedRows:
+    return SharedRows(refused=tuple(wants))
 
 
 def test_only_what_ranks_hold_in_common_is_asked_of_the_agent(tmp_path: Path) -> None:
@@ -413,16 +414,16 @@ def test_only_what_ranks_hold_in_common_is_asked_of_the_agent(tmp_path: Path) ->
     saved = Saved(tmp_path, 2)
     for rank in range(2):
         saved.save(training.items, rank=rank)
-    asked: set[Place] = set()
+    asked: set[RowKey] = set()
     rank_sets: set[tuple[int, ...]] = set()
 
-    def fetch(wants: Mapping[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+    def fetch(wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]) -> SharedRows:
         asked.update(wants)
         rank_sets.update(wants.values())
         return refuse(wants)
 
     saved.load(Training().items, reader=saved.reader(fetch=fetch), rank=1, node_ranks=(0, 1, 5))
-    keys = {row.slice.key for row in saved.rows if row.slice and place_of(row) in asked}
+    keys = {row.slice.key for row in saved.rows if row.slice and row_key(row) in asked}
     parameters = {f"model.{name}" for name, _ in training.model.named_parameters()}
     assert {key for key in keys if key.startswith("model.")} == parameters, "no buffers"
     assert "optimizer.state.0.weight.exp_avg" in keys
@@ -496,7 +497,7 @@ def test_an_arena_is_a_source_while_its_seal_is_the_attempts(
     training, saved, one, _ = two_copies
 
     def reader() -> SourceReader:
-        memory = Source(tier="memory", where="here", path=str(one / "arena-0"))
+        memory = FileSource(tier="memory", where="here", path=str(one / "arena-0"))
         return SourceReader(ATTEMPT, dict.fromkeys(saved.files, (memory,)), credentials=None)
 
     other = Training()

@@ -36,6 +36,7 @@ from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, Misma
 from ray_ckpt.format import names, records, zstd
 from ray_ckpt.format.zstd import parse_table as zstd_parse_table
 from ray_ckpt.location import Location
+from ray_ckpt.restore import extents
 from ray_ckpt.restore import reader as restore
 from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.verify.content import verify_files
@@ -291,9 +292,8 @@ def test_a_seek_table_is_parsed_once(
         return zstd_parse_table(tail, stored_size)
 
     monkeypatch.setattr(zstd, "parse_table", parse_table)
-    small = {"EXTENT_BYTES": dict.fromkeys(restore.EXTENT_BYTES, 1), "num_threads": lambda tier: 1}
-    for name, value in small.items():
-        monkeypatch.setattr(restore, name, value)
+    monkeypatch.setattr(extents, "EXTENT_BYTES", dict.fromkeys(extents.EXTENT_BYTES, 1))
+    monkeypatch.setattr(restore, "num_threads", lambda tier: 1)
     view = opened.catalog[50]
     comparison = diff.compare(opened.catalog[30], view)
     readers: tuple[Callable[[], object], ...] = (

@@ -16,19 +16,10 @@ from typing_extensions import Buffer
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
+from ray_ckpt.plan.restore import RowKey, row_key
+from ray_ckpt.restore import extents, sources
 from ray_ckpt.restore import reader as restore
-from ray_ckpt.restore import sources as ways
-from ray_ckpt.restore.reader import (
-    Bytes,
-    FlatSink,
-    Place,
-    ProgressLog,
-    Shared,
-    Sink,
-    Source,
-    SourceReader,
-    place_of,
-)
+from ray_ckpt.restore.reader import Bytes, FileSource, FlatSink, ProgressLog, SharedRows, Sink, SourceReader
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.transport.wire import FileName, PutRequest
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow, Slice, Tier
@@ -61,7 +52,7 @@ class Checkpoint:
             made.files[file] = data
         return made
 
-    def copy(self, name: str, bad: Sequence[Place] = (), *, tier: Tier = "local") -> dict[str, Source]:
+    def copy(self, name: str, bad: Sequence[RowKey] = (), *, tier: Tier = "local") -> dict[str, FileSource]:
         """One source of each file, with the first byte of each row in `bad` flipped."""
         sources = {}
         for file, good in self.files.items():
@@ -72,19 +63,19 @@ class Checkpoint:
             path = self.folder / f"{name}-{file}"
             page = ATTEMPT.attempt.encode().ljust(ARENA_PAGE_BYTES, b"\0") if tier == "memory" else b""
             path.write_bytes(page + data)
-            sources[file] = Source(tier=tier, where=name, path=str(path))
+            sources[file] = FileSource(tier=tier, where=name, path=str(path))
         return sources
 
-    def reader(self, *copies: dict[str, Source], **options: object) -> SourceReader:
+    def reader(self, *copies: dict[str, FileSource], **options: object) -> SourceReader:
         sources = {file: tuple(copy[file] for copy in copies if file in copy) for file in self.files}
         options.setdefault("credentials", None)
         return SourceReader(ATTEMPT, sources, **options)  # type: ignore[arg-type]
 
-    def bytes_of(self, place: Place, size: int) -> bytes:
+    def bytes_of(self, place: RowKey, size: int) -> bytes:
         return self.files[place[0]][place[1] : place[1] + size]
 
-    def places(self) -> list[Place]:
-        return [place_of(each) for each in self.rows]
+    def places(self) -> list[RowKey]:
+        return [row_key(each) for each in self.rows]
 
 
 def row(file: str, at: int, data: bytes, name: str) -> ManifestRow:
@@ -98,18 +89,18 @@ class Memory:
     """Where rows go, and which of them were said to be whole."""
 
     def __init__(self, rows: Sequence[ManifestRow]) -> None:
-        self.bytes: dict[Place, Bytes] = {place_of(each): np.zeros(each.nbytes, np.uint8) for each in rows}
-        self.finished: list[Place] = []
+        self.bytes: dict[RowKey, Bytes] = {row_key(each): np.zeros(each.nbytes, np.uint8) for each in rows}
+        self.finished: list[RowKey] = []
 
     def sink_for(self, wanted: ManifestRow) -> Sink:
-        return _Noting(self, place_of(wanted))
+        return _Noting(self, row_key(wanted))
 
-    def content(self) -> dict[Place, bytes]:
+    def content(self) -> dict[RowKey, bytes]:
         return {place: data.tobytes() for place, data in self.bytes.items()}
 
 
 class _Noting(FlatSink):
-    def __init__(self, memory: Memory, place: Place) -> None:
+    def __init__(self, memory: Memory, place: RowKey) -> None:
         super().__init__(memory.bytes[place])
         self._memory, self._place = memory, place
 
@@ -126,15 +117,15 @@ def read(reader: SourceReader, rows: Sequence[ManifestRow], **options: object) -
 def check(checkpoint: Checkpoint, rows: Sequence[ManifestRow], memory: Memory, reader: SourceReader) -> None:
     """Everything asked for is there, once."""
     assert not reader.damage
-    assert sorted(memory.finished) == sorted(place_of(each) for each in rows)
+    assert sorted(memory.finished) == sorted(row_key(each) for each in rows)
     for each in rows:
-        place = place_of(each)
+        place = row_key(each)
         assert memory.bytes[place].tobytes() == checkpoint.bytes_of(place, each.nbytes)
     assert sum(part.size_bytes for part in reader.parts) == sum(each.nbytes for each in rows)
 
 
 def small_extents(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
-    monkeypatch.setattr(restore, "EXTENT_BYTES", dict.fromkeys(restore.EXTENT_BYTES, size_bytes))
+    monkeypatch.setattr(extents, "EXTENT_BYTES", dict.fromkeys(extents.EXTENT_BYTES, size_bytes))
 
 
 # -- what is read ------------------------------------------------------------------------------------
@@ -146,32 +137,32 @@ def test_each_row_comes_from_the_first_source_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
     sizes = data.draw(st.lists(st.lists(st.integers(1, 300), max_size=12), min_size=1, max_size=3))
-    for name, limit in (("PIECE_BYTES", 70), ("EXTENT_ROWS", 4)):
-        monkeypatch.setattr(restore, name, data.draw(st.integers(1, limit), label=name))
+    for module, name, limit in ((restore, "PIECE_BYTES", 70), (extents, "EXTENT_ROWS", 4)):
+        monkeypatch.setattr(module, name, data.draw(st.integers(1, limit), label=name))
     gap_bytes = data.draw(st.integers(1, 30), label="GAP_BYTES")
-    monkeypatch.setattr(restore, "GAP_BYTES", dict.fromkeys(restore.GAP_BYTES, gap_bytes))
+    monkeypatch.setattr(extents, "GAP_BYTES", dict.fromkeys(extents.GAP_BYTES, gap_bytes))
     small_extents(monkeypatch, data.draw(st.integers(1, 200), label="extent"))
     checkpoint = Checkpoint.make(tmp_path, *sizes)
     tiers: list[Tier] = data.draw(st.lists(st.sampled_from(["memory", "local", "remote"]), max_size=3))
-    full = [place_of(each) for each in checkpoint.rows if each.nbytes]
+    full = [row_key(each) for each in checkpoint.rows if each.nbytes]
     subsets = st.lists(st.sampled_from(full), unique=True) if full else st.just([])
     bad = [set(data.draw(subsets)) for _ in tiers]
     copies = [
         checkpoint.copy(f"c{i}", sorted(b), tier=t) for i, (t, b) in enumerate(zip(tiers, bad, strict=True))
     ]
-    wanted = data.draw(st.lists(st.sampled_from(checkpoint.rows), unique_by=place_of)) if full else []
+    wanted = data.draw(st.lists(st.sampled_from(checkpoint.rows), unique_by=row_key)) if full else []
     reader = checkpoint.reader(*copies)
     memory = read(reader, wanted)
-    lost = [each for each in wanted if all(place_of(each) in b for b in bad)]
-    assert reader.damage == [f"{r.file}: {r.label}" for r in sorted(lost, key=place_of)]
-    assert sorted(memory.finished) == sorted({place_of(r) for r in wanted} - {place_of(r) for r in lost})
+    lost = [each for each in wanted if all(row_key(each) in b for b in bad)]
+    assert reader.damage == [f"{r.file}: {r.label}" for r in sorted(lost, key=row_key)]
+    assert sorted(memory.finished) == sorted({row_key(r) for r in wanted} - {row_key(r) for r in lost})
     for place in memory.finished:
         size = memory.bytes[place].size
         assert memory.bytes[place].tobytes() == checkpoint.bytes_of(place, size)
     came = {f"c{i}": 0 for i in range(len(tiers))}
     for each in wanted:
         for i, b in enumerate(bad):
-            if place_of(each) not in b:
+            if row_key(each) not in b:
                 came[f"c{i}"] += each.nbytes
                 break
     told = {where: sum(p.size_bytes for p in reader.parts if p.where == where) for where in came}
@@ -180,7 +171,7 @@ def test_each_row_comes_from_the_first_source_that_has_it(
 
 def test_one_row_by_itself(tmp_path: Path) -> None:
     checkpoint = Checkpoint.make(tmp_path, [5, 10])
-    place = place_of(checkpoint.rows[1])
+    place = row_key(checkpoint.rows[1])
     reader = checkpoint.reader(checkpoint.copy("one", [place]))
     assert reader.read_bytes(checkpoint.rows[0]) == checkpoint.bytes_of((FILE, HEADER), 5)
     assert not reader.damage
@@ -206,7 +197,7 @@ def test_thousands_of_small_rows(tmp_path: Path) -> None:
 
 
 def test_a_row_larger_than_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = Checkpoint.make(tmp_path, [7, restore.EXTENT_BYTES["memory"] + 5, 7])
+    checkpoint = Checkpoint.make(tmp_path, [7, extents.EXTENT_BYTES["memory"] + 5, 7])
     for tier in ("memory", "local"):
         reader = checkpoint.reader(checkpoint.copy(tier, tier=tier))
         check(checkpoint, checkpoint.rows, read(reader, checkpoint.rows), reader)
@@ -245,10 +236,10 @@ def test_an_arena_that_is_captured_into_meanwhile_gives_nothing(tmp_path: Path) 
     checkpoint = Checkpoint.make(tmp_path, [50] * 20)
     arena, disk = checkpoint.copy("arena", tier="memory"), checkpoint.copy("disk")
     memory = Memory(checkpoint.rows)
-    middle = place_of(checkpoint.rows[10])
+    middle = row_key(checkpoint.rows[10])
 
     def sink_for(wanted: ManifestRow) -> Sink:
-        if place_of(wanted) == middle:
+        if row_key(wanted) == middle:
             return Recapture(memory.bytes[middle], Path(arena[FILE].path))
         return memory.sink_for(wanted)
 
@@ -282,7 +273,7 @@ def test_an_arena_that_is_not_what_it_should_be(tmp_path: Path, harm: str) -> No
 class Files:
     """A peer's files; `trouble` is called before each read."""
 
-    def __init__(self, sources: dict[str, Source]) -> None:
+    def __init__(self, sources: dict[str, FileSource]) -> None:
         self._sources = sources
         self.trouble: Callable[[], None] = lambda: None
         self.num_reads = 0
@@ -309,18 +300,18 @@ class PeerRig:
     server: PeerServer
 
     @property
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, FileSource]:
         endpoint = self.server.endpoint
-        return dict.fromkeys(self.checkpoint.files, Source(tier="peer", where="p", endpoint=endpoint))
+        return dict.fromkeys(self.checkpoint.files, FileSource(tier="peer", where="p", endpoint=endpoint))
 
-    def reader(self, *copies: dict[str, Source]) -> SourceReader:
+    def reader(self, *copies: dict[str, FileSource]) -> SourceReader:
         return self.checkpoint.reader(*copies, credentials=KEYS.credentials(ATTEMPT.run_uid))
 
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[PeerRig]:
     checkpoint = Checkpoint.make(tmp_path, [700] * 40, [10] * 300)
-    bad = [place_of(checkpoint.rows[3])]
+    bad = [row_key(checkpoint.rows[3])]
     files = Files(checkpoint.copy("peer", bad))
     server = PeerServer("127.0.0.1", keys=KEYS, files=files)
     yield PeerRig(checkpoint, files, server)
@@ -338,7 +329,7 @@ def test_a_peer_gives_rows_and_what_is_bad_there_comes_from_the_next(
 
 
 def test_rows_far_apart_are_one_request(peer: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "GAP_BYTES", dict.fromkeys(restore.GAP_BYTES, 0))
+    monkeypatch.setattr(extents, "GAP_BYTES", dict.fromkeys(extents.GAP_BYTES, 0))
     rows = peer.checkpoint.rows[4:40:2]
     reader = peer.reader(peer.sources)
     check(peer.checkpoint, rows, read(reader, rows), reader)
@@ -366,10 +357,10 @@ def test_nobody_waits_twice_for_a_peer_that_is_gone(peer: PeerRig, monkeypatch: 
             asked.append(endpoint)
             raise Unavailable("no route")
 
-    monkeypatch.setattr(ways, "PeerClient", Gone)
+    monkeypatch.setattr(sources, "PeerClient", Gone)
     reader = peer.reader(peer.sources, peer.checkpoint.copy("disk"))
     check(peer.checkpoint, peer.checkpoint.rows, read(reader, peer.checkpoint.rows), reader)
-    assert len(asked) <= ways.PEER_TRIES * restore.num_threads("peer"), "those under way, not all 340"
+    assert len(asked) <= sources.PEER_TRIES * restore.num_threads("peer"), "those under way, not all 340"
 
 
 def test_without_credentials_a_peer_is_no_source(peer: PeerRig) -> None:
@@ -389,15 +380,15 @@ def test_rows_of_the_agent_are_verified_and_an_agent_that_fails_is_done_without(
         memory[index * 64 : index * 64 + 30] = checkpoint.bytes_of(place, 30)
     memory[64] ^= 1
     (tmp_path / "shared").write_bytes(memory)
-    asked: list[tuple[list[Place], tuple[Place, ...]]] = []
+    asked: list[tuple[list[RowKey], tuple[RowKey, ...]]] = []
 
-    def fetch(wants: dict[Place, tuple[int, ...]], taken: tuple[Place, ...]) -> Shared:
+    def fetch(wants: dict[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]) -> SharedRows:
         asked.append((list(wants), taken))
         if len(asked) == 2:
             raise Unavailable("the agent died")
         offsets = {place: 64 * i for i, place in enumerate(places[:3])}
         origin: dict[str, tuple[Tier, str]] = {FILE: ("remote", "bucket")}
-        return Shared(path=str(tmp_path / "shared"), offsets=offsets, origin=origin, refused=(places[3],))
+        return SharedRows(path=str(tmp_path / "shared"), offsets=offsets, origin=origin, refused=(places[3],))
 
     reader = checkpoint.reader(checkpoint.copy("disk"), fetch=fetch)
     memory_ = read(reader, checkpoint.rows, sharers=dict.fromkeys(places[:8], (0, 1)))
@@ -410,7 +401,7 @@ def test_rows_of_the_agent_are_verified_and_an_agent_that_fails_is_done_without(
 def test_what_is_in_an_arena_is_not_asked_of_the_agent(tmp_path: Path) -> None:
     checkpoint = Checkpoint.make(tmp_path, [30] * 3)
 
-    def fetch(wants: object, taken: object) -> Shared:
+    def fetch(wants: object, taken: object) -> SharedRows:
         raise AssertionError
 
     reader = checkpoint.reader(checkpoint.copy("arena", tier="memory"), fetch=fetch)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from typing_extensions import Buffer
 
 from ray_ckpt.errors import FormatError, InsufficientSpace, Unavailable
+from ray_ckpt.format.blocks import merge_ranges
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.storage.local.files import make_dirs
 from ray_ckpt.transport import client as client_module
@@ -269,7 +270,7 @@ def test_a_peer_that_goes_away_is_unavailable(folder: Folder, monkeypatch: pytes
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=12))
 def test_merged_ranges_are_the_same_bytes(ranges: list[tuple[int, int]]) -> None:
-    found = wire.merged(ranges)
+    found = merge_ranges(ranges)
     assert [b for a, n in found for b in range(a, a + n)] == [b for a, n in ranges for b in range(a, a + n)]
     assert all(sum(one) != two[0] and two[1] for one, two in itertools.pairwise(found))
 

@@ -37,6 +37,7 @@ from obstore.exceptions import (
 from typing_extensions import Buffer
 
 from ray_ckpt.storage.local.direct import BLOCK_BYTES
+from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upload
 from ray_ckpt.storage.remote.object_log import Unsupported
 
@@ -218,8 +219,8 @@ class BucketFiles:
         return Children(folders=tuple(found["common_prefixes"]), files=tuple(files))
 
     def delete(self, names: Sequence[str]) -> None:
-        with ThreadPoolExecutor(DELETES, thread_name_prefix="ray_ckpt-delete") as pool:
-            list(pool.map(self._delete, names))
+        for _ in map_in_order(self._delete, names, threads=DELETES, name="delete"):
+            pass
 
     def _delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError), as_os_errors(self.where, name):

@@ -1,0 +1,127 @@
+"""Rows of one file that a thread reads together from one source, and the byte ranges that cover them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ray_ckpt.format.blocks import merge_ranges
+from ray_ckpt.plan.restore import RowKey, row_key
+from ray_ckpt.restore.sources import ByteSource, Mapped
+from ray_ckpt.types import ManifestRow, RestoredPart, Tier
+
+EXTENT_BYTES: Mapping[Tier, int] = {
+    "memory": 32 << 20,  # starts at once: small enough for every thread to have a share
+    "local": 256 << 20,  # each fills its own read-ahead first: measured, 64 MiB cost a fifth of the speed
+    "peer": 64 << 20,  # a request is cheap, and a shard is to come in several streams
+    "remote": 64 << 20,  # several streams in each, and a share for every thread
+}  # read by one thread at a time
+EXTENT_ROWS = 10_000  # per extent: bounds a request to a peer
+GAP_BYTES: Mapping[Tier, int] = {
+    "memory": 64 << 10,
+    "local": 64 << 10,
+    "peer": 64 << 10,
+    "remote": 1 << 20,  # an object store answers after tens of milliseconds
+}  # between rows: reading over it costs less than another request
+
+
+@dataclass(slots=True)
+class Tally:
+    """Bytes read of a file from one source, and the time that it took."""
+
+    file: str
+    tier: Tier
+    where: str
+    size_bytes: int = 0
+    start_s: float = math.inf
+    end_s: float = 0.0
+
+    @property
+    def source_text(self) -> str:
+        return f"{self.tier} {self.where}"
+
+    def add(self, size_bytes: int, start_s: float, end_s: float) -> None:
+        self.size_bytes += size_bytes
+        self.start_s, self.end_s = min(self.start_s, start_s), max(self.end_s, end_s)
+
+    def part(self) -> RestoredPart:
+        return RestoredPart(
+            file=self.file,
+            tier=self.tier,
+            where=self.where,
+            size_bytes=self.size_bytes,
+            seconds=self.end_s - self.start_s,
+        )
+
+
+@dataclass(slots=True)
+class Extent:
+    """Rows that one thread reads from one source: each with the offset of its bytes there, in that order."""
+
+    source: ByteSource
+    tally: Tally
+    left: deque[tuple[int, ManifestRow]]
+    done: list[ManifestRow] = field(default_factory=list)
+
+    @property
+    def speed_tier(self) -> Tier:
+        """The tier whose limits apply: rows that the agent has read lie in memory, wherever it read them."""
+        return "memory" if isinstance(self.source, Mapped) else self.tally.tier
+
+    @property
+    def start(self) -> int:
+        """Offset of the first row that is left; 0 if none is."""
+        return self.left[0][0] if self.left else 0
+
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """Byte ranges (offset, size) that cover the rows that are left."""
+        rows = ((start, row.nbytes) for start, row in self.left)
+        return merge_ranges(rows, gap_bytes=GAP_BYTES[self.tally.tier])
+
+    def gap(self, end: int) -> int:
+        """Bytes to read over from `end` to the next row; 0 if it begins a range of its own."""
+        gap = self.start - end
+        return gap if 0 <= gap <= GAP_BYTES[self.tally.tier] else 0
+
+    def drop_until(self, end: float) -> None:
+        """Drop the rows that begin before byte `end`, and at least one."""
+        if self.left:
+            self.left.popleft()
+        while self.left and self.left[0][0] < end:
+            self.left.popleft()
+
+
+def cut_extents(
+    source: ByteSource, tally: Tally, placed: Iterable[tuple[int, ManifestRow]]
+) -> Iterator[Extent]:
+    """Cut rows into extents of EXTENT_BYTES and EXTENT_ROWS at most; a larger row is an extent by itself."""
+    extent = Extent(source, tally, deque())
+    limit, size = EXTENT_BYTES[extent.speed_tier], 0
+    for start, row in placed:
+        if extent.left and (size + row.nbytes > limit or len(extent.left) == EXTENT_ROWS):
+            yield extent
+            extent, size = Extent(source, tally, deque()), 0
+        extent.left.append((start, row))
+        size += row.nbytes
+    if extent.left:
+        yield extent
+
+
+def rows_by_file(rows: Iterable[ManifestRow]) -> dict[str, list[ManifestRow]]:
+    """Group rows by file, each group ordered by offset."""
+    files: dict[str, list[ManifestRow]] = {}
+    for row in sorted(rows, key=row_key):
+        files.setdefault(row.file, []).append(row)
+    return files
+
+
+def first_rows(wanted: Mapping[RowKey, ManifestRow], max_bytes: int) -> Iterator[RowKey]:
+    """Yield the keys of the first rows, of `max_bytes` together, but at least one."""
+    size = 0
+    for key, row in wanted.items():
+        size += row.nbytes
+        if size > max_bytes and size > row.nbytes:
+            return
+        yield key

@@ -1,0 +1,46 @@
+"""Calls that wait for disks and stores, several at a time, with results in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+AHEAD = 4  # calls per thread, begun or done before their turn: a slow one lets the other threads go on
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def map_in_order(
+    function: Callable[[T], R],
+    items: Iterable[T],
+    *,
+    threads: int,
+    name: str,
+    max_results: int = 0,
+    stopped: threading.Event | None = None,
+) -> Generator[R, None, None]:
+    """Yield `function(item)` for each item in order, computed by `threads` threads.
+
+    At most `max_results` results are held, by default AHEAD for each thread. After an exception, and when
+    the caller closes the generator, `stopped` is set for calls that look at it, calls that have not begun
+    are cancelled, and the others are waited for.
+    """
+    calls: deque[Future[R]] = deque()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=f"ray_ckpt-{name}")
+    try:
+        for item in items:
+            if len(calls) == (max_results or AHEAD * threads):
+                yield calls.popleft().result()
+            calls.append(pool.submit(function, item))
+        while calls:
+            yield calls.popleft().result()
+    except BaseException:
+        if stopped is not None:
+            stopped.set()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
