@@ -1,7 +1,8 @@
-"""What holds for all tests."""
+"""Settings of all tests."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -19,6 +20,12 @@ os.environ[METADATA_ENV] = "off"  # no test may ask a cloud's service; those of 
 # Machines are slow and shared: no test may fail because an example took long.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_collection_finish() -> None:
+    """Hide the objects of imported modules from the collector: each `restore` looks at all that it tracks."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

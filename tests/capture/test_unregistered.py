@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -20,12 +20,10 @@ from ray_ckpt.capture.unregistered import MAX_NAMED, early_iterators, unregister
 
 
 @pytest.fixture(autouse=True, scope="module")
-def only_own_objects() -> Iterator[None]:
-    """What lives already is out of the collector's sight: a pass takes milliseconds, and finds none of it."""
+def only_own_objects() -> None:
+    """Hide the objects of earlier tests from the collector, so that a pass finds none of them."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from ray_ckpt.core.messages import STILL_WRITING
 from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CollectiveError, ConfigError, InsufficientSpace, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.trainer import checkpointer as checkpointer_module
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.trainer.link import ArenaGrant, SealedShard
@@ -124,8 +125,9 @@ def _raises(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_save_that_was_skipped_is_told(level: Any) -> None:
-    agent = Agent(RunOptions(every_steps=2, memory="single"))
+def test_a_save_that_was_skipped_is_told(level: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointer_module, "FIRST_OUTCOME_S", 0.2)
+    agent = Agent(RunOptions(every_steps=2, memory="single", max_block_s=0.2))
     agent.go.clear()
     ckpt = checkpointer(agent)
     assert ckpt.save(1) and not ckpt.save(3)
