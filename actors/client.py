@@ -14,7 +14,8 @@ from typing import Any
 import ray
 
 from ray_ckpt.actors import names
-from ray_ckpt.actors.coordinator.actor import PARTS_WAIT_S, Coordinator, group_nodes
+from ray_ckpt.actors.coordinator.actor import Coordinator
+from ray_ckpt.actors.coordinator.group_parts import PARTS_WAIT_S, group_nodes
 from ray_ckpt.actors.messages import Joined, RunSpec
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.catalog.uri import own_resume

@@ -98,7 +98,7 @@ class RunDrills(LiveRun):
             text="; ".join(result.problems or result.notes)[:MAX_TEXT],
         )
         try:
-            get_result(self._service.drilled.remote(self._key, drilled), CALL_S)
+            get_result(self._service.record_drill.remote(self._key, drilled), CALL_S)
         except CheckpointError as error:  # such as a log that does not answer: what was read counts
             self._is_silent = isinstance(error, Unavailable)
             self.unrecorded.append(f"step {result.checkpoint.step}: {error}")

@@ -149,14 +149,14 @@ class NodeAgent:
             ),
         )
 
-    async def retire(self) -> None:
+    async def exit(self) -> None:
         """Nothing on this node is needed: end, so that Ray may give the node back."""
         log.info("nothing here is needed any more; this agent ends")
         asyncio.get_running_loop().call_later(RETIRE_AFTER_S, os._exit, 0)
 
     # -- the coordinator's calls -----------------------------------------------------------------------
 
-    async def survey(self, spec: RunSpec) -> tuple[RunMark, ...]:
+    async def read_marks(self, spec: RunSpec) -> tuple[RunMark, ...]:
         """What this node's disk remembers of runs of this name and storage path."""
         staging: Disks = await self._in_thread(self._disk_io, self._open_staging, spec)
         marks: tuple[RunMark, ...] = await self._in_thread(
@@ -244,7 +244,7 @@ class NodeAgent:
             previous.set_result(False)
         run.started.set()
 
-    async def publish(
+    async def notify_outcome(
         self,
         run_uid: str,
         attempt: AttemptId,
@@ -266,11 +266,11 @@ class NodeAgent:
             self._run(run_uid), n.SessionEnded(session_key=session_key, error=error, epoch=epoch)
         )
 
-    async def meet(self, run_uid: str, endpoints: Mapping[str, str]) -> None:
+    async def update_peers(self, run_uid: str, endpoints: Mapping[str, str]) -> None:
         """Other agents have new addresses."""
         self._run(run_uid).endpoints |= dict(endpoints)
 
-    async def rest(self, run_uid: str, is_finished: bool) -> None:
+    async def release_run(self, run_uid: str, is_finished: bool) -> None:
         """The run is over: its checkpoints stay on disk for now, its memory is given back."""
         run = self._run(run_uid)
         run.is_over, run.is_finished = True, is_finished
@@ -527,7 +527,7 @@ class NodeAgent:
         try:
             if attempt is not None and (error := (await self.outcome(run_uid, attempt, Level.LOCAL)).error):
                 raise error
-            await self._ask("rank_annotates", run_uid, step, metrics)
+            await self._ask("annotate_by_uid", run_uid, step, metrics)
         finally:
             run.annotating -= 1
 
@@ -548,7 +548,7 @@ class NodeAgent:
         plan = run.machine.plan
         if plan is not None and plan.session == session:
             captured, met = run.machine.incomplete(), run.met
-            await self._report_awaited(run, "progress", plan.session_key, ranks, captured, met)
+            await self._report_awaited(run, "ranks_progressed", plan.session_key, ranks, captured, met)
 
     async def _report_awaited(self, run: NodeRun, method: str, *args: Any) -> None:
         """Tell the coordinator of this node's ranks, and keep its answer: whom the group waits for."""

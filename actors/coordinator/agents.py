@@ -1,4 +1,4 @@
-"""The node agents of a service, as its coordinator knows them: started, found again, asked, ended."""
+"""The node agents of a service: start, find, call and end them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ log = logging.getLogger("ray_ckpt.coordinator")
 
 AGENT_START_S = 120.0  # a cold node imports torch first
 AGENT_CALL_S = 60.0
-CARD_S = 5.0  # for what agents tell people
+CARD_S = 5.0  # for calls whose results only status shows
 
 
 class Agents:
     """At most one agent on each node of the cluster.
 
-    `keys` and `service` are the service's; agents keep both over the coordinator's restarts. Questions to Ray
-    block, so they go to the threads of `control_io`.
+    `keys` and `service` belong to the service; agents keep both while the coordinator restarts. Calls to Ray
+    itself block, so they run in the threads of `control_io`.
     """
 
     def __init__(self, keys: ServiceKeys, control_io: Executor) -> None:
@@ -47,21 +47,21 @@ class Agents:
 
     @property
     def nodes(self) -> Set[str]:
-        """Those with an agent."""
+        """Nodes with an agent."""
         return self._actors.keys()
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Where each agent serves its peers."""
+        """Address at which each agent serves its peers, by node."""
         return {node: card.endpoint for node, card in self.cards.items()}
 
     async def live_nodes(self) -> tuple[str, ...]:
-        """All nodes of the cluster, with an agent or without, sorted."""
+        """Return all nodes of the cluster, with an agent or without, sorted."""
         nodes = await in_thread(self._control_io, ray.nodes)
         return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
 
     async def find(self) -> tuple[ServiceCard, ...]:
-        """Those that an earlier coordinator left behind; their keys and service are these from now on."""
+        """Find the agents of an earlier coordinator, and take over their keys and service."""
         actors = await in_thread(self._control_io, partial(ray.util.list_named_actors, all_namespaces=True))
         prefix = names.AGENT_PREFIX
         nodes = {a["name"].removeprefix(prefix) for a in actors if a["name"].startswith(prefix)}
@@ -81,9 +81,12 @@ class Agents:
         self._actors[node] = agent
         return found
 
-    async def ask(self, node: str, method: str, *args: Any) -> Any:
-        """The answer of a node's agent, started if need be; None if it is dying. It may raise its own."""
-        for _ in range(2):  # once more with a new agent, if the old one died with its process
+    async def request(self, node: str, method: str, *args: Any) -> Any:
+        """Call a node's agent, started if necessary, and return its result; None if it is dying.
+
+        A CheckpointError of the agent is raised as it is.
+        """
+        for _ in range(2):  # again with a new agent, if the old one died
             if self._is_closed:
                 return None
             try:
@@ -110,7 +113,7 @@ class Agents:
                     lifetime="detached",
                     get_if_exists=True,
                     num_cpus=0,
-                    max_restarts=0,  # a restarted agent would have to learn its runs again: see open_run
+                    max_restarts=0,  # a restarted agent would have no runs: see open_run
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                 )
                 .remote(node, self.keys, self.service)
@@ -118,7 +121,7 @@ class Agents:
         return self._actors[node]
 
     def call(self, node: str, method: str, *args: Any) -> Awaitable[Any]:
-        """Its answer, without a limit of time, or a RayError. KeyError if the node has no agent."""
+        """Call a node's agent without a time limit. RayError; KeyError if the node has no agent."""
         answer: Awaitable[Any] = getattr(self._actors[node], method).remote(*args)
         return answer
 
@@ -130,25 +133,25 @@ class Agents:
         return True
 
     async def read_cards(self) -> None:
-        """Again, of those that were read before a run was opened there: they name no staging folders."""
+        """Read cards again that name no staging folders, as no run was open when they were read."""
         await asyncio.gather(*(self._read_card(node) for node, c in self.cards.items() if not c.staging))
 
     async def _read_card(self, node: str) -> None:
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
             agent = self._actors[node]
             read: AgentCard = await asyncio.wait_for(agent.card.remote(), CARD_S)
-            if self._actors.get(node) is agent:  # or its successor would have a dead one's address
+            if self._actors.get(node) is agent:  # or its successor would get a dead agent's address
                 self.cards[node] = read
 
     def forget(self, node: str) -> None:
-        """Its agent is dead, or as good as that."""
+        """Drop the agent of a node, which is dead or does not answer."""
         self._actors.pop(node, None)
         self.cards.pop(node, None)
 
     def end_idle(self, needed: Iterable[str], idle_s: float) -> tuple[str, ...]:
-        """End agents whose nodes have not been needed for so long. Returns their nodes.
+        """End agents whose nodes have not been needed for `idle_s`, and return these nodes.
 
-        They would keep the autoscaler from its work.
+        An agent keeps the autoscaler from removing its node.
         """
         now_s = time.monotonic()
         self._needed_s |= dict.fromkeys(needed, now_s)
@@ -160,7 +163,7 @@ class Agents:
         return tuple(idle)
 
     def close(self) -> None:
-        """Start none from now on."""
+        """Start no agent from now on."""
         self._is_closed = True
 
     def end_all(self) -> None:
@@ -168,10 +171,10 @@ class Agents:
             self._end(node)
 
     def _end(self, node: str) -> None:
-        self._actors[node].retire.remote()
+        self._actors[node].exit.remote()
         self.forget(node)
 
 
 def reason(error: Exception) -> str:
-    """Why a call to an agent came to nothing, on one line."""
+    """Return the cause of a failed call to an agent, in one line."""
     return text_of(getattr(error, "cause", None) or error).splitlines()[0]

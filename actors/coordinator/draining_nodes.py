@@ -1,4 +1,4 @@
-"""Nodes that are about to go, by the word of clouds and signals."""
+"""Nodes that are about to go, as announced by clouds and signals."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ray_ckpt.preemption.notice import Notice
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-NOTICE_HOLDS_S = 60.0  # after its deadline, or the last time that it was told
-MAX_NOTICE_S = 600.0  # that a deadline counts without being said again; clouds give 2 to 5 minutes
+NOTICE_HOLDS_S = 60.0  # after the deadline of a notice, or after it was last repeated
+MAX_NOTICE_S = 600.0  # for which a deadline counts without being repeated; clouds give 2 to 5 minutes
 
 
 @dataclass(frozen=True, slots=True)
 class _Notified:
     at_s: float | None  # Unix time at which the node goes, if it is known
-    until_s: float  # Unix time until which that counts, unless it is said again
+    until_s: float  # Unix time until which the notice counts, unless it is repeated
 
 
 class DrainingNodes:
-    """What each source says of each node, as long as it says so. Times are Unix times."""
+    """Notices by node and source, each as long as its source repeats it. Times are Unix times."""
 
     def __init__(self) -> None:
         self._notified: dict[tuple[str, str], _Notified] = {}  # by node and source
@@ -33,7 +33,7 @@ class DrainingNodes:
     def nodes(self) -> frozenset[str]:
         return frozenset(node for node, _ in self._notified)
 
-    def hear(self, node: str, notice: Notice) -> None:
+    def add(self, node: str, notice: Notice) -> None:
         key, now_s = (node, notice.source), time.time()
         if key not in self._notified:
             log.warning("node %s is about to go: %s (%s)", node[:12], notice.text, notice.source)
@@ -41,19 +41,19 @@ class DrainingNodes:
         self._notified[key] = _Notified(notice.deadline_s, until_s)
 
     def forget_signals(self, nodes: Set[str]) -> None:
-        """A new group is on these nodes: what got a signal there was a process of the one before.
+        """Discard signals on nodes that a new group uses: they were sent to processes of the last group.
 
         Ray ends a worker by SIGTERM, and by SIGKILL a moment later, also on a node that stays.
         """
         self._notified = {k: v for k, v in self._notified.items() if k[1] != "sigterm" or k[0] not in nodes}
 
     def expire(self, live: Set[str]) -> None:
-        """Forget nodes that are gone, and what is not said any more."""
+        """Discard nodes that are gone, and notices that are no longer repeated."""
         now_s = time.time()
         self._notified = {k: v for k, v in self._notified.items() if k[0] in live and now_s < v.until_s}
 
     def left_s(self, by_ray: Mapping[str, float]) -> dict[str, float]:
-        """Seconds until leaving nodes are gone, by whoever says it sooner: Ray, the cloud, or a signal."""
+        """Return seconds until each node is gone: the soonest of Ray's time, the clouds' and the signals'."""
         now_s, left_s = time.time(), dict(by_ray)
         for (node, _), notified in self._notified.items():
             if notified.at_s is not None:

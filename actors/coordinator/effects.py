@@ -1,6 +1,6 @@
-"""What a run's machine wants done on its log, its storage path and its nodes, and the events that answer.
+"""Perform the effects of a run's machine that take long: on its log, its storage path and its nodes.
 
-Failures are answers too: the machine decides what is tried again, and when.
+A failure is reported in the event that answers; the machine decides what is tried again, and when.
 """
 
 from __future__ import annotations
@@ -15,65 +15,78 @@ from typing import Literal, TypeAlias
 
 import ray
 
-from ray_ckpt.actors.coordinator.agents import Agents, reason
+from ray_ckpt.actors.coordinator.agents import AGENT_CALL_S, reason
 from ray_ckpt.actors.coordinator.run import Run
+from ray_ckpt.actors.coordinator.run_nodes import RunNodes
 from ray_ckpt.actors.coordinator.storage_work import delete_all, list_remote, write_description
+from ray_ckpt.actors.messages import PutAwayRun
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
-from ray_ckpt.errors import CheckpointError, CorruptionError
+from ray_ckpt.errors import CheckpointError, CorruptionError, Fenced, Unavailable
 from ray_ckpt.format.records import encode_record
 from ray_ckpt.storage.log_store import CreateResult, create_record, read_run, trim_log, write_snapshot
 from ray_ckpt.types import AttemptId
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-STORE_TIMEOUT_S = 30.0  # a create that takes longer is answered "unknown"
-DRAIN_SLACK_S = 900.0  # for a drain, besides what its bytes take: one part at a time on a poor link
-LEAST_DRAIN_BYTES_PER_S = 1 << 20  # of a node; whoever is slower is taken for stuck
+STORE_TIMEOUT_S = 30.0  # for a create; one that takes longer has the outcome "unknown"
+DRAIN_SLACK_S = 900.0  # of a drain, besides the time for its bytes: one part at a time on a poor link
+LEAST_DRAIN_BYTES_PER_S = 1 << 20  # of a node; a slower one counts as stuck
 REMOTE_THREADS = 4  # deletes and descriptions on storage paths, over all runs
+INVENTORY_AGAIN_S = 1.0  # before nodes are asked again
 
 Work: TypeAlias = (
     m.Append
     | m.Delete
     | m.DeleteOrphans
     | m.Drain
+    | m.PutAway
+    | m.RequestInventory
     | m.Scrub
+    | m.StartSession
     | m.SweepRemote
     | m.WriteDescription
     | m.WriteSnapshot
 )
-"""The effects that take long."""
+"""Effects that take long."""
 
 
 class Effects:
-    """`is_dead(node)` is called when the agent of a node turns out to be gone."""
+    """`is_dead(node)` is called when the agent of a node turns out to be dead."""
 
-    def __init__(self, agents: Agents, is_dead: Callable[[str], None]) -> None:
-        self._agents = agents
+    def __init__(self, nodes: RunNodes, is_dead: Callable[[str], None]) -> None:
+        self._nodes = nodes
+        self._agents = nodes.agents
         self._is_dead = is_dead
-        # Apart from logs and questions to Ray, so that a hanging store stops none of those.
+        # Separate from logs and calls to Ray, so that a hanging store stops neither.
         self.remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
 
-    async def perform(self, run: Run, work: Work) -> m.Event | None:
-        """Do it, and return what the run's machine is to hear of it."""
+    async def perform(self, run: Run, work: Work) -> tuple[m.Event, ...]:
+        """Perform an effect, and return the events that answer it."""
         match work:
             case m.Append():
-                return await self._append(run, work)
+                return (await self._append(run, work),)
             case m.Scrub():
-                return await self._scrub(run, work)
+                return (await self._scrub(run, work),)
             case m.WriteSnapshot():
-                return await self._write_snapshot(run, work)
+                return (await self._write_snapshot(run, work),)
             case m.Drain():
-                return await self._drain(run, work)
+                return (await self._drain(run, work),)
             case m.WriteDescription():
-                return await self._describe(run, work)
+                return (await self._describe(run, work),)
             case m.Delete():
-                return await self._delete(run, work)
+                return (await self._delete(run, work),)
             case m.SweepRemote():
-                return await self._sweep(run, work)
+                return (await self._sweep(run, work),)
+            case m.PutAway():
+                return (await self._put_away(run, work),)
+            case m.RequestInventory():
+                return await self._take_inventory(run, work)
+            case m.StartSession():
+                await self._start_session(run, work)
             case m.DeleteOrphans():
                 await self._delete_orphans(run, work)
-                return None
+        return ()
 
     async def _append(self, run: Run, work: m.Append) -> m.Appended:
         record, service, missing = work.record, "", ""
@@ -93,7 +106,7 @@ class Effects:
         return m.Appended(seq=record.seq, outcome=outcome, service=service, reason=missing)
 
     async def _last_service(self, run: Run) -> str:
-        """Whose coordinator has written the last epoch of the log."""
+        """Return the service whose coordinator wrote the last epoch of the log."""
         history, records = await run.log_threads.run(read_run, run.store)
         for record, record_digest in records:
             history.apply(record, record_digest)
@@ -135,7 +148,7 @@ class Effects:
             error = reason(failure)
             is_damage = isinstance(getattr(failure, "cause", None), CorruptionError)
             if isinstance(failure, ray.exceptions.ActorDiedError | KeyError):
-                self._is_dead(work.node_id)  # no rank may miss it for a while
+                self._is_dead(work.node_id)  # no rank may have noticed
         return m.DrainEnded(
             attempt=work.attempt,
             node_index=work.node_index,
@@ -171,15 +184,54 @@ class Effects:
             return m.RemoteListed(number=work.number, error=reason(failure))
 
     async def _delete_orphans(self, run: Run, work: m.DeleteOrphans) -> None:
-        """What is not gone after it is found by the next listing."""
+        """Delete orphans; the next listing finds those that are left."""
         try:
             await in_thread(self.remote_io, delete_all, run.remote, work)
         except (OSError, CheckpointError) as failure:
-            log.warning("%s: the storage path is not tidied: %s", run.spec.name, reason(failure))
+            log.warning(
+                "%s: orphans on the storage path could not be deleted: %s", run.spec.name, reason(failure)
+            )
+
+    async def _put_away(self, run: Run, work: m.PutAway) -> m.PutAwayEnded:
+        """Have all live nodes that may hold files of the run delete them; missing agents are started."""
+        order = PutAwayRun(spec=run.spec, run_uid=run.run_uid, kept=work.kept, epoch=run.machine.epoch)
+        nodes = (run.opened | run.opening | self._agents.nodes) & {*await self._agents.live_nodes()}
+        calls = (self._agents.request(node, "put_away", order) for node in nodes)
+        error = None
+        for node, done in zip(nodes, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(done, Fenced):
+                log.info("%s: a newer coordinator has the run on node %s", run.spec.name, node[:12])
+            elif done is not True and node in await self._agents.live_nodes():
+                cause = reason(done) if isinstance(done, Exception) else "its agent does not answer"
+                error = f"node {node[:12]}: {cause}"
+        return m.PutAwayEnded(error=error)
+
+    async def _take_inventory(self, run: Run, work: m.RequestInventory) -> tuple[m.Event, ...]:
+        await asyncio.sleep(INVENTORY_AGAIN_S)
+        try:
+            inventories, seen = await self._nodes.open_on_all(run)
+        except (CheckpointError, ray.exceptions.RayError) as error:
+            log.warning("%s: a node could not take inventory: %s", run.spec.name, error)
+            return (m.InventoryTaken(token=work.token, inventories={}),)
+        return seen, m.InventoryTaken(token=work.token, inventories=inventories)
+
+    async def _start_session(self, run: Run, work: m.StartSession) -> None:
+        """Send the plan to all nodes of the group, and answer the calls that wait for it."""
+        start = self._nodes.session_start(run, work.plan)
+        try:
+            calls = [self._agents.call(n.node_id, "start_session", start) for n in work.plan.nodes]
+            await asyncio.wait_for(asyncio.gather(*calls), AGENT_CALL_S)
+        except (ray.exceptions.RayError, TimeoutError, KeyError) as error:
+            problem = Unavailable(f"A node did not take session {work.plan.session}: {reason(error)}")
+            for token in work.tokens:
+                run.fail(token, problem)
+            return
+        for token in work.tokens:
+            run.reply(token, work.plan)
 
 
 def _drain_bound_s(run: Run, attempt: AttemptId) -> float:
-    """After this long another holder is asked: the first may be frozen. Twice is harmless."""
+    """Return the time after which another holder drains too: the first may be frozen. Twice is harmless."""
     checkpoint = run.machine.history.checkpoints[attempt.attempt]
     rate = min(LEAST_DRAIN_BYTES_PER_S, run.spec.options.drain_bytes_per_s or LEAST_DRAIN_BYTES_PER_S)
     return DRAIN_SLACK_S + checkpoint.size_bytes / rate

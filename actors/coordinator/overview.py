@@ -1,14 +1,16 @@
-"""What people see of a service and its runs: values from the machines, computed when somebody asks.
+"""Views of a service and its runs for status: values computed from the machines on request.
 
-Pure; reads the machine and changes nothing. No tokens, keys or storage options come in here.
+Nothing is changed. No tokens, keys or storage options appear in a view.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from ray_ckpt import telemetry
+from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.messages import DiskView, NewestView, NodeView, RunSpec, RunState, RunView, ServiceView
 from ray_ckpt.analysis.goodput import measure_goodput
 from ray_ckpt.config import RunOptions
@@ -22,17 +24,31 @@ from ray_ckpt.types import Level
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What the coordinator's shell knows of a run beside its machine."""
+    """Facts about a run that its machine does not have."""
 
     disks: Mapping[str, DiskSpace]  # by node, as last looked at
-    warning: str = ""  # the last that its machine gave
-    warned_at_s: float = 0.0  # Unix time of it
+    warning: str = ""  # the machine's last one
+    warned_at_s: float = 0.0  # Unix time of the warning
     owner_lives: bool = True
-    sent_bytes: Mapping[str, int] = field(default_factory=dict)  # of fragments on their way, by attempt
+    sent_bytes: Mapping[str, int] = field(default_factory=dict)  # of unfinished uploads, by attempt
+
+
+def view_of(
+    run: Run, agents: Set[str], *, owner_lives: bool = True, sent_bytes: Mapping[str, int] | None = None
+) -> RunView:
+    """Return the view of a run as of now; `agents` are the nodes that have one."""
+    seen = Seen(
+        disks=run.disks_of(agents),
+        warning=run.warning[0],
+        warned_at_s=run.warning[1],
+        owner_lives=owner_lives,
+        sent_bytes=sent_bytes or {},
+    )
+    return run_view(run.spec, run.machine, seen, wall_s=time.time())
 
 
 def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -> RunView:
-    """The run at Unix time `wall_s`."""
+    """Return the view of a run as of Unix time `wall_s`."""
     plan, history = machine.plan, machine.history
     only = machine.in_cluster_only
     return RunView(
@@ -64,7 +80,7 @@ def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -
 
 
 def objections(view: ServiceView) -> tuple[str, ...]:
-    """Why the service should not be stopped now: groups at work, checkpoints that only its nodes have."""
+    """Return why the service should not be stopped: groups at work, checkpoints that only its nodes have."""
     found = []
     for run in view.runs:
         if run.state in ("opening", "restoring", "training"):
@@ -76,7 +92,7 @@ def objections(view: ServiceView) -> tuple[str, ...]:
 
 
 def steps_text(steps: Sequence[int], *, most: int = 10) -> str:
-    """`steps 10, 20`, the last `most` of them."""
+    """Return a text such as `steps 10, 20`, with the last `most` steps."""
     more = f"{len(steps) - most} more and " if len(steps) > most else ""
     return f"step{'s' if len(steps) > 1 else ''} {more}{', '.join(map(str, steps[-most:]))}"
 
@@ -94,7 +110,7 @@ def _state(machine: RunMachine, seen: Seen) -> RunState:
 
 
 def _step(machine: RunMachine) -> int:
-    """The last step that the group at work is known to have completed; 0 without one."""
+    """Return the last step that the group at work is known to have completed; 0 without a group."""
     plan, lineage = machine.plan, machine.history.lineage()
     own = lineage[-1].step if plan is not None and lineage and lineage[-1].id.session == plan.session else 0
     return max(machine.last_step, own)
@@ -112,8 +128,10 @@ def _newest(machine: RunMachine, wall_s: float) -> tuple[NewestView, ...]:
 
 
 def _needed(machine: RunMachine, wall_s: float) -> tuple[int, ...]:
-    """Steps that would be missed without the cluster: of what is in it only, what is newer than all that is
-    on the storage path, what is pinned, and what is on its way there. Others only wait to be given up.
+    """Return the steps of checkpoints that are lost with the cluster and that somebody needs.
+
+    These are newer than all checkpoints on the storage path, pinned, or being uploaded. Other checkpoints
+    that are in the cluster only are about to be retired.
     """
     lineage = machine.history.lineage()
     durable = next((c.seq for c in reversed(lineage) if c.level >= Level.DURABLE), -1)
@@ -125,7 +143,7 @@ def _needed(machine: RunMachine, wall_s: float) -> tuple[int, ...]:
 
 
 def _nodes(spec: RunSpec, machine: RunMachine, disks: Mapping[str, DiskSpace]) -> tuple[NodeView, ...]:
-    """Those of the group in the order of their ranks, then others that hold what is kept."""
+    """Return the group's nodes in the order of their ranks, then other nodes that hold live checkpoints."""
     group = {node.node_id: node for node in (machine.plan.nodes if machine.plan else ())}
     exposed = {found.node_id: found for found in machine.exposure()}
     leaving, domains, live = machine.leaving, machine.domains, machine.live_nodes
@@ -160,7 +178,6 @@ def _disk(spec: RunSpec, disk: DiskSpace) -> DiskView:
 
 
 def disk_samples(disks: Mapping[str, DiskSpace], options: RunOptions) -> Iterator[Sample]:
-    """As last looked at."""
     for node, disk in disks.items():
         labels = {"node": node}
         yield Sample(metric=telemetry.DISK_FREE, value=disk.free_bytes, labels=labels)
@@ -169,7 +186,10 @@ def disk_samples(disks: Mapping[str, DiskSpace], options: RunOptions) -> Iterato
 
 
 def goodput_samples(history: RunHistory) -> tuple[Sample, ...]:
-    """By the run's log; nothing while that tells of no time. Costs time by the length of the history."""
+    """Return goodput and badput as computed from the run's log; () until the log covers a non-zero time.
+
+    The time that this takes grows with the length of the history.
+    """
     found = measure_goodput(tuple(history.sessions.values()), history.checkpoints.values())
     if found.ratios is None:
         return ()

@@ -39,8 +39,8 @@ def test_the_card_of_an_agent_that_was_replaced_meanwhile_is_not_kept() -> None:
 def test_an_agent_ends_once_it_has_not_been_needed_for_so_long() -> None:
     agents, ended = make(), list[str]()
     for node in ("a", "b"):
-        retire = SimpleNamespace(remote=lambda node=node: ended.append(node))
-        agents._actors[node] = SimpleNamespace(retire=retire)
+        exit_ = SimpleNamespace(remote=lambda node=node: ended.append(node))
+        agents._actors[node] = SimpleNamespace(exit=exit_)
     assert agents.end_idle(["a"], 0.05) == ()
     agents._needed_s["b"] -= 0.1
     assert agents.end_idle(["a"], 0.05) == ("b",)
@@ -50,5 +50,5 @@ def test_an_agent_ends_once_it_has_not_been_needed_for_so_long() -> None:
 def test_no_agent_is_started_once_the_service_ends() -> None:
     agents = make()
     agents.close()
-    assert asyncio.run(agents.ask("n", "card")) is None
+    assert asyncio.run(agents.request("n", "card")) is None
     assert not agents.nodes

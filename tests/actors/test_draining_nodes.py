@@ -12,7 +12,7 @@ from ray_ckpt.preemption.notice import Notice
 def reported(*notices: Notice) -> DrainingNodes:
     leaving = DrainingNodes()
     for notice in notices:
-        leaving.hear("n", notice)
+        leaving.add("n", notice)
     return leaving
 
 

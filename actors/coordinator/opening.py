@@ -1,0 +1,137 @@
+"""Open runs: read a run's log, claim it with the epoch of this coordinator, and open the run on all nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from functools import partial
+
+from ray_ckpt.actors.coordinator.effects import STORE_TIMEOUT_S
+from ray_ckpt.actors.coordinator.engine import Engine
+from ray_ckpt.actors.coordinator.run import Run
+from ray_ckpt.actors.messages import RunSpec
+from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.ownership import RunMark, check_claim, check_marks
+from ray_ckpt.errors import RunConflict, Unavailable
+from ray_ckpt.format.names import record_file
+from ray_ckpt.storage.log_store import read_run
+
+OPEN_LOG_TRIES = 3  # a record of a coordinator that died may still arrive in between
+
+
+class RunOpener:
+    """`on_open()` is called each time that a run is opened."""
+
+    def __init__(self, engine: Engine, on_open: Callable[[], None]) -> None:
+        self._engine = engine
+        self._on_open = on_open
+
+    async def reach(self, key: str) -> Run:
+        """Return the run; one that was put away, or is about to be, is opened again for a while."""
+        runs = self._engine.runs
+        run, past = runs.open.get(key), runs.past.get(key)
+        closing = run if run is not None and run.machine.is_closing else None
+        if closing is not None or (run is None and past is not None):
+            spec = (closing or past).spec  # type: ignore[union-attr]
+            runs.check_not_ending()
+            with runs.in_use(spec.name):
+                await self.open(spec, owner=None)
+        return runs.get(key)
+
+    async def open(self, spec: RunSpec, *, owner: str | None, is_wanted: bool = True) -> str:
+        """Open a run, on all live nodes, and return its uid.
+
+        `is_wanted`: a caller waits for the run, so it is not put away at once if it has finished.
+        """
+        engine = self._engine
+        async with engine.runs.turn(spec.key):
+            run = engine.runs.open.get(spec.key)
+            self._on_open()
+            if run is not None and is_wanted:
+                engine.handle(run, m.RunWanted())
+            is_new = run is None or not run.machine.is_open or run.machine.is_closing
+            is_new = is_new or (run is not None and await self._is_overtaken(run))
+            if run is None or is_new:
+                run = await self._open_log(spec, owner, is_wanted)
+            elif run.spec.storage != spec.storage:
+                await in_thread(engine.effects.remote_io, _check_same_log, run, spec)
+                run.remote = spec.storage.open()
+            run.spec, run.machine.options = spec, spec.options
+            await engine.open_on_nodes(run, checks_storage=is_new)
+            return run.run_uid
+
+    async def _is_overtaken(self, run: Run) -> bool:
+        """Return whether a rollback, or another cluster, has written to the log of an idle run."""
+        if not run.machine.is_idle:
+            return False
+        name = record_file(run.machine.history.next_seq)
+        try:
+            found = await asyncio.wait_for(run.log_threads.run(run.store.read, name), STORE_TIMEOUT_S)
+        except (OSError, TimeoutError):
+            return False
+        return found is not None and run.machine.is_idle
+
+    async def _open_log(self, spec: RunSpec, owner: str | None, is_wanted: bool) -> Run:
+        """Read the run's log to its end and append the epoch of this coordinator, if it may own the run."""
+        engine = self._engine
+        marks = await self._read_marks(spec)
+        for _ in range(OPEN_LOG_TRIES):
+            run = Run(spec, engine.agents.service)
+            await run.log_threads.run(run.remote.probe_log)
+            history, records = await run.log_threads.run(read_run, run.store)
+            read = history.copy()
+            for record, record_digest in records:
+                read.apply(record, record_digest)
+            check_marks(read, run_name=spec.name, marks=marks, resume=spec.options.resume)
+            check_claim(read, service=engine.agents.service, owner=owner)
+            await run.log_threads.run(run.remote.leave_nonce, run.nonce)  # only now: it replaces another's
+            engine.runs.open[spec.key] = run
+            event = m.LogOpened(
+                records=records, history=history, run_name=spec.name, fresh_uid=uuid.uuid4().hex
+            )
+            engine.handle(run, event)
+            if is_wanted:
+                engine.handle(run, m.RunWanted())
+            async with run.changed:
+                is_decided = run.changed.wait_for(partial(self._is_decided, run))
+                try:
+                    await asyncio.wait_for(is_decided, 2 * STORE_TIMEOUT_S)
+                except TimeoutError:
+                    del engine.runs.open[spec.key]
+                    break
+            if run.machine.is_open:
+                engine.runs.past.pop(spec.key, None)
+                return run
+        raise Unavailable(
+            f"The log of run {spec.name} at {run.remote.where} does not take records.",
+            hint="Check that the storage path is healthy and that no other cluster runs it, then try again.",
+        )
+
+    async def _read_marks(self, spec: RunSpec) -> tuple[RunMark, ...]:
+        """Return the marks of runs of this name on the nodes' disks."""
+        agents = self._engine.agents
+        nodes = await agents.live_nodes()
+        answers = await asyncio.gather(*(agents.request(node, "read_marks", spec) for node in nodes))
+        return tuple(mark for found in answers for mark in found or ())
+
+    def _is_decided(self, run: Run) -> bool:
+        """Return whether the epoch of this coordinator, or of another, is in the log."""
+        return run.machine.is_open or not self._engine.runs.is_current(run)
+
+
+def _check_same_log(run: Run, spec: RunSpec) -> None:
+    """Raise RunConflict unless the new storage options lead to the run's own log."""
+    tier = spec.storage.open()
+    tier.probe_log()
+    history, records = read_run(tier.log)
+    for record, record_digest in records:
+        history.apply(record, record_digest)
+    known = run.machine.history
+    if (history.run_uid, history.next_seq >= known.next_seq) != (known.run_uid, True):
+        raise RunConflict(
+            f"With its new storage_options run {spec.name} is not at {tier.where}, where its log has been.",
+            hint="Give the options with which the run was begun, or another run name.",
+        )
+    tier.leave_nonce(run.nonce)

@@ -1,0 +1,99 @@
+"""Read the status of a service and of its runs, for the command line, tests and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+import ray
+
+import ray_ckpt
+from ray_ckpt.actors import names
+from ray_ckpt.actors.coordinator.agents import CARD_S
+from ray_ckpt.actors.coordinator.engine import Engine
+from ray_ckpt.actors.coordinator.launchers import Launchers
+from ray_ckpt.actors.coordinator.overview import view_of
+from ray_ckpt.actors.coordinator.run import Run
+from ray_ckpt.actors.messages import DrillSources, RunStatus, RunView, ServiceView
+from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.core.loss_scenarios import live_checkpoints
+from ray_ckpt.storage.log_store import read_run
+
+MAX_REQUESTED = 64  # agents that one overview asks for their uploads
+
+
+class StatusReader:
+    """Status as of now; nothing is changed."""
+
+    def __init__(self, engine: Engine, launchers: Launchers) -> None:
+        self._engine = engine
+        self._launchers = launchers
+        self._started_s = time.time()
+
+    async def overview(self) -> ServiceView:
+        engine = self._engine
+        await engine.agents.read_cards()
+        return ServiceView(
+            version=ray_ckpt.__version__,
+            protocol=names.PROTOCOL_VERSION,
+            ray_version=ray.__version__,
+            coordinator_node=ray.get_runtime_context().get_node_id(),
+            coordinator_host=ray.util.get_node_ip_address(),
+            up_s=time.time() - self._started_s,
+            is_encrypted=engine.agents.keys.encrypt,
+            nodes=await engine.agents.live_nodes(),
+            agents=tuple(card for _, card in sorted(engine.agents.cards.items())),
+            leaving=engine.draining.views(),
+            runs=(
+                *await asyncio.gather(*(self._view(run) for run in engine.runs)),
+                *(past.view_at(time.time()) for past in engine.runs.past.values()),
+            ),
+        )
+
+    async def status(self, run: Run) -> RunStatus:
+        history, machine = run.machine.history, run.machine
+        lineage = history.lineage()
+        _, records = await in_thread(self._engine.control_io, read_run, run.store)
+        return RunStatus(
+            run_uid=history.run_uid,
+            records=tuple(record for record, _ in records),
+            newest=lineage[-1] if lineage else None,
+            holders=machine.holders,
+            nodes=machine.plan.nodes if machine.plan else (),
+            restores=machine.restores,
+            agents=tuple(self._engine.agents.cards.values()),
+            exposure=machine.exposure(),
+            copies_missing=machine.copies_missing,
+        )
+
+    async def drill_sources(self, run: Run) -> DrillSources:
+        agents, machine = self._engine.agents, run.machine
+        nodes = await self._engine.nodes.look(run)
+        return DrillSources(
+            live=live_checkpoints(machine.history, machine.holders, machine.plan),
+            endpoints=agents.endpoints,
+            domains=nodes.domains,
+            credentials=agents.keys.credentials(run.run_uid),
+            storage=run.spec.storage,
+            last_step=machine.last_step,
+        )
+
+    async def _view(self, run: Run) -> RunView:
+        owner = run.machine.owner
+        lives = not owner or await self._launchers.is_alive(owner)
+        sent_bytes = await self._sent_bytes(run)
+        return view_of(run, self._engine.agents.nodes, owner_lives=lives, sent_bytes=sent_bytes)
+
+    async def _sent_bytes(self, run: Run) -> dict[str, int]:
+        """Return the bytes sent of unfinished uploads, by attempt; {} if too many nodes upload."""
+        agents = self._engine.agents
+        nodes = {node for drain in run.machine.drains_underway for node in drain.nodes} & agents.nodes
+        if len(nodes) > MAX_REQUESTED:
+            return {}
+        calls = (asyncio.wait_for(agents.call(n, "uploads", run.run_uid), CARD_S) for n in nodes)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        sent = Counter[str]()
+        for answer in answers:
+            sent.update(answer if isinstance(answer, dict) else {})
+        return dict(sent)
