@@ -188,9 +188,7 @@ class Effects:
         try:
             await in_thread(self.remote_io, delete_all, run.remote, work)
         except (OSError, CheckpointError) as failure:
-            log.warning(
-                "%s: orphans on the storage path could not be deleted: %s", run.spec.name, reason(failure)
-            )
+            log.warning("%s: orphans on the storage path are left: %s", run.spec.name, reason(failure))
 
     async def _put_away(self, run: Run, work: m.PutAway) -> m.PutAwayEnded:
         """Have all live nodes that may hold files of the run delete them; missing agents are started."""
