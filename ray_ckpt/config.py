@@ -1,4 +1,4 @@
-"""What a user can choose for a run, checked when it is chosen."""
+"""Options of a run, checked when they are set, and environment variables of a node."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any, Literal, TypeAlias
 
 from ray_ckpt.errors import ConfigError
 
-# Per node, since only the node knows its disks and networks; the first wins over the option.
+# Set per node, since disks and networks differ; RAY_CKPT_STAGING overrides the option `staging`.
 STAGING_ENV = "RAY_CKPT_STAGING"  # folders, separated by colons
-ADDRESS_ENV = "RAY_CKPT_ADDRESS"  # of the interface by which peers reach the node; default: Ray's own
+ADDRESS_ENV = "RAY_CKPT_ADDRESS"  # address at which peers reach the node; default: the one that Ray uses
 PORTS_ENV = "RAY_CKPT_PORTS"  # first-last, for a firewall; default: any
-# Of the service, read where its coordinator starts.
-ENCRYPT_ENV = "RAY_CKPT_ENCRYPT"  # 0: no TLS between nodes, for a network that is trusted
+# Set where the coordinator of the service starts.
+ENCRYPT_ENV = "RAY_CKPT_ENCRYPT"  # 0: no TLS between nodes, for a trusted network
 MIB = 1 << 20
 GIB = 1 << 30
-MAX_MILESTONES = 100  # fractions; they stand in each session record of the log, as the metric's name does
-MAX_COMPRESS_LEVEL = 19  # zstd's last one without window sizes that a reader may refuse
+MAX_MILESTONES = 100  # fractions; each session record of the log holds them
+MAX_COMPRESS_LEVEL = 19  # higher levels of zstd use window sizes that a reader may refuse
 DEFAULT_EVERY_STEPS = 100
-MAX_METRIC_NAME = 200  # characters; longer ones are cut when they are saved
-# Node labels that "auto" takes for a failure domain: the first that a node has.
+MAX_METRIC_NAME = 200  # characters; longer names are cut when metrics are saved
+# Node labels that name the failure domain with "auto": the first one that a node has.
 FAILURE_DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
 
 MEMORY_MODES = ("auto", "double", "single", "stream")
@@ -33,9 +33,9 @@ _STEP = re.compile(r"step:(\d{1,12})\Z")
 
 
 def staging_roots(option: str | tuple[str, ...] | None, node_id: str) -> tuple[Path, ...]:
-    """The staging folders of a node: its environment's, or the option's, or the default.
+    """Return the staging folders of this node: from its environment, else from the option, else the default.
 
-    ConfigError if one begins with the home of somebody who has none on this node.
+    ConfigError if one begins with the home of a user who has none on this node.
     """
     texts: tuple[str, ...]
     if wanted := os.environ.get(STAGING_ENV):
@@ -50,14 +50,14 @@ def _staging_root(text: str) -> Path:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
         raise ConfigError(
-            f"The staging folder {text} is in a home that this node does not know.",
-            hint="Give the whole path, in RunOptions(staging=...) or RAY_CKPT_STAGING.",
+            f"The staging folder {text} is in a home directory that does not exist on this node.",
+            hint="Give the full path, in RunOptions(staging=...) or RAY_CKPT_STAGING.",
             path=text,
         ) from error
 
 
 def is_encrypted() -> bool:
-    """Whether the bytes between nodes are."""
+    """Return whether transfers between nodes are encrypted."""
     value = os.environ.get(ENCRYPT_ENV, "1")
     if value not in ("0", "1"):
         raise ConfigError(f"{ENCRYPT_ENV} is {value!r}.", hint="Set it to 1 (the default) or 0.")
@@ -65,7 +65,7 @@ def is_encrypted() -> bool:
 
 
 def transport_ports() -> range | None:
-    """The ports that this node may listen on; None: any."""
+    """Return the ports that this node may listen on; None: any."""
     text = os.environ.get(PORTS_ENV)
     if not text:
         return None
@@ -77,72 +77,75 @@ def transport_ports() -> range | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How one run is protected. All times are seconds, all sizes bytes."""
+    """Options of one run. All times are in seconds, all sizes in bytes."""
 
     replicas: int = 1
-    """Copies of each shard on other nodes; capped at what the live nodes can hold."""
+    """Copies of each shard on other nodes; fewer if too few nodes are alive."""
     keep_last: int = 3
-    """Checkpoints that retention keeps; the newest of each level is kept besides."""
+    """Number of newest checkpoints to keep; the newest of each level is always kept."""
     keep_every: int | None = None
-    """Keep the first checkpoint at or after each multiple of this many steps as well."""
+    """Also keep the first checkpoint at or after each multiple of this many steps."""
     keep_every_s: float | None = None
-    """Keep the first checkpoint of each period of this length as well."""
+    """Also keep the first checkpoint of each period of this length."""
     keep_best: tuple[str, str, int] | None = None
-    """Keep the best ones by a metric as well: (metric, "min" or "max", how many)."""
+    """Also keep the best checkpoints by a metric: (metric, "min" or "max", how many)."""
     keep_milestones: tuple[float, ...] = ()
-    """Keep the first checkpoint at or after each of these fractions of `total_steps` as well."""
+    """Also keep the first checkpoint at or after each of these fractions of `total_steps`."""
     total_steps: int | None = None
-    """Steps of the whole run; milestones need it."""
+    """Steps of the whole run; required by `keep_milestones`."""
     keep_epochs: bool = False
-    """Keep the last checkpoint of each finished epoch as well, by the metric "epoch"."""
+    """Also keep the last checkpoint of each finished epoch, by the metric "epoch"."""
     ttl_s: float | None = None
-    """Age beyond which none of the options above keeps a checkpoint. The newest of each level stays, and
-    so does what is pinned or in use."""
+    """Age after which the options above keep a checkpoint no longer. The newest of each level, pinned
+    checkpoints and those in use stay."""
     keep_local: int = 2
-    """The last so many checkpoints stay on the nodes once they are durable; of older durable ones only the
-    copy on the storage path does."""
+    """Number of newest checkpoints that stay on the nodes once they are durable; older durable ones stay on
+    the storage path only."""
     retire_grace_s: float = 60.0
-    """Between retiring a checkpoint and deleting it on the storage path, for those who read it; and between
-    the end of a finished run and the deletion of its copies on the nodes."""
+    """Time between retiring a checkpoint and deleting it on the storage path, so that readers can finish;
+    also the time between the end of a finished run and the deletion of its copies on the nodes."""
     keep_local_at_end: bool = False
-    """Copies on the nodes outlive a finished run, for a fast restore by its next session, and take room until
-    then. False: they go, and with them what only the nodes have; what a pin or another policy than keep_last
-    keeps is drained first. A run that failed, or whose launcher died, keeps all either way."""
+    """Keep the copies on the nodes after a finished run, so that its next session restores fast; they take
+    space until then. False: they are deleted, also checkpoints that only the nodes have; those that a pin or
+    a policy other than keep_last keeps are drained first. A run that failed, or whose launcher died, always
+    keeps its copies."""
     every_steps: int | None = None
-    """A save is due after each multiple of this many optimizer steps. None: 100, or with every_s none."""
+    """Save after each multiple of this many optimizer steps. None: 100, or never if every_s is set."""
     every_s: float | Literal["auto"] | None = None
-    """A save is due when this many seconds have passed since the last one that was due by time; all ranks
-    agree on a step for it, some steps ahead. auto: as often as costs least, by what saves have cost so far
-    and how often groups have failed, within overhead_budget."""
+    """Save when this many seconds have passed since the last save that was due by time; all ranks agree on a
+    step for it, some steps ahead. auto: the interval that costs least, computed from the cost of saves and
+    the rate of failures so far, within overhead_budget."""
     overhead_budget: float = 0.01
-    """With every_s="auto": the fraction of training time that saves may hold up training for."""
+    """Largest fraction of training time for which saves may stall training, with every_s="auto"."""
     remote_every: int = 10
-    """Every this many commits one is drained to the storage path; the last one of a run always is."""
+    """Drain one of this many commits to the storage path; the last one of a run is always drained."""
     remote_every_s: float | Literal["auto"] | None = None
-    """Besides, drain a commit when the last drained one was committed this many seconds ago or more. auto: by
-    what drains take and how often a failure would cost the copies on nodes, within overhead_budget."""
+    """Also drain a commit when the last drained one was committed this many seconds ago or more. auto:
+    computed from the duration of drains and the rate of failures that lose the copies on nodes, within
+    overhead_budget."""
     drain_bytes_per_s: int | None = None
-    """Bandwidth of each node to the storage path, after copies to other nodes. None: as fast as it goes."""
+    """Bandwidth of each node to the storage path; copies to other nodes go first. None: no limit."""
     compress: int | None = None
-    """zstd level (1 to 19) for shards on the storage path, where a sample says that it saves a tenth; other
-    shards, and all with None, are stored as they are. Stock readers need them decompressed first."""
+    """zstd level (1 to 19) for shards on the storage path of which a sample shrinks by a tenth or more; other
+    shards are stored uncompressed. None: all are. Stock readers need the files decompressed first."""
     storage_options: Mapping[str, str] | None = None
-    """How to open a storage path that is a URL: names, never secrets; `env:NAME` for what stands in a
-    variable of each node. S3: profile, endpoint_url, region, anonymous, checksum, sse, sse_kms_key_id; GCS:
-    endpoint_url, anonymous; others: what their fsspec file system takes."""
+    """Options to open a storage path that is a URL. They must not be secrets; `env:NAME` stands for the value
+    of an environment variable of each node. S3: profile, endpoint_url, region, anonymous, checksum, sse,
+    sse_kms_key_id; GCS: endpoint_url, anonymous; others: the options of their fsspec file system."""
     staging: str | tuple[str, ...] | None = None
-    """Local folder on each node, best on NVMe, or one on each of several disks. `{node_id}` in it is
-    replaced; the environment variable RAY_CKPT_STAGING of a node wins. Default: /tmp/ray_ckpt-<uid>."""
+    """Local folder on each node, best on NVMe, or a tuple with a folder on each of several disks. `{node_id}`
+    in it is replaced; the environment variable RAY_CKPT_STAGING of a node overrides it. Default:
+    /tmp/ray_ckpt-<uid>."""
     resume: Resume = "auto"
-    """auto: restore if there is a checkpoint; never: start from scratch; must: an error if there is none;
-    step:N: go back to the checkpoint of step N. A URI, `<storage_path>/<run>` of another run or
-    `<storage_path>/<run>@STEP`: go on from that checkpoint, with all of its state, while this run has none of
-    its own; of this run, the same as must or step:N."""
+    """auto: restore the newest checkpoint if there is one; never: start from scratch; must: fail if there is
+    none; step:N: go back to the checkpoint of step N. The URI of another run, `<storage_path>/<run>` or
+    `<storage_path>/<run>@STEP`: start with the complete state of that checkpoint if this run has no
+    checkpoint yet. The URI of this run means must or step:N."""
     init_from: str | None = None
-    """The URI of a checkpoint of another run, as for `resume`: while this run has none, it begins at step 0
-    with the state of `init_items` from there, for fine-tuning."""
+    """URI of a checkpoint of another run, as for `resume`, for fine-tuning: if this run has no checkpoint
+    yet, it starts at step 0 with the state of `init_items` from there."""
     init_items: tuple[str, ...] = ("model",)
-    """Names of the items that `init_from` fills."""
+    """Items that are restored from `init_from`."""
     keep: tuple[str, ...] = ()
     """Hyperparameters, or patterns of them, that a restore leaves as the objects were built with, such as
     ("optimizer.lr", "scheduler.*"). Others become what was saved; those that differ are listed."""
@@ -150,55 +153,57 @@ class RunOptions:
     """Names of items that begin as they were built where the checkpoint has nothing for them, or state of
     another class or form: ("optimizer",) when it is another optimizer from here on."""
     unprotected_after: timedelta | int | None = None
-    """Training ends with Unprotected, between two steps, when it has gone on for this long without a new
-    checkpoint, or when this many saves in a row have failed; halfway a warning says so. None: never."""
+    """End training with Unprotected, between two steps, after this time without a new checkpoint, or after
+    this many failed saves in a row; a warning is logged halfway. None: never."""
     overlap: bool = True
-    """Copy parameters and optimizer state while the next forward and backward run; a hook before every
-    optimizer's step waits for the copy. False: `save` returns when everything has been copied."""
+    """Copy parameters and optimizer state during the next forward and backward passes; a hook before each
+    optimizer step waits for the copy. False: `save` returns when everything has been copied."""
     verify_captures: bool = False
-    """Take a second copy of everything at once and compare: finds code that changes parameters behind the
-    optimizer's back, at the price of a blocking copy and its memory."""
+    """Compare each capture with a second, blocking copy, to find code that changes parameters outside of an
+    optimizer step. Costs the time and the memory of that copy."""
     memory: str = "auto"
-    """Memory on each node for captures. double: two copies of the state, so that a save does not wait until
-    the one before it is on disk; single: one; stream: a small ring, written to disk as it is filled, for
-    states that memory does not hold a copy of. auto: the first of them that leaves enough memory free."""
+    """Memory on each node for captures. double: two copies of the state, so that a save need not wait until
+    the previous one is on disk; single: one copy; stream: a small ring that is written to disk while it is
+    filled, for states that do not fit into free memory. auto: the first of these that leaves enough memory
+    free."""
     partial_grads: bool = False
-    """Save in the middle of an accumulation window too, with the gradients; else a save waits for its end.
-    Not with FSDP, which does not show them."""
+    """Also save within a gradient accumulation window, with the gradients. False: a save waits for the end of
+    the window. Not possible with FSDP, which does not expose gradients."""
     max_block_s: float = 0.0
-    """How long a save may wait for the one before it; then it is skipped and counted."""
+    """Longest wait of a save for the previous one; after it the save is skipped and counted."""
     goal_timeout_s: float = 60.0
-    """After this long a checkpoint that is local everywhere is committed without its missing replicas."""
+    """Longest wait for replicas; a checkpoint that is local everywhere is then committed without them."""
     attempt_timeout_s: float = 60.0
-    """After this long an attempt that lacks ranks is dropped."""
+    """Longest wait for missing ranks of a save; it is then dropped."""
     inventory_wait_s: float = 10.0
-    """How long a restore waits for nodes that may return with the newest checkpoint."""
+    """Longest wait of a restore for nodes that may return with the newest checkpoint."""
     restore_timeout_s: float = 1800.0
-    """How long a rank that has restored waits for the others; which ones are missing is said within seconds.
-    Large models may take some ranks minutes longer to build or to read."""
+    """Longest wait of a restored rank for the other ranks; missing ranks are logged within seconds. Some
+    ranks may take minutes longer to build or to read a large model."""
     finish_timeout_s: float = 600.0
-    """How long the end of a run waits for its last checkpoint to reach the storage path."""
+    """Longest wait at the end of a run until its last checkpoint is on the storage path."""
     reserve_bytes: int = GIB
-    """Free space on each staging disk that checkpoints never use."""
+    """Free space on each staging disk that is left unused."""
     high_watermark: float = 0.9
-    """Fraction of a staging disk in use above which checkpoints make room."""
+    """Used fraction of a staging disk above which old copies are deleted."""
     low_watermark: float = 0.8
-    """Fraction of a staging disk in use at which they have made room enough."""
+    """Used fraction of a staging disk at which that deletion stops."""
     failure_domain: str = "auto"
-    """Ray node label whose values fail together; copies go to another one. auto: the first of
-    FAILURE_DOMAIN_LABELS that a node has; none: each node for itself."""
+    """Ray node label, such as a rack: nodes with the same value fail together, so copies go to nodes with
+    another value. auto: the first of FAILURE_DOMAIN_LABELS that a node has; none: each node is its own
+    domain."""
     replicate_bytes_per_s: int | None = None
-    """Bandwidth of each node for copies to other nodes. None: as fast as the network."""
+    """Bandwidth of each node for copies to other nodes. None: no limit."""
     repair_bytes_per_s: int = 256 * MIB
-    """Bandwidth for new copies in place of lost ones, in the background."""
+    """Bandwidth for replacing lost copies in the background."""
     scrub_bytes_per_s: int = 16 * MIB
-    """Bandwidth for reading stored bytes again to find damage; 0 switches it off."""
+    """Bandwidth for reading stored copies again to find damage; 0: off."""
     scrub_every_s: float = 7 * 24 * 3600.0
-    """How often each copy is read again."""
+    """Period in which each stored copy is read again."""
     store_wait_s: float = 10.0
-    """How long a restore waits for a log that does not answer; then it goes on with what the nodes hold."""
+    """Longest wait of a restore for a log that does not answer; it then uses what the nodes hold."""
     agent_idle_s: float = 600.0
-    """After this long the agent of a node that holds nothing needed is ended."""
+    """Time after which the agent of a node without needed data is stopped."""
     ray_report: bool = True
     """Report pointers to Ray Train, so that `Result.checkpoint` shows the newest checkpoint."""
 
@@ -250,8 +255,8 @@ class RunOptions:
         self._need("init_items", self.init_items != (), "a tuple of at least one name")
         if self.init_from is not None and is_uri(self.resume):
             raise ConfigError(
-                "resume names a checkpoint, and init_from another one.",
-                hint="Use resume to go on with all of its state, or init_from to begin at step 0 with some.",
+                "resume and init_from both name a checkpoint.",
+                hint="Use resume to continue with the complete state, or init_from to start at step 0.",
                 option="init_from",
             )
 
@@ -265,8 +270,8 @@ class RunOptions:
         every_s = self.every_s if isinstance(self.every_s, int | float) else 0.0
         if limit_s is not None and limit_s <= every_s:
             raise ConfigError(
-                f"unprotected_after is {limit}, and a save is due every {self.every_s} s.",
-                hint="Give it longer than every_s, so that a save can come before it.",
+                f"unprotected_after is {limit}, but a save is due only every {self.every_s} s.",
+                hint="Set it to more than every_s.",
                 option="unprotected_after",
             )
 
@@ -282,9 +287,9 @@ class RunOptions:
             isinstance(options, Mapping)
             and all(isinstance(name, str) and isinstance(value, str) for name, value in options.items())
         )
-        if not good:  # their values are not shown: one may be a secret
+        if not good:  # the message shows no values: one may be a secret
             raise ConfigError(
-                "storage_options is no mapping of names to texts.",
+                "storage_options is not a mapping from str to str.",
                 hint="Give a dict such as {'profile': 'training'}.",
                 option="storage_options",
             )
@@ -325,12 +330,12 @@ class RunOptions:
 
     @property
     def steps_between_saves(self) -> int | None:
-        """The cadence by steps; None if saves are due by time only."""
+        """Steps between two saves; None if saves are due by time only."""
         return DEFAULT_EVERY_STEPS if self.every_steps is None and self.every_s is None else self.every_steps
 
     @classmethod
     def parse(cls, **options: Any) -> RunOptions:
-        """RunOptions from keywords; an unknown one is a ConfigError that names the closest known one."""
+        """Return RunOptions from keywords; ConfigError with the closest known name for an unknown one."""
         unknown = sorted(set(options) - set(cls.__dataclass_fields__))
         if unknown:
             from difflib import get_close_matches
@@ -342,7 +347,7 @@ class RunOptions:
         return cls(**options)
 
 
-_WHOLE = {  # option -> the least it may be
+_WHOLE = {  # option -> its minimum
     "replicas": 0,
     "keep_last": 1,
     "keep_local": 1,
@@ -380,16 +385,16 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """A finite number, 0 or more."""
+    """Return whether `value` is a finite number, 0 or more."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def is_uri(text: object) -> bool:
-    """Whether it can name a checkpoint: a URL, or an absolute path."""
+    """Return whether `text` can name a checkpoint: a URL or an absolute path."""
     return isinstance(text, str) and ("://" in text or text.startswith("/"))
 
 
 def resume_step(resume: Resume) -> int | None:
-    """The step that a run is to be rolled back to; None if it is to go on from the newest."""
+    """Return the step to roll a run back to; None if it continues from the newest checkpoint."""
     found = _STEP.match(resume) if isinstance(resume, str) else None
     return int(found[1]) if found else None

@@ -1,33 +1,33 @@
-"""Every error that ray_ckpt raises on purpose.
+"""Errors that ray_ckpt raises, as a tree.
 
-    CheckpointError                      catch this to catch all of them
-    |- ConfigError (ValueError)          an option, path or environment is wrong; fix it and start again
+    CheckpointError                      base class of all
+    |- ConfigError (ValueError)          an option, a path or the environment is wrong
     |  |- StorageNotShared               the storage path is not the same place on every node
     |  |- StoragePathError               the storage path cannot be written, read or used for commits
     |  |- StagingError                   a node's staging folder cannot be used
-    |  |- NotConnected (RuntimeError)    a Checkpointer without callback or connection
-    |- StateError (TypeError)            the training state cannot be stored as asked
-    |  |- UnsupportedItem                an object without a way to save it
-    |  |- UnsupportedLeaf                a value that would need pickle; names its path
+    |  |- NotConnected (RuntimeError)    a Checkpointer has neither callback nor connection
+    |- StateError (TypeError)            the training state cannot be stored
+    |  |- UnsupportedItem                no way is known to save an object
+    |  |- UnsupportedLeaf                a value would need pickle; names its path
     |- MismatchError (ValueError)        the checkpoint does not fit the model; lists each difference
-    |- CollectiveError (RuntimeError)    the ranks did not do the same thing
-    |  |- SaveNotCollective              a save that only some ranks called
-    |- InsufficientSpace (OSError)       too little disk or memory, named in bytes
+    |- CollectiveError (RuntimeError)    the ranks called different things
+    |  |- SaveNotCollective              only some ranks called `save`
+    |- InsufficientSpace (OSError)       too little disk space or memory, in bytes
     |- CorruptionError (ValueError)      stored bytes differ from their digest; names file and slice
-    |  |- FormatError                    bytes that are not a valid file of this format
-    |     |- NewerFormat                 a file or record that a newer ray_ckpt wrote; nothing is damaged
-    |- RestoreError (RuntimeError)       nothing intact is left to restore from
-    |- ResumeError (RuntimeError)        a resumed run is not the run that it resumes
-    |- Unprotected (RuntimeError)        training has gone on for too long without a new checkpoint
-    |- RunConflict (RuntimeError)        someone else owns this run, or its log is not the nodes' own
-    |  |- RunInUse                       another launcher that is alive in this cluster has the run
-    |  |- RunSuperseded                  a newer session owns the run; this one must stop
+    |  |- FormatError                    bytes are no valid file of the format
+    |     |- NewerFormat                 a newer ray_ckpt wrote it; nothing is damaged
+    |- RestoreError (RuntimeError)       no intact copy is left to restore from
+    |- ResumeError (RuntimeError)        a resumed run differs from the original
+    |- Unprotected (RuntimeError)        training went on too long without a checkpoint
+    |- RunConflict (RuntimeError)        another owner has the run, or the log changed
+    |  |- RunInUse                       a live launcher in this cluster has the run
+    |  |- RunSuperseded                  a newer session has the run; this one must stop
     |  |- Fenced                         a newer coordinator owns the log
-    |- ServiceError (RuntimeError)       the service did not answer as it should
-    |  |- Unavailable                    an agent, a peer or the store could not be reached in time
+    |- ServiceError (RuntimeError)       the service failed
+    |  |- Unavailable                    an agent, a peer or the store did not answer
 
-Each carries a `hint` (what to do now) and plain fields, and survives pickling, so that it crosses Ray
-actors unchanged.
+Each has a `hint`, which says what to do, and plain `fields`. Pickling keeps both, so errors cross Ray actors
+unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _rebuild(cls: type[CheckpointError], message: str, hint: str, fields: dict[s
 
 
 class CheckpointError(Exception):
-    """Base of all errors of ray_ckpt: a message, a `hint`, and `fields` that a handler can read."""
+    """Base class of all errors: a message, a `hint`, and `fields` that a handler can read."""
 
     def __init__(self, message: str, *, hint: str = "", **fields: Any) -> None:
         super().__init__(f"{message} {hint}".strip())
@@ -74,15 +74,15 @@ class NotConnected(ConfigError, RuntimeError):
 
 
 class StateError(CheckpointError, TypeError):
-    """The training state cannot be stored as asked."""
+    """The training state cannot be stored."""
 
 
 class UnsupportedItem(StateError):
-    """An object that has no way to be saved."""
+    """No way is known to save an object."""
 
 
 class UnsupportedLeaf(StateError):
-    """A value that could only be stored with pickle; `fields["path"]` names it."""
+    """A value could only be stored with pickle; `fields["path"]` names it."""
 
 
 class MismatchError(CheckpointError, ValueError):
@@ -90,7 +90,7 @@ class MismatchError(CheckpointError, ValueError):
 
 
 class CollectiveError(CheckpointError, RuntimeError):
-    """The ranks did not do the same thing."""
+    """The ranks did not call the same thing, or not with the same arguments."""
 
 
 class SaveNotCollective(CollectiveError):
@@ -106,39 +106,39 @@ class CorruptionError(CheckpointError, ValueError):
 
 
 class FormatError(CorruptionError):
-    """Bytes that are not a valid file of this format."""
+    """Bytes are not a valid file of the format."""
 
     def at(self, place: str, hint: str = "") -> Self:
-        """Return the same error with the file's place before it; `hint` if it has none of its own."""
+        """Return the same error with `place` before its message, and with `hint` if it has none."""
         return type(self)(f"{place}: {self.message}", hint=self.hint or hint, **self.fields)
 
 
 class NewerFormat(FormatError):
-    """Written by a newer ray_ckpt, whose version can read it."""
+    """A newer ray_ckpt wrote the file; that version can read it."""
 
 
 class RestoreError(CheckpointError, RuntimeError):
-    """Nothing intact is left to restore from."""
+    """No intact copy is left to restore from."""
 
 
 class ResumeError(CheckpointError, RuntimeError):
-    """A resumed run is not the run that it resumes; names the first difference and its likely cause."""
+    """A resumed run differs from the original; names the first difference and its likely cause."""
 
 
 class Unprotected(CheckpointError, RuntimeError):
-    """Training has gone on without a new checkpoint for as long as `unprotected_after` allows."""
+    """Training went on without a new checkpoint for longer than `unprotected_after` allows."""
 
 
 class RunConflict(CheckpointError, RuntimeError):
-    """Someone else owns this run, or its log is not the one that the nodes know."""
+    """Another owner has the run, or its log is not the one that the nodes know."""
 
 
 class RunInUse(RunConflict):
-    """Another launcher that is alive in this cluster has the run; of `ray-ckpt`, somebody may have it."""
+    """A live launcher in this cluster has the run; commands raise it if one may have the run."""
 
 
 class RunSuperseded(RunConflict):
-    """A newer session owns the run; this one must stop."""
+    """A newer session has the run; this one must stop."""
 
 
 class Fenced(RunConflict):
@@ -146,15 +146,15 @@ class Fenced(RunConflict):
 
 
 class ServiceError(CheckpointError, RuntimeError):
-    """The service did not answer as it should."""
+    """The service failed to do what it was called for."""
 
 
 class Unavailable(ServiceError):
-    """An agent, a peer or the store could not be reached in time."""
+    """An agent, a peer or the store did not answer in time."""
 
 
 def missing_package(package: str, extra: str, needed_for: str) -> ConfigError:
-    """Return the error of a package that only an extra of ray_ckpt installs, and that is not installed."""
+    """Return the error for a package that is not installed, and that an extra of ray_ckpt installs."""
     return ConfigError(
         f"{needed_for} needs the package {package}, which is not installed here.",
         hint=f"Install it where this runs, on every node for a run: pip install 'ray_ckpt[{extra}]'.",
@@ -163,13 +163,13 @@ def missing_package(package: str, extra: str, needed_for: str) -> ConfigError:
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says; those that say nothing are named, so that no message ends in a colon."""
+    """Return the text of an error, or its class if it has none: no message ends in a colon."""
     if text := str(error).strip():
         return text
     return "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
 
 
 def named_text(error: BaseException) -> str:
-    """The class of an error, and what it says if it says something."""
+    """Return the class of an error and its text, if it has one."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

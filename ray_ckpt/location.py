@@ -1,8 +1,8 @@
-"""Where runs live: a folder that all nodes mount, or a URL of an object store. Never with a secret in it.
+"""Storage paths: a folder that all nodes mount, or the URL of an object store. They hold no secrets.
 
-Storage paths are what Ray Train takes: an absolute path, `file://`, `s3://bucket/prefix`, `gs://bucket/prefix`
-with pyarrow's query parameters, or another URL that fsspec knows. Credentials come from the environment of
-the process that opens it (variables, profiles, roles); an option may name them, but not hold them.
+A storage path is an absolute path, `file://`, `s3://bucket/prefix`, `gs://bucket/prefix` with pyarrow's query
+parameters, or another URL that fsspec knows, as in Ray Train. Credentials come from the environment of the
+process that opens it (variables, profiles, roles); an option may name them, but not contain them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ray_ckpt.errors import ConfigError
 _VALUES = {"anonymous": ("true", "false"), "sse": ("AES256", "aws:kms", "aws:kms:dsse")}
 _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}  # other names of a scheme
 _QUERY = ("endpoint_override", "scheme", "region")  # of pyarrow's URLs, as far as they name no secret
-BUCKETS: Mapping[str, tuple[str, ...]] = {  # schemes with clients of our own, and the options that they take
+BUCKETS: Mapping[str, tuple[str, ...]] = {  # schemes with a client of this package, and its options
     "s3": ("profile", "endpoint_url", "region", "anonymous", "checksum", "sse", "sse_kms_key_id"),
     "gs": ("endpoint_url", "anonymous"),
 }
-ENV_PREFIX = "env:"  # of an option's value: the name of a variable of whoever opens the store
+ENV_PREFIX = "env:"  # before the name of an environment variable of the process that opens the store
 _SECRET = re.compile(
     r"secret|pass|pwd|token|credential|connection_?string|shared_?access|key|sas|auth|\bpat\b", re.IGNORECASE
 )
@@ -37,18 +37,18 @@ _BAD_KEY = re.compile(r"[\x00-\x1f\x7f%#\\]|(^|/)\.{1,2}(/|$)|//")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A place in a store. `str()` of it is the storage path again, in one spelling."""
+    """A folder or an object in a store. `str(location)` is its normalized storage path."""
 
     scheme: str
     """"file", "s3", "gs", or another that fsspec knows."""
     path: str
-    """file: absolute path; s3, gs: bucket/key; otherwise what follows "://"."""
+    """file: absolute path; s3, gs: bucket/key; others: the text after "://"."""
     query: tuple[tuple[str, str], ...] = ()
     """endpoint_override, scheme and region of an s3 or gs URL."""
 
     @classmethod
     def parse(cls, text: str | os.PathLike[str]) -> Location:
-        """ConfigError if it is relative, holds a secret, or is no storage path at all."""
+        """Parse a storage path; ConfigError if it is relative, holds a secret, or is none."""
         text = os.fspath(text)
         found = _URL.match(text)
         if found is None or found[1].lower() == "file":
@@ -65,13 +65,13 @@ class Location:
 
     @property
     def folder(self) -> Path:
-        """Of a file location."""
+        """The folder of a file location."""
         assert self.is_posix
         return Path(self.path)
 
     @property
     def bare(self) -> str:
-        """Without the query: what names of files can be put after."""
+        """The location without its query, so that file names can be appended."""
         return self.path if self.is_posix else f"{self.scheme}://{self.path}"
 
     @property
@@ -80,12 +80,12 @@ class Location:
 
     @property
     def key(self) -> str:
-        """What comes after the bucket; may be empty."""
+        """The part after the bucket; may be empty."""
         return self.path.partition("/")[2]
 
     @property
     def name(self) -> str:
-        """Its last part."""
+        """The last part of the path."""
         return self.path.rpartition("/")[2]
 
     @property
@@ -94,7 +94,7 @@ class Location:
 
     @property
     def endpoint(self) -> str | None:
-        """The URL of the server that the query names."""
+        """The URL of the server in the query."""
         query = dict(self.query)
         host = query.get("endpoint_override")
         if host is None or "://" in host:
@@ -116,12 +116,12 @@ class Location:
 
 
 def storage_options(location: Location, options: Mapping[str, str] | None) -> Mapping[str, str]:
-    """The options with which a store may be opened, checked. ConfigError if one is unknown or a secret."""
+    """Return the options for a store, checked; ConfigError if one is unknown or may be a secret."""
     options = options or {}
     for name, value in options.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ConfigError(
-                f"storage_options[{name!r}] is no text.", hint="Give names and values as str.", option=name
+                f"storage_options[{name!r}] is not a str.", hint="Give names and values as str.", option=name
             )
         known = BUCKETS.get(location.scheme)
         if known is not None and name not in known:
@@ -155,7 +155,7 @@ def storage_options(location: Location, options: Mapping[str, str] | None) -> Ma
 
 
 def resolve_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Options with what `env:NAME` stands for in this process; ConfigError if that is not set."""
+    """Return options with the value of NAME for `env:NAME`; ConfigError if it is not set."""
     found: dict[str, str] = {}
     for name, value in options.items():
         if value.startswith(ENV_PREFIX):
@@ -172,8 +172,8 @@ def resolve_options(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_tilde(path: str | os.PathLike[str]) -> Path:
-    """`path` with the home that a leading `~` or `~user` means, as it is if there is none."""
-    with contextlib.suppress(RuntimeError):  # nobody of that name has a home
+    """Return `path` with a leading `~` or `~user` expanded, unless there is no such home."""
+    with contextlib.suppress(RuntimeError):  # no user of that name
         return Path(path).expanduser()
     return Path(path)
 
@@ -181,12 +181,12 @@ def without_tilde(path: str | os.PathLike[str]) -> Path:
 def _folder(path: str, text: str) -> str:
     folder = without_tilde(path)
     if not folder.is_absolute():
-        shown = "is no folder and no URL" if "@" in text or "://" in text else f"{text!r} is relative"
+        shown = "is neither a folder nor a URL" if "@" in text or "://" in text else f"{text!r} is relative"
         raise ConfigError(
             f"The storage path {shown}.",
             hint="Make it absolute; each node would read a relative path from another folder.",
         )
-    if "%" in path and text.lower().startswith("file:"):  # some readers decode it, and some do not
+    if "%" in path and text.lower().startswith("file:"):  # some readers decode it, others do not
         raise ConfigError(
             "The storage path has a '%' in a file:// URL.", hint="Give the path without file://."
         )
@@ -195,7 +195,7 @@ def _folder(path: str, text: str) -> str:
 
 def _bucket_path(rest: str, scheme: str) -> str:
     bucket, _, key = rest.partition("/")
-    if "@" in bucket or ("@" in key and ":" in bucket):  # a secret may have a slash in it
+    if "@" in bucket or ("@" in key and ":" in bucket):  # a secret may contain a slash
         raise _holds_credentials(scheme)
     key = key.strip("/")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}", bucket) or (key and _BAD_KEY.search(key)):
@@ -208,7 +208,7 @@ def _bucket_path(rest: str, scheme: str) -> str:
 
 
 def _other(rest: str, scheme: str) -> str:
-    if ":" in rest.rpartition("@")[0]:  # a user's name alone is no secret
+    if ":" in rest.rpartition("@")[0]:  # a user name alone is no secret
         raise _holds_credentials(scheme)
     if "?" in rest or "#" in rest:
         raise ConfigError(
@@ -220,7 +220,7 @@ def _other(rest: str, scheme: str) -> str:
 def _holds_credentials(scheme: str) -> ConfigError:
     return ConfigError(
         f"The {scheme}:// storage path holds credentials.",
-        hint="Take them out; they come from the environment, a profile or a role of each node.",
+        hint="Remove them; credentials come from the environment, a profile or a role of each node.",
     )
 
 
@@ -232,17 +232,17 @@ def _parse_query(query: str, scheme: str) -> tuple[tuple[str, str], ...]:
         if name not in _QUERY:  # its value may be a secret
             raise ConfigError(
                 f"The {scheme}:// storage path has the parameter {name!r}.",
-                hint=f"Only {', '.join(_QUERY)} are taken; credentials come from the environment.",
+                hint=f"Only {', '.join(_QUERY)} are allowed; credentials come from the environment.",
             )
     return tuple(sorted(found))
 
 
 StoragePath: TypeAlias = str | os.PathLike[str] | Location
-"""A folder of this machine, absolute or not, or the URL of a place in a store."""
+"""A folder of this machine, absolute or relative, or the URL of a place in a store."""
 
 
 def locate(path: StoragePath) -> Location:
-    """The place that a person means by `path`: a relative one counts from the working directory."""
+    """Return the location of `path`; a relative path counts from the working directory."""
     if isinstance(path, Location):
         return path
     text = os.fspath(path)

@@ -15,7 +15,7 @@ Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`labels` are those besides `run`; `buckets` the upper bounds of a histogram, in its unit."""
+    """A metric: `labels` besides `run`; `buckets`: the upper bounds of a histogram, in its unit."""
 
     name: str
     kind: Kind
@@ -25,7 +25,7 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """The name under which Prometheus has it; of a histogram without `_bucket`, `_sum` and `_count`."""
+        """The name in Prometheus; for a histogram without `_bucket`, `_sum` and `_count`."""
         return f"ray_ckpt_{self.name}" + ("_total" if self.kind == "counter" else "")
 
 
@@ -44,7 +44,7 @@ _LONG = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 # Saves
 SAVES = Metric("saves", "counter", "Saves that ended; outcome: committed or dropped.", ("outcome",))
 STALL = Metric(
-    "save_stall_seconds", "histogram", "For which a save held up training, slowest rank.", (), _SHORT
+    "save_stall_seconds", "histogram", "Time for which a save stalled training, slowest rank.", (), _SHORT
 )
 PHASE = Metric(
     "save_phase_seconds",
@@ -60,37 +60,39 @@ SKIPPED_SAVES = Metric(
 SAVE_BYTES = Metric(
     "save_bytes", "counter", "Bytes written by saves; tier: local, peer, remote.", ("tier", "node")
 )
-INTERVAL = Metric("save_interval_seconds", "gauge", "Between two saves, as they are due now; 0: not known.")
-LATENCY = Metric("save_latency_seconds", "gauge", "From the beginning of a save to its commit, of late.")
+INTERVAL = Metric("save_interval_seconds", "gauge", "Interval between two saves as it is now; 0: not known.")
+LATENCY = Metric("save_latency_seconds", "gauge", "Recent time from the start of a save to its commit.")
 
 # How far a run is
 ACTIVE = Metric(
     "run_active",
     "gauge",
-    "1 while a training group has the run, else 0; 2 for 20 minutes once it is finished, then no series.",
+    "1 while a training group has the run, else 0; 2 for 20 minutes after its end, then no series.",
 )
-SESSION = Metric("session", "gauge", "The number of the session at work, or of the last one.")
-SESSION_AGE = Metric("session_age_seconds", "gauge", "Seconds since that session began.")
+SESSION = Metric("session", "gauge", "Number of the current or the last session.")
+SESSION_AGE = Metric("session_age_seconds", "gauge", "Seconds since this session began.")
 STEP = Metric("last_step", "gauge", "The last optimizer step that a rank has completed.")
 SAVED_STEP = Metric(
     "saved_step", "gauge", "The newest step that has reached a level: local, replicated, durable.", ("level",)
 )
 LAG_STEPS = Metric("lag_steps", "gauge", "Steps completed since the newest one at a level.", ("level",))
 LAG_SECONDS = Metric("lag_seconds", "gauge", "Seconds since the newest commit at a level.", ("level",))
-AT_RISK = Metric(
-    "steps_at_risk", "gauge", "Steps to be repeated if this node died now; -1: all of them.", ("node",)
-)
+AT_RISK = Metric("steps_at_risk", "gauge", "Steps to repeat if this node died now; -1: all.", ("node",))
 
 # What is missing
-COPIES_MISSING = Metric("copies_missing", "gauge", "Copies of fragments that repair has yet to make.")
-DRAINS = Metric("drains_pending", "gauge", "Checkpoints on their way to the storage path, or waiting for it.")
+COPIES_MISSING = Metric("copies_missing", "gauge", "Copies of fragments that repair still has to make.")
+DRAINS = Metric(
+    "drains_pending", "gauge", "Checkpoints being drained to the storage path, or waiting for it."
+)
 DAMAGED = Metric(
     "storage_damaged", "gauge", "Live checkpoints whose copy on the storage path is known to be damaged."
 )
-DISK_FREE = Metric("disk_free_bytes", "gauge", "Free on the file system of a node's staging.", ("node",))
+DISK_FREE = Metric(
+    "disk_free_bytes", "gauge", "Free bytes on the file system of a node's staging folder.", ("node",)
+)
 DISK_TOTAL = Metric("disk_total_bytes", "gauge", "Size of that file system.", ("node",))
 DISK_RESERVE = Metric(
-    "disk_reserve_bytes", "gauge", "That are never filled on it (`reserve_bytes`).", ("node",)
+    "disk_reserve_bytes", "gauge", "Bytes of it that are left unused (`reserve_bytes`).", ("node",)
 )
 
 # What went wrong
@@ -103,32 +105,33 @@ INTERRUPTIONS = Metric(
 FAILURES = Metric(
     "failures",
     "counter",
-    "Of the service; cause: save, copy, drain, store, agent, coordinator, node.",
+    "Failures of the service; cause: save, copy, drain, store, agent, coordinator, node.",
     ("cause",),
 )
 CORRUPT = Metric(
-    "corruption_found", "counter", "Copies that did not fit their digests; place: node, remote.", ("place",)
+    "corruption_found", "counter", "Copies that differed from their digests; place: node, remote.", ("place",)
 )
 REPAIRED = Metric(
-    "corruption_repaired", "counter", "Of those, made good again, as far as they are needed.", ("place",)
+    "corruption_repaired",
+    "counter",
+    "Damaged copies that were repaired, as far as they are needed.",
+    ("place",),
 )
-LOST = Metric("lost_checkpoints", "counter", "Checkpoints of which no intact copy was left.")
+LOST = Metric("lost_checkpoints", "counter", "Checkpoints without an intact copy.")
 
 # Coming back
-RESTORES = Metric("restore_seconds", "histogram", "Of the slowest rank.", (), _LONG)
+RESTORES = Metric("restore_seconds", "histogram", "Duration of a restore, slowest rank.", (), _LONG)
 RESTORE_BYTES = Metric(
     "restore_bytes", "counter", "Bytes read; tier: memory, local, peer, remote.", ("tier",)
 )
 DRILLS = Metric(
     "drills", "counter", "Recovery drills by checkpoint; outcome: passed or failed.", ("outcome",)
 )
-DRILL_SECONDS = Metric("drill_seconds", "histogram", "For which a recovery drill read.", (), _LONG)
+DRILL_SECONDS = Metric("drill_seconds", "histogram", "Time for which a recovery drill read.", (), _LONG)
 DRILLED_AT = Metric("drill_timestamp_seconds", "gauge", "Unix time of the last recovery drill that passed.")
 GOODPUT = Metric(
-    "goodput_ratio", "gauge", "Time of steps whose effect survived, over wall time; by the run's log."
+    "goodput_ratio", "gauge", "Time of steps whose effect survived, divided by wall time; from the run's log."
 )
-BADPUT = Metric(
-    "badput_seconds", "gauge", "Time without them; cause as `ray-ckpt goodput` has it.", ("cause",)
-)
+BADPUT = Metric("badput_seconds", "gauge", "Lost time; cause as in `ray-ckpt goodput`.", ("cause",))
 
 METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

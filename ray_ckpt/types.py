@@ -1,4 +1,4 @@
-"""Plain records that every room shares. No IO, no behaviour beyond small derivations."""
+"""Plain records that all packages share. No IO, no behaviour beyond small derivations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MetricValue: TypeAlias = float
 
 
 class Level(enum.IntEnum):
-    """What a committed checkpoint has reached; each level survives what the ones below it survive."""
+    """Durability of a committed checkpoint; each level also survives what the lower ones survive."""
 
     LOCAL = 1  # fsynced on the node of every rank: survives process death
     REPLICATED = 2  # and on `replicas` other nodes: survives the loss of that many nodes
@@ -25,7 +25,7 @@ class Level(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """One N-D region of a global tensor.
+    """A box of a global tensor.
 
     `offset` and `shape` have as many dimensions as `global_shape`; a scalar has none.
     `dtype` is the safetensors name (`F32`, `BF16`, `I64`, `U8`, ...).
@@ -40,7 +40,7 @@ class Slice:
 
     @property
     def key(self) -> str:
-        """The name under which the tensor stands in a safetensors header, as DCP flattens it."""
+        """The tensor's name in a safetensors header, flattened as DCP does."""
         return f"{self.item}.{self.name}" if self.name else self.item
 
     @property
@@ -53,7 +53,7 @@ RowKind: TypeAlias = Literal["header", "slice", "state"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestRow:
-    """A byte range of a file of the checkpoint and its digest (xxh3-128, 32 hex digits).
+    """A byte range of a file of a checkpoint, and its digest (xxh3-128, 32 hex digits).
 
     The rows of a file cover each of its bytes exactly once. `slice` is set for kind "slice" only.
     """
@@ -67,7 +67,7 @@ class ManifestRow:
 
     @property
     def label(self) -> str:
-        """What a person calls this range in an error."""
+        """The range as messages name it."""
         if self.slice is None:
             return self.kind
         region = ", ".join(f"{o}:{o + n}" for o, n in zip(self.slice.offset, self.slice.shape, strict=True))
@@ -87,8 +87,8 @@ class FileEntry:
 class AttemptId:
     """One try at a save. Its directory name is never used by another attempt.
 
-    `epoch` is that of the coordinator that opened the session: the number of a session that never came into
-    the log may be used again, the two together never.
+    `epoch` is the epoch of the coordinator that opened the session. The number of a session that did not get
+    into the log may be used again; the pair of both is unique.
     """
 
     run_uid: str
@@ -104,7 +104,7 @@ class AttemptId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """What one node adds to the manifest: fragment `node_index` of `num_nodes` of an attempt."""
+    """One node's share of the manifest: fragment `node_index` of `num_nodes` of an attempt."""
 
     attempt: AttemptId
     node_index: int
@@ -113,19 +113,20 @@ class Fragment:
     ranks: tuple[int, ...]
     files: tuple[FileEntry, ...]  # without the fragment's own file
     rows: tuple[ManifestRow, ...]
-    replicated: tuple[str, ...] = ()  # digests of what its ranks hold in common with all others
+    replicated: tuple[str, ...] = ()  # digests of content that its ranks have in common with all others
     metrics: Mapping[str, MetricValue] | None = None  # from the node of rank 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFacts:
-    """What ranks and nodes tell of a save: how its tensors were cut, and how long its parts took.
+    """The mesh and the timings of a save, as ranks and nodes report them.
 
     `mesh` is the device mesh of its DTensors, such as "data=4 tensor=2" (`mesh_text`); "" if there is none.
-    Times are seconds, of the slowest rank or node; None if nobody has said.
+    Times are seconds of the slowest rank or node; None if nothing was reported.
 
-    `stall_s`: it held up training. `capture_s`: from its beginning until all was copied; of a stream, until
-    the agent began to read. `local_s`: from a node's last capture until all of its files were fsynced.
+    `stall_s`: time for which it stalled training. `capture_s`: time from its start until all was copied; with
+    a stream, until the agent began to read. `local_s`: time from a node's last capture until all of its files
+    were fsynced.
     """
 
     stall_s: float | None = None
@@ -136,7 +137,7 @@ class SaveFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """What the log says of one checkpoint."""
+    """One checkpoint as the log describes it."""
 
     id: AttemptId
     seq: int
@@ -145,21 +146,23 @@ class CheckpointInfo:
     num_nodes: int
     size_bytes: int
     root_digest: str
-    committed_at_s: float  # Unix time, seconds, of the coordinator's clock: for people and for ages
+    committed_at_s: float  # Unix time by the coordinator's clock, for display and for ages
     metrics: Mapping[str, MetricValue]
     state: Literal["live", "lost", "retired", "collected"] = "live"
-    replicas: int = 0  # copies on other nodes that the commit or a promotion has proven
+    replicas: int = 0  # copies on other nodes, proven by the commit or a promotion
     pins: Mapping[str, float | None] = field(default_factory=dict)  # owner -> Unix time when it ends
-    verified_at_s: float | None = None  # Unix time of the last scrub that found every copy good
-    durable_at_s: float | None = None  # Unix time at which it was on the storage path entirely
-    replicated_at_s: float | None = None  # Unix time at which copies on other nodes were proven first
-    mesh: str = ""  # this and the next three: `SaveFacts` of the save
+    verified_at_s: float | None = None  # Unix time of the last scrub that found every copy intact
+    durable_at_s: float | None = None  # Unix time at which all of it was on the storage path
+    replicated_at_s: float | None = None  # Unix time at which copies on other nodes were first proven
+    mesh: str = ""  # `mesh` to `local_s`: the `SaveFacts` of the save
     stall_s: float | None = None
     capture_s: float | None = None
     local_s: float | None = None
-    replicate_s: float | None = None  # for which its commit waited for copies, when all nodes had stored it
+    replicate_s: float | None = (
+        None  # time for which the commit waited for copies after all nodes had stored it
+    )
     drilled_at_s: float | None = None  # Unix time of the last recovery drill that read it
-    drill: str = ""  # what came of that drill
+    drill: str = ""  # outcome of that drill
 
     @property
     def step(self) -> int:
@@ -177,13 +180,13 @@ FAILURES: frozenset[EndCause | None] = frozenset(("process", "node", "preemption
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnd:
-    """How a session ended, and what its ranks had told until then.
+    """The end of a session, and the last progress that its ranks had reported.
 
-    `cause`: its launcher finished; a process failed; a node was lost; a node left after a notice; another
-    launcher took the run; its launcher died or was stopped. `step` is the last optimizer step that a rank
-    completed, at Unix time `last_at_s`; at `first_at_s` the first one had begun. `stalled_s` is the time for
-    which saves held up training. Times are None where nobody has said: no step was completed, or a
-    coordinator died in between.
+    `cause`, in the order of EndCause: its launcher finished; a process failed; a node was lost; a node left
+    after a preemption notice; another launcher took the run; its launcher died or was stopped. `step` is the
+    last optimizer step that a rank completed, at Unix time `last_at_s`; the first one began at `first_at_s`.
+    `stalled_s` is the time for which saves stalled training. Times are None if they were not reported: no
+    step was completed, or a coordinator died in between.
     """
 
     cause: EndCause
@@ -193,12 +196,12 @@ class SessionEnd:
     stalled_s: float | None = None
 
 
-ROLLBACK_PREFIX = "rollback-"  # of the service that a rollback is for itself; a cluster's is a bare uuid
+ROLLBACK_PREFIX = "rollback-"  # the "service" of a rollback; that of a cluster is a bare uuid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
-    """One training group's tenure; `parent` and `resumed_from` give the branch of the lineage it is on."""
+    """The time of one training group; `parent` and `resumed_from` give its branch of the lineage."""
 
     session: int
     parent: int | None
@@ -206,28 +209,28 @@ class SessionInfo:
     world_size: int
     num_nodes: int
     opened_at_s: float
-    opened_by: int = 0  # the epoch of the coordinator that began it, which may be older than its record
+    opened_by: int = 0  # epoch of the coordinator that began it; its record may be of a later epoch
     service: str = ""
     owner: str = ""
     retention: str = ""
     restored_at_s: float | None = None  # when all ranks had their state; None: nothing was restored
-    restore_s: float | None = None  # of the slowest rank; None also in logs from before it was kept
-    read_bytes: Mapping[str, float] = field(default_factory=dict)  # by that restore, from each tier
-    ended: SessionEnd | None = None  # None: it is at work, or its coordinator died with it
-    origin_step: int | None = None  # that of another run's checkpoint which it went on from
+    restore_s: float | None = None  # of the slowest rank; None also in older logs
+    read_bytes: Mapping[str, float] = field(default_factory=dict)  # read by that restore, by tier
+    ended: SessionEnd | None = None  # None: it is active, or its coordinator died with it
+    origin_step: int | None = None  # step of another run's checkpoint with which it started
 
     @property
     def is_rollback(self) -> bool:
-        """Nobody trains in it: it says what the next one goes on from."""
+        """True for the record of a rollback: it has no training, and the next session continues from it."""
         return self.service.startswith(ROLLBACK_PREFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """What the death of one node would cost right now.
+    """The cost of losing one node at this moment.
 
-    `step` is the newest checkpoint that would be left, `tier` where its lost parts would come from, and
-    `steps_at_risk` how many completed steps would have to be repeated. Without any: step and tier are None.
+    `step` is the newest checkpoint that would be left, `tier` the one that its lost parts would be read from,
+    `steps_at_risk` the number of completed steps to repeat. `step` and `tier` are None if none would be left.
     """
 
     node_id: str
@@ -243,7 +246,7 @@ Tier: TypeAlias = Literal["memory", "local", "peer", "remote"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredPart:
-    """How much of a file a rank read from where."""
+    """The bytes of a file that a rank read from one source."""
 
     file: str
     tier: Tier
@@ -254,9 +257,9 @@ class RestoredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRestore:
-    """A rank's report after a restore: what it read, how long that took, and what no source could give.
+    """A rank's report of a restore: what it read, how long it took, and what no source had intact.
 
-    `origin_step` is that of another run's checkpoint which it goes on from, by `resume=URI`.
+    `origin_step` is the step of the other run's checkpoint that `resume=URI` named.
     """
 
     rank: int
@@ -271,14 +274,15 @@ ARENA_PAGE_BYTES = 4096  # an arena's state page; the shard file follows it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPart:
-    """Ranks of a group that run torch.distributed among themselves: the actor or the critic of one run."""
+    """Ranks of a group with a torch.distributed world of their own, such as the actor or the critic of a
+    run."""
 
     name: str
     world_size: int
 
 
 def ranks_of(parts: Sequence[GroupPart], name: str, world_size: int) -> range:
-    """The ranks of a part among the `world_size` of its group; all, if the group has no parts."""
+    """Return the ranks of a part among the `world_size` of its group; all if the group has no parts."""
     first = 0
     for part in parts:
         if part.name == name:

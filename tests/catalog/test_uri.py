@@ -67,13 +67,13 @@ def test_without_a_name_there_is_no_origin() -> None:
         ({"init_from": "gpt"}, "init_from is 'gpt'"),
         ({"init_from": "/runs/a", "init_items": ()}, "init_items"),
         ({"init_from": "/runs/a", "init_items": "model"}, "init_items"),
-        ({"init_from": "/runs/a", "resume": "/runs/b"}, "resume names a checkpoint, and init_from another"),
+        ({"init_from": "/runs/a", "resume": "/runs/b"}, "resume and init_from both name a checkpoint"),
         ({"keep": "optimizer.lr"}, "keep is 'optimizer.lr'"),
         ({"unprotected_after": 0}, "unprotected_after"),
         ({"unprotected_after": True}, "unprotected_after"),
         ({"unprotected_after": 1.5}, "unprotected_after"),
         ({"unprotected_after": timedelta(0)}, "unprotected_after"),
-        ({"unprotected_after": timedelta(minutes=1), "every_s": 60.0}, "a save is due every 60.0 s"),
+        ({"unprotected_after": timedelta(minutes=1), "every_s": 60.0}, "a save is due only every 60.0 s"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], problem: str) -> None:
