@@ -42,7 +42,7 @@ demo: $(VENV)/.ready  ## train, kill a node, resume, compare bit for bit
 	$(BIN)/python -m jobs.demo
 
 demo-s3: $(VENV)/.ready  ## train with S3, lose the whole cluster, go on from the bucket, compare bit for bit
-	$(BIN)/python -m jobs.demo_s3
+	$(BIN)/python -m jobs.demo.s3
 
 SIZE  ?= 2GiB
 PEERS ?= --peers

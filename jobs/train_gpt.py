@@ -38,8 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import ray_ckpt
-from jobs.gpt import GPT, WarmupCosine, next_byte_loss, tensor_parallel
-from jobs.text import Batch, ByteLoader, as_batch, cut_blocks, read_text, split_text
+from jobs.model.gpt import GPT, WarmupCosine, next_byte_loss, tensor_parallel
+from jobs.model.text import Batch, ByteLoader, as_batch, cut_blocks, read_text, split_text
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
 from ray_ckpt.train import CheckpointCallback, check_storage_path

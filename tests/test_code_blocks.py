@@ -361,7 +361,7 @@ def test_the_commands_of_a_block_are_there(
 
 FILES_OF_A_RUN = ("ray_ckpt/format/FORMAT.md", "<storage_path>/<run>/ray_ckpt/")
 DRAWINGS = (FILES_OF_A_RUN, ("ARCHITECTURE.md", "train worker (rank)"))
-OUTPUT = ("docs/tour.md",)  # jobs/tour.py writes it, tests/test_tour.py looks at it
+OUTPUT = ("docs/tour.md",)  # docs/tour.py writes it, tests/test_tour.py looks at it
 PARSERS: Mapping[str, Callable[[str], object]] = {"json": json.loads, "yaml": yaml.safe_load}
 
 

@@ -15,7 +15,8 @@ from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from jobs import demo_s3, s3_server
+from jobs.demo import s3 as demo_s3
+from jobs.demo import s3_server
 from ray_ckpt import Catalog
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import open_store

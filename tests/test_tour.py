@@ -1,11 +1,11 @@
-"""docs/tour.md is what `python -m jobs.tour` writes today, and leaves no command out."""
+"""docs/tour.md is what `python -m docs.tour` writes today, and leaves no command out."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from jobs import tour
+from docs import tour
 from tests.support.code_blocks import ROOT, blocks, our_commands
 
 PAGE = ROOT / "docs/tour.md"

@@ -24,7 +24,7 @@ from jobs.bench import report
 from jobs.bench.context import QUICK_BYTES, QUICK_REPEAT, Context, parse_size
 from jobs.bench.peers.catalogue import PEERS
 from jobs.bench.row import Row, first_line, skipped
-from jobs.s3_server import KINDS
+from jobs.demo.s3_server import KINDS
 from ray_ckpt.preemption.cloud import METADATA_ENV
 
 ROWS: Mapping[str, str] = {  # name -> the module with its `rows(context)`, loaded when wanted

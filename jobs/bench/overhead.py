@@ -28,7 +28,7 @@ from jobs.bench.row import Machine, Reference, Row, watched
 from jobs.bench.snapshot import BLOCKED_LIMIT, STEP_S, STEPS_PER_SAVE
 from jobs.bench.state import state_bytes
 from jobs.bench.training import FAR_FUTURE_STEPS, READY_S, local_ray
-from jobs.text import ByteLoader, cut_blocks, read_text
+from jobs.model.text import ByteLoader, cut_blocks, read_text
 from jobs.train_gpt import build_mesh, build_model, make_deterministic, parse_args, train_step
 
 NUM_RANKS = 2

@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, TypeAlias
 
-from jobs import s3_server
 from jobs.bench.context import Context
 from jobs.bench.remote_clients import (
     ATTEMPT,
@@ -38,6 +37,7 @@ from jobs.bench.remote_clients import (
 )
 from jobs.bench.remote_memory import agent_row, process_row
 from jobs.bench.row import Reference, Row, first_line, gb_per_s, skipped, watched
+from jobs.demo import s3_server
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.names import CHECKPOINTS_DIR
 from ray_ckpt.location import Location

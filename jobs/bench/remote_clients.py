@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import s3fs
 
-from jobs import s3_server
 from jobs.bench.disk import NUM_SLICES, huge_buffer
+from jobs.demo import s3_server
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.location import Location

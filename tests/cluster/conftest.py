@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from tests.cluster.ranks import RankGroup
 
 TWO_NODES, ONE_NODE = "ab", "aa"  # where rank 0 and rank 1 are

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors.attach import overview
 from ray_ckpt.actors.client import coordinator, get_result
 from ray_ckpt.errors import Unavailable

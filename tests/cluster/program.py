@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jobs.local_cluster import LocalCluster, kill_family
+from jobs.demo.local_cluster import LocalCluster, kill_family
 
 PROJECT = Path(__file__).parents[2]
 

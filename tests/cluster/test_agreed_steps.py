@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors.client import coordinator
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.preemption.notice import Notice

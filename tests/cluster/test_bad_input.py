@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import ray
 
-from jobs.local_cluster import LocalCluster, kill_family
+from jobs.demo.local_cluster import LocalCluster, kill_family
 from ray_ckpt.actors.client import open_run
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.config import STAGING_ENV, RunOptions

@@ -9,7 +9,7 @@ import pytest
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import ConfigError, Unprotected
 from ray_ckpt.train import CheckpointCallback

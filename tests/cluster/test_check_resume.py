@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 import ray_ckpt
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from jobs.train_gpt import PARALLEL, find_config_error
 from jobs.verify_resume import check, parse
 from ray_ckpt.errors import ConfigError, ResumeError

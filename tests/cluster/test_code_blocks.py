@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ray_ckpt
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors import names
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.data import GlobalBatchSampler

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs import drill as drill_job
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors.client import coordinator, get_result, open_run
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.catalog.catalog import Catalog

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors import names
 from ray_ckpt.actors.attach import overview
 from ray_ckpt.actors.client import annotate, coordinator, get_result

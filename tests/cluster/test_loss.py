@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from jobs.local_cluster import LocalCluster, kill_family
+from jobs.demo.local_cluster import LocalCluster, kill_family
 from ray_ckpt.actors.client import coordinator
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import Level

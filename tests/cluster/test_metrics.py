@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import pytest
 import ray
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt import telemetry as t
 from ray_ckpt.actors.metrics import GAUGES_EVERY_S, Meters
 from ray_ckpt.catalog.catalog import Catalog

@@ -11,7 +11,7 @@ import ray
 import torch
 
 import ray_ckpt
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors.client import coordinator
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import ConfigError

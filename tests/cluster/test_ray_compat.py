@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors import ray_cluster as ray_state
 
 pytestmark = pytest.mark.cluster

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import ray_ckpt
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors import names
 from ray_ckpt.actors.client import coordinator
 from ray_ckpt.actors.messages import RunStatus

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors import attach, names
 from ray_ckpt.actors.client import coordinator, get_result
 from ray_ckpt.catalog.catalog import Catalog

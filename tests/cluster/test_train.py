@@ -15,7 +15,7 @@ import ray.train
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.train.torch import TorchTrainer
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from jobs.train_gpt import build_trainer, main, parse_args
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from jobs.train_actors import KINDS, run_kind
 from ray_ckpt.catalog.catalog import Catalog
 

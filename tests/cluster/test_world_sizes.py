@@ -15,7 +15,7 @@ import ray
 import torch
 
 import ray_ckpt
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors.client import coordinator
 from ray_ckpt.actors.messages import RunStatus
 from ray_ckpt.catalog.catalog import Catalog

@@ -19,7 +19,7 @@ import ray.train
 from ray.train.torch import TorchTrainer
 
 import ray_ckpt
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.train import CheckpointCallback

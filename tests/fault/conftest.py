@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from tests.fault.rig import Rig
 
 for name, value in (("AWS_ACCESS_KEY_ID", "strict"), ("AWS_SECRET_ACCESS_KEY", "strict-secret")):

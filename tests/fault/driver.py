@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from jobs.local_cluster import LocalCluster, kill_family
+from jobs.demo.local_cluster import LocalCluster, kill_family
 from ray_ckpt.errors import CheckpointError
 from tests.fault.ranks import Group, Job
 

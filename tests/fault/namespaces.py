@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from jobs.local_cluster import FAST_FAILURE_DETECTION, NO_CLOUD, OBJECT_STORE_BYTES
+from jobs.demo.local_cluster import FAST_FAILURE_DETECTION, NO_CLOUD, OBJECT_STORE_BYTES
 from ray_ckpt.config import PORTS_ENV, STAGING_ENV
 
 ROOT = Path(__file__).parents[2]

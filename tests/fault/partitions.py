@@ -32,7 +32,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import ray
 
-from jobs.local_cluster import LocalCluster, LocalNode
+from jobs.demo.local_cluster import LocalCluster, LocalNode
 from ray_ckpt.config import RunOptions
 from ray_ckpt.types import CheckpointInfo, Level
 from tests.fault.namespaces import Namespaces, dropped, why_not

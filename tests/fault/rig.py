@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors.client import coordinator, get_result
 from ray_ckpt.actors.messages import RunStatus
 from ray_ckpt.catalog.catalog import Catalog

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from tests.fault import journal
 from tests.fault.rig import Rig, away, flip, frozen, wait_for
 

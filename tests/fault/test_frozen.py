@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator.actor import Coordinator
 from ray_ckpt.storage.local.scrub import verify_fragment

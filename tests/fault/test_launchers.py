@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from jobs.local_cluster import LocalCluster, kill_family
+from jobs.demo.local_cluster import LocalCluster, kill_family
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import SessionEnd
 from tests.cluster.test_loss import PROJECT, TINY, losses

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors.client import coordinator, get_result
 from ray_ckpt.storage.local.scrub import verify_fragment
 from ray_ckpt.types import Level

@@ -14,7 +14,7 @@ import ray.train
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from jobs.train_gpt import build_trainer, parse_args
 from ray_ckpt.catalog.catalog import Catalog
 from tests.fault.conftest import Home

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import Level
 from tests.cluster.program import program

@@ -18,7 +18,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from jobs import s3_server
 from jobs.bench import __main__ as bench
 from jobs.bench import (
     catalog,
@@ -41,6 +40,7 @@ from jobs.bench.peers.catalogue import PEERS, Peer
 from jobs.bench.plot import margin
 from jobs.bench.remote_clients import Program
 from jobs.bench.row import Machine, Reference, Row, compared, gb_per_s, interleaved, measure, skipped
+from jobs.demo import s3_server
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteRef
 

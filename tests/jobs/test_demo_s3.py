@@ -16,7 +16,7 @@ DEMO_S = 400.0  # two minutes on a machine with nothing else to do
 @pytest.mark.timeout(DEMO_S + 60)
 def test_a_new_cluster_ends_on_the_bits_of_a_calm_run(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "jobs.demo_s3", "--out", str(tmp_path / "demo"), "--server", "strict"],
+        [sys.executable, "-m", "jobs.demo.s3", "--out", str(tmp_path / "demo"), "--server", "strict"],
         capture_output=True,
         text=True,
         timeout=DEMO_S,

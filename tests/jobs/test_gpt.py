@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from jobs.gpt import GPT, VOCABULARY, WarmupCosine, next_byte_loss
-from jobs.text import ByteLoader, cut_blocks, read_text
+from jobs.model.gpt import GPT, VOCABULARY, WarmupCosine, next_byte_loss
+from jobs.model.text import ByteLoader, cut_blocks, read_text
 
 CONTEXT = 16
 

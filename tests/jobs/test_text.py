@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jobs.text import ByteLoader, as_batch, cut_blocks, read_text, split_text
+from jobs.model.text import ByteLoader, as_batch, cut_blocks, read_text, split_text
 
 NUM_BLOCKS = 50
 

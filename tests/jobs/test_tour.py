@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs import tour
-from jobs.local_cluster import LocalCluster
+from docs import tour
+from jobs.demo.local_cluster import LocalCluster
 from tests.support.code_blocks import ROOT
 
 LIKE = 0.8  # of the words of a page's output; which level a checkpoint had reached, say, is chance

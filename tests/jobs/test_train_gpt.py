@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 from jobs import train_gpt
-from jobs.gpt import GPT, next_byte_loss, tensor_parallel
-from jobs.text import ByteLoader, cut_blocks, read_text
+from jobs.model.gpt import GPT, next_byte_loss, tensor_parallel
+from jobs.model.text import ByteLoader, cut_blocks, read_text
 from jobs.train_gpt import build_mesh, build_model, evaluate, parse_args, train_step
 from ray_ckpt.capture.items import local_tensor
 

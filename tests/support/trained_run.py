@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs.gpt import GPT, next_byte_loss
-from jobs.text import ByteLoader, cut_blocks, read_text, split_text
+from jobs.model.gpt import GPT, next_byte_loss
+from jobs.model.text import ByteLoader, cut_blocks, read_text, split_text
 from ray_ckpt.format import records
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.types import Level, Slice

@@ -22,7 +22,7 @@ import botocore.session
 
 from tests.servers.strict_store import StrictStore
 
-TOOLS = Path(__file__).resolve().parents[1] / ".venv-servers" / "bin"
+TOOLS = Path(__file__).resolve().parents[2] / ".venv-servers" / "bin"
 KINDS = ("strict", "ministack")
 REGION = "us-east-1"
 START_S = 60.0  # until it answers; ministack takes about 2 s

@@ -1,6 +1,6 @@
 """The demo with S3: train, lose the whole cluster and every disk of it, go on in a new one from the bucket.
 
-    python -m jobs.demo_s3
+    python -m jobs.demo.s3
 
 It starts an S3 server on this machine and, in a process of its own, a Ray cluster with its trainer. That
 process and all that it has started are killed in mid-run, and every staging folder is deleted: the bucket is
@@ -27,9 +27,10 @@ from typing import Any
 import ray
 from rich.table import Table
 
-from jobs import s3_server
-from jobs.demo import (
+from jobs.demo import s3_server
+from jobs.demo.comparison import (
     CALM,
+    POLL_S,
     STEP_TIME_S,
     STEPS,
     TIER_NAMES,
@@ -40,7 +41,7 @@ from jobs.demo import (
     prepare,
     read_history,
 )
-from jobs.local_cluster import LocalCluster, kill_family
+from jobs.demo.local_cluster import LocalCluster, kill_family
 from jobs.train_gpt import build_trainer, parse_args
 from ray_ckpt.actors.client import coordinator
 from ray_ckpt.actors.messages import RunSpec
@@ -59,7 +60,6 @@ DURABLE_STEP = 40  # of a checkpoint that is in the bucket by then; that of step
 BUCKET = "checkpoints"
 START_S = 120.0  # for a cluster
 DURABLE_S = 60.0  # for a drain of some MB
-POLL_S = 0.3
 LOOK_S = 1.0  # between two looks at the log in the bucket
 
 
@@ -114,7 +114,7 @@ class Cluster:
 
 
 def _run(connection: Connection, out: Path, storage_path: str, names: Sequence[str], log: Path) -> None:
-    """The process of a cluster. What Ray and the trainers say goes to `log`."""
+    """The process of a cluster. The output of Ray and of the trainers goes to `log`."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -176,11 +176,11 @@ class Watch:
     def follow(self, until: int = STEPS) -> None:
         """Until that step, or to the end. TrainingFailed if it ends before."""
         follow(self, until)
-        self.tell()
+        self.print_new()
         if self.step < until or (until == STEPS and self.name not in self.cluster.done):
             raise TrainingFailed(f"{self.name} ended at step {self.step}; see {self.cluster.log}")
 
-    def tell(self) -> None:
+    def print_new(self) -> None:
         """Look once more, and print what is new."""
         self._looked_s = 0.0
         for line in self.poll():
@@ -212,7 +212,7 @@ def describe(event: Mapping[str, Any], size_bytes: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jobs.demo_s3", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m jobs.demo.s3", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--out", type=Path, default=Path("demo-out"), help="folder for staging and logs, wiped"
     )
@@ -257,7 +257,7 @@ def play(out: Path, storage_path: str) -> list[str]:
         watch.wait_durable(DURABLE_STEP)
         first.kill()
         lost_at = time.time()
-        watch.tell()
+        watch.print_new()
         shutil.rmtree(out / "staging")
     console.print(
         f"  [bold red]✗ step {watch.step}: kill -9 of everything: head, nodes, coordinator, agents, trainer; "

@@ -9,61 +9,42 @@ of them twice, kills one node in the second run and wipes its disk. Exit code 1 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
 
 import ray
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from jobs.local_cluster import LocalCluster
+from jobs.demo.comparison import (
+    CALM,
+    STEP_TIME_S,
+    STEPS,
+    TIER_NAMES,
+    bytes_by_tier,
+    compare_bits,
+    console,
+    follow,
+    prepare,
+    read_history,
+)
+from jobs.demo.local_cluster import LocalCluster
 from jobs.train_gpt import build_trainer, parse_args
 from ray_ckpt.actors.client import coordinator
 from ray_ckpt.actors.messages import RunSpec, RunStatus
-from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.records import Commit, LogRecord, Promote, Retired, Session
-from ray_ckpt.location import Location
-from ray_ckpt.types import Level, RankRestore, Tier
+from ray_ckpt.types import Level
 
-STEPS = 70
 EVERY_STEPS = 5
 DURABLE_STEPS = 10  # every second checkpoint goes to the storage path and stays: enough to draw curves by
 KILL_AFTER_STEP = 43  # some steps after a checkpoint, so that the run has steps to repeat
-STEP_TIME_S = 0.25
-MARKER = ".ray_ckpt-demo"  # only a folder with this file in it is wiped
-CALM, STORMY = "gpt-calm", "gpt-with-failure"
-POLL_S = 0.3
-TIER_NAMES: Mapping[Tier, str] = {
-    "memory": "its own memory",
-    "local": "its own disk",
-    "peer": "a peer's disk",
-    "remote": "the storage path",
-}
-
-console = Console(highlight=False, soft_wrap=True)
-
-
-class Followed(Protocol):
-    """A training that is watched."""
-
-    step: int
-
-    def is_running(self) -> bool: ...
-
-    def poll(self) -> list[str]:
-        """Brings `step` up to date; what is new, in lines for a person."""
-        ...
+STORMY = "gpt-with-failure"
 
 
 class Watch:
@@ -165,14 +146,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def prepare(out: Path) -> None:
-    if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
-        sys.exit(f"{out} is not a folder of this demo and not empty; choose another one with --out")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    (out / MARKER).touch()
-
-
 @contextmanager
 def training(cluster: LocalCluster, out: Path, name: str) -> Iterator[Watch]:
     """Train in a thread while the caller watches."""
@@ -197,22 +170,6 @@ def training(cluster: LocalCluster, out: Path, name: str) -> Iterator[Watch]:
         console.print("  " + line)
     if errors:
         raise errors[0]
-
-
-def follow(watch: Followed, until: int = STEPS) -> None:
-    """Show progress until that step is done, or until the training has ended."""
-    columns = (
-        TextColumn("  training"),
-        BarColumn(30),
-        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-    )
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("steps", total=STEPS)
-        while watch.is_running() and (watch.step < until or until >= STEPS):
-            for line in watch.poll():
-                progress.console.print("  " + line)
-            progress.update(task, completed=watch.step)
-            time.sleep(POLL_S)
 
 
 def kill_in_the_middle(watch: Watch, cluster: LocalCluster) -> dict[str, float]:
@@ -263,47 +220,6 @@ def compare(out: Path, status: RunStatus, times: Mapping[str, float]) -> list[st
     if "remote" in tiers or not tiers.get("peer"):
         failures.append(f"the lost shard should have come from a peer, but bytes came from {tiers}")
     return failures
-
-
-def bytes_by_tier(restores: Iterable[RankRestore]) -> dict[Tier, int]:
-    found: dict[Tier, int] = {}
-    for part in (part for rank in restores for part in rank.parts):
-        found[part.tier] = found.get(part.tier, 0) + part.size_bytes
-    return found
-
-
-def compare_bits(table: Table, out: Path, runs: Path | Location, name: str) -> list[str]:
-    """The run of that name beside the calm one: what was compared goes to the table, what differs is
-    returned."""
-    calm = {line["step"]: line["loss"] for line in read_history(out / f"{CALM}.jsonl")}
-    stormy = read_history(out / f"{name}.jsonl")
-    differing = [line["step"] for line in stormy if line["loss"] != calm[line["step"]]]
-    before, after = final_digests(str(runs / CALM)), final_digests(str(runs / name))
-    different = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
-    table.add_row("losses compared, bit for bit", f"{len(stormy)}, of which {len(differing)} differ")
-    table.add_row(
-        "slices and states of the last step compared", f"{len(after)}, of which {len(different)} differ"
-    )
-    failures = []
-    if differing or {line["step"] for line in stormy} != set(calm):
-        failures.append(f"losses differ at steps {differing[:10]}, or steps are missing")
-    if different or not after:
-        failures.append(f"the final state differs in {different[:5]}")
-    return failures
-
-
-def final_digests(run: str) -> dict[tuple[str, str], str]:
-    """Digest of every slice and state file of the last checkpoint: model, optimizer, schedule, RNG, data."""
-    rows = (row for fragment in Catalog(run)[STEPS].fragments() for row in fragment.rows)
-    return {(row.file, row.label): row.digest for row in rows if row.kind != "header"}
-
-
-def read_history(path: Path) -> list[dict[str, Any]]:
-    """The lines written so far; the last one may be half there."""
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A tour of the command line on what `make demo` leaves behind, with real output and pictures: docs/tour.md.
 
-    python -m jobs.tour
+    python -m docs.tour
 
 Each command runs on a copy of the demo's storage path. In what it prints, ids and dates are replaced by
 others of the same width, so that two tours differ where the commands do. Commands that need a service are
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ray_ckpt.cli import app
 
-PROJECT = Path(__file__).parent.parent
+PROJECT = Path(__file__).parents[1]
 OUT = PROJECT / "docs"
 DEMO = Path("demo-out/storage")  # below the project, and below the copy
 RUN = DEMO / "gpt-with-failure"
@@ -199,7 +199,7 @@ def write_tour(demo: Path, out: Path) -> None:
         "# A tour of `ray-ckpt`",
         "",
         "On what `make demo` leaves behind: a small GPT that trained on two of three local nodes, lost one "
-        "of them with its disk, and went on. The output is real, written by `python -m jobs.tour`; ids and "
+        "of them with its disk, and went on. The output is real, written by `python -m docs.tour`; ids and "
         "dates are replaced. Every command has `--help`, and `--json` for scripts.",
         "",
     ]
@@ -224,7 +224,7 @@ def write_tour(demo: Path, out: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jobs.tour", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m docs.tour", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--demo", type=Path, default=PROJECT / DEMO, help="the demo's storage path")
     parser.add_argument("--out", type=Path, default=OUT, help="where tour.md and its pictures go")
     args = parser.parse_args(argv)

@@ -1,0 +1,1 @@
+"""A small GPT over bytes and its text: what the training jobs train."""
