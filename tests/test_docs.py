@@ -18,7 +18,7 @@ from ray_ckpt.catalog import catalog
 from ray_ckpt.cli import app, options
 from ray_ckpt.config import RunOptions
 from ray_ckpt.train.check import ResumeCheck
-from ray_ckpt.trainer.checkpointer import SaveStats
+from ray_ckpt.trainer.outcomes import SaveStats
 from ray_ckpt.types import RestoredPart
 from tests.support.code_blocks import our_commands
 

@@ -36,7 +36,7 @@ from ray_ckpt.train.ray_compat import (
 )
 from ray_ckpt.train.report import PointerReporter
 from ray_ckpt.trainer.checkpointer import close_all
-from ray_ckpt.trainer.connection import Connection, set_connection
+from ray_ckpt.trainer.connection import Connection, StepObserver, set_connection
 from ray_ckpt.trainer.probe import ProbeSpec, ResumeProbe
 
 log = logging.getLogger("ray_ckpt")
@@ -186,7 +186,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             Connection(
                 link=link,
                 reporter=PointerReporter(joined.spec, validates=has_validation()),
-                probe=None if self._probe is None else ResumeProbe(self._probe, rank),
+                observer=StepObserver() if self._probe is None else ResumeProbe(self._probe, rank),
             )
         )
         with _guarded("SIGTERM is not watched"):

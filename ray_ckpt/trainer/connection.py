@@ -1,4 +1,4 @@
-"""How the Checkpointers of this process reach their agent, and how a rank says where it is."""
+"""How the Checkpointers of this process reach their agent, and the thread that reports a rank's progress."""
 
 from __future__ import annotations
 
@@ -6,33 +6,57 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.errors import CheckpointError
-from ray_ckpt.trainer.link import Link, Reporter
+from ray_ckpt.trainer.link import Link, Reporter, SignalLink
 from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.waiting import WaitingLog
+from ray_ckpt.types import CheckpointInfo
 
 if TYPE_CHECKING:
-    from ray_ckpt.trainer.probe import ResumeProbe
+    from ray_ckpt.capture.items import Item
 
 log = logging.getLogger("ray_ckpt")
 
-PROGRESS_S = 1.0  # how often a rank says where it is, from a thread of its own
-REFRESH_S = 5.0  # how often it asks its agent for the page of agreed steps (a new agent has another one),
-# and for whom the group waits
+PROGRESS_S = 1.0  # between reports of a rank's progress, from a thread of its own
+REFRESH_S = 5.0  # between requests for the agent's signal page (a new agent has another one), and for the
+# ranks that the group waits for
+
+
+class StepObserver:
+    """Is called by a Checkpointer at its restore and around each step. This one does nothing."""
+
+    def total(self, total: int) -> int:
+        """Return the number of steps to run for a loop that requests `total`."""
+        return total
+
+    def due(self, step: int) -> bool:
+        """Return True if a save is needed after `step`."""
+        return False
+
+    def restored(
+        self, items: Mapping[str, Item], info: CheckpointInfo | None, warnings: Sequence[str] = ()
+    ) -> None:
+        """The state of the checkpoint, if there is one, is in place."""
+
+    def begun(self, step: int, items: Mapping[str, Item]) -> None:
+        """The loop's body is about to do `step`."""
+
+    def ended(self, step: int, items: Mapping[str, Item]) -> None:
+        """`step` is complete and has been saved if that was due."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A link, or why there is none."""
+    """A link, or the reason why there is none."""
 
     link: Link | None = None
     reporter: Reporter | None = None
-    probe: ResumeProbe | None = None  # what looks at each step of a comparison (`check_resume`)
+    observer: StepObserver = field(default_factory=StepObserver)
     problem: CheckpointError | None = None
 
 
@@ -50,16 +74,16 @@ def get_connection() -> Connection:
 
 
 class ProgressThread:
-    """Tells the agent once a second where this rank is, and people whom it waits for, off the training."""
+    """Reports this rank's progress to the agent once a second, and logs the ranks that it waits for."""
 
     def __init__(
-        self, link: Link, session: int, where: Callable[[], RankProgress], signals: SaveSignals
+        self, link: SignalLink, session: int, progress: Callable[[], RankProgress], signals: SaveSignals
     ) -> None:
         self._link = link
         self._session = session
-        self._where = weakref.WeakMethod(where)  # a Checkpointer that is dropped ends its thread
+        self._progress = weakref.WeakMethod(progress)  # a Checkpointer that is dropped ends its thread
         self._signals = signals
-        self._words = WaitingLog(link, "save", "report")
+        self._waiting = WaitingLog(link, "save", "report")
         signals.wake = self.wake
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -67,18 +91,18 @@ class ProgressThread:
         self._thread.start()
 
     def send(self) -> None:
-        """Say it now; whatever goes wrong here must not end the thread or the training."""
-        where = self._where()
-        if where is None:
+        """Report now. Errors are logged: they must end neither the thread nor the training."""
+        progress = self._progress()
+        if progress is None:
             self._stop.set()
             return
         try:
-            self._link.progress(self._session, where())
+            self._link.progress(self._session, progress())
         except Exception as error:
-            log.debug("progress was not told: %s", error)
+            log.debug("progress was not reported: %s", error)
 
     def wake(self) -> None:
-        """Have it said soon, without waiting."""
+        """Have the thread report soon, without waiting."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -91,7 +115,7 @@ class ProgressThread:
         while not self._stop.is_set():
             if time.monotonic() - refreshed_s >= REFRESH_S:
                 self._signals.refresh()
-                self._words.log_waiting()
+                self._waiting.log_waiting()
                 refreshed_s = time.monotonic()
             self._wake.wait(PROGRESS_S)
             self._wake.clear()

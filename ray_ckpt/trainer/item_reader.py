@@ -15,7 +15,7 @@ from ray_ckpt.errors import ConfigError, FormatError, MismatchError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import decode_state
 from ray_ckpt.restore.reader import ProgressLog, RestoreTicket, SourceReader
-from ray_ckpt.trainer.link import Link
+from ray_ckpt.trainer.link import RestoreLink
 from ray_ckpt.types import GroupPart, ManifestRow, RankRestore, ranks_of
 
 log = logging.getLogger("ray_ckpt")
@@ -25,14 +25,14 @@ log = logging.getLogger("ray_ckpt")
 class ItemReader:
     """Reads checkpoints for the items of one rank."""
 
-    link: Link
+    link: RestoreLink
     items: Mapping[str, Item]
 
-    def all_of(self, ticket: RestoreTicket) -> tuple[RankRestore, Load]:
+    def read_all(self, ticket: RestoreTicket) -> tuple[RankRestore, Load]:
         """Read every item's state; the report says what no source could give, and then there is no `Load`."""
         return self._read(ticket, self._all_items)
 
-    def some_of(self, ticket: RestoreTicket, names: Sequence[str]) -> tuple[RankRestore, Load]:
+    def read_named(self, ticket: RestoreTicket, names: Sequence[str]) -> tuple[RankRestore, Load]:
         """Read the named items alone. ConfigError if one is not there, here or in the checkpoint."""
         return self._read(ticket, partial(self._named_items, names))
 

@@ -1,7 +1,7 @@
 """The seam between a Checkpointer and its node's agent.
 
-Whoever launches the ranks provides a `Link`: the Ray Train callback, or `ray_ckpt.connect`. The
-Checkpointer itself knows no Ray.
+Whoever launches the ranks provides a `Link`: the Ray Train callback, or `ray_ckpt.connect`. The Checkpointer
+itself does not depend on Ray.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ray_ckpt.types import AttemptId, GroupPart, Level, RankRestore, ranks_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who this rank is, for the whole life of the link."""
+    """The rank, its run and its group; constant for the life of the link."""
 
     run_uid: str
     run_name: str
@@ -33,11 +33,11 @@ class Identity:
     world_size: int
     node_id: str
     parts: tuple[GroupPart, ...] = ()  # of a group of several, in the order of their ranks
-    part: str = ""  # the one that this rank is of
+    part: str = ""  # the part of this rank
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """This rank and those that may hold the same tensors: of its part, or all."""
+        """This rank and those that may hold the same tensors: the ranks of its part, or all."""
         return tuple(ranks_of(self.parts, self.part, self.world_size))
 
 
@@ -46,10 +46,10 @@ ArenaMode = Literal["double", "single", "stream"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaGrant:
-    """Memory of the agent's for one rank's captures.
+    """Memory of the agent for one rank's captures.
 
     double: two buffers, so that a save does not wait for the one before it; single: one; stream: a ring that
-    the agent writes to disk while the rank fills it, for states that memory does not hold a copy of.
+    the agent writes to disk while the rank fills it, for states too large for a copy in memory.
     """
 
     mode: ArenaMode
@@ -59,86 +59,88 @@ class ArenaGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedShard:
-    """A rank's capture, ready in its arena, and the state file's bytes. Of a stream: about to come."""
+    """A rank's capture, complete in its arena, or of a stream about to come; and the state file's bytes."""
 
     attempt: AttemptId
     rank: int
     state: bytes
-    replicated: tuple[str, ...]  # what the ranks must agree on: `<what>:<value>`, only like is compared
+    replicated: tuple[str, ...]  # the ranks must agree on these: `<what>:<value>`, compared by `<what>`
     metrics: Mapping[str, float] | None  # rank 0 only
     buffer: int  # of the grant
-    layout: ShardLayout | None  # None: as in the last one in this buffer
+    layout: ShardLayout | None  # None: the same as that of the last shard in this buffer
     layout_signature: str
     mesh: str  # of its DTensors, as `SaveFacts`
-    stall_s: float  # for which the save has held training up until now
+    stall_s: float  # for which the save has blocked training until now
     capture_s: float  # since it began
 
 
-class Link(Protocol):
+class RankLink(Protocol):
     """A rank's view of its agent. Methods that return a Future do not wait; the others answer or raise."""
 
     identity: Identity
     options: RunOptions
 
+    def awaited(self) -> tuple[Awaited, ...]:
+        """Return the ranks that the group waits for, as the coordinator sees it. Raises Unavailable."""
+        ...
+
+    def recover(self) -> None:
+        """Have a new agent started if this one, which does not answer, is dead. Does not wait."""
+        ...
+
+
+class RestoreLink(RankLink, Protocol):
+    """Calls for a restore."""
+
     def ticket(self) -> RestoreTicket:
-        """What to restore, decided for the whole group."""
+        """Return what to restore, decided for the whole group."""
         ...
 
     def origin(self, session: int, epoch: int) -> RestoreTicket | None:
-        """What a run without a checkpoint begins with: one of another run (`resume=URI`, `init_from`).
+        """Return a ticket for the checkpoint of another run that this run begins with; None if there is none.
 
-        None: nothing. ConfigError or StoragePathError if it cannot be opened any more.
+        `resume=URI` or `init_from` names it. Raises ConfigError or StoragePathError if it cannot be opened.
         """
         ...
 
     def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
-        """This rank has read and verified everything, or reports damage. None: all ranks have, go.
+        """Report that this rank has read and verified everything, or the damage that it found.
 
-        A ticket: all ranks start over with this older checkpoint. RestoreError: none is left. Not done while
-        ranks are missing: see `awaited`.
-        """
-        ...
-
-    def awaited(self) -> tuple[Awaited, ...]:
-        """Ranks that others of the group wait for by now, as the coordinator sees it. Unavailable."""
-        ...
-
-    def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
-        """This rank has come to a barrier of all ranks. Done when all have, or with those that did not come.
-
-        All ranks get the same answer; with an empty one all enter the barrier, else none does.
+        None: all ranks have, go. A ticket: all ranks start over with this older checkpoint. RestoreError:
+        none is left. Not done while ranks are missing: see `awaited`.
         """
         ...
 
     def fetch(
         self, session: int, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
     ) -> SharedRows:
-        """Rows that several ranks of this node want, read once by its agent; see `restore.FetchRows`.
+        """Return rows that several ranks of this node want, read once by its agent; see `restore.FetchRows`.
 
-        Unavailable if there is no agent: the rank reads them by itself.
+        Raises Unavailable if there is no agent: then the rank reads them from their sources.
         """
         ...
 
     def reserve(self, size_bytes: int) -> None:
-        """InsufficientSpace unless this rank's checkpoints of that size fit its node."""
+        """Raise InsufficientSpace unless this rank's checkpoints of that size fit its node."""
         ...
 
+
+class SaveLink(RankLink, Protocol):
+    """Calls for saves and their outcomes."""
+
     def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
-        """Memory for a shard of that size. InsufficientSpace if there is too little.
+        """Return memory for a shard of that size. Raises InsufficientSpace if there is too little.
 
         `named`: as a file in /dev/shm, for a rank that cannot open the agent's descriptors.
         """
         ...
 
-    def signal_page(self, *, named: bool = False) -> str:
-        """Path of the memory in which the agent shows the agreed step (`format/agreed.py`).
-
-        Another one after the agent has died; Unavailable while there is none. `named` as for `open_arena`.
-        """
+    def seal(self, shard: SealedShard) -> Future[None]:
+        """Hand a capture over. Done when its buffer may be captured into again."""
         ...
 
-    def seal(self, shard: SealedShard) -> Future[None]:
-        """Hand a capture over. Done when the arena may be captured into again."""
+    def skip(self, attempt: AttemptId, reason: str) -> None:
+        """Report that this rank does not take part in the attempt."""
         ...
 
     def outcome(self, attempt: AttemptId, level: Level) -> Future[SaveOutcome]:
@@ -146,30 +148,14 @@ class Link(Protocol):
         ...
 
     def ended(self, session: int) -> Future[CheckpointError]:
-        """Done, with the reason, when the run has gone over to somebody else."""
-        ...
-
-    def skip(self, attempt: AttemptId, reason: str) -> None:
-        """This rank does not take part in the attempt."""
-        ...
-
-    def progress(self, session: int, progress: RankProgress) -> None:
-        """Where this rank is; says nothing if the agent does not answer."""
-        ...
-
-    def notify_preemption(self, notice: Notice) -> None:
-        """This process, or its machine, is about to go: have all ranks save. Does not wait or raise."""
+        """Done, with the reason, when another launcher has taken the run over."""
         ...
 
     def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
-        """Add metrics to the checkpoint of a step; `attempt`, this rank's save of it, is waited for.
+        """Add metrics to the checkpoint of a step, after `attempt`, this rank's save of it, if that is open.
 
-        None: no save of that step is on its way. Done when they are in the log, or with the error.
+        Done when they are in the log, or with the error.
         """
-        ...
-
-    def recover(self) -> None:
-        """The agent does not answer: have a new one started if it is dead. Does not wait."""
         ...
 
     def make_durable(self) -> Future[None]:
@@ -177,8 +163,40 @@ class Link(Protocol):
         ...
 
 
+class SignalLink(RankLink, Protocol):
+    """Calls that keep the ranks of a group together."""
+
+    def signal_page(self, *, named: bool = False) -> str:
+        """Return the path of the memory in which the agent shows the agreed step (`format/save_signal.py`).
+
+        Another one after the agent has died; raises Unavailable while there is none. `named` as in
+        `open_arena`.
+        """
+        ...
+
+    def progress(self, session: int, progress: RankProgress) -> None:
+        """Report this rank's progress. Does not raise if the agent does not answer."""
+        ...
+
+    def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
+        """Report that this rank has come to a barrier of all ranks.
+
+        Done when all have come, or with those that did not. All ranks get the same answer: if it is empty,
+        all enter the barrier, else none does.
+        """
+        ...
+
+    def notify_preemption(self, notice: Notice) -> None:
+        """Report that this process or machine is about to end: all ranks save. Does not wait or raise."""
+        ...
+
+
+class Link(RestoreLink, SaveLink, SignalLink, Protocol):
+    """All calls of a Checkpointer to the agent of its node."""
+
+
 class Reporter(Protocol):
-    """Tells the launcher of committed checkpoints. Called by all ranks at the same step, a barrier."""
+    """Reports committed checkpoints to the launcher. All ranks call it at the same step: it is a barrier."""
 
     def report(self, newest: tuple[AttemptId, Mapping[str, float]] | None, step: int) -> int:
         """Report `newest` (rank 0's counts) and return the step at which to report next."""

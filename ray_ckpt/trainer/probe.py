@@ -30,6 +30,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.short import key_text
 from ray_ckpt.format.tree import TensorRef, encode_tree
+from ray_ckpt.trainer.connection import StepObserver
 
 MAX_STEPS = 1000  # that are compared: a line per step and rank, of about 100 bytes per tensor and value
 MAX_NOTES = 100_000  # lines of one state; what would be more is noted by containers
@@ -97,7 +98,7 @@ class Trace:
 # -- in a rank -------------------------------------------------------------------------------------------
 
 
-class ResumeProbe:
+class ResumeProbe(StepObserver):
     """Notes the states of this rank for its Checkpointer, which calls it where the methods say."""
 
     def __init__(self, spec: ProbeSpec, rank: int) -> None:

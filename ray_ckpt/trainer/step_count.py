@@ -1,8 +1,8 @@
-"""Which optimizer step a training loop is at.
+"""The count of completed optimizer steps.
 
-A checkpoint is named by its step, and ranks agree on saves by it alone. So a count that begins anew with an
-epoch, or one that stands still while training goes on, would give a name twice, to two states. Such a number
-is refused at the call that gives it.
+A checkpoint is named by its step, and ranks agree on saves by the step alone. A count that restarts with an
+epoch, or one that stands still while training goes on, would give one name to two states. Such a number is
+refused at the call that passes it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Call: TypeAlias = Literal["step", "due", "save"]
 
 
 def whole_number(value: Any, what: str) -> int:
-    """`value` as an int: an integer, one of NumPy's, or a tensor of one integer. ConfigError for others.
+    """Return `value` as an int: an integer, one of NumPy's, or a tensor of one integer.
 
-    A tensor on an accelerator is waited for.
+    Raises ConfigError for any other. Waits for a tensor on an accelerator.
     """
     dtype = str(getattr(value, "dtype", ""))
     try:
@@ -39,19 +39,19 @@ class StepCount:
         self.last = 0  # the last completed step
         self.restored = 0
         self._num = 0  # completed since the restore
-        self._num_saves = 0  # of these, steps that `save` alone has told of
+        self._num_saves = 0  # of these, steps that only `save` was called for
         self._stepped = 0  # the last step that `step` was called for
         self._saved = 0  # the last step that a call of `save` has captured
 
     def restore(self, step: int) -> None:
-        """Training goes on after `step`; 0: it begins."""
+        """Continue after `step`; 0: training begins."""
         self.last = self.restored = step
 
     def complete(self, value: Any, call: Call) -> tuple[int, bool]:
-        """The step that `call` gives as the last completed one, and whether it is a new one.
+        """Return the last completed step by the argument of `call`, and True if it is a new one.
 
-        ConfigError unless it is an integer above the step before. Several calls may be about one step: `due`
-        or `step` and then `save`, and `save` again as long as the step has not been captured.
+        Raises ConfigError unless it is an integer above the step before. Several calls may be about one step:
+        `due` or `step` and then `save`, and `save` again as long as the step has not been captured.
         """
         step = whole_number(value, "The step")
         is_new = step > self.last
@@ -68,7 +68,7 @@ class StepCount:
         return step, is_new
 
     def captured(self) -> None:
-        """A call of `save` has captured the last step."""
+        """Note that a call of `save` has captured the last step."""
         self._saved = self.last
 
     def _may_repeat(self, step: int, call: Call) -> bool:
@@ -86,9 +86,9 @@ class StepCount:
         return f"Step {step} comes after step {self.last}."
 
     def mark(self) -> str:
-        """`<how>:<number>`: how many steps have been counted since the restore. It is the same on all ranks.
+        """Return `<how>:<number>`: the number of steps counted since the restore, the same on all ranks.
 
-        `steps` are those of a loop that calls `step` or `due`, `saves` those of one that calls `save` alone.
-        Only like is compared: one rank may ask `due` for all others.
+        `<how>` is `saves` in a loop that calls `save` alone, and `steps` in one that calls `step` or `due`.
+        Only marks of the same kind are compared, for one rank may call `due` on behalf of the others.
         """
         return f"saves:{self._num}" if self._num == self._num_saves else f"steps:{self._num}"

@@ -1,7 +1,7 @@
-"""How long training has gone on without a new checkpoint, and when that is too long.
+"""The limit on training without a new checkpoint.
 
-A save that fails never stops training by itself. With `unprotected_after` training ends before it has gone on
-for so long, or over so many failed saves, that a failure would cost more than the user is ready to lose.
+A save that fails never stops training by itself. With `unprotected_after` training ends before it has
+continued for so long, or over so many failed saves, that a failure would cost more than the user accepts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ MAX_COUNTED = 10_000  # failed saves; a limit above it counts as this one
 
 
 class UnprotectedGuard:
-    """Counts for one rank, from the restore on. `limit` is the option `unprotected_after`."""
+    """Counts failed saves and time on one rank, from the restore on."""
 
     def __init__(self, limit: timedelta | int | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`limit` is the option `unprotected_after`."""
         self._limit = limit
         self._clock = clock
         self._failed: deque[int] = deque(maxlen=MAX_COUNTED)
@@ -30,18 +31,18 @@ class UnprotectedGuard:
         self.renew()
 
     def renew(self, step: int = 0) -> None:
-        """The save of `step` has become a checkpoint, or training begins."""
+        """Restart the time: the save of `step` has become a checkpoint, or training begins."""
         self._since_s = self._clock()
         self._failed = deque((s for s in self._failed if s > step), MAX_COUNTED)
         self._has_warned = False
 
     def failed(self, step: int, reason: str) -> None:
-        """The save of `step` was skipped or dropped. It may be told late, and in another order."""
+        """Count the save of `step`, which was skipped or dropped. Calls may come late and in any order."""
         self._failed.append(step)
         self._reason = reason
 
     def check(self, step: int) -> None:
-        """Between two steps: warn once when half of the limit is used up; raise Unprotected when all is."""
+        """Warn once when half of the limit is used up; raise Unprotected when all is. Call between steps."""
         if self._limit is None:
             return
         used = self._used()
@@ -53,8 +54,8 @@ class UnprotectedGuard:
         if used >= 1.0:
             raise Unprotected(
                 f"Training ends at step {step}: {what}, and unprotected_after is {self._limit}{why}.",
-                hint="Mend what keeps checkpoints from being saved (the warnings in this log say it), then "
-                "start again: training goes on from the newest checkpoint.",
+                hint="Remove the cause that keeps checkpoints from being saved (see the warnings in this "
+                "log), then start again: training continues from the newest checkpoint.",
                 step=step,
             )
         if not self._has_warned:
@@ -62,7 +63,7 @@ class UnprotectedGuard:
             log.warning("%s; training ends when unprotected_after (%s) is over%s", what, self._limit, why)
 
     def _used(self) -> float:
-        """The fraction of the limit that is used up."""
+        """Return the fraction of the limit that is used up."""
         if isinstance(self._limit, timedelta):
             return (self._clock() - self._since_s) / self._limit.total_seconds()
         assert self._limit is not None

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: whoever waits for long says for whom, and does not wait for ever."""
+"""Waiting for other ranks: a rank that waits for long logs for whom, and gives up after a limit."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import TypeVar
 
 from ray_ckpt.core.awaited import Awaited, What, ranks_text
 from ray_ckpt.errors import CheckpointError, CollectiveError
-from ray_ckpt.trainer.link import Link
+from ray_ckpt.trainer.link import RankLink
 
 log = logging.getLogger("ray_ckpt")
 
-LOOK_S = 5.0  # between questions whom the group waits for
-AGAIN_S = 15.0  # until the same is said again; twice that after each time
-MAX_AGAIN_S = 600.0
+CHECK_S = 5.0  # between requests for the ranks that the group waits for
+REPEAT_S = 15.0  # until the same warning is logged again; twice that after each time
+MAX_REPEAT_S = 600.0
 
 T = TypeVar("T")
 
 
 class WaitingLog:
-    """What one rank has said about ranks that are missing: each thing once, then seldom."""
+    """Warnings of one rank about missing ranks: each is logged once, then at growing intervals."""
 
-    def __init__(self, link: Link, *whats: What) -> None:
+    def __init__(self, link: RankLink, *whats: What) -> None:
         self._link = link
         self._whats = whats
         self._logged_s: dict[What, float] = {}  # monotonic
-        self._again_s: dict[What, float] = {}
-        self.found: tuple[Awaited, ...] = ()  # at the last look
+        self._repeat_s: dict[What, float] = {}
+        self.found: tuple[Awaited, ...] = ()  # by the last request
 
     def log_waiting(self) -> None:
-        """Log whom the group waits for, if this rank is the one that says so. Never raises."""
+        """Log the ranks that the group waits for, if this rank is the one that logs them. Never raises."""
         try:
             self.found = tuple(awaited for awaited in self._link.awaited() if awaited.what in self._whats)
         except CheckpointError as error:
-            log.debug("nobody can tell which ranks are missing: %s", error)
+            log.debug("the missing ranks are unknown: %s", error)
             return
         for awaited in self._due():
             log.warning("%s", awaited.text)
@@ -46,24 +46,27 @@ class WaitingLog:
         now_s = time.monotonic()
         mine = [awaited for awaited in self.found if awaited.speaker == self._link.identity.rank]
         for awaited in {each.what: each for each in reversed(mine)}.values():  # the oldest of each kind
-            again_s = self._again_s.get(awaited.what, 0.0)
-            if now_s - self._logged_s.get(awaited.what, -again_s) >= again_s:
+            repeat_s = self._repeat_s.get(awaited.what, 0.0)
+            if now_s - self._logged_s.get(awaited.what, -repeat_s) >= repeat_s:
                 self._logged_s[awaited.what] = now_s
-                self._again_s[awaited.what] = min(2 * again_s or AGAIN_S, MAX_AGAIN_S)
+                self._repeat_s[awaited.what] = min(2 * repeat_s or REPEAT_S, MAX_REPEAT_S)
                 yield awaited
 
 
-def wait_for_restore(answer: Future[T], link: Link, limit_s: float) -> T:
-    """The group's answer to this rank's restore. CollectiveError if ranks are missing for `limit_s`."""
-    words, end_s = WaitingLog(link, "restore"), time.monotonic() + limit_s
+def wait_for_restore(answer: Future[T], link: RankLink, limit_s: float) -> T:
+    """Return the group's answer to this rank's restore.
+
+    Raises CollectiveError if ranks are missing for `limit_s`.
+    """
+    waiting, end_s = WaitingLog(link, "restore"), time.monotonic() + limit_s
     while (left_s := end_s - time.monotonic()) > 0:
         try:
-            return answer.result(min(LOOK_S, left_s))
+            return answer.result(min(CHECK_S, left_s))
         except FutureTimeout:
             if answer.done():
                 raise
-            words.log_waiting()
-    ranks = tuple(rank for awaited in words.found for rank in awaited.ranks)
+            waiting.log_waiting()
+    ranks = tuple(rank for awaited in waiting.found for rank in awaited.ranks)
     who = f"rank(s) {ranks_text(ranks)}" if ranks else "other ranks"
     raise CollectiveError(
         f"This rank has restored and has waited {limit_s:.0f} s for {who}.",

@@ -164,7 +164,7 @@ def test_a_message_that_cannot_be_made_gives_the_buffer_back(
         raise RuntimeError("no message")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ray_ckpt.trainer.saver.SealedShard", broken)
+        patch.setattr("ray_ckpt.trainer.handoff.SealedShard", broken)
         small.ckpt.save(1)
         small.ckpt.flush()
     assert small.link.skipped == {1: "no message"}

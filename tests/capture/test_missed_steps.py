@@ -119,7 +119,8 @@ def test_a_save_that_ended_badly_is_heard_of_by_a_loop_that_only_asks() -> None:
     rank.ckpt.save(1)
     rank.ckpt.flush()
     misuse = SaveNotCollective("Step 1 was saved by some ranks only.")
-    rank.ckpt._pending[-1] = replace(rank.ckpt._pending[-1], outcome=_failed(misuse), seen=False)
+    pending = rank.ckpt._outcomes.pending
+    pending[-1] = replace(pending[-1], outcome=_failed(misuse), is_checked=False)
     with pytest.raises(SaveNotCollective):
         rank.ckpt.due(3)
     rank.ckpt.close()

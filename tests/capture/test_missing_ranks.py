@@ -17,10 +17,10 @@ from ray_ckpt.core.awaited import Awaited, awaited_restore, awaited_save
 from ray_ckpt.core.node_machine import SaveOutcome
 from ray_ckpt.errors import CollectiveError, SaveNotCollective, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
-from ray_ckpt.trainer import checkpointer as client
-from ray_ckpt.trainer import waiting
-from ray_ckpt.trainer.checkpointer import FIRST_REPORT_STEPS, Checkpointer
+from ray_ckpt.trainer import reports, waiting
+from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import Connection, set_connection
+from ray_ckpt.trainer.reports import FIRST_REPORT_STEPS
 from ray_ckpt.types import RankRestore
 from tests.capture.local import LocalLink
 from tests.capture.test_missed_steps import Barrier
@@ -50,8 +50,8 @@ class Alone(LocalLink):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LOOK_S", 0.02)
-    monkeypatch.setattr(client, "LOOK_S", 0.02)
+    monkeypatch.setattr(waiting, "CHECK_S", 0.02)
+    monkeypatch.setattr(reports, "CHECK_S", 0.02)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_no_report_is_entered_without_the_others(said: Said) -> None:
     link, barrier = Alone(world_size=2, options=RunOptions(every_steps=1000)), Barrier()
     ckpt = checkpointer(link, barrier)
     ckpt.restore()
-    ckpt._next_report = FIRST_REPORT_STEPS
+    ckpt._reports.next_step = FIRST_REPORT_STEPS
     link.answer.set_result((1,))
     train(ckpt, 1, 75)
     assert barrier.steps == [] and link.met == [10, 20, 40], "after twice as many steps each time"
@@ -143,7 +143,8 @@ def test_misuse_that_is_found_meanwhile_ends_the_wait() -> None:
     misuse.set_result(
         SaveOutcome(level=None, error=SaveNotCollective("Step 5 was saved by some ranks only."))
     )
-    ckpt._pending[-1].outcome, ckpt._pending[-1].seen = misuse, False
+    pending = ckpt._outcomes.pending[-1]
+    pending.outcome, pending.is_checked = misuse, False
     with pytest.raises(SaveNotCollective):
         train(ckpt, 10, 10)
     assert barrier.steps == []

@@ -99,7 +99,7 @@ class Training:
 
     def save(self, step: int) -> None:
         if self.ckpt.save(step):
-            walked = walk(self.ckpt._items, rank=0, world_size=1)
+            walked = walk(self.ckpt._require_items().items, rank=0, world_size=1)
             self.references[step] = {live.slice.key: live.tensor.clone() for live in walked.slices}
 
     def check(self) -> int:

@@ -36,10 +36,10 @@ def train_loop(config: dict[str, Any]) -> dict[str, int | None]:
     import torch
 
     from ray_ckpt.train import report
-    from ray_ckpt.trainer import checkpointer as client
+    from ray_ckpt.trainer import reports
 
     if config["reports_each_save"]:
-        report.REPORT_EVERY_S, report.FIRST_STEPS, client.FIRST_REPORT_STEPS = 0.0, 1, 1
+        report.REPORT_EVERY_S, report.FIRST_STEPS, reports.FIRST_REPORT_STEPS = 0.0, 1, 1
     weight = torch.nn.Parameter(torch.zeros(3))
     ckpt = ray_ckpt.Checkpointer(weight=weight)
     done: list[int] = []

@@ -143,9 +143,9 @@ def _await_ack(ckpt: Any, journal: Journal, step: int, job: Job) -> None:
     choice = random.Random(step).randrange(10)  # not the module's own state, which belongs to the training
     bounds = [sum(job.waits[: k + 1]) for k in range(len(LEVELS))]
     level = next((name for name, bound in zip(LEVELS, bounds, strict=True) if choice < bound), None)
-    if level is None or not ckpt._pending:
+    if level is None or not ckpt._outcomes.pending:
         return
-    attempt = ckpt._pending[-1].attempt
+    attempt = ckpt._outcomes.pending[-1].attempt
     try:
         ckpt.wait(level, timeout_s=job.ack_s)
     except Unavailable:

@@ -63,7 +63,7 @@ class Trainer:
             self.global_step += 1
             self.callback.on_step_end(self)
             if self.global_step == AT and until == TOTAL:
-                save(RunLog(folder=self.folder / "gpt"), [self.callback.ckpt._items], step=AT)
+                save(RunLog(folder=self.folder / "gpt"), [self.callback.ckpt._require_items().items], step=AT)
         self.callback.on_train_end(self)
 
 
@@ -110,13 +110,13 @@ def test_without_the_random_state_it_is_another_run(
 def test_random_state_is_put_back_once_and_not_after_a_step(tmp_path: Path) -> None:
     ckpt = ray_ckpt.Checkpointer(link=LocalLink(RunOptions()), model=torch.nn.Linear(2, 2))
     ckpt.restore()
-    ckpt._rng = ckpt._items["rng"].tree()
+    ckpt._rng = ckpt._require_items().items["rng"].tree()
     first = torch.rand(1)
     ckpt.restore_random_state()
     assert torch.equal(torch.rand(1), first)
     ckpt.restore_random_state()
     assert not torch.equal(torch.rand(1), first)
-    ckpt._rng = ckpt._items["rng"].tree()
+    ckpt._rng = ckpt._require_items().items["rng"].tree()
     ckpt.step(1)
     assert ckpt._rng is None
     ckpt.close()

@@ -55,8 +55,8 @@ def read(monkeypatch: pytest.MonkeyPatch, report: RankRestore) -> None:
     def answer(resumer: ItemReader, ticket: RestoreTicket, *args: object) -> tuple[RankRestore, Load]:
         return report, frozenset
 
-    monkeypatch.setattr(ItemReader, "all_of", answer)
-    monkeypatch.setattr(ItemReader, "some_of", answer)
+    monkeypatch.setattr(ItemReader, "read_all", answer)
+    monkeypatch.setattr(ItemReader, "read_named", answer)
 
 
 def restore(link: Begins) -> int:

@@ -72,10 +72,10 @@ ASKS: tuple[Ask, ...] = (lambda ckpt, step: ckpt.step(step), lambda ckpt, step: 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_before_the_first_save_there_is_nothing_to_wait_for(ckpt: Checkpointer, level: Any) -> None:
-    with pytest.raises(Unavailable, match="no save has been asked for yet"):
+    with pytest.raises(Unavailable, match="no save has been requested yet"):
         ckpt.wait(level)
     ckpt.step(1)
-    with pytest.raises(Unavailable, match="no save has been asked for yet"):
+    with pytest.raises(Unavailable, match="no save has been requested yet"):
         ckpt.wait(level)
 
 
@@ -167,7 +167,8 @@ def test_a_save_that_ends_with_an_error_is_told(ckpt: Checkpointer) -> None:
     ckpt.wait()
     misuse: Future[SaveOutcome] = Future()
     misuse.set_result(SaveOutcome(level=None, error=CollectiveError("ranks differ")))
-    ckpt._pending[-1] = replace(ckpt._pending[-1], outcome=misuse, seen=False)
+    pending = ckpt._outcomes.pending
+    pending[-1] = replace(pending[-1], outcome=misuse, is_checked=False)
     with pytest.raises(CollectiveError):
         ckpt.save(4)
     with pytest.raises(Unavailable, match="step 4 was not saved"):
@@ -223,7 +224,7 @@ def test_a_run_that_has_nothing_left_to_do_waits_for_what_it_restored(
 ) -> None:
     """A program that is started again when all its steps are done ends as well as the first time."""
     answer = RankRestore(rank=0, parts=(), seconds=0.0)
-    monkeypatch.setattr(ItemReader, "all_of", lambda self, ticket: (answer, frozenset))
+    monkeypatch.setattr(ItemReader, "read_all", lambda self, ticket: (answer, frozenset))
     agent = Restores(RunOptions(), restored_level=Level[has])
     ckpt = Checkpointer(link=agent, model=torch.nn.Linear(2, 2))
     assert list(ckpt.steps(total=10)) == []

@@ -1,0 +1,201 @@
+"""One save of a rank: the bytes it consists of, and how it is handed over to the node's agent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Set
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import compress
+from operator import is_not
+
+from ray_ckpt.capture.arena import Arena, Ring
+from ray_ckpt.capture.walk import LiveSlice, SliceKey, Walked, bytes_digest
+from ray_ckpt.errors import text_of
+from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.trainer.link import Identity, SaveLink, SealedShard
+from ray_ckpt.types import AttemptId
+
+log = logging.getLogger("ray_ckpt")
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Memory for one save at a time."""
+
+    target: Arena | Ring
+    index: int
+    released: Future[None] | None = None  # done when the agent needs its bytes no longer
+    layout: ShardLayout | None = None  # the one that the agent knows for this buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveParts:
+    """The parts of a save apart from tensors. `metrics` is called in the thread that copies."""
+
+    attempt: AttemptId
+    state: bytes
+    metrics: Callable[[], Mapping[str, float] | None]
+    compare_content: bool  # the ranks compare the bytes of what they share
+    count: str  # of steps, as `StepCount.mark`; the ranks of a part compare it
+    began_s: float  # monotonic: when the training thread began the save
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPlan:
+    """The slices that a save copies, as long as the tensors of the rank stay where they are."""
+
+    whole: tuple[LiveSlice, ...]  # all of the rank, for which this plan was made
+    optimized: tuple[int, ...]  # the number of hooks in backward, then ids of what optimizers change
+    layout: ShardLayout
+    slices: tuple[LiveSlice, ...]  # in the layout's order
+    places: Mapping[SliceKey, int]  # index of each in `slices`
+    background: Set[str]
+    guarded: Set[int]  # storages of what is in `background`
+    mesh: str
+
+    def followed(self, whole: tuple[LiveSlice, ...]) -> CopyPlan | None:
+        """Return the plan for the same slices with other tensors behind some, as random state always has.
+
+        Returns None if a slice differs otherwise, or an optimizer's step may change its memory.
+        """
+        if len(whole) != len(self.whole):
+            return None
+        slices = list(self.slices)
+        for old, new in compress(zip(self.whole, whole, strict=True), map(is_not, self.whole, whole)):
+            if not self._is_alike(old, new):
+                return None
+            if (index := self.places.get(new.place)) is not None:
+                slices[index] = new
+        return replace(self, whole=whole, slices=tuple(slices))
+
+    def _is_alike(self, old: LiveSlice, new: LiveSlice) -> bool:
+        in_step = old.changes_in_step or new.changes_in_step
+        is_guarded = new.tensor.untyped_storage().data_ptr() in self.guarded
+        return not in_step and not is_guarded and old.slice == new.slice and old.ranks == new.ranks
+
+
+class SharedDigest:
+    """The digest that all ranks must agree on, with the bytes of what they share if `content`.
+
+    Bytes that change only in optimizer steps are read beside the copy, the others at once.
+    """
+
+    def __init__(self, walked: Walked, identity: Identity, *, content: bool) -> None:
+        self._walked = walked
+        self._identity = identity
+        self._left = {live.slice.key: live for live in walked.shared(identity.ranks)} if content else {}
+        self._contents: dict[str, str] = {}
+        self._content = content
+
+    def add_now(self, background: Set[str]) -> None:
+        """Read bytes that may change at any time, and those on a device, whose stream this thread has."""
+        for key, live in list(self._left.items()):
+            if key not in background or live.tensor.device.type != "cpu":
+                self._contents[key] = bytes_digest(self._left.pop(key).tensor)
+
+    def complete(self) -> None:
+        while self._left:
+            key, live = self._left.popitem()
+            self._contents[key] = bytes_digest(live.tensor)
+
+    def text(self) -> str:
+        """Return `<part>:<digest>`, or with bytes `<part>/content:<digest>`.
+
+        Only texts of one kind are compared: ranks may be at different saves of theirs, as one that has missed
+        an agreed step is.
+        """
+        found = self._walked.shared_digest(self._identity.ranks, self._contents)
+        kind = f"{self._identity.part}/content" if self._content else self._identity.part
+        return f"{kind}:{found}" if kind else found
+
+
+class Handoff:
+    """The way of one save to the agent: its buffer, and what the agent knows of it.
+
+    The agent learns of a copy when everything is in the buffer, and of a stream before anything is, for it
+    reads while the rank writes.
+    """
+
+    def __init__(
+        self,
+        link: SaveLink,
+        buffer: Buffer,
+        plan: CopyPlan,
+        parts: SaveParts,
+        digest: SharedDigest,
+        stall_s: Callable[[float], float],
+    ) -> None:
+        """`stall_s` returns how long the save that began at a time has blocked training."""
+        self.released: Future[None] = Future()
+        self.digest = digest
+        self._link = link
+        self._buffer = buffer
+        self._plan = plan
+        self._parts = parts
+        self._stall_s = stall_s
+        self._is_new_layout = buffer.layout is not plan.layout
+        self._is_known = False  # the agent reads, and gives the buffer back itself
+        buffer.released, buffer.layout = self.released, None  # until the agent knows it
+
+    def hand_over(self) -> None:
+        parts, layout = self._parts, self._plan.layout
+        shard = SealedShard(
+            attempt=parts.attempt,
+            rank=self._link.identity.rank,
+            state=parts.state,
+            replicated=(self.digest.text(), f"{self._link.identity.part}/{parts.count}"),
+            metrics=parts.metrics(),
+            buffer=self._buffer.index,
+            layout=layout if self._is_new_layout else None,
+            layout_signature=layout.signature,
+            mesh=self._plan.mesh,
+            stall_s=self._stall_s(parts.began_s),
+            capture_s=time.monotonic() - parts.began_s,
+        )
+        try:
+            sealed = self._link.seal(shard)
+        except Exception as error:  # there is no agent any more
+            self.released.set_exception(error)
+            return
+        self._is_known, self._buffer.layout = True, layout
+        sealed.add_done_callback(self._release)
+
+    def _release(self, sealed: Future[None]) -> None:
+        error = sealed.exception()
+        if self.released.done():
+            return
+        if error is None:
+            self.released.set_result(None)
+        else:
+            self.released.set_exception(error)
+
+    def finish_copy(self) -> None:
+        assert isinstance(self._buffer.target, Arena)
+        self._buffer.target.seal(self._parts.attempt.attempt)
+        self.hand_over()
+
+    def finish_stream(self) -> None:
+        assert isinstance(self._buffer.target, Ring)
+        self._buffer.target.end(self._parts.attempt.attempt)
+
+    def fail(self, error: Exception) -> None:
+        """Give the save up after `error`."""
+        if isinstance(self._buffer.target, Ring):
+            self._buffer.target.give_up()
+        log.warning("step %d is not saved: %s", self._parts.attempt.step, text_of(error))
+        if self._is_known:  # the agent finds that its stream was given up, and reports it
+            return
+        with contextlib.suppress(Exception):
+            self._link.skip(self._parts.attempt, text_of(error))
+        if not self.released.done():
+            self.released.set_result(None)
+
+    def abandon(self) -> None:
+        """Release the buffer after a failed start: nothing runs that would give it back."""
+        if isinstance(self._buffer.target, Ring):
+            self._buffer.target.give_up()
+        if not self._is_known and not self.released.done():
+            self.released.set_result(None)

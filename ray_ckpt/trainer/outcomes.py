@@ -1,0 +1,199 @@
+"""Outcomes of a rank's saves: followed without waiting between steps, waited for on request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from ray_ckpt.core.node_machine import SaveOutcome
+from ray_ckpt.errors import CheckpointError, CollectiveError, RunConflict, Unavailable, text_of
+from ray_ckpt.trainer.link import SaveLink
+from ray_ckpt.trainer.unprotected import UnprotectedGuard
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+
+log = logging.getLogger("ray_ckpt")
+
+OUTCOME_SLACK_S = 5.0  # for the answer to travel, beyond the time that the coordinator waits
+MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
+
+
+@dataclass(slots=True)
+class SaveStats:
+    """Counts and seconds of this rank's saves by this Checkpointer."""
+
+    saved: int = 0
+    skipped: int = 0
+    dropped: int = 0
+    blocked_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # per save, the newest
+    waited_s: float = 0.0  # total time that optimizer steps waited for captures
+
+
+@dataclass(slots=True)
+class PendingSave:
+    """A save that was captured; its outcome comes from the agent."""
+
+    attempt: AttemptId
+    metrics: Mapping[str, float]
+    outcome: Future[SaveOutcome]
+    is_checked: bool = False  # its end has been logged or raised
+
+
+class Outcomes:
+    """Follows the saves of one rank until they are committed or dropped.
+
+    Misuse, and the loss of the run to another launcher, are raised in the training thread. All other failures
+    are counted and logged.
+    """
+
+    def __init__(self, link: SaveLink, guard: UnprotectedGuard, stats: SaveStats) -> None:
+        self._link = link
+        self._guard = guard
+        self._stats = stats
+        self.pending: deque[PendingSave] = deque(maxlen=MAX_PENDING)
+        self.newest: tuple[AttemptId, Mapping[str, float]] | None = None  # committed, with its metrics
+        self._restored: CheckpointInfo | None = None
+        self._requested: PendingSave | str | None = None  # the last save, or why there is none
+        self._ended: Future[CheckpointError] | None = None
+
+    def begin(self, session: int, restored: CheckpointInfo | None) -> None:
+        """Begin a session; `restored` is a checkpoint of this run."""
+        self._restored = restored
+        self._ended = self._link.ended(session)
+        self._guard.renew()
+
+    @property
+    def newest_step(self) -> int | None:
+        """Step of the newest checkpoint of the run that this rank knows of."""
+        newest = self.newest[0] if self.newest else self._restored.id if self._restored else None
+        return None if newest is None else newest.step
+
+    def refuse(self, reason: str) -> None:
+        """Note why the last requested save has not begun."""
+        self._requested = reason
+
+    def skip(self, attempt: AttemptId, reason: str) -> None:
+        """Report that this rank does not take part in an attempt."""
+        self._requested = f"step {attempt.step} was not saved: {reason}"
+        self._guard.failed(attempt.step, reason)
+        log.warning("step %d is not saved: %s", attempt.step, reason)
+        self._link.skip(attempt, reason)
+
+    def add(self, attempt: AttemptId, metrics: Mapping[str, float]) -> None:
+        """Follow an attempt that was captured."""
+        outcome = self._link.outcome(attempt, Level.LOCAL)
+        if len(self.pending) == MAX_PENDING and not self.pending[0].outcome.done():
+            self._guard.failed(self.pending[0].attempt.step, "its outcome was never reported")
+        self._requested = PendingSave(attempt=attempt, metrics=metrics, outcome=outcome)
+        self.pending.append(self._requested)
+        self._stats.saved += 1
+
+    def in_flight(self, step: int) -> AttemptId | None:
+        """Return this rank's newest save of `step` whose outcome is open."""
+        found = (p.attempt for p in reversed(self.pending) if not p.outcome.done())
+        return next((attempt for attempt in found if attempt.step == step), None)
+
+    def count_wait(self, seconds: float) -> None:
+        """Count a wait of an optimizer's step for a capture."""
+        self._stats.waited_s += seconds
+
+    def check(self) -> None:
+        """Handle saves that have ended, without waiting. Raise misuse, and RunConflict if the run is lost."""
+        self._check_ended()
+        ended = [pending for pending in self.pending if not pending.is_checked and pending.outcome.done()]
+        for pending in ended:
+            pending.is_checked = True
+            self._check_one(pending)
+
+    def _check_ended(self) -> None:
+        if self._ended is None or not self._ended.done():
+            return
+        ended, self._ended = self._ended, None
+        try:
+            error = ended.result(0)
+        except Exception:  # the agent died; its successor learns of the loss, and so does the next save
+            return
+        raise error
+
+    def _check_one(self, pending: PendingSave) -> None:
+        step = pending.attempt.step
+        try:
+            error = pending.outcome.result(0).error
+        except Exception as lost:
+            text = text_of(lost)
+            self._guard.failed(step, text)
+            log.warning("step %d: the agent did not report the outcome of its save: %s", step, text)
+            return
+        if isinstance(error, CollectiveError | RunConflict):
+            raise error
+        if error is not None:
+            self._stats.dropped += 1
+            self._guard.failed(step, str(error))
+            log.warning("step %d was not saved: %s", step, error)
+        else:
+            self._guard.renew(step)
+            self.newest = (pending.attempt, pending.metrics)
+
+    def is_committed(self, pending: PendingSave, limit_s: float | None = None) -> bool:
+        """Wait for the outcome of a save; by default as long as the coordinator waits for missing ranks."""
+        if limit_s is None:
+            limit_s = self._link.options.attempt_timeout_s + OUTCOME_SLACK_S
+        try:
+            return pending.outcome.result(limit_s).error is None
+        except TimeoutError:
+            text = f"no report for {limit_s:.0f} s"
+        except Exception as error:  # the agent died
+            text = text_of(error)
+        log.warning("step %d: the outcome of its save is unknown: %s", pending.attempt.step, text)
+        return False
+
+    def problem(self) -> str:
+        """Return why the last requested save has not become a checkpoint; "" if it has, or there is none."""
+        requested = self._requested
+        if requested is None or isinstance(requested, str):
+            return requested or ""
+        if not requested.outcome.done() or requested.outcome.exception() is not None:
+            return "the outcome of its save was not reported"
+        return str(requested.outcome.result().error or "")
+
+    def wait(self, level: Level, timeout_s: float) -> None:
+        """Return when the last requested save, or before the first the restored checkpoint, is at `level`.
+
+        Raises Unavailable with the reason if that cannot be, or when time is up.
+        """
+        requested, deadline_s = self._requested, time.monotonic() + timeout_s
+        if isinstance(requested, str):
+            raise Unavailable(f"There is no checkpoint to wait for: {requested}.")
+        if requested is not None:
+            attempt = requested.attempt
+        elif self._restored is None:
+            raise Unavailable("There is no checkpoint to wait for: no save has been requested yet.")
+        elif self._restored.level >= level:
+            return
+        else:
+            attempt = self._restored.id
+        try:
+            if requested is not None:
+                self._wait_for(attempt, Level.LOCAL, timeout_s)
+            left_s = deadline_s - time.monotonic()
+            if level is Level.DURABLE:
+                self._link.make_durable().result(left_s)
+            elif level > Level.LOCAL:
+                self._wait_for(attempt, level, left_s)
+        except CheckpointError:
+            raise
+        except Exception as error:  # time is up, or the agent died
+            raise Unavailable(
+                f"Step {attempt.step} did not become {level.label} within {timeout_s:.0f} s.",
+                hint="See the log of the coordinator for the reason; raise timeout_s if it is just slow.",
+            ) from error
+
+    def _wait_for(self, attempt: AttemptId, level: Level, timeout_s: float) -> None:
+        error = self._link.outcome(attempt, level).result(timeout_s).error
+        if isinstance(error, CollectiveError | RunConflict):
+            raise error
+        if error is not None:
+            raise Unavailable(f"Step {attempt.step} was not saved: {error}")

@@ -1,0 +1,95 @@
+"""The items of one rank: registered objects, what a save walks over, and warnings about what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.capture.classes import classes_of
+from ray_ckpt.capture.gradients import GradientsItem, Window
+from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.predict import with_predictions
+from ray_ckpt.capture.rng import RngItem
+from ray_ckpt.capture.unregistered import early_iterators, unregistered
+from ray_ckpt.capture.walk import Walked, walk
+from ray_ckpt.format.shard import ShardLayout, build_layout
+from ray_ckpt.format.tree import encode_tree
+from ray_ckpt.trainer.link import Identity
+
+
+class RankItems:
+    """The items of a Checkpointer from its restore on: registered objects, random state, gradients."""
+
+    def __init__(self, objects: Mapping[str, Any], identity: Identity, *, partial_grads: bool) -> None:
+        """Make an item of each object. Raises UnsupportedItem for one that cannot be saved."""
+        self.objects = objects
+        self._identity = identity
+        self._walked: Walked | None = None  # by the previous walk
+        owners = {n: o for n, o in objects.items() if isinstance(o, nn.Module | nn.Parameter)}
+        self.items: dict[str, Item] = {name: adapt(name, obj, owners) for name, obj in objects.items()}
+        self.items["rng"] = RngItem()
+        self.optimizers = [obj for obj in objects.values() if isinstance(obj, torch.optim.Optimizer)]
+        self.window = Window(self.optimizers, [o for o in owners.values() if isinstance(o, nn.Module)])
+        if partial_grads:
+            self.items["gradients"] = GradientsItem(
+                owners, window=self.window, world_size=identity.world_size
+            )
+
+    def walk(self) -> Walked:
+        ranks = self._identity.ranks
+        self._walked = walk(
+            self.items,
+            rank=self._identity.rank,
+            world_size=len(ranks),
+            first=ranks[0],
+            before=self._walked,
+        )
+        return self._walked
+
+    def predicted_layout(self, walked: Walked) -> ShardLayout:
+        """Return the layout of this rank's shard once every optimizer has its state."""
+        whole = with_predictions(walked, self.items, ranks=self._identity.ranks)
+        return build_layout(live.slice for live in whole.owned(self._identity.rank))
+
+    def preflight(self) -> ShardLayout:
+        """Encode the state once, to find before training what would make a save fail; predict the layout."""
+        walked = self.walk()
+        encode_tree(dict(walked.trees), kept=walked.kept)
+        return self.predicted_layout(walked)
+
+    def encode_state(self, step: int, walked: Walked) -> bytes:
+        """Return the bytes of this rank's state file after `step`."""
+        identity = self._identity
+        return encode_tree(
+            {
+                "step": step,
+                "world_size": identity.world_size,
+                **({"parts": [asdict(part) for part in identity.parts]} if identity.parts else {}),
+                "classes": classes_of(self.items),
+                "items": dict(walked.trees),
+            },
+            kept=walked.kept,
+        )
+
+    def close(self) -> None:
+        self.window.close()
+        self._walked = None  # its tensors may hold an accelerator's memory
+
+
+def gap_warnings(objects: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a warning for each object of the process that a resumed run would lack."""
+    return (
+        *(
+            f"{phrase} is not registered: pass it to the Checkpointer, or resuming lacks it"
+            for phrase in unregistered(objects)
+        ),
+        *(
+            f"{phrase}: make its iterator after ckpt.steps, and register its position"
+            for phrase in early_iterators()
+        ),
+    )

@@ -1,0 +1,81 @@
+"""Reports of committed checkpoints to the launcher, at steps to which all ranks come."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import wait
+
+from ray_ckpt.core.awaited import ranks_text
+from ray_ckpt.core.barriers import BARRIER_S
+from ray_ckpt.errors import CollectiveError, RunConflict
+from ray_ckpt.trainer.link import Reporter, SignalLink
+from ray_ckpt.trainer.outcomes import Outcomes
+
+log = logging.getLogger("ray_ckpt")
+
+FIRST_REPORT_STEPS = 10  # after the restore, and two saves by number: a rank that saves alone is found before
+MAX_DOUBLED = 10  # times that the steps to the next report are doubled while some rank misses reports
+BARRIER_SLACK_S = 40.0  # for the answer, also of a restarted coordinator: all ranks need the same answer
+CHECK_S = 1.0  # between checks of the outcomes of saves while other ranks are waited for
+
+
+class Reports:
+    """Decides at which steps this rank reports. A report is a barrier: no rank enters it alone."""
+
+    def __init__(self, link: SignalLink, reporter: Reporter | None, outcomes: Outcomes) -> None:
+        self._link = link
+        self._reporter = reporter if link.options.ray_report else None
+        self._outcomes = outcomes
+        self._session = 0
+        self._num_missed = 0  # since the last report to which all ranks came
+        self.next_step = 0
+
+    def begin(self, session: int, step: int) -> None:
+        """Begin a session after `step`."""
+        self._session = session
+        save_steps = self._link.options.steps_between_saves or 0
+        self.next_step = step + max(FIRST_REPORT_STEPS, 2 * save_steps)
+
+    def report_if_due(self, step: int) -> None:
+        """Report by the step alone: ranks that miss an agreed step have saved less often than others."""
+        if step >= self.next_step:
+            self.report(step)
+
+    def report(self, step: int) -> None:
+        """Report after `step` if all ranks come to this report."""
+        if self._reporter is None:
+            return
+        if self._all_come(self.next_step, step):
+            self.next_step = self._reporter.report(self._outcomes.newest, step)
+            self._num_missed = 0
+        else:  # the next step is the same on all ranks, also on those that come later
+            self.next_step += FIRST_REPORT_STEPS << min(self._num_missed, MAX_DOUBLED)
+            self._num_missed += 1
+
+    def _all_come(self, number: int, step: int) -> bool:
+        """Wait until all ranks are at the report of that number. Raises misuse that is found meanwhile."""
+        if self._link.identity.world_size == 1:
+            return True
+        end_s = time.monotonic() + BARRIER_S + BARRIER_SLACK_S
+        try:
+            answer = self._link.reach_barrier(self._session, number)
+            while not answer.done() and time.monotonic() < end_s:
+                wait((answer,), CHECK_S)
+                self._outcomes.check()
+            missing = answer.result(0)
+        except (CollectiveError, RunConflict):
+            raise
+        except Exception as error:  # the service is away, so no other rank enters the report either
+            reason = str(error) or "the coordinator does not answer"
+            log.warning("step %d is not reported to Ray Train: %s", step, reason)
+            return False
+        if missing:
+            log.warning(
+                "step %d is not reported to Ray Train: rank(s) %s did not come to it within %.0f s; "
+                "call step on every rank, after every step",
+                step,
+                ranks_text(missing),
+                BARRIER_S,
+            )
+        return not missing

@@ -1,0 +1,150 @@
+"""Restore one rank together with all other ranks of its group.
+
+All ranks restore the same checkpoint. If any rank finds a part of it damaged on every source, the group
+starts over with an older checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Set
+from dataclasses import dataclass, replace
+
+from ray_ckpt.capture.classes import check_settings
+from ray_ckpt.capture.hyperparameters import Changed, Hyperparameters
+from ray_ckpt.capture.load import Load, RestoreInfo
+from ray_ckpt.config import is_uri
+from ray_ckpt.data import is_bound_to_world_size
+from ray_ckpt.errors import RestoreError
+from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.texts import tiers_text
+from ray_ckpt.trainer.item_reader import ItemReader
+from ray_ckpt.trainer.link import RestoreLink
+from ray_ckpt.trainer.rank_items import RankItems
+from ray_ckpt.trainer.waiting import wait_for_restore
+from ray_ckpt.types import CheckpointInfo, RankRestore
+
+log = logging.getLogger("ray_ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """The result of a restore: the session that begins with it, and the checkpoint that was put in place."""
+
+    session: int
+    epoch: int
+    checkpoint: CheckpointInfo | None  # of this run
+    info: RestoreInfo | None  # also of another run's checkpoint; None: training begins anew
+
+
+class Restoring:
+    """One restore of the items of one rank."""
+
+    def __init__(self, link: RestoreLink, items: RankItems) -> None:
+        """Note the hyperparameters as built. Raises ConfigError for an option `keep` that names none."""
+        self._link = link
+        self._items = items
+        self._options = link.options
+        self._is_first = link.identity.rank == 0
+        self._built = Hyperparameters(items.objects)
+        self._built.check(link.options.keep)
+        self._reader = ItemReader(link, items.items)
+
+    def run(self, ticket: RestoreTicket) -> Restored:
+        """Restore by `ticket`, or by an older one if the group falls back, and put the state in place."""
+        while True:
+            origin = None
+            if ticket.checkpoint is None:
+                origin = self._link.origin(ticket.session, ticket.epoch)
+            report, load = self._reader.read_all(ticket) if origin is None else self._begin_from(origin)
+            answer = self._link.restored(ticket.session, report)
+            older = wait_for_restore(answer, self._link, self._options.restore_timeout_s)
+            if older is None:
+                break
+            log.warning("step %s has no intact copy of a part; falling back", step_of(ticket))
+            ticket = older
+        info = self._info(ticket, origin, report)
+        begun = load()
+        if info is not None:
+            info = replace(info, changed=self._changed(begun))
+            if self._options.keep:
+                check_settings(self._items.items)
+            self._log(info)
+        return Restored(session=ticket.session, epoch=ticket.epoch, checkpoint=ticket.checkpoint, info=info)
+
+    def _begin_from(self, origin: RestoreTicket) -> tuple[RankRestore, Load]:
+        """Read the checkpoint of another run that this run begins with; see `Link.origin`."""
+        checkpoint = origin.checkpoint
+        assert checkpoint is not None
+        is_resumed = is_uri(self._options.resume)
+        if is_resumed:
+            report, load = self._reader.read_all(origin)
+        else:
+            report, load = self._reader.read_named(origin, self._options.init_items)
+        if report.damage:
+            raise RestoreError(
+                f"The run cannot begin with step {checkpoint.step} of {checkpoint.id.run_uid}: "
+                f"{len(report.damage)} parts cannot be read, the first is {report.damage[0]}.",
+                hint="`ray-ckpt verify` shows the damage; name another checkpoint.",
+                damage=report.damage,
+            )
+        return replace(report, origin_step=checkpoint.step if is_resumed else None), load
+
+    def _info(
+        self, ticket: RestoreTicket, origin: RestoreTicket | None, report: RankRestore
+    ) -> RestoreInfo | None:
+        checkpoint = ticket.checkpoint if origin is None else origin.checkpoint
+        if checkpoint is None:
+            return None
+        info = RestoreInfo(
+            step=checkpoint.step, metrics=checkpoint.metrics, parts=report.parts, seconds=report.seconds
+        )
+        if origin is None:
+            if self._is_first and is_uri(self._options.resume):
+                log.warning("the run goes on from its own newest checkpoint; the one in `resume` is ignored")
+            self._warn_of_other_world(checkpoint)
+            return info
+        if report.origin_step is not None:
+            self._warn_of_other_world(checkpoint)
+        return replace(info, step=report.origin_step or 0)
+
+    def _changed(self, begun: Set[str]) -> tuple[Changed, ...]:
+        """Return the hyperparameters that differ from those built; `begun` are items that begin anew."""
+        keep = (*self._options.keep, *(f"{name}.*" for name in begun))
+        try:
+            return self._built.loaded(keep)
+        except Exception:  # an optimizer or schedule of the user's may raise anything
+            if keep:
+                raise
+            log.warning("hyperparameters could not be compared", exc_info=True)
+            return ()
+
+    def _log(self, info: RestoreInfo) -> None:
+        log.info("restored step %d in %.2f s: %s", info.step, info.seconds, tiers_text(info.bytes_by_tier()))
+        if self._is_first:
+            for changed in info.changed:
+                log.warning("hyperparameter %s", changed)
+
+    def _warn_of_other_world(self, checkpoint: CheckpointInfo) -> None:
+        world_size = self._link.identity.world_size
+        if checkpoint.world_size == world_size or not self._is_first:
+            return
+        log.warning(
+            "step %d was saved by %d ranks and is restored by %d: training goes on as another run would, "
+            "and new ranks draw random numbers of their own",
+            checkpoint.step,
+            checkpoint.world_size,
+            world_size,
+        )
+        for name, obj in self._items.objects.items():
+            if is_bound_to_world_size(obj):
+                log.warning(
+                    "the position of %r belongs to a rank among %d: some samples are now skipped and some "
+                    "repeated; use ray_ckpt.data.GlobalBatchSampler",
+                    name,
+                    checkpoint.world_size,
+                )
+
+
+def step_of(ticket: RestoreTicket) -> int:
+    return ticket.checkpoint.step if ticket.checkpoint else 0
