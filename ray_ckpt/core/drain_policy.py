@@ -1,7 +1,7 @@
-"""Which commits go to the storage path because it is time.
+"""The choice of commits that go to the storage path regularly, by number or by time.
 
-Decided from the log alone, by the order and the times of all commits, so that a restarted coordinator goes on
-the same, also with what the one before it left half uploaded.
+It depends on the log alone, on the order and the times of all commits. So a restarted coordinator chooses the
+same, and goes on with what the one before it left half uploaded.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 
 class DrainPolicy:
-    """Told of every commit in log order, those of earlier coordinators included."""
+    """Counts every commit in log order, those of earlier coordinators included."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._last_s: float | None = None  # commit time of the last one that was due, or of the first one
-        self._due: list[str] = []  # attempts that may still have to be drained; bounded by what is live
+        self._last_s: float | None = None  # Unix time of the last due commit, or of the first commit
+        self._due: list[str] = []  # attempts that may still have to be drained; bounded by the live ones
 
     def committed(self, checkpoint: CheckpointInfo, *, every: int, every_s: float | None) -> bool:
-        """Whether this commit is due: each `every`-th, and after `every_s` seconds without.
+        """Count a commit. Return True if it is due: each `every`-th one, and one after `every_s` seconds.
 
-        A last one far ahead in time was committed by a clock that was wrong.
+        A last time far ahead comes from a clock that was wrong, so the distance counts in both directions.
         """
         now_s = checkpoint.committed_at_s
         last_s = now_s if self._last_s is None else self._last_s
@@ -34,7 +34,7 @@ class DrainPolicy:
         return is_due
 
     def undrained(self, checkpoints: Mapping[str, CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
-        """Due ones that are live and not durable, newest first."""
+        """Return the due checkpoints that are live and not durable, newest first."""
         due = [checkpoints[name] for name in self._due]
         due = [c for c in due if c.state == "live" and c.level < Level.DURABLE]
         self._due = [c.id.attempt for c in due]

@@ -1,4 +1,4 @@
-"""Exposure: what the death of each node of the group would cost right now."""
+"""Exposure: the steps that the death of each node of the group would cost right now."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ NOWHERE = ""  # stands for the only holder of a fragment that nobody holds
 def exposure(
     plan_nodes: Sequence[SessionNode], lineage: Sequence[CheckpointInfo], holders: Holders, step: int
 ) -> tuple[Exposure, ...]:
-    """For each node the newest checkpoint that would be left without it; `step` is the last completed one.
+    """Return for each node the newest checkpoint that would be left without the node.
 
-    Checkpoints are looked at once each, newest first, until every node has found one.
+    `step` is the last completed one. Each checkpoint is looked at once, newest first, until every node has
+    its checkpoint.
     """
     found: dict[str, Exposure] = {}
     waiting = list(plan_nodes)
@@ -25,7 +26,7 @@ def exposure(
         if not waiting:
             break
         only = _only_holders(checkpoint, holders)
-        fatal = set(only.values())  # the nodes without which a fragment is on no node
+        fatal = set(only.values())  # nodes that alone hold a fragment
         is_remote = checkpoint.level >= Level.DURABLE and checkpoint.id.attempt not in holders.bad_remote
         left = [n for n in waiting if is_remote or not fatal & {NOWHERE, n.node_id}]
         for node in left:
@@ -42,7 +43,7 @@ def exposure(
 
 
 def _only_holders(checkpoint: CheckpointInfo, holders: Holders) -> dict[int, str]:
-    """Fragments with fewer than two live holders, and that holder."""
+    """Map each fragment that has fewer than two live holders to its holder."""
     name = checkpoint.id.attempt
     held = {index: holders.of(name, index) & holders.live for index in range(checkpoint.num_nodes)}
     return {index: next(iter(nodes), NOWHERE) for index, nodes in held.items() if len(nodes) < 2}
@@ -51,7 +52,7 @@ def _only_holders(checkpoint: CheckpointInfo, holders: Holders) -> dict[int, str
 def _tier(
     checkpoint: CheckpointInfo, only: Mapping[int, str], fatal: set[str], node: SessionNode, num_nodes: int
 ) -> Literal["peer", "remote"]:
-    """Where the node's part would come from; after a change of the group's size, any part may be needed."""
+    """Return the tier of the node's part without the node; a group of another size may need any part."""
     needed = {only[node.node_index]} if node.node_index in only else set[str]()
     if checkpoint.num_nodes != num_nodes:
         needed = fatal

@@ -1,4 +1,4 @@
-"""How a run is doing, as metrics: what would be lost, and how far each level lags behind."""
+"""Metrics of a run's state: the steps at risk, and how far each level lags behind."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def gauges(
     wall_s: float,
     exposure: Sequence[Exposure],
 ) -> Iterator[t.Sample]:
-    """`last_step` is the last one that a rank has completed (0: none), `wall_s` Unix time.
+    """Yield the samples of a run at Unix time `wall_s`.
 
-    A level that no checkpoint has reached lags by all steps, and by the time since the session began.
+    `last_step` is the last step that a rank has completed (0: none). A level that no checkpoint has reached
+    lags by all steps, and by the time since the session began.
     """
     session = history.session
     yield t.Sample(metric=t.ACTIVE, value=float(is_active))

@@ -1,4 +1,4 @@
-"""The run as its log tells it: replay of records into sessions and checkpoints."""
+"""History of a run: replay of its log's records into sessions and checkpoints."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ __all__ = ["RunHistory", "SessionInfo"]
 
 
 class RunHistory:
-    """State of one run after records 0 to `next_seq` - 1. `apply` is the only door.
+    """State of one run after records 0 to `next_seq` - 1. Only `apply` changes it.
 
-    A record costs the same whatever the length of the log; `live` and `lineage` cost the live checkpoints.
+    The cost of a record does not grow with the log; that of `live` and `lineage` grows with the live
+    checkpoints only.
     """
 
     def __init__(self) -> None:
@@ -50,11 +51,11 @@ class RunHistory:
         self.sessions: dict[int, SessionInfo] = {}  # by number, in log order
         self.checkpoints: dict[str, CheckpointInfo] = {}  # by attempt, in log order
         self.drilled_at_s: float | None = None  # Unix time of the last drill that passed, of any checkpoint
-        self._live: dict[str, CheckpointInfo] = {}  # those that are live
+        self._live: dict[str, CheckpointInfo] = {}  # the live ones of `checkpoints`
 
     @classmethod
     def from_snapshot(cls, snapshot: LogSnapshot) -> RunHistory:
-        """The history that `to_snapshot` was called on."""
+        """Return the history that `to_snapshot` was called on."""
         history = cls()
         history.run_uid, history.run_name = snapshot.run_uid, snapshot.run_name
         history.next_seq, history.last_digest = snapshot.seq + 1, snapshot.last_digest
@@ -67,7 +68,7 @@ class RunHistory:
         return history
 
     def to_snapshot(self, time_s: float) -> LogSnapshot:
-        """All of this, as written at Unix time `time_s`. Needs at least one record."""
+        """Return a snapshot of this history, written at Unix time `time_s`. Needs at least one record."""
         return LogSnapshot(
             seq=self.next_seq - 1,
             last_digest=self.last_digest,
@@ -82,7 +83,7 @@ class RunHistory:
         )
 
     def copy(self) -> RunHistory:
-        """A history of its own that says the same; records may be applied to either."""
+        """Return an independent copy: records may be applied to either."""
         other = copy.copy(self)
         other.sessions, other.checkpoints = dict(self.sessions), dict(self.checkpoints)
         other._live = dict(self._live)
@@ -94,10 +95,10 @@ class RunHistory:
         return next(reversed(self.sessions.values()), None)
 
     def apply(self, record: LogRecord, record_digest: str) -> None:
-        """Add the next record. FormatError, and no change, if it does not continue this history (P3).
+        """Add the next record, or raise FormatError and change nothing if it does not continue the log (P3).
 
         A `promote`, `verified`, `annotated`, `drilled` or `lost` may have waited behind the record that
-        retired its checkpoint; then it is part of the log and changes nothing.
+        retired its checkpoint; such a record changes nothing.
         """
         self._check(record)
         match record.op:
@@ -120,16 +121,16 @@ class RunHistory:
         self.epoch, self.writer = record.epoch, record.writer
 
     def live(self) -> tuple[CheckpointInfo, ...]:
-        """Checkpoints that are neither lost nor retired, in log order."""
+        """Return the checkpoints that are neither lost nor retired, in log order."""
         return tuple(self._live.values())
 
     def lineage(self) -> tuple[CheckpointInfo, ...]:
-        """Live checkpoints of the session and its ancestors up to their branch points, in log order."""
+        """Return live checkpoints of the session, and of its ancestors up to branch points, in log order."""
         ends = self.branch_points()
         return tuple(c for c in self._live.values() if c.seq <= ends.get(c.id.session, -1))
 
     def branch_points(self) -> dict[int, int]:
-        """The current session and its ancestors, each with the last record of it that is on the lineage."""
+        """Map the current session and its ancestors to the last record of each that is on the lineage."""
         ends: dict[int, int] = {}
         session, last_seq = self.session, self.next_seq
         while session is not None:
@@ -179,7 +180,7 @@ class RunHistory:
                 self._check_change(op, where, record.seq)
 
     def _check_change(self, op: _Change, where: str, seq: int) -> None:
-        """A checkpoint is live or lost, then retired, then collected, and pinned only while it is live."""
+        """Check the order: live or lost, then retired, then collected; and pinned only while live."""
         checkpoint = self.checkpoints.get(op.attempt)
         if checkpoint is None:
             raise FormatError(f"{where} names the unknown checkpoint {op.attempt}.", seq=seq)
@@ -192,7 +193,7 @@ class RunHistory:
 
 
 def has_room(checkpoint: CheckpointInfo, metrics: Mapping[str, float]) -> bool:
-    """Whether these may be added: new names while there are at most MAX_METRICS in all, known ones always."""
+    """Return True if `metrics` may be added: known names always, new ones up to MAX_METRICS in all."""
     old = checkpoint.metrics
     return len(old.keys() | metrics.keys()) <= max(MAX_METRICS, len(old))
 
@@ -207,7 +208,7 @@ _PARTICIPLES: dict[type[_Change], str] = {Retired: "retired", Collected: "collec
 
 
 def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
-    """`old` after a record about it that `_check` has accepted."""
+    """Return `old` after a record that `_check` has accepted."""
     match op:
         case Retired():
             return replace(old, state="retired")

@@ -1,15 +1,15 @@
-"""How often to save: from what a save costs and how often a run fails, both measured.
+"""Model of the interval between saves, from the measured cost of a save and the measured rate of failures.
 
-The model. Training and then a save, every P seconds (`interval_s`). The save stops training for its first C
-seconds (`save_stall_s`) and is complete L seconds after it began (`latency_s`); a restart takes D seconds.
-Failures come with rate r per second, at any moment alike. Of t seconds without one those saves are kept that
-are complete by then, k P - C + L <= t, with P - C seconds of work each. The work kept per failure is the sum
-over k of (P - C) exp(-r (k P - C + L)); the time per failure is exp(r D) / r, for a restart may fail too. So
+The run trains and then saves, every P seconds (`interval_s`). A save stops training for its first C seconds
+(`save_stall_s`) and is complete L seconds after it began (`latency_s`); a restart takes D seconds. Failures
+come at any moment alike, with rate r per second. In t seconds without a failure, save k is complete if
+k P - C + L <= t, and each complete save keeps P - C seconds of work. The work kept per failure is the sum
+over k of (P - C) exp(-r (k P - C + L)); the time per failure is exp(r D) / r, as a restart may fail too. So
 
     waste(P) = 1 - r (P - C) exp(-r (L - C + D)) / (exp(r P) - 1)    ~  C / P + r (P / 2 + L - C + D)
 
 For L = C this is the model of Daly (Future Generation Computer Systems 22, 2006). L and D are in a factor
-without P: a background save that takes long costs something, but the best P depends on the stall alone.
+without P: a slow background save costs something, but the best P depends on the stall alone.
 """
 
 from __future__ import annotations
@@ -21,41 +21,42 @@ from statistics import median
 
 DAY_S = 86_400.0
 OVERHEAD_BUDGET = 0.01  # of the training time, for stalls
-# Half an hour is the most that a failure of a kind never seen may cost, if nobody says otherwise. A stall of
-# half a second each half hour is 0.03 %, so that longer intervals have nothing to win.
+# By default, a failure of a kind never seen may cost half an hour at most. A stall of half a second each half
+# hour is 0.03 %, so longer intervals gain nothing.
 MAX_INTERVAL_S = 1_800.0
-FIRST_INTERVAL_S = 60.0  # while the stall is not known: soon, so that it will be
+FIRST_INTERVAL_S = 60.0  # while the stall is not known: short, to measure it soon
 LEAST_SAVES = 3  # before their median counts: the first saves of a run meet cold memory
-MEASURED_SAVES = 32  # whose median counts: some hours; bounds the memory, forgets what has changed
+MEASURED_SAVES = 32  # whose median counts, some hours of them; bounds memory and forgets old conditions
 
 # Days between failures of one node, as published: 264 (Llama 3: 419 unexpected interruptions of 2,048 nodes
 # in 54 days), about 70 (OPT-175B: 35 manual and 70 automatic restarts of 124 nodes in two months), 42
-# (Meta's research clusters: one in 7.9 h for 128 nodes). So clusters differ by far more than a factor of two,
-# and half a failure is all that the prior weighs: the first real one counts twice as much.
+# (Meta's research clusters: one in 7.9 h for 128 nodes). Clusters differ by far more than a factor of two, so
+# the prior weighs only half a failure: the first real failure counts twice as much.
 PRIOR_NODE_MTBF_S = 100 * DAY_S
 PRIOR_FAILURES = 0.5
 
-# Neither is measured. Uploads share links and cores with training: a twentieth of its speed. One loss of a
-# node in a hundred takes the holders of its copies along: a job that is preempted as a whole, a power feed.
+# The next two are assumed, not measured. Uploads share links and cores with training: a twentieth of its
+# speed. One node loss in a hundred takes the holders of the node's copies along: preemption of a whole job,
+# a power feed.
 DRAIN_SLOWDOWN = 0.05
 CORRELATED_SHARE = 0.01
-REPAIR_S = 300.0  # from the loss of a copy until there is another one
+REPAIR_S = 300.0  # from the loss of a copy until there is a new one
 
 
 @dataclass(frozen=True, slots=True)
 class FailureRate:
-    """What was seen of failures: `count` of them in `exposed_s` node-seconds of training."""
+    """Observed failures: `count` of them in `exposed_s` node-seconds of training."""
 
     count: int = 0
     exposed_s: float = 0.0
 
     def per_node_s(self) -> float:
-        """Failures per node-second: the mean of the Gamma posterior over a prior of the published rates."""
+        """Return failures per node-second: the mean of a Gamma posterior, the prior by published rates."""
         prior_s = PRIOR_FAILURES * PRIOR_NODE_MTBF_S
         return (PRIOR_FAILURES + self.count) / (prior_s + self.exposed_s)
 
     def per_s(self, num_nodes: int) -> float:
-        """Failures per second of a run on `num_nodes` nodes: each stops all of it."""
+        """Return failures per second of a run on `num_nodes` nodes: one of any node stops the run."""
         return num_nodes * self.per_node_s()
 
 
@@ -67,9 +68,9 @@ def waste(
     latency_s: float = 0.0,
     restart_s: float = 0.0,
 ) -> float:
-    """The part of the time that brings no lasting progress, 0 to 1: stalls, repeated work and restarts.
+    """Return the part of the time, 0 to 1, that is lost to stalls, repeated work and restarts.
 
-    Needs `interval_s` > 0; it is 1 if the stall fills the interval. No save takes less than its stall.
+    Needs `interval_s` > 0. Return 1 if the stall fills the interval. A save takes at least its stall.
     """
     work_s = max(0.0, interval_s - save_stall_s)
     if failure_rate_per_s == 0:
@@ -83,19 +84,20 @@ def waste(
 def best_interval_s(
     *, save_stall_s: float, failure_rate_per_s: float, least_s: float, budget: float = OVERHEAD_BUDGET
 ) -> float:
-    """Seconds from the begin of one save to the begin of the next.
+    """Return the seconds from the begin of one save to the begin of the next.
 
-    The interval of the least `waste`, at most MAX_INTERVAL_S; but not below `least_s`, which is how long a
-    save takes, and not so short that stalls take more than `budget` (a fraction of the time, above 0). These
-    two come first: they may exceed MAX_INTERVAL_S.
+    Take the interval of the least `waste`, at most MAX_INTERVAL_S. Raise it to `least_s`, the time that a
+    save takes, and until stalls take at most `budget` (a fraction of the time, above 0); these two may lead
+    beyond MAX_INTERVAL_S.
     """
     wanted_s = min(_daly_s(save_stall_s, failure_rate_per_s), MAX_INTERVAL_S)
     return max(wanted_s, least_s, save_stall_s / budget)
 
 
 def _daly_s(stall_s: float, rate_per_s: float) -> float:
-    """Daly's higher-order optimum (2006), with the stall in the interval; Young's sqrt(2 C M) for a stall
-    C far below the mean time M between failures.
+    """Return Daly's higher-order optimum (2006), with the stall in the interval.
+
+    It approaches Young's sqrt(2 C M) for a stall C far below the mean time M between failures.
     """
     if rate_per_s == 0:
         return math.inf
@@ -113,10 +115,10 @@ def remote_interval_s(
     slowdown: float = DRAIN_SLOWDOWN,
     budget: float = OVERHEAD_BUDGET,
 ) -> float:
-    """Seconds from the begin of one drain to the begin of the next.
+    """Return the seconds from the begin of one drain to the begin of the next.
 
-    A drain stops nobody: it takes `slowdown` of the training's speed for `drain_s` seconds. The rate is that
-    of failures which only the storage path survives, see `loss_rate_per_s`. One drain at a time.
+    A drain stops no rank: it takes `slowdown` of the training's speed for `drain_s` seconds. The rate is that
+    of failures that only the storage path survives, see `loss_rate_per_s`. Drains do not overlap.
     """
     return best_interval_s(
         save_stall_s=slowdown * drain_s, failure_rate_per_s=failure_rate_per_s, least_s=drain_s, budget=budget
@@ -126,21 +128,21 @@ def remote_interval_s(
 def loss_rate_per_s(
     *, node_rate_per_s: float, num_nodes: int, replicas: int, repair_s: float = REPAIR_S
 ) -> float:
-    """Failures per second that take a node with all holders of its copies.
+    """Return the failures per second that take a node together with all holders of its copies.
 
-    Either its whole group of `replicas` + 1 nodes, one after the other before copies are made again: the
-    first at the run's rate, each other one within `repair_s` of it; or at once, CORRELATED_SHARE of all.
-    Every failure counts as one of a node, though some leave its disk as it was.
+    Either a whole group of `replicas` + 1 nodes dies before copies are made again: the first node at the
+    run's rate, each other one within `repair_s`. Or all of them die at once: CORRELATED_SHARE of failures.
+    Every failure counts as the loss of a node, though some leave its disk intact.
     """
     group_dies = min(1.0, node_rate_per_s * repair_s) ** replicas
     return num_nodes * node_rate_per_s * min(1.0, group_dies + CORRELATED_SHARE)
 
 
 class IntervalModel:
-    """The intervals of a run as it goes, decided from what it was told and nothing else: no clock, no chance.
+    """The intervals of a run, a function of the calls alone: no clock, no chance.
 
-    The same calls in the same order give the same intervals, so that a decision can be replayed. One that
-    takes far longer than others does not count for more than they do: medians of MEASURED_SAVES.
+    The same calls in the same order give the same intervals, so a decision can be replayed. Intervals use
+    medians of MEASURED_SAVES, so that one very slow save does not weigh more than others.
     """
 
     def __init__(
@@ -160,30 +162,30 @@ class IntervalModel:
         self._drains_s: deque[float] = deque(maxlen=MEASURED_SAVES)
 
     def saved(self, stall_s: float, latency_s: float) -> None:
-        """A save was committed: how long it stopped the rank it stopped longest, and from begin to commit."""
+        """Count a committed save: its longest stall of a rank, and the time from begin to commit."""
         self._stalls_s.append(stall_s)
         self._latencies_s.append(latency_s)
 
     def drained(self, drain_s: float) -> None:
-        """A checkpoint has become durable, so long after its drain began."""
+        """Count a checkpoint that became durable `drain_s` after its drain began."""
         self._drains_s.append(drain_s)
 
     def trained(self, seconds: float) -> None:
-        """The run's nodes were at work for so long; failures are counted against it."""
+        """Count `seconds` of training by all nodes, as the time in which failures are counted."""
         exposed_s = self._failures.exposed_s + seconds * self._num_nodes
         self._failures = replace(self._failures, exposed_s=exposed_s)
 
     def failed(self) -> None:
-        """The group ended by a failure. Its end by a person's will is none."""
+        """Count a failure that ended the group; an end that a person wanted is none."""
         self._failures = replace(self._failures, count=self._failures.count + 1)
 
     def resized(self, num_nodes: int) -> None:
-        """The group has as many nodes from now on."""
+        """Set the number of the group's nodes from now on."""
         self._num_nodes = num_nodes
 
     @property
     def failures(self) -> FailureRate:
-        """All that was seen, to begin the next Pace of this cluster with."""
+        """All failures counted, for the next IntervalModel of this cluster."""
         return self._failures
 
     @property

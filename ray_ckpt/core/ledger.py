@@ -1,4 +1,4 @@
-"""Writing the log: one record in flight, the next ones in a queue, and the history that is confirmed."""
+"""Writer of the log: one record in flight, the next ones in a queue, and the confirmed history."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ RETRY_S = 2.0  # between tries of a create that the store did not answer
 
 
 class Ledger:
-    """What this coordinator has written, is writing and will write, in that order.
+    """The records that this coordinator has written, is writing and will write, in that order.
 
-    Because a record's number and the digest of its predecessor are fixed when it goes out, nobody else can
-    have written in between without this writer noticing: its create then fails with "exists".
+    A record's number and the digest of its predecessor are fixed when it goes out. So this writer notices any
+    record that another one writes in between: its own create then fails with "exists".
     """
 
     def __init__(self, *, writer: str, service: str) -> None:
@@ -32,7 +32,7 @@ class Ledger:
         self._retry_at_s: float | None = None
 
     def open(self, event: LogOpened) -> None:
-        """Replay what is there and queue this coordinator's fence; a new run begins with its create."""
+        """Replay the log and queue this coordinator's fence; the log of a new run begins with a `create`."""
         self.history = event.history or self.history
         for record, record_digest in event.records:
             self.history.apply(record, record_digest)
@@ -44,48 +44,48 @@ class Ledger:
 
     @property
     def is_open(self) -> bool:
-        """This coordinator's fence is in the log."""
+        """Return True if this coordinator's fence is in the log."""
         return self.epoch > 0 and self.history.epoch == self.epoch
 
     @property
     def pending(self) -> tuple[r.Op, ...]:
-        """Facts decided and not yet confirmed, oldest first."""
+        """Operations that are decided and not yet confirmed, oldest first."""
         inflight = (self._inflight.op,) if self._inflight else ()
         return (*inflight, *self._queue)
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is pending: what the log says is all there is."""
+        """Return True if nothing is pending: the log has all that was decided."""
         return self._inflight is None and not self._queue
 
     def append(self, op: r.Op) -> None:
         self._queue.append(op)
 
     def withdraw(self, op: r.Op) -> None:
-        """Give up a record that has not gone out yet."""
+        """Remove a record that has not gone out yet."""
         self._queue.remove(op)
 
     def is_silent(self, now_s: float, wait_s: float) -> bool:
-        """The store has not confirmed the record in flight for so long."""
+        """Return True if the store has not confirmed the record in flight for `wait_s`."""
         return self._inflight is not None and now_s - self._sent_s >= wait_s
 
     def projected(self) -> RunHistory:
-        """The history as it will be when everything pending is confirmed: for plans that say so."""
+        """Return the history as it will be once everything pending is confirmed."""
         history, epoch = self.history.copy(), self.epoch
         for op in self.pending:
             history.apply(self._record(history, op, epoch, 0.0), "")
         return history
 
     def amend(self, op: r.Op, by: r.Op) -> None:
-        """Say something else at the place of a record that has not gone out yet."""
+        """Replace a record that has not gone out yet."""
         self._queue[self._queue.index(op)] = by
 
     def waiting(self) -> tuple[r.Op, ...]:
-        """Records that have not gone out yet."""
+        """Return the records that have not gone out yet."""
         return tuple(self._queue)
 
     def next(self, now_s: float, wall_s: float) -> Append | None:
-        """The record to create now, if the one before it is confirmed."""
+        """Return the record to create now, if the one before it is confirmed."""
         if self._inflight is not None or not self._queue:
             return None
         self._inflight = self._record(self.history, self._queue.popleft(), self.epoch, wall_s)
@@ -103,7 +103,7 @@ class Ledger:
         )
 
     def settle(self, event: Appended, now_s: float) -> r.Op | Literal["unknown", "lost", "stale"]:
-        """Take the store's answer: the op that is a fact now, or why there is none."""
+        """Take the store's answer. Return the op that is confirmed now, or the reason why there is none."""
         record = self._inflight
         if record is None or record.seq != event.seq:
             return "stale"
@@ -117,7 +117,7 @@ class Ledger:
         return record.op
 
     def retry(self, now_s: float) -> Append | None:
-        """The record in flight once more, with the same bytes, if the store stayed silent long enough."""
+        """Return the record in flight once more, with the same bytes, if the store was silent long enough."""
         if self._inflight is None or self._retry_at_s is None or now_s < self._retry_at_s:
             return None
         self._retry_at_s = None

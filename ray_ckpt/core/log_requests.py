@@ -1,7 +1,7 @@
-"""What somebody wants the log to say of one checkpoint: pins, and metrics that come after the save.
+"""Requests for a log record about one checkpoint: pins, drills, and metrics that come after the save.
 
-Each is decided on the whole log, since what is retired is not brought back: one record at a time, in the
-order in which they came. Metrics for a save that is on its way wait until it has ended.
+Each is decided while nothing is pending, because retirement is final: one record at a time, in the order of
+the requests. Metrics for a save that is on its way wait until it has ended.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ray_ckpt.types import CheckpointInfo
 
 MAX_WAITING = 64  # annotations that wait for saves: 8 of each that may be open; the oldest give way
 MAX_NAMED = 10  # steps in an error
-_NOT_THERE = {"live": "off the lineage", "collected": "retired"}  # states, as people call them
+_NOT_THERE = {"live": "off the lineage", "collected": "retired"}  # states in messages to people
 
 Requested: TypeAlias = m.PinRequested | m.UnpinRequested | m.AnnotateRequested | m.DrillEnded
 
 
 def checkpoint_to_pin(history: RunHistory, step: int) -> CheckpointInfo:
-    """The newest live checkpoint of a step: what a pin of that step means.
+    """Return the newest live checkpoint of a step, which a pin of that step means.
 
-    ConfigError if there is none; it says what has become of it, and which there are.
+    Raise ConfigError if there is none, with the state of the step's checkpoint and the steps that there are.
     """
     known = [c for c in history.checkpoints.values() if c.step == step]
     live = [c for c in known if c.state == "live"]
@@ -39,9 +39,9 @@ def checkpoint_to_pin(history: RunHistory, step: int) -> CheckpointInfo:
 
 
 def checkpoint_to_unpin(history: RunHistory, step: int, owner: str) -> CheckpointInfo:
-    """The newest checkpoint of a step that `owner` holds, a live one before others; if none, the newest.
+    """Return the newest checkpoint of a step that `owner` has pinned, a live one first; if none, the newest.
 
-    ConfigError if the step has never had one.
+    Raise ConfigError if the step has never had a checkpoint.
     """
     known = [c for c in history.checkpoints.values() if c.step == step]
     if not known:
@@ -62,7 +62,7 @@ def _not_live(history: RunHistory, step: int, known: Sequence[CheckpointInfo]) -
 
 
 def _writable(decision: r.Op | CheckpointError) -> r.Op | CheckpointError:
-    """ConfigError in place of a record that cannot be written: it would hold up the log for good."""
+    """Return ConfigError in place of a record that cannot be written, which would block the log for good."""
     if isinstance(decision, CheckpointError):
         return decision
     try:
@@ -74,74 +74,74 @@ def _writable(decision: r.Op | CheckpointError) -> r.Op | CheckpointError:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    asked: Requested
-    attempt: str | None = None  # of an annotation: the save that was on its way when it came
+    event: Requested
+    attempt: str | None = None  # the save that was on its way when an annotation came
 
 
 class Requests:
-    """Those that have not been answered."""
+    """Requests that have no answer yet."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._requests: list[_Request] = []  # bounded by the callers that wait, and by MAX_WAITING
-        self._logging: Requested | None = None  # its record is on its way
+        self._logging: Requested | None = None  # the request whose record is on its way
 
     def __bool__(self) -> bool:
-        """Whether any waits to be decided."""
+        """Return True if a request waits to be decided."""
         return bool(self._requests)
 
     @property
     def waiting(self) -> tuple[Requested, ...]:
-        """All that somebody waits for, in the order in which they came."""
+        """Requests without an answer, in the order in which they came."""
         logging = () if self._logging is None else (self._logging,)
-        return (*logging, *(request.asked for request in self._requests))
+        return (*logging, *(request.event for request in self._requests))
 
-    def add(self, asked: Requested, saves: Saves) -> Iterator[m.Effect]:
-        attempt = saves.open_at(asked.step) if isinstance(asked, m.AnnotateRequested) else None
-        self._requests.append(_Request(asked, attempt))
+    def add(self, event: Requested, saves: Saves) -> Iterator[m.Effect]:
+        attempt = saves.open_at(event.step) if isinstance(event, m.AnnotateRequested) else None
+        self._requests.append(_Request(event, attempt))
         waiting = [request for request in self._requests if request.attempt is not None]
         for request in waiting[:-MAX_WAITING]:
             self._requests.remove(request)
             error = Unavailable(f"More than {MAX_WAITING} annotations wait for saves that have not ended.")
-            yield m.Fail(token=request.asked.token, error=error)
+            yield m.Fail(token=request.event.token, error=error)
 
     def decide(self, saves: Saves) -> Iterator[m.Effect]:
-        """Append the record of the first that can be decided. Only while nothing waits for the log."""
+        """Append the record of the first request that can be decided; called while nothing is pending."""
         for request in list(self._requests):
             if request.attempt is not None and saves.is_open(request.attempt):
                 continue
             self._requests.remove(request)
             decision = _writable(self._decide(request))
             if not isinstance(decision, CheckpointError):
-                self._logging = request.asked
+                self._logging = request.event
                 self._context.ledger.append(decision)
                 return
-            yield m.Fail(token=request.asked.token, error=decision)
+            yield m.Fail(token=request.event.token, error=decision)
 
     def logged(self) -> Iterator[m.Effect]:
-        """The record is a fact."""
+        """Answer the request whose record is confirmed now."""
         assert self._logging is not None, "only one is written at a time"
-        asked, self._logging = self._logging, None
-        yield m.Reply(token=asked.token, value=None)
+        event, self._logging = self._logging, None
+        yield m.Reply(token=event.token, value=None)
 
     def _decide(self, request: _Request) -> r.Op | CheckpointError:
-        match request.asked:
-            case m.AnnotateRequested() as asked:
-                return self._annotate(asked, request.attempt)
+        match request.event:
+            case m.AnnotateRequested() as event:
+                return self._annotate(event, request.attempt)
             case m.DrillEnded(result=result):
                 return self._drilled(result)
-            case m.PinRequested() | m.UnpinRequested() as asked:
-                return self._pin(asked)
+            case m.PinRequested() | m.UnpinRequested() as event:
+                return self._pin(event)
 
-    def _pin(self, asked: m.PinRequested | m.UnpinRequested) -> r.Op | CheckpointError:
-        checkpoint = self._context.history.checkpoints.get(asked.attempt)
-        if isinstance(asked, m.UnpinRequested) and checkpoint is not None:
-            return r.Unpin(attempt=asked.attempt, owner=asked.owner)
-        if isinstance(asked, m.PinRequested) and checkpoint is not None and checkpoint.state == "live":
-            return r.Pin(attempt=asked.attempt, owner=asked.owner, expires_at_s=asked.expires_at_s)
+    def _pin(self, event: m.PinRequested | m.UnpinRequested) -> r.Op | CheckpointError:
+        checkpoint = self._context.history.checkpoints.get(event.attempt)
+        if isinstance(event, m.UnpinRequested) and checkpoint is not None:
+            return r.Unpin(attempt=event.attempt, owner=event.owner)
+        if isinstance(event, m.PinRequested) and checkpoint is not None and checkpoint.state == "live":
+            return r.Pin(attempt=event.attempt, owner=event.owner, expires_at_s=event.expires_at_s)
         state = f"is {checkpoint.state}" if checkpoint else "does not exist"
         return ConfigError(
-            f"Checkpoint {asked.attempt} cannot be pinned: it {state}.",
+            f"Checkpoint {event.attempt} cannot be pinned: it {state}.",
             hint="Retirement is final; pin one that `ray-ckpt ls` shows as live.",
         )
 
@@ -152,20 +152,20 @@ class Requests:
         self._context.measure(telemetry.DRILL_SECONDS, result.seconds)
         return result
 
-    def _annotate(self, asked: m.AnnotateRequested, attempt: str | None) -> r.Op | CheckpointError:
-        checkpoint = self._meant(asked.step, attempt)
+    def _annotate(self, event: m.AnnotateRequested, attempt: str | None) -> r.Op | CheckpointError:
+        checkpoint = self._to_annotate(event.step, attempt)
         if checkpoint is None and attempt is not None:
-            return Unavailable(f"The save of step {asked.step} came to nothing, so it has no metrics.")
+            return Unavailable(f"The save of step {event.step} came to nothing, so it has no metrics.")
         if checkpoint is None:
-            return self._nothing_there(asked.step)
-        if not has_room(checkpoint, asked.metrics):
+            return self._nothing_there(event.step)
+        if not has_room(checkpoint, event.metrics):
             return ConfigError(
-                f"Step {asked.step} would have more than {r.MAX_METRICS} metrics.",
+                f"Step {event.step} would have more than {r.MAX_METRICS} metrics.",
                 hint="Use names again: of one name the later value counts.",
             )
-        return r.Annotated(attempt=checkpoint.id.attempt, metrics=asked.metrics)
+        return r.Annotated(attempt=checkpoint.id.attempt, metrics=event.metrics)
 
-    def _meant(self, step: int, attempt: str | None) -> CheckpointInfo | None:
+    def _to_annotate(self, step: int, attempt: str | None) -> CheckpointInfo | None:
         history = self._context.history
         if attempt is not None:
             checkpoint = history.checkpoints.get(attempt)
@@ -181,6 +181,6 @@ class Requests:
         steps = ", ".join(str(c.step) for c in history.lineage()[-MAX_NAMED:])
         return ConfigError(
             f"Step {step} cannot be annotated: {why}.",
-            hint=f"The newest that can be: {steps or 'none'}. Retention must keep a checkpoint as long as "
-            "its validation takes.",
+            hint=f"Steps that can be annotated: {steps or 'none'}. Retention must keep a checkpoint as long "
+            "as its validation takes.",
         )

@@ -1,9 +1,9 @@
-"""What a loss would leave of a run's checkpoints, and which of them must survive it.
+"""Scenarios of losses: which checkpoints a loss would leave, and which must survive it.
 
-A scenario takes nodes away, with all that is on them. What must survive follows from what each checkpoint has
-reached: a durable one survives any loss of nodes, and of `replicas` copies on other nodes each part survives
-the loss of as many copies. Which copies there are is what the nodes have told: where repair is behind, a
-drill says so.
+A scenario removes nodes, with all that is on them. The level of a checkpoint determines which losses it must
+survive: a durable one any loss of nodes, and one with `replicas` copies on other nodes the loss of as many
+copies of each fragment. The copies are those that the nodes have reported: where repair is behind, a drill
+reports it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MAX_NAMED = 10  # nodes or domains in a hint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A loss to rehearse, under the name that the log gives it: these nodes, or all that there are."""
+    """A loss to practise, under its name in the log: of these nodes, or of all nodes."""
 
     name: str
     lost: frozenset[str] = frozenset()
     remote_only: bool = False
 
     def survivors(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Those that are left, in the order given."""
+        """Return the nodes that are left, in the order given."""
         return () if self.remote_only else tuple(node for node in nodes if node not in self.lost)
 
 
@@ -40,7 +40,7 @@ REMOTE_ONLY = Scenario(name="remote-only", remote_only=True)
 class LiveCheckpoint:
     """A live checkpoint and the live nodes that hold each of its fragments, with their files.
 
-    `homes` are the nodes that hold a fragment for ranks of their own, "" where that is not known.
+    `homes` are the nodes that hold each fragment for their own ranks, "" where that is not known.
     """
 
     checkpoint: CheckpointInfo
@@ -55,7 +55,7 @@ class LiveCheckpoint:
 def live_checkpoints(
     history: RunHistory, holders: Mapping[str, Mapping[int, Sequence[str]]], plan: SessionPlan | None
 ) -> tuple[LiveCheckpoint, ...]:
-    """Those of a run in log order; `holders` by attempt and fragment, `plan` of the group at work."""
+    """Return those of a run in log order; `holders` by attempt and fragment, `plan` of the group at work."""
     lineage = {c.id.attempt for c in history.lineage()}
     nodes = sorted(plan.nodes, key=lambda n: n.node_index) if plan is not None else ()
     homes = tuple(node.node_id for node in nodes)
@@ -74,13 +74,13 @@ def live_checkpoints(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftovers:
-    """What a loss leaves of a checkpoint: for each fragment its holders, that of its own ranks first."""
+    """A checkpoint after a loss: for each fragment its remaining holders, its home first."""
 
     live: LiveCheckpoint
     holders: tuple[tuple[str, ...], ...]
-    is_remote: bool  # the storage path has it, too
-    is_covered: bool  # it must survive the loss
-    problems: tuple[str, ...]  # parts of which nothing is left, and where they have been; for people
+    is_remote: bool  # the checkpoint is on the storage path too
+    is_covered: bool  # the checkpoint must survive the loss
+    problems: tuple[str, ...]  # fragments without a copy, and where the copies were; for people
 
     @property
     def checkpoint(self) -> CheckpointInfo:
@@ -88,7 +88,7 @@ class Leftovers:
 
 
 def leftovers(live: LiveCheckpoint, scenario: Scenario) -> Leftovers:
-    """What `scenario` leaves of a checkpoint."""
+    """Return a checkpoint as it is after the loss of `scenario`."""
 
     def by_home(index: int) -> tuple[str, ...]:
         left = scenario.survivors(live.holders[index])
@@ -122,7 +122,7 @@ def _is_covered(live: LiveCheckpoint, scenario: Scenario) -> bool:
         return True
     if scenario.remote_only:
         return False
-    if checkpoint.level is Level.LOCAL and not all(live.holders):  # what it had is gone already
+    if checkpoint.level is Level.LOCAL and not all(live.holders):  # a fragment is lost already
         return False
     copies = checkpoint.replicas if checkpoint.level is Level.REPLICATED else 0
     return all(len(scenario.lost.intersection(nodes)) <= copies for nodes in live.holders)
@@ -132,7 +132,7 @@ def _is_covered(live: LiveCheckpoint, scenario: Scenario) -> bool:
 
 
 def lose_node(prefix: str, nodes: Collection[str]) -> Scenario:
-    """The loss of the live node whose id begins with `prefix`. ConfigError unless there is exactly one."""
+    """Return the loss of the live node whose id begins with `prefix`; ConfigError unless there is one."""
     found = [node for node in nodes if prefix and node.startswith(prefix)]
     if len(found) != 1:
         what = "No live node" if not found else f"{len(found)} live nodes"
@@ -144,9 +144,9 @@ def lose_node(prefix: str, nodes: Collection[str]) -> Scenario:
 
 
 def lose_rack(domain: str, domains: Mapping[str, str]) -> Scenario:
-    """The loss of all live nodes of a failure domain; `domains` gives that of each node.
+    """Return the loss of all live nodes of a failure domain; `domains` maps each node to its domain.
 
-    ConfigError if there is none.
+    Raise ConfigError if the domain has no live node.
     """
     lost = frozenset(node for node, found in domains.items() if domain and found == domain)
     if not lost:
@@ -157,9 +157,9 @@ def lose_rack(domain: str, domains: Mapping[str, str]) -> Scenario:
 
 
 def scenarios(live: Sequence[LiveCheckpoint], domains: Mapping[str, str]) -> tuple[Scenario, ...]:
-    """Each loss that would cost a copy: of a node, of a domain, and of the cluster if that leaves something.
+    """Return each loss that would cost a copy: of a node, of a domain, and of all nodes if a copy is durable.
 
-    In a fixed order, so that a seed chooses the same again.
+    The order is fixed, so that a seed chooses the same again.
     """
     holding = {node for c in live for nodes in c.holders for node in nodes}
     racks = {domain for node, domain in domains.items() if domain and node in holding}

@@ -1,7 +1,7 @@
-"""What is done between saves so that nothing has to be done after a loss: copies, room on disks, scrubbing.
+"""Maintenance between saves: copies, room on disks, scrubbing, and the recording of lost checkpoints.
 
-All of it is decided from the log and the holders, so a new coordinator goes on where it was; nothing here
-is urgent, and it looks no more often than once in MAINTENANCE_S.
+All of it follows from the log and the holders, so a new coordinator goes on with it. Nothing of it is urgent:
+it runs once in MAINTENANCE_S at most.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ray_ckpt.core.retention import RetentionView, choose_evictions, choose_evic
 from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.format import records as r
 
-MAINTENANCE_S = 1.0  # between two looks; they cost time in proportion to the fragments of what is live
+MAINTENANCE_S = 1.0  # between two runs; each costs time in proportion to the live fragments
 MAX_DAMAGED = 1000  # damaged copies whose repair is counted
-BURST_S = 1.0  # a budget's burst is what it gives in this time
+BURST_S = 1.0  # of a budget's rate, as its burst
 
 
 class Maintenance:
-    """Repair, eviction, scrub and the recording of what is lost, for one run."""
+    """Repair, eviction, scrub and the recording of losses, for one run."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -39,7 +39,7 @@ class Maintenance:
 
     @property
     def is_due(self) -> bool:
-        """Time for another look."""
+        """Return True if it is time for `decide`."""
         return self._context.now_s >= self._next_s
 
     @property
@@ -48,7 +48,7 @@ class Maintenance:
         return self._repairs.deficit
 
     def decide(self, *, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
-        """Called when it is due, while nothing is pending in the log and a group has the run."""
+        """Yield what is due; called while nothing is pending in the log and a group has the run."""
         context = self._context
         self._next_s = context.now_s + MAINTENANCE_S
         self._copying.set_rate(context.options.repair_bytes_per_s, BURST_S)
@@ -92,7 +92,7 @@ class Maintenance:
                 yield step
 
     def _evict(self, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
-        """Copies on nodes of what is durable: beyond the last few, or because a disk is full."""
+        """Evict durable checkpoints from nodes: those beyond the last few, and more where a disk is full."""
         context, options = self._context, self._context.options
         history = context.history
         stay = {*busy, *context.holders.bad_remote}
@@ -100,7 +100,7 @@ class Maintenance:
         for attempt in choose_evictions(view, keep_local=options.keep_local):
             for node in sorted(context.holders.anywhere(attempt)):
                 yield self._evicted(attempt, node)
-        disks, context.disks = context.disks, {}  # a reading is acted on once; the next one shows the effect
+        disks, context.disks = context.disks, {}  # each reading is used once; the next one shows the effect
         if disks:
             self.is_crowded = False
         for node, disk in sorted(disks.items()):
@@ -124,7 +124,7 @@ class Maintenance:
         return m.Evict(attempt=self._context.history.checkpoints[attempt].id, node_id=node)
 
     def _bytes_on(self, node: str, attempt: str) -> int:
-        """About how much of a checkpoint a node holds: its fragments are of about one size."""
+        """Estimate the bytes of a checkpoint on a node: its fragments are of about one size."""
         checkpoint = self._context.history.checkpoints[attempt]
         held = self._context.holders.count(attempt, node)
         return checkpoint.size_bytes * held // checkpoint.num_nodes
@@ -139,7 +139,7 @@ class Maintenance:
             self._context.measure(telemetry.REPAIRED, place="node")
 
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
-        """A damaged copy counts no more, wherever it is."""
+        """Note the end of a read: warn of a damaged copy, which no longer counts, wherever it is."""
         self._scrubs.ended(event)
         where = "the storage path" if event.place == m.REMOTE else f"node {event.place[:12]}"
         if event.damage:
@@ -151,19 +151,19 @@ class Maintenance:
                 self._context.measure(telemetry.CORRUPT, place="node")
                 self._damaged.append((event.attempt.attempt, event.node_index))
                 self._context.holders.remove(event.attempt.attempt, event.node_index, event.place)
-                self._next_s = 0.0  # a new copy is not to wait
+                self._next_s = 0.0  # repair begins at once
 
     def _found_remote(self, event: m.ScrubEnded) -> None:
         bad = self._context.holders.bad_remote
         bad.add(event.attempt.attempt)
         self._bad_remote = {attempt: parts for attempt, parts in self._bad_remote.items() if attempt in bad}
         parts = self._bad_remote.setdefault(event.attempt.attempt, set())
-        if event.node_index not in parts:  # else it is found once more
+        if event.node_index not in parts:  # else it was counted before
             parts.add(event.node_index)
             self._context.measure(telemetry.CORRUPT, place=m.REMOTE)
 
     def uploaded(self, attempt: str) -> None:
-        """All of a checkpoint is on the storage path, and good."""
+        """Note that all of a checkpoint is on the storage path, and good."""
         self._context.holders.bad_remote.discard(attempt)
         if parts := self._bad_remote.pop(attempt, None):
             self._context.measure(telemetry.REPAIRED, len(parts), place=m.REMOTE)

@@ -1,6 +1,6 @@
-"""Whether this service may write a run's log, and whether the log is the one that its nodes know.
+"""Ownership of a run: check that a service may write its log, and that its nodes know this log.
 
-Decided on the log before anything is appended to it, so that who may not write leaves no trace.
+Both checks come before anything is appended, so that a rejected writer appends nothing.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from ray_ckpt.types import ROLLBACK_PREFIX
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMark:
-    """What a node remembers of a run on its disk: the highest epoch that has spoken to it."""
+    """The memory of a run on a node's disk: the highest epoch that has sent the node an order."""
 
     run_uid: str
     epoch: int
 
 
 def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None:
-    """RunSuperseded if the run belongs to somebody else by now.
+    """Raise RunSuperseded if the run belongs to another launcher or service by now.
 
-    A coordinator that was restarted has no launcher (`owner` None) and may go on only with a session of its
-    own service. A launcher may take over whatever it finds at its first group; once it has had the run and
-    another has come after it, it does not get it back, or two clusters would take it from each other forever.
-    A rollback is a person's act and no launcher: whoever had the run before it may go on from where it leads.
+    A restarted coordinator has no launcher (`owner` None) and may go on only with a session of its own
+    service. A launcher may take over any run at its first group. A launcher that had the run and lost it does
+    not get it back, or two clusters would take it from each other forever. A rollback is a person's act and
+    no launcher: the launcher that had the run before it may go on with it.
     """
     current = history.session
     if current is None:
         return
-    # A take-over is an epoch and then a session: who comes between the two has lost the run already.
+    # A take-over appends an epoch and then a session; its predecessor has lost the run with the epoch.
     if owner is None:
         is_ours = history.service == current.service == service
     else:
@@ -51,16 +51,16 @@ def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None
 
 
 def is_rollback(service: str) -> bool:
-    """Whether a session or an epoch is that of a rollback."""
+    """Return True if a session or an epoch of this service is that of a rollback."""
     return service.startswith(ROLLBACK_PREFIX)
 
 
 def check_marks(history: RunHistory, *, run_name: str, marks: Iterable[RunMark], resume: Resume) -> None:
-    """RunConflict if nodes hold a run of this name that the log does not tell of.
+    """Raise RunConflict if nodes hold a run of this name that the log does not have.
 
     The log is then absent, another run's, or an older state of itself (a wrong mount, a restored backup):
-    writing to it would orphan or delete what the nodes hold. With resume="never" the user says that what
-    was before does not count; from then on nodes know the new uid, and the old one is of the past.
+    writing to it would orphan or delete what the nodes hold. With resume="never" the user gives up what was
+    there before; nodes then have a mark of the new uid too, and the mark of the old one no longer counts.
     """
     marks = tuple(marks)
     is_known = any(mark.run_uid == history.run_uid for mark in marks)

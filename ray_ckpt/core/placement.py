@@ -1,4 +1,4 @@
-"""Who holds whose copies: fixed groups of nodes, so that few pairs of losses are fatal."""
+"""Placement of copies: fixed groups of nodes, so that few pairs of losses are fatal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def place_replicas(
     domains: Mapping[str, str] = {},
     draining: Set[str] = frozenset(),
 ) -> Mapping[str, tuple[str, ...]]:
-    """For each training node the nodes that hold its copies, never itself.
+    """Return for each training node the nodes that hold its copies, never itself.
 
-    Training nodes form groups of `replicas + 1`, and each holds the others' copies; a remainder joins the
-    last group. Groups lose data only if a whole group is lost, where a ring loses it with any
-    `replicas + 1` neighbours (GEMINI, SOSP 2023, section 4). The members of a group are of different
-    failure domains as far as possible; without domains groups follow the given order. With fewer training
-    nodes than a group needs, idle live nodes fill it up. A node that is draining or dead holds nothing for
-    others; its own copies go where the least is. Where there are not enough nodes, there are fewer holders.
+    Training nodes form groups of `replicas + 1`, and each holds the copies of the others; a remainder joins
+    the last group. Data is lost only with a whole group, while a ring loses it with any `replicas + 1`
+    neighbours (GEMINI, SOSP 2023, section 4). Members of a group are of different failure domains as far as
+    possible; without domains, groups follow the given order. Idle live nodes fill up a group that has too few
+    training nodes. A draining or dead node holds nothing for others; its own copies go to the nodes that hold
+    least. With too few nodes, there are fewer holders.
     """
     nodes = list(dict.fromkeys(training_nodes))
     able = set(live_nodes) - draining
@@ -43,14 +43,14 @@ def place_replicas(
 
 
 def domain_of(node: str, domains: Mapping[str, str]) -> str:
-    """What fails together with this node; a node of which nothing is known fails alone."""
+    """Return the failure domain of a node; a node without one is a domain of its own."""
     return domains.get(node) or f"node {node}"
 
 
 def _in_turn(nodes: Sequence[str], size: int, domains: Mapping[str, str]) -> Iterator[str]:
-    """The nodes in rounds of `size` different domains, those with the most nodes left first.
+    """Yield the nodes in rounds of `size` different domains, those with the most nodes left first.
 
-    No domain comes twice in a round; so without a remainder, and with no domain larger than the number of
+    A round has each domain once at most. So without a remainder, and with no domain larger than the number of
     rounds, no group gets two nodes of a domain. Nodes that are alone in their domains keep their order.
     """
     order = {node: at for at, node in enumerate(nodes)}
@@ -72,7 +72,7 @@ def _in_turn(nodes: Sequence[str], size: int, domains: Mapping[str, str]) -> Ite
 
 
 def _cut(nodes: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    """Groups of `size` in order; the last one takes the remainder."""
+    """Yield groups of `size` in order; the last one takes the remainder."""
     last = max(len(nodes) // size - 1, 0) * size
     for start in range(0, last, size):
         yield nodes[start : start + size]
@@ -82,7 +82,7 @@ def _cut(nodes: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 def _spread(
     near: Iterable[str], candidates: Sequence[str], count: int, domains: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The first `count` candidates, those of domains new to `near` and to each other before the rest."""
+    """Return `count` candidates; those of domains new to `near` and to each other come before the rest."""
     taken = {domain_of(node, domains) for node in near}
     fresh: list[str] = []
     rest: list[str] = []

@@ -1,29 +1,29 @@
-"""How fast background work may read and copy: a token bucket that is told the time."""
+"""The rate at which background work may read and copy: a token bucket whose callers pass the time."""
 
 from __future__ import annotations
 
 
 class Budget:
-    """On average `bytes_per_s`, at once at most `burst_bytes`; a rate of 0 allows nothing.
+    """Allows `bytes_per_s` on average and `burst_bytes` at once; a rate of 0 allows nothing.
 
-    An item larger than the burst goes through when the bucket is full and leaves a debt, so that it waits
-    its turn and is then paid for like any other.
+    An item larger than the burst goes through when the bucket is full, and leaves a debt: it waits its turn
+    and is paid for like any other.
     """
 
     def __init__(self, bytes_per_s: float, burst_bytes: float) -> None:
         self.bytes_per_s = bytes_per_s
         self.burst_bytes = burst_bytes
-        self._left_bytes = burst_bytes  # negative: a debt
+        self._left_bytes = burst_bytes  # a negative value is a debt
         self._at_s: float | None = None
 
     def set_rate(self, bytes_per_s: float, burst_s: float) -> None:
-        """The rate from now on, and as burst what it gives in `burst_s`; what is there stays."""
+        """Set the rate, and the burst to what the rate gives in `burst_s`; a debt stays."""
         if bytes_per_s != self.bytes_per_s:
             self._left_bytes = min(self._left_bytes, 0.0) + bytes_per_s * burst_s
             self.bytes_per_s, self.burst_bytes = bytes_per_s, bytes_per_s * burst_s
 
     def take(self, nbytes: float, now_s: float) -> bool:
-        """Whether `nbytes` may go now (monotonic seconds); if so, they are counted."""
+        """Return True and count `nbytes` if they may go now (monotonic seconds)."""
         if self.bytes_per_s <= 0:
             return False
         elapsed_s = 0.0 if self._at_s is None else max(now_s - self._at_s, 0.0)

@@ -1,10 +1,10 @@
 """Repair: after a loss, missing copies are made again in the background.
 
 Every fragment of a checkpoint that is worth copies (`worth_copies`) should be on `replicas + 1` live nodes
-that stay, or on as many as there are. `Repairs` names the copies to make, a few at a time and within a
-budget; the machine sends them, adds what arrives to the holders and tells `ended`. Nothing here is
-recorded: a new coordinator sees from the inventories what is missing. A copy that comes late or twice is
-one copy more, which retention removes with its checkpoint.
+that stay, or on as many as there are. `Repairs` plans the copies, a few at a time and within a budget; the
+machine orders them, adds new copies to the holders and calls `ended`. Nothing of it is recorded: a new
+coordinator finds missing copies by the inventories. A copy that arrives late or twice is an extra copy, which
+retention removes with its checkpoint.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ray_ckpt.core.placement import domain_of
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.types import CheckpointInfo, Level
 
-MAX_ACTIVE = 8  # copies under way: the network is the training's first
+MAX_ACTIVE = 8  # copies under way: training comes first on the network
 MAX_TRIES = 3  # failures of one fragment on one holder; a later checkpoint tries anew
-RETRY_S = 2.0  # before a fragment is tried again, doubled each time: a peer that restarts
-MAX_RETRY_S = 300.0  # the longest such pause: a disk that is cleared
-REPAIR_TIMEOUT_S = 600.0  # then a copy counts as failed: 60 GB at 100 MB/s
-LOST_AFTER_S = 24 * 3600.0  # a node that has not returned for a day does not return
+RETRY_S = 2.0  # before a fragment is tried again, doubled each time: time for a peer to restart
+MAX_RETRY_S = 300.0  # the longest such pause: time to clear a disk
+REPAIR_TIMEOUT_S = 600.0  # after which a copy counts as failed: 60 GB at 100 MB/s
+LOST_AFTER_S = 24 * 3600.0  # after which a lost node is not expected back
 
 
 def worth_copies(lineage: Sequence[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
-    """The newest of the lineage, and those that are not on the storage path; newest first."""
+    """Return the newest of the lineage and those that are not on the storage path, newest first."""
     return tuple(c for c in reversed(lineage) if c is lineage[-1] or c.level < Level.DURABLE)
 
 
@@ -38,21 +38,21 @@ class _Need:
     """A fragment with too few copies on nodes that stay."""
 
     checkpoint: CheckpointInfo
-    session_key: int  # 0: the newest
+    recency: int  # 0: the newest checkpoint
     node_index: int
-    staying: frozenset[str]  # its holders, without those that leave
-    leaving: frozenset[str]
+    staying: frozenset[str]  # holders that stay
+    draining: frozenset[str]  # holders that are about to go
     missing: int
 
     @property
     def urgency(self) -> tuple[bool, int, int, int]:
-        """What only leaving nodes hold comes first of all, then the newest checkpoint, then the rarest."""
-        return bool(self.staying), self.session_key, len(self.staying), self.node_index
+        """Sort key: fragments on draining nodes only, then the newest checkpoint, then the fewest holders."""
+        return bool(self.staying), self.recency, len(self.staying), self.node_index
 
 
 @dataclass(slots=True)
 class _Problem:
-    """Failed copies of one fragment. Nobody can tell whose fault it was: source and holder are blamed."""
+    """Failed copies of one fragment. Source and holder are both blamed, as the cause is not known."""
 
     blame: Counter[str] = field(default_factory=Counter)  # failures per node
     pause_s: float = RETRY_S  # after the next one
@@ -66,12 +66,12 @@ class _ActiveCopy:
 
 
 class Repairs:
-    """Which copies are under way, and which did not work."""
+    """Copies under way, and the failures of earlier ones."""
 
     def __init__(self) -> None:
-        self.deficit = 0  # copies that were missing at the last look, of fragments that are somewhere
+        self.deficit = 0  # missing copies at the last look, of fragments with at least one
         self._active: dict[Replicate, _ActiveCopy] = {}
-        self._problem: dict[tuple[str, int], _Problem] = {}
+        self._problems: dict[tuple[str, int], _Problem] = {}
 
     def assign(
         self,
@@ -85,7 +85,7 @@ class Repairs:
         budget: Budget,
         now_s: float,
     ) -> Iterator[Replicate]:
-        """Copies to start now. `checkpoints` are those worth copies, newest first."""
+        """Yield the copies to start now. `checkpoints` are those worth copies, newest first."""
         self._expire(now_s)
         self._forget_others({c.id.attempt for c in checkpoints})
         staying = holders.live - draining
@@ -102,17 +102,17 @@ class Repairs:
                 if copy is None:
                     break
                 nbytes = need.checkpoint.size_bytes / need.checkpoint.num_nodes
-                if need.staying and not budget.take(nbytes, now_s):  # what is about to be lost waits for none
+                if need.staying and not budget.take(nbytes, now_s):  # an imminent loss needs no budget
                     return
                 self._active[copy] = _ActiveCopy(now_s, nbytes if need.staying else 0.0)
                 load[copy.holder] += 1
                 yield copy
 
     def ended(self, event: ReplicaEnded, now_s: float) -> float:
-        """Note that a copy has arrived or failed; other copies than those of repair are ignored.
+        """Note that a copy of repair has arrived or failed; return its budgeted bytes that were not sent.
 
-        Returns the bytes that were taken from the budget and not sent. A holder that could not be reached is
-        not blamed: the copy is ordered again as soon as its link may work again.
+        A holder that could not be reached is not blamed: the copy is ordered again as soon as its link may
+        work again.
         """
         where, unused_bytes = (event.attempt, event.node_index, event.holder), 0.0
         for copy in list(self._active):
@@ -125,7 +125,7 @@ class Repairs:
         return unused_bytes
 
     def lost(self, nodes: Set[str]) -> None:
-        """Copies from and to dead nodes have ended; that is nobody's failure."""
+        """End copies from and to dead nodes, without blame."""
         self._active = {c: at for c, at in self._active.items() if not {c.source, c.holder} & nodes}
 
     def _plan(
@@ -137,15 +137,15 @@ class Repairs:
         links: Links,
         now_s: float,
     ) -> Replicate | None:
-        """The next copy of a fragment, from where to where. None if it has to wait or nobody can take it."""
+        """Return the next copy of a fragment; None if it has to wait, or if no node can take it."""
         attempt, index = need.checkpoint.id, need.node_index
-        problem = self._problem.get((attempt.attempt, index), _Problem())
+        problem = self._problems.get((attempt.attempt, index), _Problem())
         if now_s < problem.not_before_s:
             return None
         copies = need.staying | self._on_their_way(need)
         others = {n for n in staying - copies if problem.blame[n] < MAX_TRIES}
         sending = Counter(copy.source for copy in self._active)
-        for source in sorted(need.staying or need.leaving, key=lambda n: (problem.blame[n], sending[n], n)):
+        for source in sorted(need.staying or need.draining, key=lambda n: (problem.blame[n], sending[n], n)):
             if reached := [n for n in others if links.works(source, n, now_s)]:
                 taken = {domain_of(node, domains) for node in copies}
                 holder = min(
@@ -159,7 +159,7 @@ class Repairs:
         return frozenset(c.holder for c in self._active if (c.attempt, c.node_index) == where)
 
     def _failed(self, copy: Replicate, now_s: float) -> None:
-        problem = self._problem.setdefault((copy.attempt.attempt, copy.node_index), _Problem())
+        problem = self._problems.setdefault((copy.attempt.attempt, copy.node_index), _Problem())
         problem.blame.update((copy.source, copy.holder))
         problem.not_before_s = now_s + problem.pause_s
         problem.pause_s = min(2 * problem.pause_s, MAX_RETRY_S)
@@ -171,30 +171,30 @@ class Repairs:
                 self._failed(copy, now_s)
 
     def _forget_others(self, attempts: Set[str]) -> None:
-        """Copies under way of checkpoints that need none any more keep their place until they end."""
-        self._problem = {key: problem for key, problem in self._problem.items() if key[0] in attempts}
+        """Forget problems of other attempts; copies of those that are under way stay until they end."""
+        self._problems = {key: problem for key, problem in self._problems.items() if key[0] in attempts}
 
 
 def _needs(
     checkpoints: Sequence[CheckpointInfo], holders: Holders, staying: Set[str], wanted: int
 ) -> Iterator[_Need]:
-    """Fragments that are somewhere, and on fewer than `wanted` nodes that stay."""
-    for session_key, checkpoint in enumerate(checkpoints):
+    """Yield the fragments that have a copy, and fewer than `wanted` on nodes that stay."""
+    for recency, checkpoint in enumerate(checkpoints):
         for index in range(checkpoint.num_nodes):
             held = holders.of(checkpoint.id.attempt, index) & holders.live
             if held and len(held & staying) < wanted:
                 yield _Need(
                     checkpoint=checkpoint,
-                    session_key=session_key,
+                    recency=recency,
                     node_index=index,
                     staying=held & staying,
-                    leaving=held - staying,
+                    draining=held - staying,
                     missing=wanted - len(held & staying),
                 )
 
 
 def _load(checkpoints: Sequence[CheckpointInfo], holders: Holders) -> Counter[str]:
-    """How many fragments of these checkpoints each node holds."""
+    """Count the fragments of these checkpoints on each node."""
     load: Counter[str] = Counter()
     for checkpoint in checkpoints:
         for index in range(checkpoint.num_nodes):
@@ -203,7 +203,7 @@ def _load(checkpoints: Sequence[CheckpointInfo], holders: Holders) -> Counter[st
 
 
 class Losses:
-    """Since when which checkpoints cannot be read from anywhere. A new coordinator counts from its start."""
+    """Checkpoints that cannot be read, with the time since then; a new coordinator counts from its start."""
 
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}
@@ -216,8 +216,10 @@ class Losses:
         holders: Holders,
         now_s: float,
     ) -> tuple[CheckpointInfo, ...]:
-        """Those to be recorded as lost: no source for LOST_AFTER_S without a break, and not needed either,
-        as a newer one of the lineage can be read."""
+        """Return the checkpoints to record as lost.
+
+        They had no source for LOST_AFTER_S without a break, and a newer one of the lineage can be read.
+        """
         gone = [c for c in live if not holders.can_serve(c)]
         self._since_s = {c.id.attempt: self._since_s.get(c.id.attempt, now_s) for c in gone}
         readable = next((c.seq for c in reversed(lineage) if holders.can_serve(c)), -1)

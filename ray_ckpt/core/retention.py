@@ -1,11 +1,11 @@
-"""Which checkpoints stay, and on which tier. Decided from records alone, so that a restart decides the same.
+"""Retention: which checkpoints stay, and on which tier.
 
-Policies say what is worth keeping; what one of them keeps stays. They look at the lineage only: a checkpoint
-off it belongs to a session that was superseded by one that resumed from earlier. Three rules hold whatever
-the policies say: what is busy stays, what is pinned stays, and for each level the newest checkpoint that has
-reached it stays, so that no level loses its protection before a newer checkpoint offers it. Retiring gives up
-all copies of a checkpoint, evicting only those on the nodes. Nothing is done here: the run machine writes the
-records, and bytes go after them.
+Decisions follow from records alone, so a restarted coordinator decides the same. A checkpoint is kept if any
+policy keeps it. Policies look at the lineage only: a checkpoint off it belongs to a session that another one
+superseded by resuming from an earlier checkpoint. Three rules precede the policies: busy checkpoints stay,
+pinned ones stay, and for each level the newest checkpoint that has reached it stays, so that no level loses
+its protection before a newer checkpoint offers it. Retiring gives up all copies of a checkpoint, evicting
+only those on the nodes. This module only decides: the run machine writes the records, then deletes bytes.
 
 All functions are linear in the number of records. Times are Unix seconds by the coordinators' clocks; a wrong
 clock moves ages, periods and the ends of pins, and no other decision.
@@ -27,13 +27,13 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 Mode: TypeAlias = Literal["min", "max"]
 
-EPOCH_METRIC = "epoch"  # the metric by which epochs are told apart; its whole part counts
+EPOCH_METRIC = "epoch"  # the metric that numbers epochs; its whole part counts
 MAX_TEXT = 16 * 1024  # characters of the policies' text: more than all options together can make
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionView:
-    """What is decided on. `live` and `lineage` are in log order; `busy` are attempts in use right now."""
+    """Input of all decisions. `live` and `lineage` are in log order; `busy` are attempts in use right now."""
 
     live: tuple[CheckpointInfo, ...]
     lineage: tuple[CheckpointInfo, ...]
@@ -43,7 +43,7 @@ class RetentionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What becomes of a live checkpoint; `reasons`, never empty, are for people."""
+    """The decision to keep or retire a live checkpoint; `reasons`, never empty, are for people."""
 
     checkpoint: CheckpointInfo
     kept: bool
@@ -56,13 +56,13 @@ class Retirement:
     reason: str
 
 
-# Policies: `kept` gives the attempts of the view's lineage that are worth keeping, each with the reason;
-# `text` is the policy in a session record.
+# Policies: `kept` maps the attempts of the view's lineage that the policy keeps to the reason; `text` is the
+# policy in a session record.
 
 
 @dataclass(frozen=True, slots=True)
 class KeepLast:
-    """The last `count`."""
+    """Keeps the last `count`."""
 
     count: int
 
@@ -76,7 +76,7 @@ class KeepLast:
 
 @dataclass(frozen=True, slots=True)
 class KeepEverySteps:
-    """The first at or after each multiple of `steps`; saves need not fall on multiples."""
+    """Keeps the first at or after each multiple of `steps`; saves need not fall on multiples."""
 
     steps: int
 
@@ -91,7 +91,7 @@ class KeepEverySteps:
 
 @dataclass(frozen=True, slots=True)
 class KeepEverySeconds:
-    """The first that was committed in each period of `seconds`; periods count from 1970."""
+    """Keeps the first that was committed in each period of `seconds`; periods count from 1970."""
 
     seconds: float
 
@@ -106,7 +106,7 @@ class KeepEverySeconds:
 
 @dataclass(frozen=True, slots=True)
 class KeepMilestones:
-    """The first at or after each of these fractions of `total_steps`."""
+    """Keeps the first at or after each of these fractions of `total_steps`."""
 
     total_steps: int
     fractions: tuple[float, ...]
@@ -126,7 +126,7 @@ class KeepMilestones:
 
 @dataclass(frozen=True, slots=True)
 class KeepEpochs:
-    """The last of each epoch, by the metric `EPOCH_METRIC`; the newest is none yet, its epoch may go on."""
+    """Keeps the last of each epoch by the metric `EPOCH_METRIC`; not the newest, whose epoch may go on."""
 
     @property
     def text(self) -> str:
@@ -142,7 +142,7 @@ class KeepEpochs:
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """The `count` best by a metric; of equal ones the older. Without the metric, or with NaN: never."""
+    """Keeps the `count` best by a metric, of equal ones the older; none without the metric or with NaN."""
 
     metric: str
     mode: Mode
@@ -163,7 +163,7 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class TimeToLive:
-    """Keeps nothing itself: what is older than `seconds` no policy keeps."""
+    """Keeps nothing, and excludes checkpoints older than `seconds` from all other policies."""
 
     seconds: float
 
@@ -177,7 +177,7 @@ Policy: TypeAlias = Keeper | TimeToLive
 
 
 def policies_of(options: RunOptions) -> tuple[Policy, ...]:
-    """The policies that a run's options choose."""
+    """Return the policies that a run's options choose."""
     policies: list[Policy] = [KeepLast(options.keep_last)]
     if options.keep_every is not None:
         policies.append(KeepEverySteps(options.keep_every))
@@ -196,16 +196,16 @@ def policies_of(options: RunOptions) -> tuple[Policy, ...]:
     return tuple(policies)
 
 
-# What is retired
+# Retirement
 
 
 def decide(
     view: RetentionView, policies: Sequence[Policy], *, pressure: bool = False
 ) -> tuple[Decision, ...]:
-    """What becomes of each live checkpoint, in log order.
+    """Return a decision for each live checkpoint, in log order.
 
-    `pressure`: a staging disk is above its high watermark. Then policies keep durable checkpoints only; the
-    node copies of those can be evicted, while the others take space for as long as they live.
+    `pressure`: a staging disk is above its high watermark. Then policies keep durable checkpoints only, whose
+    copies on nodes can be evicted; the others take space for as long as they live.
     """
     on_lineage = {c.id.attempt for c in view.lineage}
     ttl_s = _ttl_s(policies)
@@ -227,9 +227,9 @@ def decide(
 
 
 def decide_at_end(view: RetentionView, policies: Sequence[Policy]) -> tuple[Decision, ...]:
-    """What becomes of each checkpoint that a finished run has on its nodes only.
+    """Return a decision for each checkpoint that a finished run has on its nodes only.
 
-    The last few are for a run that goes on: here `KeepLast` keeps none.
+    `KeepLast` keeps none here: the last few are for a run that goes on.
     """
     lasting = [policy for policy in policies if not isinstance(policy, KeepLast)]
     return tuple(d for d in decide(view, lasting) if d.checkpoint.level < Level.DURABLE)
@@ -244,7 +244,7 @@ def choose_retirements(
     now_s: float,
     pressure: bool = False,
 ) -> tuple[Retirement, ...]:
-    """What may go, oldest first; see `decide`."""
+    """Return the checkpoints to retire, oldest first; see `decide`."""
     view = RetentionView(live=tuple(live), lineage=tuple(lineage), now_s=now_s, busy=busy)
     return tuple(
         Retirement(attempt=decision.checkpoint.id.attempt, reason=decision.reasons[0])
@@ -256,7 +256,7 @@ def choose_retirements(
 def _kept(
     view: RetentionView, policies: Sequence[Policy], ttl_s: float, pressure: bool
 ) -> Mapping[str, Sequence[str]]:
-    """Attempt -> why it stays."""
+    """Map each attempt that stays to its reasons."""
     young = replace(view, lineage=tuple(c for c in view.lineage if _age_s(c, view) <= ttl_s))
     durable = {c.id.attempt for c in young.lineage if c.level is Level.DURABLE}
     kept: dict[str, list[str]] = {}
@@ -271,7 +271,7 @@ def _kept(
 
 
 def _always(view: RetentionView) -> Iterator[tuple[str, str]]:
-    """What stays whatever the policies say, with the reason."""
+    """Yield the attempts that stay without a policy, with the reason."""
     for attempt in view.busy:
         yield attempt, "in use"
     for level in Level:
@@ -284,7 +284,7 @@ def _always(view: RetentionView) -> Iterator[tuple[str, str]]:
 
 
 def pinned_by(checkpoint: CheckpointInfo, now_s: float) -> tuple[str, ...]:
-    """The owners of pins that have not expired."""
+    """Return the owners of pins that have not expired."""
     return tuple(owner for owner, end_s in checkpoint.pins.items() if end_s is None or end_s > now_s)
 
 
@@ -297,12 +297,12 @@ def _age_s(checkpoint: CheckpointInfo, view: RetentionView) -> float:
 
 
 def _newest(checkpoints: Sequence[CheckpointInfo], level: Level) -> CheckpointInfo | None:
-    """The last that has reached `level`."""
+    """Return the last checkpoint that has reached `level`."""
     return next((c for c in reversed(checkpoints) if c.level >= level), None)
 
 
 def _first_of_each(pairs: Iterable[tuple[float, CheckpointInfo]]) -> Mapping[float, CheckpointInfo]:
-    """Group -> its first checkpoint."""
+    """Map each group to its first checkpoint."""
     firsts: dict[float, CheckpointInfo] = {}
     for group, c in pairs:
         firsts.setdefault(group, c)
@@ -310,21 +310,21 @@ def _first_of_each(pairs: Iterable[tuple[float, CheckpointInfo]]) -> Mapping[flo
 
 
 def _measured(checkpoints: Iterable[CheckpointInfo], metric: str) -> Iterator[tuple[float, CheckpointInfo]]:
-    """Those that have a value of `metric`, with it; NaN is none."""
+    """Yield the checkpoints that have a value of `metric`, with the value; NaN is none."""
     for c in checkpoints:
         value = c.metrics.get(metric)
         if value is not None and not isnan(value):
             yield value, c
 
 
-# What is evicted
+# Eviction
 
 
 def choose_evictions(view: RetentionView, *, keep_local: int) -> tuple[str, ...]:
-    """Attempts whose copies on the nodes may go while the one on the storage path stays, oldest first.
+    """Return the attempts to delete from the nodes but not from the storage path, oldest first.
 
-    Durable ones beyond the last `keep_local` (at least 1) of the lineage. A checkpoint below durable is never
-    evicted, nor what is busy, nor the newest.
+    These are durable ones beyond the last `keep_local` (at least 1) of the lineage. A checkpoint that is not
+    durable is never evicted, nor a busy one, nor the newest.
     """
     current = view.lineage or view.live  # no lineage: a session from scratch has not committed yet
     stay = {c.id.attempt for c in current[-keep_local:]}.union(view.busy)
@@ -340,11 +340,11 @@ def choose_evictions_for_space(
     high_watermark: float,
     low_watermark: float,
 ) -> tuple[str, ...]:
-    """Attempts whose copies on one node go because its disk is full, oldest first.
+    """Return the attempts to delete from one node because its disk is full, oldest first.
 
-    `held_bytes` is the size of what the node holds, by attempt. Nothing goes while at most `high_watermark`
-    of the disk is in use; else they go until `low_watermark` would be reached. Everything may go that
-    `choose_evictions` gives if only the newest stays.
+    `held_bytes` maps attempts to their bytes on the node. While at most `high_watermark` of the disk is in
+    use, nothing is evicted; else as much as brings it to `low_watermark`, out of what `choose_evictions`
+    returns if only the newest stays.
     """
     used_bytes = total_bytes - free_bytes
     if used_bytes <= high_watermark * total_bytes:
@@ -363,12 +363,12 @@ def choose_evictions_for_space(
 
 
 def to_text(policies: Iterable[Policy]) -> str:
-    """The policies as a session record has them: `last=3 every_steps=1000 best=loss:min:2`."""
+    """Return the policies as a session record has them: `last=3 every_steps=1000 best=loss:min:2`."""
     return " ".join(policy.text for policy in policies)
 
 
 def from_text(text: str) -> tuple[Policy, ...]:
-    """The policies in `text`; none in the empty text of a session without. FormatError on anything else."""
+    """Return the policies in `text`; an empty text has none. Raise FormatError if it is not valid."""
     if len(text) > MAX_TEXT:
         raise FormatError(f"A retention policy has {len(text)} characters; at most {MAX_TEXT} are allowed.")
     return tuple(map(_policy, text.split()))

@@ -429,7 +429,7 @@ class RunMachine:
             self._drain_again()
         if self._context.draining:
             yield from self._leave()
-        yield from self._sweeps.ask(self._wall_s)
+        yield from self._sweeps.order_listing(self._wall_s)
         if self._finishing and not self._saves and self._ledger.is_settled:
             yield from self._finish()
         yield from self._snapshot()
@@ -504,7 +504,7 @@ class RunMachine:
         if newest is None or newest.level >= Level.DURABLE:
             if ends_group and self._end_tenure():
                 return  # again when that is in the log: the cluster may go as soon as the launcher knows
-            yield from self._sweeps.ask(self._wall_s, is_end=True)
+            yield from self._sweeps.order_listing(self._wall_s, is_end=True)
             if ends_group:
                 self._has_ended(_request_end(self._finishing))
             asked, self._finishing = self._finishing, []
@@ -513,7 +513,7 @@ class RunMachine:
             if ends_group:
                 yield from self._sessions.end(RunSuperseded("The launcher has ended the run."))
         else:
-            self._drains.start(newest, is_urgent=True, is_asked=True)
+            self._drains.start(newest, is_urgent=True, is_requested=True)
             yield from self._assign_drains()
 
     def _has_ended(self, cause: EndCause) -> None:
@@ -532,7 +532,7 @@ class RunMachine:
             busy = self._drains.attempts | due
             yield from self._closing.empty_nodes(self._drains, busy=busy, wall_s=self._wall_s)
         yield from self._assign_drains()
-        yield from self._sweeps.ask(self._wall_s, is_end=True)
+        yield from self._sweeps.order_listing(self._wall_s, is_end=True)
         is_collected = all(c.state != "retired" for c in self.history.checkpoints.values())
         is_busy = self._drains or self._sweeps.is_under_way or self._is_writing_snapshot
         if self._ledger.is_settled and is_collected and not is_busy:

@@ -1,7 +1,7 @@
-"""Intervals of the run machine: as chosen, or (`auto`) by what the run has measured.
+"""Intervals of the run machine: those that the options give, or (`auto`) those that follow from measurements.
 
-What counts comes from the log (sessions that failed, time trained) and from messages, in the order in which
-the machine got them, so a decision can be replayed.
+Measurements come from the log (failed sessions, time trained) and from messages, in the order in which the
+machine got them, so a decision can be replayed.
 """
 
 from __future__ import annotations
@@ -13,40 +13,38 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.interval_model import FailureRate, IntervalModel
 from ray_ckpt.types import FAILURES
 
-COUNTED_S = 1.0  # of training at a time: this is asked with each event
+COUNTED_S = 1.0  # of training at a time: `ticked` is called with each event
 
 
 class SaveIntervals:
-    """One per run machine; begins anew with each session, with all failures that the log tells of."""
+    """The intervals of one run machine; the model begins anew with each session and all logged failures."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._session_key: m.SessionKey | None = None
-        self._pace: IntervalModel | None = None
-        self._stalls_s: dict[int, float] = {}  # rank -> of its last save
-        self._drains: dict[
-            str, float
-        ] = {}  # attempt -> when its drain began; bounded by the drains there are
-        self._drain_s = 0.0  # what the last one took
-        self._trained_s = 0.0  # monotonic; until when training has been counted
+        self._model: IntervalModel | None = None
+        self._stalls_s: dict[int, float] = {}  # by rank, of its last save
+        self._drains: dict[str, float] = {}  # by attempt, the begin of its drain; bounded by the open drains
+        self._drain_s = 0.0  # duration of the last drain
+        self._trained_s = 0.0  # monotonic; training is counted until then
 
-    # -- what is measured --------------------------------------------------------------------------------
+    # -- measurements ------------------------------------------------------------------------------------
 
     def ticked(self, *, is_training: bool) -> None:
         plan, now_s = self._context.plan, self._context.now_s
         if plan is None or not is_training:
             return
-        if plan.session_key != self._session_key or self._pace is None:
+        if plan.session_key != self._session_key or self._model is None:
             options = self._context.options
             self._session_key, self._stalls_s, self._trained_s = plan.session_key, {}, now_s
-            self._pace = IntervalModel(
+            self._model = IntervalModel(
                 num_nodes=len(plan.nodes),
                 replicas=options.replicas,
                 budget=options.overhead_budget,
                 failures=failures_in(self._context.history),
             )
         if now_s - self._trained_s >= COUNTED_S:
-            self._pace.trained(now_s - self._trained_s)
+            self._model.trained(now_s - self._trained_s)
             self._trained_s = now_s
 
     def progressed(self, event: m.RanksProgressed) -> None:
@@ -55,15 +53,15 @@ class SaveIntervals:
             self._stalls_s |= saved
 
     def committed(self, latency_s: float) -> None:
-        """A save that was due by itself was committed, so long after it began.
+        """Count a save that was due by time and committed `latency_s` after it began.
 
-        Its stall may be told only with the next one.
+        Ranks may report its stall only after its commit; then it counts with the next save.
         """
-        if self._pace is not None and self._stalls_s:
-            self._pace.saved(max(self._stalls_s.values()), latency_s)
+        if self._model is not None and self._stalls_s:
+            self._model.saved(max(self._stalls_s.values()), latency_s)
 
     def draining(self, attempts: set[str]) -> None:
-        """These are on their way to the storage path now."""
+        """Note the attempts that are on their way to the storage path now."""
         self._drains = {name: self._drains.get(name, self._context.now_s) for name in attempts}
 
     def durable(self, attempt: str) -> None:
@@ -71,38 +69,38 @@ class SaveIntervals:
             return
         self._drain_s = self._context.now_s - self._drains[attempt]
         self._context.measure(telemetry.PHASE, self._drain_s, phase="drain")
-        if self._pace is not None:
-            self._pace.drained(self._drain_s)
+        if self._model is not None:
+            self._model.drained(self._drain_s)
 
-    # -- what follows ------------------------------------------------------------------------------------
+    # -- the intervals -----------------------------------------------------------------------------------
 
     @property
     def interval_s(self) -> float | None:
-        """Seconds between saves by time; None: none."""
+        """Seconds between saves by time; None: no saves by time."""
         every_s = self._context.options.every_s
         if every_s == "auto":
-            return self._pace.interval_s if self._pace else None
+            return self._model.interval_s if self._model else None
         return every_s
 
     @property
     def remote_interval_s(self) -> float | None:
-        """Seconds after which a commit is due on the storage path; None: by their number only."""
+        """Seconds after which a commit is due on the storage path; None: commits are due by number only."""
         every_s = self._context.options.remote_every_s
         if every_s == "auto":
-            return self._pace.remote_interval_s if self._pace else None
+            return self._model.remote_interval_s if self._model else None
         return every_s
 
     @property
     def drain_s(self) -> float:
-        """Seconds that a drain takes; 0 if none was seen."""
+        """Seconds that the last drain took; 0 if there was none."""
         return self._drain_s
 
 
 def failures_in(history: RunHistory) -> FailureRate:
-    """Sessions that failed, against the node-seconds from each one's begin to the last that is known of it.
+    """Count failed sessions, and the node-seconds from the begin of each session to its last known sign.
 
-    One that another has followed without a word of its end failed too: its coordinator went with it. That of
-    a rollback cannot.
+    A session without an end that another one follows failed too, together with its coordinator. The session
+    of a rollback cannot fail.
     """
     sessions = [session for session in history.sessions.values() if not session.is_rollback]
     last_s = {session.session: session.opened_at_s for session in sessions}

@@ -1,14 +1,14 @@
 """Scrub: every copy of every live checkpoint is read again from time to time, before it is needed.
 
 One checkpoint at a time goes through a round: each copy on each live node, and the copy on the storage path
-if it is durable, is read once, one `Scrub` after the other, within a budget. The checkpoint verified
-longest ago is first; it is due `every_s` after that, or after its commit if it never was. The machine
-appends the `Verified` that ends a good round; from it a new coordinator knows what is due. A round that
-died with its coordinator begins anew.
+if it is durable, is read once, one `Scrub` after the other, within a budget. The checkpoint verified longest
+ago is first; it is due `every_s` after that, or after its commit if it never was verified. The machine
+appends the `Verified` that ends a good round; by this record a new coordinator finds what is due. A round
+that died with its coordinator begins anew.
 
-A damaged copy is in quarantine on its node: the machine takes that node from the holders, so that repair
-makes a new copy, or drains the checkpoint again. The round goes on, to find all damage at once, but does
-not count, and the checkpoint has its next round `AGAIN_S` later.
+A node puts its damaged copy into quarantine. The machine removes the node from the holders, so that repair
+makes a new copy; after damage on the storage path it drains the checkpoint again. The round goes on, to find
+all damage at once, but does not count. The checkpoint has its next round `AGAIN_S` later.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.format.records import Verified
 from ray_ckpt.types import CheckpointInfo, Level
 
-SCRUB_TIMEOUT_S = 1800.0  # then a read counts as failed: 60 GB at 33 MB/s, from a busy disk
-MAX_TRIES = 3  # failed reads of one copy in a round; then the round does not count
-AGAIN_S = 3600.0  # between two rounds of a checkpoint, whatever came of the first: time for repairs
+SCRUB_TIMEOUT_S = 1800.0  # after which a read counts as failed: 60 GB at 33 MB/s, from a busy disk
+MAX_TRIES = 3  # failed reads of one copy, after which the round does not count
+AGAIN_S = 3600.0  # between two rounds of a checkpoint, good or not: time for repairs
 
 
 @dataclass(slots=True, kw_only=True)
 class _Round:
-    """One walk over the copies of a checkpoint, as they were when it began."""
+    """One walk over the copies that a checkpoint had when the walk began."""
 
     checkpoint: CheckpointInfo
     todo: deque[Scrub]
     tries: Counter[Scrub] = field(default_factory=Counter)  # failed reads
-    good: set[int] = field(default_factory=set)  # fragments of which a copy was found good
+    good: set[int] = field(default_factory=set)  # fragments with a good copy
     is_clean: bool = True  # no copy was damaged or unreadable
 
     @property
@@ -50,7 +50,7 @@ class Scrubs:
         self._round: _Round | None = None
         self._running: Scrub | None = None
         self._started_s = 0.0
-        self._not_before_s: dict[str, float] = {}  # attempts whose last round has just ended
+        self._not_before_s: dict[str, float] = {}  # by attempt, after its last round
 
     def assign(
         self,
@@ -62,9 +62,9 @@ class Scrubs:
         now_s: float,
         wall_s: float,
     ) -> Iterator[Scrub | Verified]:
-        """The copy to read now, or the record that ends a good round; at most one of them per call.
+        """Yield the copy to read now, or the record that ends a good round: at most one of them per call.
 
-        `now_s` is monotonic and for time-outs, `wall_s` Unix time and for what is due.
+        `now_s` is monotonic, for time-outs; `wall_s` is Unix time, for due rounds.
         """
         if self._is_at_work(holders, now_s):
             return
@@ -85,7 +85,7 @@ class Scrubs:
             yield scrub
 
     def ended(self, event: ScrubEnded) -> None:
-        """A copy was read. Damage counts however late it is told."""
+        """Note that a copy was read. Damage counts however late its report comes."""
         scrub = Scrub(attempt=event.attempt, node_index=event.node_index, place=event.place)
         if event.damage and self._round is not None and self._round.checkpoint.id == event.attempt:
             self._round.is_clean = False
@@ -98,7 +98,7 @@ class Scrubs:
             self._round.good.add(event.node_index)
 
     def _is_at_work(self, holders: Holders, now_s: float) -> bool:
-        """Whether an answer is awaited: not that of a dead node, and not for ever."""
+        """Return True while an answer is awaited; not from a dead node, and not for ever."""
         scrub = self._running
         if scrub is None:
             return False
@@ -110,7 +110,7 @@ class Scrubs:
         return self._running is not None
 
     def _failed(self, scrub: Scrub) -> None:
-        """It could not be read: again after the others, a few times."""
+        """Try an unreadable copy again after the others, a few times."""
         if self._round is None or self._round.checkpoint.id != scrub.attempt:
             return
         self._round.tries[scrub] += 1
@@ -122,12 +122,12 @@ class Scrubs:
     def _begin(
         self, live: Sequence[CheckpointInfo], holders: Holders, every_s: float, now_s: float, wall_s: float
     ) -> _Round | None:
-        """A round of that due checkpoint which was verified longest ago; one without a source has to wait."""
+        """Begin with the due checkpoint that was verified longest ago; one without a source has to wait."""
         self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
         due = [
             c
             for c in live
-            if abs(wall_s - _last_s(c)) >= every_s  # a time far ahead was written by a clock that was wrong
+            if abs(wall_s - _last_s(c)) >= every_s  # a time far ahead comes from a clock that was wrong
             and c.id.attempt not in self._not_before_s
             and holders.can_serve(c)
         ]
@@ -137,7 +137,7 @@ class Scrubs:
         return _Round(checkpoint=checkpoint, todo=deque(_copies(checkpoint, holders)))
 
     def _next(self, round_: _Round, holders: Holders) -> Scrub | None:
-        """The next copy that is still there."""
+        """Return the next copy that still exists."""
         while round_.todo:
             scrub = round_.todo[0]
             if scrub.place == REMOTE or scrub.place in holders.of(scrub.attempt.attempt, scrub.node_index):
@@ -147,7 +147,7 @@ class Scrubs:
 
 
 def _last_s(checkpoint: CheckpointInfo) -> float:
-    """Unix time when its bytes were last known to be good."""
+    """Return the Unix time when the checkpoint's bytes were last known to be good."""
     return checkpoint.committed_at_s if checkpoint.verified_at_s is None else checkpoint.verified_at_s
 
 

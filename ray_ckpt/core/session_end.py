@@ -1,7 +1,7 @@
-"""What a session's ranks have told of their time, for the record that says how the session ended.
+"""The end of a session: the time that its ranks have reported, and the record of the cause.
 
-A rank tells its last step and how long ago it was completed, about once a second, so moments are known to
-within the delay of a message. What was told to a coordinator that died is not known to its successor.
+A rank reports its last step and the seconds since that step about once a second, so moments are known to
+within the delay of a message. Reports to a coordinator that died are not known to its successor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ray_ckpt.types import EndCause
 
 
 class SessionEnd:
-    """The session of the group at work; begins anew with each one."""
+    """The time and the end of the session at work; begins anew with each session."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -27,21 +27,21 @@ class SessionEnd:
         self._session_key = plan.session_key if plan else None
         self._base = self._step = self._first_step(plan)
         self._last_at_s: float | None = None
-        self._first: tuple[int, float] | None = (
-            None  # the first step that was told, and when it was completed
-        )
-        self._step_s = 0.0  # of late, on the slowest rank
+        self._first: tuple[int, float] | None = None  # the first reported step, and its completion
+        self._step_s = 0.0  # of a recent step, on the slowest rank
         self._saved_step = -1
-        self._stall_s = 0.0  # of that save, on the slowest rank that has told
+        self._stall_s = 0.0  # of that save, on the slowest rank that has reported it
         self._stalled_s = 0.0  # of the saves before it
         self._lost: set[str] = set()
-        self._left: set[str] = set()  # nodes that were leaving; some may have stayed
+        self._draining: set[str] = set()  # nodes that were draining; some may have stayed
         self._is_ended = False
 
     def _first_step(self, plan: m.SessionPlan | None) -> int:
-        """That it goes on from: of its checkpoint, or of another run's, which the log tells of."""
-        if plan is None or plan.resume is not None:
-            return plan.resume.checkpoint.step if plan and plan.resume else 0
+        """Return the step that the session goes on from, of its checkpoint or of another run's."""
+        if plan is None:
+            return 0
+        if plan.resume is not None:
+            return plan.resume.checkpoint.step
         known = self._context.history.sessions.get(plan.session)
         return (known.origin_step or 0) if known is not None else 0
 
@@ -52,19 +52,19 @@ class SessionEnd:
 
     @property
     def is_over(self) -> bool:
-        """It has been told how the session at work ended."""
+        """Return True if `end` was called for the session at work."""
         plan = self._context.plan
         return plan is not None and plan.session_key == self._session_key and self._is_ended
 
     def restored(self, event: m.NodeRestored) -> None:
-        """Ranks that begin with another run's checkpoint say its step, before any of them makes one."""
+        """Note the step of another run's checkpoint that ranks begin with, before their first step."""
         self._enter()
         steps = [rank.origin_step for rank in event.ranks if rank.origin_step is not None]
         if event.session_key == self._session_key and steps and self._last_at_s is None:
             self._base = self._step = max(steps)
 
     def progressed(self, event: m.RanksProgressed, wall_s: float) -> None:
-        """`wall_s` is Unix time."""
+        """Note the steps and stalls that ranks report at Unix time `wall_s`."""
         self._enter()
         if event.session_key != self._session_key:
             return
@@ -72,7 +72,7 @@ class SessionEnd:
         for progress in event.ranks.values():
             if furthest is None or progress.step > furthest.step:
                 furthest = progress
-            # Stalls of one save overlap, so the longest of its ranks counts.
+            # Stalls of one save overlap, so the longest of all ranks counts.
             if progress.saved_step > self._saved_step:
                 self._stalled_s += self._stall_s
                 self._saved_step, self._stall_s = progress.saved_step, progress.stall_s
@@ -91,18 +91,18 @@ class SessionEnd:
                 self._last_at_s = at_s
 
     def nodes_seen(self, lost: Collection[str]) -> None:
-        """Nodes died, or are about to leave; `Context.draining` tells the latter."""
+        """Note the group's nodes that died, and those that are draining by `Context.draining`."""
         mine = {node.node_id for node in self._context.plan.nodes} if self._context.plan else set()
         if mine:
             self._enter()
             self._lost |= mine.intersection(lost)
-            self._left |= mine & self._context.draining
+            self._draining |= mine & self._context.draining
 
     def end(self, cause: EndCause, *, live: Collection[str] | None) -> bool:
-        """Append the record of how the session at work ended; False if there is none, or it is appended.
+        """Append the record of the end of the session at work. Return False if there is no record to append.
 
-        That is `cause`, unless its nodes explain it: `live` are those that there are now, or that the next
-        group finds. None: whatever has become of them.
+        Lost or draining nodes of the group precede `cause`. `live` are the nodes that there are now, or that
+        the next group finds; None: nodes do not count.
         """
         self._enter()
         plan = self._context.plan
@@ -112,7 +112,7 @@ class SessionEnd:
         if self._has_successor(plan):
             return False
         known = self._context.history.sessions.get(plan.session)
-        if known is not None and known.ended is not None:  # by a coordinator that died before what came next
+        if known is not None and known.ended is not None:  # by a coordinator that died before the next record
             return False
         if live is not None:
             cause = self._cause_by_nodes(live) or cause
@@ -127,26 +127,26 @@ class SessionEnd:
                 cause=cause,
                 step=step,
                 first_at_s=self._first_at_s() if is_whole else None,
-                last_at_s=self._last_at_s if step == self._step else None,  # its own was never told
+                last_at_s=self._last_at_s if step == self._step else None,  # no rank reported that step
                 stalled_s=self._stalled_s + self._stall_s if is_whole else None,
             )
         )
         return True
 
     def _has_successor(self, plan: m.SessionPlan) -> bool:
-        """Return True if a newer session is in the log or on its way there: after damage one replaces it."""
+        """Return True if a newer session is in the log or on its way there, as after a damaged restore."""
         newest = self._context.ledger.projected().session
         return newest is not None and (newest.opened_by, newest.session) > plan.session_key
 
     def _cause_by_nodes(self, live: Collection[str]) -> EndCause | None:
         nodes = set(self._context.session_nodes())
         lost = self._lost | nodes.difference(live)
-        if self._left.intersection(lost) or self._context.draining.intersection(nodes):
+        if self._draining.intersection(lost) or self._context.draining.intersection(nodes):
             return "preemption"
         return "node" if lost else None
 
     def _first_at_s(self) -> float | None:
-        """When the first step began, by the time that a step takes; that of a compilation is not in it."""
+        """Return the begin of the first step, by the time of a step; it leaves out a compilation."""
         if self._first is None:
             return None
         step, at_s = self._first

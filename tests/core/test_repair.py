@@ -235,7 +235,7 @@ def test_copies_of_a_retired_checkpoint_end_quietly() -> None:
     repairs.ended(ended(7, "b", error="gone"), 0.0)
     repairs.ended(ended(6, "b"), 0.0)
     assert assign(repairs, [checkpoint(8)], holders) == []
-    assert not repairs._problem, "nothing is remembered of what is gone"
+    assert not repairs._problems, "nothing is remembered of what is gone"
 
 
 def test_the_budget_holds_copies_back() -> None:

@@ -211,7 +211,7 @@ def sweep_older_logs(patch: pytest.MonkeyPatch) -> None:
 
 def never_sweep(patch: pytest.MonkeyPatch) -> None:
     """Nobody looks for what dead agents leave on the storage path."""
-    patch.setattr(Sweeps, "ask", lambda self, wall_s, *, is_end=False: iter(()))
+    patch.setattr(Sweeps, "order_listing", lambda self, wall_s, *, is_end=False: iter(()))
 
 
 def acknowledge_before_the_log(patch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def annotate_what_is_retired(patch: pytest.MonkeyPatch) -> None:
         checkpoints = reversed(self._context.history.checkpoints.values())
         return next((checkpoint for checkpoint in checkpoints if checkpoint.step == step), None)
 
-    patch.setattr(Requests, "_meant", meant)
+    patch.setattr(Requests, "_to_annotate", meant)
 
 
 def drop_the_oldest_of_many(patch: pytest.MonkeyPatch) -> None:
