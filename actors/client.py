@@ -223,14 +223,14 @@ class RayLink:
         return None if self._origin is None else self._origin.ticket(session, epoch)
 
     def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
-        return _own_errors(self._agent.restored.remote(self._uid, session, report))
+        return _own_errors(self._agent.report_restored.remote(self._uid, session, report))
 
     def awaited(self) -> tuple[Awaited, ...]:
         found: tuple[Awaited, ...] = get_result(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
         return found
 
     def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
-        return _own_errors(self._agent.await_all.remote(self._uid, session, self._rank, number))
+        return _own_errors(self._agent.await_barrier.remote(self._uid, session, self._rank, number))
 
     def fetch(
         self, session: int, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
@@ -257,10 +257,10 @@ class RayLink:
         return self._agent.seal.remote(self._uid, shard).future()  # type: ignore[no-any-return]
 
     def outcome(self, attempt: AttemptId, level: Level) -> Future[SaveOutcome]:
-        return self._agent.outcome.remote(self._uid, attempt, level).future()  # type: ignore[no-any-return]
+        return self._agent.await_outcome.remote(self._uid, attempt, level).future()  # type: ignore[no-any-return]
 
     def ended(self, session: int) -> Future[CheckpointError]:
-        return self._agent.ended.remote(self._uid, session).future()  # type: ignore[no-any-return]
+        return self._agent.await_session_end.remote(self._uid, session).future()  # type: ignore[no-any-return]
 
     def skip(self, attempt: AttemptId, reason: str) -> None:
         with contextlib.suppress(Unavailable):
@@ -270,9 +270,9 @@ class RayLink:
         """Send it, and log what the answer to an earlier one says of the storage path."""
         with contextlib.suppress(Unavailable, ray.exceptions.RayError):
             if self._answer is None:
-                self._answer = self._agent.progress.remote(self._uid, session, self._rank, progress)
+                self._answer = self._agent.report_progress.remote(self._uid, session, self._rank, progress)
                 return
-            self._agent.progress.remote(self._uid, session, self._rank, progress)
+            self._agent.report_progress.remote(self._uid, session, self._rank, progress)
             if ray.wait([self._answer], timeout=0)[0]:
                 answer, self._answer = self._answer, None
                 missing = ray.get(answer)

@@ -29,13 +29,13 @@ DRAIN_SPREAD_S = 0.5  # by chance, before each: nodes that failed together do no
 
 def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
     """Hash and write a rank's two files. The rows cover each byte of both."""
-    attempt, buffer = shard.attempt, run.buffer_of(shard)
+    attempt, buffer = shard.attempt, run.memory.buffer_of(shard)
     if buffer is None or buffer.layout is None:
         raise Unavailable(f"the arena of rank {shard.rank} is gone")
-    arena, layout = run.arenas[shard.rank], buffer.layout
+    arena, layout = run.memory.arenas[shard.rank], buffer.layout
     if arena.mode != "stream":
         arena.check(buffer, attempt.attempt)
-    world_size = require(run.machine.plan).world_size
+    world_size = run.require_plan().world_size
     run.check_space(layout.size_bytes + len(shard.state), what=f"The shard of rank {shard.rank}")
     file, state = shard_file(shard.rank, world_size), state_file(shard.rank, world_size)
     spans = [(0, len(layout.header)), *((p.byte_offset, p.nbytes) for p in layout.slices)]
@@ -182,9 +182,9 @@ def _stored_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memor
     raised if it may have changed while it was being sent.
     """
     offset = 0
-    for rank, arena in list(run.arenas.items()):
+    for rank, arena in list(run.memory.arenas.items()):
         buffer = arena.find(attempt.attempt)
-        if buffer is None or file != shard_file(rank, require(run.machine.plan).world_size):
+        if buffer is None or file != shard_file(rank, run.require_plan().world_size):
             continue
         data = buffer.data(require(buffer.layout))
         while offset < len(data) and buffer.page.sealed == attempt.attempt:

@@ -18,7 +18,7 @@ MAX_SERVED = 16  # files that peers read here at a time, each with its blocks of
 SERVE_WAIT_S = 30.0  # for one of them to end; then the peer is told to come again
 
 
-class Served:
+class PeerFiles:
     """Files of the runs that are open on this node, read and stored in the server's threads."""
 
     def __init__(self, runs: dict[str, NodeRun]) -> None:

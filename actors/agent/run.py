@@ -1,109 +1,74 @@
-"""One run on a node: its machine, its memory and disks, and what its ranks and its coordinator wait for."""
+"""One run on a node: its machine, its disks and memory, and its session."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
-from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena, SignalPage
+from ray_ckpt.actors.agent.captures import Captures
+from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.priority import DrainRateLimiter, yield_to_training
-from ray_ckpt.actors.agent.shared_reads import SharedReads
+from ray_ckpt.actors.agent.session import NodeSession
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.core import node_machine as n
-from ray_ckpt.core.awaited import Awaited
-from ray_ckpt.core.messages import RankProgress, SessionPlan
-from ray_ckpt.errors import CheckpointError, Unavailable
-from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.core.messages import SessionNode, SessionPlan
+from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.storage.local.disks import Disks
-from ray_ckpt.trainer.link import SealedShard
 from ray_ckpt.transport.sending import Limiter
-from ray_ckpt.types import RankRestore, SaveFacts
 
-DRAIN_THREADS = 2  # fragments on their way to storage paths: each holds some 200 MiB of parts and read-ahead
-
-
-@dataclass(slots=True)
-class Reported:
-    """What the ranks here have told of a save."""
-
-    mesh: str = ""
-    stall_s: float = 0.0
-    capture_s: float = 0.0
-    sealed_s: float = 0.0  # when the last rank's capture came (monotonic)
-
-    def add(self, shard: SealedShard) -> None:
-        self.mesh = self.mesh or shard.mesh
-        self.stall_s = max(self.stall_s, shard.stall_s)
-        self.capture_s = max(self.capture_s, shard.capture_s)
-        self.sealed_s = time.monotonic()
-
-    def facts(self) -> SaveFacts:
-        """When all is stored."""
-        local_s = time.monotonic() - self.sealed_s
-        return SaveFacts(mesh=self.mesh, stall_s=self.stall_s, capture_s=self.capture_s, local_s=local_s)
-
-
-class BarrierWait:
-    """Ranks of this node that have come to a barrier; `missing` is done when all of the group have met."""
-
-    def __init__(self) -> None:
-        self.ranks: set[int] = set()
-        self.is_reported = False  # that all ranks here have come
-        self.missing: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
+DRAIN_THREADS = 2  # uploads at a time: each holds some 200 MiB of parts and read-ahead
+MISSING_LOOK_S = 5.0  # between checks, by the node of rank 0, that the log is where it was
+T = TypeVar("T")
 
 
 class NodeRun:
-    """See the module. It decides nothing; the agent and `node_files` read and set what is here."""
+    """State of a run. It decides nothing; the machine does."""
 
     def __init__(self, spec: RunSpec, run_uid: str, staging: Disks) -> None:
         self.run_uid = run_uid
         self.staging = staging
         self.use(spec)
-        # Of its own: the storage path of another run may hang.
+        # Threads of the run's own: the storage path of another run may hang.
         self.drain_threads = BriefThreads(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
-        self.uploads: dict[
-            tuple[str, int], DrainRateLimiter
-        ] = {}  # attempt and fragment that are on their way
+        self.uploads: dict[tuple[str, int], DrainRateLimiter] = {}  # by attempt and fragment
         self.machine = n.NodeMachine(epoch=staging.epoch(run_uid))
-        self.end: tuple[int, CheckpointError] | None = None  # the last session that ended here, and why
-        self.endpoints: dict[str, str] = {}
-        self.arenas: dict[int, RankArena] = {}
-        self.arena_lock = asyncio.Lock()  # one rank's memory at a time is looked for and taken
-        self.page: SignalPage | None = None  # made when the first rank asks for it
-        self.word = 0  # what it shows
-        self.sealed: dict[tuple[str, int], SealedShard] = {}
-        self.reported: dict[str, Reported] = {}  # by attempt, until it is stored
-        self.released: dict[tuple[str, int], asyncio.Event] = {}
-        self.reading: set[tuple[str, int]] = set()  # captures that are being written; their memory is in use
-        self.settled = asyncio.Condition()
-        self.ordering = asyncio.Lock()
-        self.ticket: asyncio.Task[RestoreTicket] | None = None
-        self.shared: SharedReads | None = None  # of the restore that is going on
-        self.restored: dict[int, RankRestore] = {}
-        self.decision: asyncio.Future[bool] | None = None  # True: go; False: a new session has started
-        self.started = asyncio.Event()
-        self.awaited: tuple[Awaited, ...] = ()  # whom the group waits for, as the coordinator has told last
-        self.barriers: dict[int, BarrierWait] = {}  # by number
-        self.met = 0  # the highest number of one that all ranks have come to
-        self.progress: dict[int, RankProgress] = {}
-        self.missing = ""  # of the storage path; see `RemoteTier.missing`
-        self.looked_s = 0.0  # for that (monotonic)
+        self.memory = RankMemory()
+        self.captures = Captures()
+        self.session: NodeSession | None = None  # the last one that began here
+        self.started = asyncio.Event()  # a session has begun
+        self.ordering = asyncio.Lock()  # held while an epoch is made durable
+        self.endpoints: dict[str, str] = {}  # of agents, by node
         self.annotating = 0  # annotations that wait for a save, or for the log
-        self.reserved: dict[int, int] = {}  # bytes of each rank's coming arena
-        self.checked_nonce = ""
-        self.is_over = False  # its launcher has ended it
-        self.is_finished = False  # and has not given it up: it is going to be put away
+        self.checked_nonce = ""  # of the coordinator for which the storage path was checked
+        self.is_over = False  # the launcher has ended the run
+        self.is_finished = False  # and has not given it up: it will be put away
+        self._changed = asyncio.Condition()  # outcomes, and the end
+        self._end: tuple[int, CheckpointError] | None = None  # the last session that ended here, and why
+        self.missing = ""  # on the storage path; see `RemoteTier.missing`
+        self._missing_s = 0.0  # when that was checked (monotonic)
 
     @property
     def plan(self) -> SessionPlan | None:
-        """Of the group at work."""
+        """The plan of the group at work."""
         return None if self.is_over else self.machine.plan
 
+    def require_plan(self) -> SessionPlan:
+        """Return the plan of the session, else raise Unavailable."""
+        return require(self.machine.plan)
+
+    def require_here(self) -> SessionNode:
+        """Return this node's part of the plan, else raise Unavailable."""
+        return require(self.machine.here)
+
+    def check_session(self, session: int) -> None:
+        if self.require_plan().session != session:
+            raise RunSuperseded("A newer session owns this run.")
+
     def use(self, spec: RunSpec) -> None:
-        """What the run is from here on; another launcher may have given it other options."""
+        """Take over the spec of a launcher, which may have other options than the last."""
         self.spec = spec
         self.remote = spec.storage.open()
         self.limiter = Limiter(spec.options.replicate_bytes_per_s)
@@ -115,55 +80,60 @@ class NodeRun:
             needed_bytes, reserve_bytes=reserve_bytes, what=what, is_one_file=is_one_file
         )
 
-    @property
-    def named_bytes(self) -> int:
-        """What arenas of the run take of /dev/shm."""
-        return sum(arena.named_bytes for arena in self.arenas.values())
-
     def persist_epoch(self, epoch: int) -> None:
-        """Blocks until it is durable."""
+        """Write the epoch to disk; blocks until it is durable."""
         name, path = self.spec.name, self.spec.storage_path
         self.staging.write_mark(self.run_uid, run_name=name, storage_path=path, epoch=epoch)
 
-    def buffer_of(self, shard: SealedShard) -> ArenaMemory | None:
-        """The memory that a capture is in, unless this agent does not have it."""
-        arena = self.arenas.get(shard.rank)
-        if arena is None or shard.buffer >= len(arena.buffers):
-            return None
-        return arena.buffers[shard.buffer]
+    def release(self, *, is_finished: bool) -> None:
+        """Give the memory back of a run that is over; its checkpoints stay on disk for now."""
+        self.is_over, self.is_finished = True, is_finished
+        self.close()
 
-    def show(self, word: int) -> None:
-        """The agreed step, where this node's ranks look; 0: none."""
-        self.word = word
-        if self.page is not None:
-            self.page.show(word)
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.restore.close_shared()
+        self.memory.close()
 
-    def give_memory_back(self) -> None:
-        """No rank is left that would use it."""
-        self.end_shared_reads()
-        self.close_arenas()
-        if self.page is not None:
-            self.page.close()
-            self.page = None
+    async def check_missing(self) -> None:
+        """Set `missing`."""
+        try:
+            self.missing = await self.drain_threads.run(self.remote.missing)
+        finally:
+            self._missing_s = time.monotonic()
 
-    def close_arenas(self) -> None:
-        while self.arenas:
-            self.arenas.popitem()[1].close()
+    def missing_is_due(self) -> bool:
+        """Return whether to call `check_missing` now; False until that has ended."""
+        is_due = time.monotonic() - self._missing_s > MISSING_LOOK_S
+        if is_due:
+            self._missing_s = float("inf")
+        return is_due
 
-    def end_barriers(self, error: CheckpointError) -> None:
-        barriers, self.barriers = self.barriers, {}
-        for barrier in barriers.values():
-            if not barrier.missing.done():
-                barrier.missing.set_exception(error)
+    async def end_session(self, session: int, error: CheckpointError) -> None:
+        async with self._changed:
+            self._end = (session, error)
+            self._changed.notify_all()
 
-    def end_shared_reads(self) -> None:
-        if self.shared is not None:
-            self.shared.close()
-            self.shared = None
+    async def notify_outcomes(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def await_end(self, session: int) -> CheckpointError:
+        """Wait until a session has ended, and return why."""
+        return await self._wait(lambda: self._end[1] if self._end and self._end[0] >= session else None)
+
+    async def await_outcome(self, find: Callable[[], n.SaveOutcome | None]) -> n.SaveOutcome:
+        """Wait until `find` returns the outcome of a save."""
+        return await self._wait(find)
+
+    async def _wait(self, find: Callable[[], T | None]) -> T:
+        async with self._changed:
+            await self._changed.wait_for(lambda: find() is not None)
+            return require(find())
 
 
-def require(value: Any) -> Any:
-    """`value`, that there is while a group is at work here; else Unavailable."""
+def require(value: T | None) -> T:
+    """Return a value that exists while a group is at work here; else raise Unavailable."""
     if value is None:
         raise Unavailable("The run has no session here.")
     return value

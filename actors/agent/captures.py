@@ -1,0 +1,81 @@
+"""Captures that ranks have handed over, until they are written and their memory may be used again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from ray_ckpt.trainer.link import SealedShard
+from ray_ckpt.types import AttemptId, SaveFacts
+
+MAX_REPORTED = 16  # saves whose times are kept until they are stored; dropped saves make room
+
+
+@dataclass(slots=True)
+class _SaveTimes:
+    """Times of a save, as its ranks report them."""
+
+    mesh: str = ""
+    stall_s: float = 0.0
+    capture_s: float = 0.0
+    sealed_s: float = 0.0  # when the last rank's capture arrived (monotonic)
+
+    def add(self, shard: SealedShard) -> None:
+        self.mesh = self.mesh or shard.mesh
+        self.stall_s = max(self.stall_s, shard.stall_s)
+        self.capture_s = max(self.capture_s, shard.capture_s)
+        self.sealed_s = time.monotonic()
+
+
+class Captures:
+    """Sealed captures by attempt and rank."""
+
+    def __init__(self) -> None:
+        self._sealed: dict[tuple[str, int], SealedShard] = {}
+        self._released: dict[tuple[str, int], asyncio.Event] = {}
+        self._writing: set[tuple[str, int]] = set()  # their memory is in use
+        self._times: dict[str, _SaveTimes] = {}  # by attempt
+
+    def seal(self, shard: SealedShard) -> None:
+        key = (shard.attempt.attempt, shard.rank)
+        self._released.setdefault(key, asyncio.Event())
+        self._sealed[key] = shard
+        self._times.setdefault(shard.attempt.attempt, _SaveTimes()).add(shard)
+        while len(self._times) > MAX_REPORTED:
+            del self._times[next(iter(self._times))]
+
+    async def wait_released(self, shard: SealedShard) -> None:
+        """Wait until the memory of a sealed capture may be used again."""
+        key = (shard.attempt.attempt, shard.rank)
+        await self._released[key].wait()
+        self._released.pop(key, None)
+
+    def begin_write(self, attempt: AttemptId, rank: int) -> SealedShard | None:
+        """Return the capture to write; None if it was released, or is being written."""
+        key = (attempt.attempt, rank)
+        shard = self._sealed.get(key)
+        if shard is None or key in self._writing:
+            return None
+        self._writing.add(key)
+        return shard
+
+    def end_write(self, shard: SealedShard) -> None:
+        self._writing.discard((shard.attempt.attempt, shard.rank))
+
+    def release(self, attempt: AttemptId, rank: int) -> None:
+        """Release a capture, unless it is being written: the end of the write releases it."""
+        key = (attempt.attempt, rank)
+        if key in self._writing:
+            return
+        self._sealed.pop(key, None)
+        if event := self._released.get(key):
+            event.set()
+
+    def facts(self, attempt: AttemptId) -> SaveFacts:
+        """Return the facts of a save that has just been stored, and forget them."""
+        times = self._times.pop(attempt.attempt, None)
+        if times is None:
+            return SaveFacts()
+        local_s = time.monotonic() - times.sealed_s
+        return SaveFacts(mesh=times.mesh, stall_s=times.stall_s, capture_s=times.capture_s, local_s=local_s)

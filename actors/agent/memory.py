@@ -1,0 +1,126 @@
+"""The memory that this node's ranks map: arenas to capture into, and the page of the save signal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from concurrent.futures import Executor
+from functools import partial
+
+from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena, ShmRoom, SignalPage, choose_mode, make_arena
+from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.storage.local.memory import available_memory_bytes
+from ray_ckpt.trainer.link import SealedShard
+
+
+class RankMemory:
+    """Arenas by rank. `named` in a method: the memory has to be in /dev/shm, see `arena`."""
+
+    def __init__(self) -> None:
+        self.arenas: dict[int, RankArena] = {}
+        self._reserved: dict[int, int] = {}  # bytes that each rank has asked for
+        self._opening = asyncio.Lock()  # or another rank's memory would be neither free nor taken
+        self._page: SignalPage | None = None  # made when the first rank asks for it
+        self._signal = 0  # shown on the page
+
+    def reserve(self, rank: int, size_bytes: int, *, ranks: Collection[int], mode: str, named: bool) -> None:
+        """Check that the arenas of all `ranks` of the node will fit. InsufficientSpace."""
+        self._reserved = {k: size for k, size in self._reserved.items() if k in ranks} | {rank: size_bytes}
+        choose_mode(
+            mode,
+            all_bytes=sum(self._reserved.values()),
+            free_bytes=self._free_bytes(),
+            ranks=len(self._reserved),
+            room=ShmRoom.look(self._named_bytes()) if named else None,
+        )
+
+    async def open(
+        self,
+        rank: int,
+        size_bytes: int,
+        *,
+        mode: str,
+        named: bool,
+        is_current: Callable[[], bool],
+        pool: Executor,
+    ) -> RankArena:
+        """Make the arena of a rank in place of an earlier one. InsufficientSpace.
+
+        Unavailable if another caller has opened it meanwhile, or `is_current` is false when it is made.
+        """
+        if (old := self.arenas.pop(rank, None)) is not None:
+            old.close()
+        self._reserved[rank] = size_bytes
+        async with self._opening:
+            make = partial(
+                make_arena,
+                rank,
+                size_bytes,
+                mode=mode,
+                all_bytes=sum(self._reserved.values()),
+                free_bytes=self._free_bytes(),
+                named=named,
+                ranks=len(self._reserved),
+                taken_bytes=self._named_bytes(),
+            )
+            arena = await in_thread(pool, make)
+            if rank in self.arenas or not is_current():
+                arena.close()
+                raise Unavailable("Another process has opened this rank's memory meanwhile.")
+            self.arenas[rank] = arena
+        arena.start_populating()
+        return arena
+
+    def signal_page(self, *, named: bool) -> str:
+        """Return the path of the page that shows the save signal."""
+        if self._page is None or (named and self._page.path.startswith("/proc/")):
+            old, self._page = self._page, SignalPage(named=named)
+            self._page.show(self._signal)
+            if old is not None:
+                old.close()
+        return self._page.path
+
+    def show(self, signal: int) -> None:
+        """Show the step at which all ranks save; 0: none."""
+        self._signal = signal
+        if self._page is not None:
+            self._page.show(signal)
+
+    def buffer_of(self, shard: SealedShard) -> ArenaMemory | None:
+        """Return the memory that a capture is in, or None if this agent does not have it."""
+        arena = self.arenas.get(shard.rank)
+        if arena is None or shard.buffer >= len(arena.buffers):
+            return None
+        return arena.buffers[shard.buffer]
+
+    def take_layout(self, shard: SealedShard) -> bool:
+        """Keep the layout of a capture. Return False if the memory or its layout is not known here.
+
+        That happens if this agent was started after the rank got its arena, or a message was lost.
+        """
+        buffer = self.buffer_of(shard)
+        if buffer is None:
+            return False
+        if shard.layout is not None:
+            buffer.layout = shard.layout
+        return buffer.layout is not None and buffer.layout.signature == shard.layout_signature
+
+    def close_arenas(self) -> None:
+        while self.arenas:
+            self.arenas.popitem()[1].close()
+
+    def close(self) -> None:
+        """Give all memory back; no rank is left that uses it."""
+        self.close_arenas()
+        if self._page is not None:
+            self._page.close()
+            self._page = None
+
+    def _free_bytes(self) -> int:
+        """Return the bytes that arenas of the run may take, including those that they have taken."""
+        return available_memory_bytes() + sum(arena.populated_bytes for arena in self.arenas.values())
+
+    def _named_bytes(self) -> int:
+        """Return the bytes that arenas of the run take of /dev/shm."""
+        return sum(arena.named_bytes for arena in self.arenas.values())

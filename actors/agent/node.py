@@ -1,0 +1,105 @@
+"""Resources that all runs of a node agent share: threads, metrics, and the connection to the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from ray_ckpt import telemetry
+from ray_ckpt.actors import names
+from ray_ckpt.actors.agent.priority import ActiveCopies, limit_heaps, yield_to_training
+from ray_ckpt.actors.metrics import Meters
+from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.errors import CheckpointError, Unavailable
+from ray_ckpt.preemption.cloud import CloudNotices
+from ray_ckpt.telemetry import Sample
+from ray_ckpt.transport.credentials import Credentials, ServiceKeys
+
+log = logging.getLogger("ray_ckpt.agent")
+
+DISK_THREADS = 4  # local work at a time; more would only queue at the device
+STREAM_THREADS = 64  # one per rank of a node: a stream lasts as long as its rank copies, others would wait
+PEER_THREADS = 4  # copies in flight
+PROBE_THREADS = 2  # probes of silent peers at a time; a copy has few holders
+REMOTE_THREADS = 4  # checks and scrubs on storage paths at a time
+
+
+class Node:
+    """One per agent. Each pool has one subject, so that a hanging store or peer never stops local work."""
+
+    def __init__(self, node_id: str, keys: ServiceKeys) -> None:
+        self.node_id = node_id
+        self.keys = keys
+        limit_heaps()
+        self.stream_io = ThreadPoolExecutor(STREAM_THREADS, "ray_ckpt-stream", yield_to_training)
+        self.disk_io = ThreadPoolExecutor(DISK_THREADS, "ray_ckpt-disk", yield_to_training)
+        self.peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
+        self.probe_io = ThreadPoolExecutor(PROBE_THREADS, "ray_ckpt-probe", yield_to_training)
+        self.remote_io = ThreadPoolExecutor(REMOTE_THREADS, "ray_ckpt-remote", yield_to_training)
+        self.copies = ActiveCopies()
+        self._cloud_io = ThreadPoolExecutor(1, "ray_ckpt-cloud")
+        self._watches_cloud = False
+        self._meters = Meters()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._coordinator: Any = None
+
+    def credentials(self, run_uid: str) -> Credentials:
+        return self.keys.credentials(run_uid)
+
+    def count_bytes(self, run_name: str, tier: str, size: int) -> None:
+        labels = {"tier": tier, "node": self.node_id}
+        self._meters.record(run_name, Sample(metric=telemetry.SAVE_BYTES, value=size, labels=labels))
+
+    def spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(_logged(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def request(self, method: str, *args: Any) -> Any:
+        """Call the coordinator and return its result. Unavailable if it does not answer."""
+        for _ in range(2):  # again with a new handle, if the coordinator was restarted under its name
+            if self._coordinator is None:
+                try:
+                    self._coordinator = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
+                except ValueError:
+                    break
+            try:
+                return await getattr(self._coordinator, method).remote(*args)
+            except ray.exceptions.RayTaskError as error:
+                raise (
+                    error.cause if isinstance(error.cause, CheckpointError) else Unavailable(str(error))
+                ) from None
+            except ray.exceptions.RayError:
+                self._coordinator = None
+        raise Unavailable(f"The coordinator did not answer {method}.")
+
+    async def report(self, method: str, *args: Any) -> None:
+        """Call the coordinator; if it is away that costs a save, never the agent."""
+        try:
+            await self.request(method, *args)
+        except CheckpointError as error:
+            log.warning("the coordinator did not take %s: %s", method, error)
+
+    def watch_cloud(self) -> None:
+        """Begin to poll the cloud's metadata service for notices, unless that has begun."""
+        if not self._watches_cloud:
+            self._watches_cloud = True
+            self.spawn(self._watch_cloud(CloudNotices.from_environment()))
+
+    async def _watch_cloud(self, notices: CloudNotices) -> None:
+        while not notices.is_over:
+            if (notice := await in_thread(self._cloud_io, notices.poll)) is not None:
+                await self.report("node_preempted", self.node_id, notice)
+            await asyncio.sleep(notices.poll_s)
+
+
+async def _logged(work: Awaitable[None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("background work of the agent failed")

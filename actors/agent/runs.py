@@ -1,0 +1,68 @@
+"""The runs that are open on a node, and their staging folders."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from ray_ckpt.actors.agent.node import Node
+from ray_ckpt.actors.agent.run import NodeRun
+from ray_ckpt.actors.messages import OpenedRun, RunSpec
+from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.config import staging_roots
+from ray_ckpt.core.ownership import RunMark
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.storage.local.disks import Disks
+
+
+class NodeRuns:
+    """Open runs by uid."""
+
+    def __init__(self, node: Node) -> None:
+        self.open: dict[str, NodeRun] = {}
+        self._node = node
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._stagings: dict[tuple[Path, ...], Disks] = {}
+        self._staging_lock = threading.Lock()  # so that a folder is locked once
+
+    def get(self, run_uid: str) -> NodeRun:
+        """Return an open run, else raise Unavailable."""
+        if run_uid not in self.open:
+            raise Unavailable(f"Run {run_uid} is not open on node {self._node.node_id[:12]}.")
+        return self.open[run_uid]
+
+    def turn(self, run_uid: str) -> asyncio.Lock:
+        """Return the lock for opening a run here and for putting it away, so that neither meets the other."""
+        return self._turns.setdefault(run_uid, asyncio.Lock())
+
+    async def take_up(self, spec: RunSpec, run_uid: str) -> NodeRun:
+        """Return the run, opened if necessary."""
+        if run_uid not in self.open:
+            staging = await in_thread(self._node.disk_io, self._open_staging, spec)
+            self.open[run_uid] = NodeRun(spec, run_uid, staging)
+        return self.open[run_uid]
+
+    async def read_marks(self, spec: RunSpec) -> tuple[RunMark, ...]:
+        staging = await in_thread(self._node.disk_io, self._open_staging, spec)
+        return await in_thread(self._node.disk_io, staging.marks, spec.name, spec.storage_path)
+
+    def opened(self) -> tuple[OpenedRun, ...]:
+        """Return the runs that are at work, or that are to be put away."""
+        runs = [run for run in self.open.values() if run.is_finished or not run.is_over]
+        return tuple(
+            OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.plan, epoch=run.machine.epoch)
+            for run in runs
+        )
+
+    def staging_text(self) -> str:
+        """Return the staging folders, with commas."""
+        return ", ".join(str(root) for roots in self._stagings for root in roots)
+
+    def _open_staging(self, spec: RunSpec) -> Disks:
+        roots = staging_roots(spec.options.staging, self._node.node_id)
+        with self._staging_lock:
+            if roots not in self._stagings:
+                self._stagings[roots] = Disks(roots)
+            return self._stagings[roots]
