@@ -312,7 +312,7 @@ class _Gcp:
 
     - preempted: TRUE; the machine is stopped 30 s later (Compute Engine, "Create and use Spot VMs").
     - maintenance-event: TERMINATE_ON_HOST_MAINTENANCE 60 s ahead, or an hour with GPUs ("Handle GPU host
-      maintenance events"). The value does not tell these two apart, so 60 s from its first sight are assumed.
+      maintenance events"). The value is the same for both, so 60 s from its first sight are assumed.
       MIGRATE_ON_HOST_MAINTENANCE moves the machine and loses nothing. Only clients that have queried since
       the last event are warned ("Query metadata server for maintenance event notices").
     """

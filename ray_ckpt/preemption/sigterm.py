@@ -19,7 +19,7 @@ from ray_ckpt.preemption.notice import Notice, left_s
 
 log = logging.getLogger("ray_ckpt")
 
-GRACE_S = 25.0  # Kubernetes kills 30 s after SIGTERM, unless the pod says otherwise
+GRACE_S = 25.0  # Kubernetes kills 30 s after SIGTERM, unless the pod sets another time
 MAIN_THREAD_S = 1.0  # for the main thread to end the process; then another thread ends it
 
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers

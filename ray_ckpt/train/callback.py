@@ -1,9 +1,9 @@
 """CheckpointCallback: one object for the driver, the controller and the workers of Ray Train.
 
 Hooks of the controller run on its event loop, and an exception in one ends the run (Ray 2.60,
-`train/v2/_internal/callback_manager.py`). So errors that a person must mend before time is lost (a wrong
-path, a full disk, nothing intact to restore) are raised; what a new try may mend, and whatever nobody
-expected, goes to the workers, where it counts as their failure and is retried; all others are logged.
+`train/v2/_internal/callback_manager.py`). So a hook raises only errors that a person must fix before time is
+lost (a wrong path, a full disk, nothing intact to restore). An error that a retry may fix, or that is
+unexpected, goes to the workers, where it counts as their failure and is retried. All others are logged.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from ray_ckpt.trainer.probe import ProbeSpec, ResumeProbe
 
 log = logging.getLogger("ray_ckpt")
 
-OPTIONS_ENV = "RAY_CKPT_OPTIONS"  # a JSON object: defaults of every CheckpointCallback that the driver makes
+OPTIONS_ENV = "RAY_CKPT_OPTIONS"  # a JSON object: default options of each CheckpointCallback of the driver
 
 
 class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback):  # type: ignore[misc]
     """Protects a Ray Train run: `RunConfig(callbacks=[CheckpointCallback(replicas=1, keep_last=3)])`.
 
-    Options are those of `ray_ckpt.config.RunOptions`. ConfigError on an unknown or impossible one.
+    Options are those of `ray_ckpt.config.RunOptions`. Raises ConfigError for an unknown or impossible one.
     Checkpoints go below the storage path of the RunConfig, or below `storage_path` if that is given.
 
-    Without a change to the driver, by its environment:
+    To use it without a change to the driver, set its environment:
 
         RAY_TRAIN_CALLBACKS=ray_ckpt.train.CheckpointCallback
         RAY_CKPT_OPTIONS='{"replicas": 1, "keep_last": 3}'
 
-    The second names defaults for every callback, `storage_path` included. Of several in one trainer one does
-    the work: those of the RunConfig come before that of the environment, those with arguments before those
-    without, later before earlier ones.
+    The second sets defaults for every callback, `storage_path` included. If a trainer has several callbacks,
+    one of them does the work: those of the RunConfig come before that of the environment, those with
+    arguments before those without, later before earlier ones.
 
     `probe` is for `check_resume`.
     """
@@ -77,9 +77,9 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             raise
         self._storage_path = default_path if storage_path is None else storage_path
         self._probe = probe
-        self._uid = uuid.uuid4().hex  # Ray copies callbacks, also those of one trainer apart from each other
+        self._uid = uuid.uuid4().hex  # Ray copies callbacks, each of a trainer by itself
         self._has_arguments = storage_path is not None or probe is not None or bool(options)
-        # From here on: what hooks of the controller find out. It travels to the workers.
+        # Set by hooks of the controller; it travels to the workers:
         self._is_passive = False
         self._run: tuple[str, str] | None = None  # name, storage path
         self._owner = ""
@@ -95,7 +95,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
     # -- in the controller -----------------------------------------------------------------------------
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Open the run: log, agents, paths. Raised errors end the run before any worker starts."""
+        """Open the run: log, agents, paths. An error that is raised ends the run before any worker starts."""
         with _guarded("the run could not be opened", self._note_problem, may_end_run=True):
             config = train_run_context.run_config
             self._is_passive = self._gives_way(config.callbacks or ())
@@ -111,14 +111,14 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             self._open()
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """The group exists: choose its checkpoint, log its session; this object carries it to workers.
+        """Open the group: choose its checkpoint and log its session; this object carries them to workers.
 
-        A node that died just now or a store that is slow counts as the workers' failure and is retried. That
-        the run belongs to another launcher by now ends it: two of them that both retried would take it from
-        each other forever. Blocks the controller, as Ray calls it so; each wait in it has a limit.
+        A node that has just died, or a slow store, counts as the workers' failure and is retried. If another
+        launcher has taken the run over, the run ends: two launchers that both retried would take it from each
+        other forever. Blocks the controller, as Ray calls it there; each wait has a limit.
         """
         self._joined = None
-        if self._run is None:  # passive, or `_problem` says why
+        if self._run is None:  # passive, or the reason is in `_problem`
             return {}
         self._problem = None
         with _guarded("the group cannot start", self._note_problem, may_end_run=True):
@@ -130,8 +130,8 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
                     hint="Train without torchft: a group of workers restores and saves as a whole.",
                 )
             self._joined = open_group(spec, [w.metadata.node_id for w in ranks], owner=self._owner)
-            # What `resume` asks of this run's own checkpoints holds for the first group; after it the run
-            # goes on from its newest.
+            # `resume` chooses among this run's own checkpoints for the first group only; later groups
+            # continue from the newest.
             if not is_uri(spec.options.resume):
                 self._spec = replace(spec, options=replace(spec.options, resume="auto"))
         return {}
@@ -140,7 +140,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         self._has_failed = self._has_failed or has_failed(current_state)
 
     async def before_controller_shutdown(self) -> None:
-        """The run is over, or given up: its last checkpoint goes to the storage path."""
+        """Bring the last checkpoint to the storage path: the run is over, or given up."""
         if self._spec is None or self._joined is None:
             return
         with _guarded("the last checkpoint is not on the storage path"):
@@ -149,7 +149,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
                 log.info("step %d is on the storage path", newest.step)
 
     def _open(self) -> RunSpec:
-        """Open the run, unless that has been done."""
+        """Open the run if it is not open."""
         assert self._run is not None
         if self._spec is None:
             name, path = self._run
@@ -158,9 +158,9 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         return self._spec
 
     def _gives_way(self, of_run_config: Sequence[object]) -> bool:
-        """Whether another callback of this trainer does the work."""
+        """Return True if another callback of this trainer does the work."""
         ours = [each for each in of_run_config if isinstance(each, CheckpointCallback)]
-        if not ours:  # then this is the environment's
+        if not ours:  # then this callback comes from the environment
             return False
         chosen = max(reversed(ours), key=lambda each: each._has_arguments)
         return chosen._uid != self._uid
@@ -171,7 +171,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
     # -- in the workers --------------------------------------------------------------------------------
 
     def after_init_train_context(self) -> None:
-        """Give this worker's Checkpointers their connection, or the reason why there is none."""
+        """Set the connection of this worker's Checkpointers, or the reason why there is none."""
         if self._is_passive:
             return
         with _guarded("this worker has no checkpoints", _set_problem):
@@ -207,7 +207,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
 def _guarded(
     what: str, keep: Callable[[CheckpointError], None] | None = None, *, may_end_run: bool = False
 ) -> Iterator[None]:
-    """Log every error as `what`, and hand it to `keep`; with `may_end_run` raise what a person must mend."""
+    """Log errors as `what` and pass them to `keep`; with `may_end_run` raise those that a person must fix."""
     try:
         yield
     except Exception as error:
@@ -231,7 +231,7 @@ def _set_problem(problem: CheckpointError) -> None:
 
 
 def _defaults() -> dict[str, Any]:
-    """Keywords for a CheckpointCallback, by the environment. ConfigError if they are no JSON object."""
+    """Read options from the environment. Raises ConfigError unless they are a JSON object."""
     text = os.environ.get(OPTIONS_ENV)
     if not text:
         return {}
@@ -239,19 +239,19 @@ def _defaults() -> dict[str, Any]:
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{OPTIONS_ENV} is no JSON: {error}", hint=hint, option=OPTIONS_ENV) from None
+        raise ConfigError(f"{OPTIONS_ENV} is not JSON: {error}", hint=hint, option=OPTIONS_ENV) from None
     if not isinstance(options, dict) or not isinstance(options.get("storage_path", ""), str):
-        raise ConfigError(f"{OPTIONS_ENV} is no object of options.", hint=hint, option=OPTIONS_ENV)
+        raise ConfigError(f"{OPTIONS_ENV} is not an object of options.", hint=hint, option=OPTIONS_ENV)
     return {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
 
 
 def check_storage_path(
     storage_path: str, name: str, storage_options: Mapping[str, str] | None = None
 ) -> None:
-    """ConfigError unless this machine can write the run's folder and keep a commit log in it.
+    """Raise ConfigError unless this machine can write the run's folder and keep a commit log in it.
 
-    The callback checks that too, on every node; but Ray Train touches the path before any callback, and ends
-    with a trace of its own if it cannot be written. Call this first for an error that says what to do.
+    The callback checks the same on every node; but Ray Train touches the path before any callback, and ends
+    with its own traceback if it cannot be written. Call this first for an error with a hint.
     """
     RemoteRef(
         storage_path=storage_path, run_name=name, options=tuple(sorted((storage_options or {}).items()))

@@ -1,7 +1,7 @@
-"""check_resume: run a training loop, resume it, and compare the two bit for bit.
+"""Run a training loop, resume it, and compare the two bit for bit.
 
-Only what is registered is compared. State that nothing registered depends on, such as an EMA that was
-forgotten, is not seen: what `ckpt.steps` warns of is in the result.
+Only registered items are compared. A difference in state that no registered item depends on, such as an EMA
+that was forgotten, is not found: the warnings of `ckpt.steps` are part of the result.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_ckpt.errors import ConfigError, ResumeError
 from ray_ckpt.location import Location
 from ray_ckpt.train.callback import CheckpointCallback
-from ray_ckpt.trainer.probe import Difference, ProbePart, ProbeSpec, compare, read_traces, settle
+from ray_ckpt.trainer.probe import (
+    Difference,
+    ProbePart,
+    ProbeSpec,
+    compare,
+    read_traces,
+    resolve_chance,
+)
 
-MAX_BLOCK_S = 60.0  # that a save of the first run waits for the one before it, for none may be skipped
+MAX_BLOCK_S = 60.0  # that a save of the first run waits for the one before it, as no save may be skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeCheck:
-    """How a resumed run compares with the run that it resumes; false if they differ."""
+    """The comparison of a resumed run with the run that it resumes; false if they differ."""
 
     name: str
     """The run, below the storage path. Its checkpoints stay there, and the digests, in `folder`."""
@@ -35,29 +42,29 @@ class ResumeCheck:
     steps: int
     num_ranks: int
     num_states: int
-    """That were compared on each rank: at the checkpoint, before the next step, and after each step."""
+    """Compared on each rank: at the checkpoint, before the next step, and after each step."""
     num_values: int
     """Tensors and other values in the last state of rank 0."""
     seconds: Mapping[ProbePart, float]
-    """How long each run took; with a third one if chance had to be told from a missing item."""
+    """Duration of each run; there is a third one if chance or a missing item could be the cause."""
     difference: Difference | None
     warnings: tuple[str, ...] = ()
-    """Of the start: objects that are not registered, so not compared, and loaders iterated too early."""
+    """Logged at the start: objects that are not registered, so not compared; loaders iterated too early."""
 
     def __bool__(self) -> bool:
         return self.difference is None
 
     def __str__(self) -> str:
-        told = "; ".join(self.warnings)
+        warnings = "; ".join(self.warnings)
         if self.difference is not None:
-            causes = f" Warnings of its start, which may be the cause: {told}." if told else ""
+            causes = f" Warnings of its start, which may be the cause: {warnings}." if warnings else ""
             return f"The resumed run is not the run that it resumes. {self.difference}{causes}"
         what = f"{self.num_values:,} tensors and values in {self.num_states} states of {self.num_ranks} ranks"
         text = f"The resumed run is the same bit for bit: {what}, steps {self.at} to {self.at + self.steps}."
-        return f"{text} Not compared, for it is not registered: {told}." if told else text
+        return f"{text} Not compared, for it is not registered: {warnings}." if warnings else text
 
     def raise_for_difference(self) -> None:
-        """ResumeError with what differs first and the likely cause, if anything does."""
+        """Raise ResumeError with the first difference and its likely cause, if there is one."""
         if self.difference is not None:
             raise ResumeError(
                 str(self),
@@ -86,11 +93,11 @@ def check_resume(
     (`ckpt.steps` ends after them). Each run is a group of workers of its own, so this takes the start of a
     trainer two or three times, a hash over all state after each step, and disk for the checkpoints.
     `storage_path` is a folder that all nodes share; without one Ray Train's own default. `options` are those
-    of CheckpointCallback but for `resume` and `keep_last`; unless they say otherwise there is no save but
-    those of step `at` and at the end.
+    of CheckpointCallback except `resume` and `keep_last`; by default the only saves are those of step `at`
+    and at the end.
 
-    Raises ConfigError for what cannot be compared, and what TorchTrainer.fit raises, where a ConfigError of a
-    rank is wrapped. A difference is not raised: see `raise_for_difference`.
+    Raises ConfigError for runs that cannot be compared, and the errors of TorchTrainer.fit, where a
+    ConfigError of a rank is wrapped. A difference is not raised: see `raise_for_difference`.
     """
     path = Location.parse(storage_path or ray.train.RunConfig().storage_path)
     _check(path, scaling_config, options)
@@ -121,34 +128,41 @@ def check_resume(
         ).fit()
         seconds[part] = time.monotonic() - started_s
 
-    run("first")
-    run("second")
-    first = read_traces(folder, "first")
-    difference = compare(first, read_traces(folder, "second"))
-    if difference is not None and difference.may_be_chance:
-        run("third")
-        again = compare(read_traces(folder, "second"), read_traces(folder, "third"))
-        difference = settle(difference, again)
-    sizes = [len(noted.state) for noted in read_traces(folder, "first")[0].states]
+    difference = _compare_runs(folder, run)
+    traces = read_traces(folder, "first")
+    sizes = [len(noted.state) for noted in traces[0].states]
     return ResumeCheck(
         name=name,
         folder=folder,
         at=at,
         steps=steps,
-        num_ranks=len(first),
+        num_ranks=len(traces),
         num_states=len(sizes),
         num_values=sizes[-1],
         seconds=seconds,
         difference=difference,
-        warnings=first[0].warnings,
+        warnings=traces[0].warnings,
     )
+
+
+def _compare_runs(folder: Path, run: Callable[[ProbePart], None]) -> Difference | None:
+    """Run twice and compare; run a third time if the cause may be chance or a missing item."""
+    run("first")
+    run("second")
+    difference = compare(read_traces(folder, "first"), read_traces(folder, "second"))
+    if difference is not None and difference.may_be_chance:
+        run("third")
+        again = compare(read_traces(folder, "second"), read_traces(folder, "third"))
+        difference = resolve_chance(difference, again)
+    return difference
 
 
 def _check(path: Location, scaling_config: ray.train.ScalingConfig, options: Mapping[str, Any]) -> None:
     if not path.is_posix:
         raise ConfigError(
-            f"{path} is no folder.",
-            hint="Compare on a folder that all nodes share; where checkpoints go makes no difference to it.",
+            f"{path} is not a folder.",
+            hint="Compare on a folder that all nodes share; the result does not depend on where "
+            "checkpoints are stored.",
         )
     if not isinstance(scaling_config.num_workers, int):
         raise ConfigError(

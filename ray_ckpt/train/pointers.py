@@ -1,8 +1,8 @@
-"""Pointers: what Ray Train keeps in place of a checkpoint of ours, and how to open one.
+"""Pointers, which Ray Train keeps in place of our checkpoints, and how to open one.
 
 A pointer is a small directory with `pointer.json` in the folder that Ray Train has for the run. Ray counts,
-scores and deletes pointers; which bytes stay is decided by our retention alone. So a pointer may outlive what
-it points to, and opening it then says what is left.
+scores and deletes pointers; only our retention decides which bytes stay. So a pointer may outlive its
+checkpoint; the error of opening it then lists the steps that are left.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ log = logging.getLogger("ray_ckpt")
 
 POINTER_FILE = "pointer.json"
 VERSION = 2  # 1 had the run as a path without a scheme
-MAX_POINTER_BYTES = 64 << 10  # it has some hundred
+MAX_POINTER_BYTES = 64 << 10  # a pointer has some hundred
 _WHAT = "The pointer"
 _FIELDS = frozenset(("ray_ckpt", "run", "storage_options", "run_uid", "step", "session", "attempt"))
-LOOK_S = 1.0  # between two looks at the log while a checkpoint is awaited
+CHECK_S = 1.0  # between two readings of the log while a checkpoint is awaited
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}  # of version 1, by the kind of its file system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointer:
-    """Which checkpoint, and where its run lies."""
+    """A checkpoint and the location of its run."""
 
     attempt: AttemptId
     run: str
@@ -48,13 +48,13 @@ class Pointer:
 
     @property
     def directory(self) -> str:
-        """The name of the pointer's directory; no other one has it."""
+        """The unique name of the pointer's directory."""
         return f"ray_ckpt_{self.attempt.directory}"
 
     def encode(self) -> bytes:
-        """`pointer.json`. Of storage options only those of buckets, which are known to be no secret."""
+        """Return `pointer.json`. It has storage options only of buckets, which are no secret."""
         is_bucket = Location.parse(self.run).scheme in BUCKETS
-        told = {
+        document = {
             "ray_ckpt": VERSION,
             "run": self.run,
             "storage_options": dict(self.storage_options) if is_bucket else {},
@@ -63,33 +63,33 @@ class Pointer:
             "session": self.attempt.session,
             "attempt": self.attempt.attempt,
         }
-        return jsontext.dumps_sealed(told, what=_WHAT, max_bytes=MAX_POINTER_BYTES, indent=1)
+        return jsontext.dumps_sealed(document, what=_WHAT, max_bytes=MAX_POINTER_BYTES, indent=1)
 
     @classmethod
     def decode(cls, data: bytes, file_system: str = "local") -> Pointer:
-        """ValueError, NewerFormat. `file_system` is pyarrow's name of its file system's kind."""
-        told = jsontext.loads(data, what=_WHAT, max_bytes=MAX_POINTER_BYTES, final_newline=False)
-        version = told.get("ray_ckpt") if isinstance(told, dict) else None
+        """Read `pointer.json`. Raises ValueError, NewerFormat. `file_system` is pyarrow's name of a kind."""
+        document = jsontext.loads(data, what=_WHAT, max_bytes=MAX_POINTER_BYTES, final_newline=False)
+        version = document.get("ray_ckpt") if isinstance(document, dict) else None
         if type(version) is not int or version < 1:
             raise ValueError("it has no version")
         if version > VERSION:
             found = f"it is of version {version}, and this one reads up to {VERSION}"
             raise jsontext.newer("A pointer", found)
-        told = jsontext.loads_if_sealed(
+        document = jsontext.loads_if_sealed(
             data, what=_WHAT, max_bytes=MAX_POINTER_BYTES, known=_FIELDS, indent=1, final_newline=False
         )
-        run, options = _need(told, "run", str), told.get("storage_options", {})
-        if told["ray_ckpt"] == 1:
+        run, options = _need(document, "run", str), document.get("storage_options", {})
+        if document["ray_ckpt"] == 1:
             if file_system not in _SCHEMES:
-                raise ValueError(f"it does not say where {run} lies")
+                raise ValueError(f"it does not name the file system of {run}")
             run = _SCHEMES[file_system] + run
         if not isinstance(options, dict) or not all(isinstance(value, str) for value in options.values()):
-            raise ValueError("its storage_options are no texts")
+            raise ValueError("its storage_options are not strings")
         attempt = AttemptId(
-            run_uid=_need(told, "run_uid", str),
-            session=_need(told, "session", int),
-            step=_need(told, "step", int),
-            attempt=_need(told, "attempt", str),
+            run_uid=_need(document, "run_uid", str),
+            session=_need(document, "session", int),
+            step=_need(document, "step", int),
+            attempt=_need(document, "attempt", str),
         )
         return cls(attempt=attempt, run=run, storage_options=options)
 
@@ -100,16 +100,16 @@ def open_checkpoint(
     *,
     wait_s: float = 0.0,
 ) -> OpenedCheckpoint:
-    """The checkpoint that a pointer of Ray Train's stands for, to load from; needs no cluster.
+    """Open the checkpoint that a pointer of Ray Train's stands for, to load from; needs no cluster.
 
-    `checkpoint` is `Result.checkpoint`, one of `Result.best_checkpoints`, what `ray.train.get_checkpoint()`
-    gives, or what a validation function is called with. `storage_options` in place of those of the run. It
-    must be durable; `wait_s` is how long to wait for that, in seconds, and in the cluster that has it the
-    service is asked to bring it there.
+    `checkpoint` is `Result.checkpoint`, one of `Result.best_checkpoints`, the result of
+    `ray.train.get_checkpoint()`, or the argument of a validation function. `storage_options` replaces those
+    of the run. The checkpoint must be durable; `wait_s` is how long to wait for that, in seconds. In the
+    cluster that has the checkpoint, the service is requested to bring it to the storage path.
 
-    Ray's `num_to_keep` keeps pointers, and our retention keeps checkpoints: for all that a trainer may want
-    back when the cluster is gone set `remote_every=1`, and `keep_last` or `keep_best` to at least as many as
-    Ray keeps.
+    Ray's `num_to_keep` keeps pointers, and our retention keeps checkpoints: so that every checkpoint that Ray
+    keeps can be opened after the cluster is gone, set `remote_every=1`, and `keep_last` or `keep_best` to at
+    least as many as Ray keeps.
 
         def validate(checkpoint):  # a task of its own, beside the training
             model = GPT()
@@ -123,8 +123,9 @@ def open_checkpoint(
             ...
         )
 
-    ConfigError: this is no pointer of ours, or its checkpoint is retired, lost, or not durable (which steps
-    are, is said). NewerFormat: a newer ray_ckpt wrote the pointer. Otherwise as `Catalog`.
+    Raises ConfigError if this is not a pointer of ours, or its checkpoint is retired, lost, or not durable
+    (the message lists durable steps); NewerFormat if a newer ray_ckpt wrote the pointer; otherwise as
+    `Catalog`.
     """
     pointer = _read_pointer(checkpoint)
     catalog = Catalog(pointer.run, pointer.storage_options if storage_options is None else storage_options)
@@ -135,27 +136,30 @@ def open_checkpoint(
             path=checkpoint.path,
         )
     if wait_s > 0 and _is_to_come(catalog, pointer.attempt):
-        _have_drained(pointer)
+        _request_drain(pointer)
     deadline_s = time.monotonic() + wait_s
     while _is_to_come(catalog, pointer.attempt) and (left_s := deadline_s - time.monotonic()) > 0:
-        time.sleep(min(LOOK_S, left_s))
+        time.sleep(min(CHECK_S, left_s))
         catalog.refresh()
     return OpenedRun(catalog).at(pointer.attempt)
 
 
-def _have_drained(pointer: Pointer) -> None:
-    """Have the service of this cluster do it, if there is one: what is not due stays on the nodes."""
+def _request_drain(pointer: Pointer) -> None:
+    """Request the drain from the service of this cluster, if there is one; else it may never be due."""
     if not ray.is_initialized():
         return
     try:
         service = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
         get_result(service.drain.remote(pointer.run, pointer.attempt.attempt), CALL_S)
-    except (ValueError, CheckpointError) as error:  # no service, not its run, or it is retired: the log tells
+    except (
+        ValueError,
+        CheckpointError,
+    ) as error:  # no service, another run, or it is retired
         log.info("step %d is not brought to the storage path for this: %s", pointer.attempt.step, error)
 
 
 def _is_to_come(catalog: Catalog, attempt: AttemptId) -> bool:
-    """Whether it lives and is not on the storage path yet."""
+    """Return True if the attempt is live and not on the storage path yet."""
     return any(c.id.attempt == attempt.attempt and c.level < Level.DURABLE for c in catalog.checkpoints)
 
 
@@ -163,7 +167,7 @@ def _read_pointer(checkpoint: ray.train.Checkpoint) -> Pointer:
     path = f"{checkpoint.path}/{POINTER_FILE}"
     try:
         if checkpoint.filesystem.get_file_info(path).type not in (FileType.File, FileType.NotFound):
-            raise ValueError(f"{POINTER_FILE} is no file")  # a named pipe would never answer
+            raise ValueError(f"{POINTER_FILE} is not a file")  # reading a named pipe would block
         with checkpoint.filesystem.open_input_stream(path) as stream:
             data = stream.read(MAX_POINTER_BYTES)
         return Pointer.decode(data, checkpoint.filesystem.type_name)
@@ -171,15 +175,15 @@ def _read_pointer(checkpoint: ray.train.Checkpoint) -> Pointer:
         raise error.at(path) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{checkpoint.path} is no pointer of ray_ckpt: {error}",
-            hint="Give a checkpoint that Ray Train has from a run with CheckpointCallback; others are opened "
-            "as those who made them say, and a run of ray_ckpt by its path with ray_ckpt.open.",
+            f"{checkpoint.path} is not a pointer of ray_ckpt: {error}",
+            hint="Give a checkpoint that Ray Train has from a run with CheckpointCallback; open others "
+            "with the library that wrote them, and a run of ray_ckpt by its path with ray_ckpt.open.",
             path=checkpoint.path,
         ) from None
 
 
-def _need(told: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = told.get(name)
+def _need(document: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = document.get(name)
     if type(value) is not kind:
-        raise ValueError(f"its {name} is no {kind.__name__}")
+        raise ValueError(f"its {name} is not of type {kind.__name__}")
     return value

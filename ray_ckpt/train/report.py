@@ -1,8 +1,8 @@
-"""What Ray Train is told of our checkpoints, so that `Result.checkpoint` and its resume see them.
+"""Report checkpoints to Ray Train, so that `Result.checkpoint` and its resume see them.
 
-It gets a pointer (`pointers.py`); our catalog leads, Ray's is a hint. `ray.train.report` is a barrier that
-takes up to two seconds, so it is called about once a minute. All ranks must agree on when: at a step that
-rank 0 named at the last report, in that same barrier. Not at a save: ranks may miss an agreed one.
+Ray Train gets a pointer (`pointers.py`); our catalog leads, Ray's is a hint. `ray.train.report` is a barrier
+that takes up to two seconds, so it is called about once a minute, at a step on which all ranks agree: rank 0
+names it in the barrier of the last report. The step is not that of a save, for ranks may miss an agreed save.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ray_ckpt.types import AttemptId
 log = logging.getLogger("ray_ckpt")
 
 REPORT_EVERY_S = 60.0
-FIRST_STEPS = 10  # from the first report, which nothing has been measured before, to the second
+FIRST_STEPS = 10  # from the first report, before which no pace is known, to the second
 WRITE_TIMEOUT_S = 30.0  # a store that takes longer gets no pointer this time
 
 
 class PointerReporter:
     """Reports committed checkpoints to Ray Train from the training thread of every rank.
 
-    With `validates` each of them goes to the validation function of the trainer.
+    With `validates` each checkpoint is passed to the validation function of the trainer.
     """
 
     def __init__(self, spec: RunSpec, *, validates: bool = False) -> None:
         self._spec = spec
         self._validates = validates
-        self._last: tuple[float, int] | None = None  # when the last report was (monotonic), and its step
+        self._last: tuple[float, int] | None = None  # time of the last report (monotonic), and its step
         self._reported: AttemptId | None = None
 
     def report(self, newest: tuple[AttemptId, Mapping[str, float]] | None, step: int) -> int:
-        """See `link.Reporter`. A barrier of all ranks."""
+        """Report as `link.Reporter` defines it. A barrier of all ranks."""
         fresh = None
         if (
             ray.train.get_context().get_world_rank() == 0
@@ -63,10 +63,10 @@ class PointerReporter:
         )
 
     def _write_pointer(self, attempt: AttemptId) -> bool:
-        """Written before the barrier and within a bound: an error inside `report` would end the run.
+        """Write the pointer before the barrier, in bounded time: an error inside `report` would end the run.
 
-        False if it could not be written, and if it was there: a restored checkpoint that Ray Train knows is
-        not to be reported twice, for Ray deletes by number and a directory that is gone ends the run.
+        Return False if it could not be written, or if it exists: a restored checkpoint that Ray Train knows
+        must not be reported twice, for Ray deletes by number, and a missing directory ends the run.
         """
         pointer, storage = self._pointer(attempt), ray.train.get_context().get_storage()
         future: Future[bool] = Future()
@@ -86,7 +86,7 @@ class PointerReporter:
             return False
 
     def _steps_per_report(self, step: int) -> int:
-        """How many steps take about REPORT_EVERY_S at the pace since the last report."""
+        """Return how many steps take about REPORT_EVERY_S, at the pace since the last report."""
         last, self._last = self._last, (time.monotonic(), step)
         if last is None:
             return FIRST_STEPS
@@ -113,7 +113,7 @@ class PointerReporter:
 
 
 def _write(storage: Any, pointer: Pointer) -> bool:
-    """False if it is there already."""
+    """Write the pointer; return False if it exists already."""
     files = storage.storage_filesystem
     folder = storage.build_checkpoint_path_from_name(pointer.directory)
     path = f"{folder}/{POINTER_FILE}"
@@ -126,7 +126,7 @@ def _write(storage: Any, pointer: Pointer) -> bool:
 
 
 def _use_pointer(checkpoint: Any, checkpoint_dir_name: str) -> Any:
-    """Instead of an upload: the pointer is there already."""
+    """Return the pointer that is there already, instead of an upload."""
     storage = ray.train.get_context().get_storage()
     path = storage.build_checkpoint_path_from_name(checkpoint_dir_name)
     return ray.train.Checkpoint(path, filesystem=storage.storage_filesystem)

@@ -161,14 +161,15 @@ class Checkpointer:
         restored = restoring.run(ticket)
         self._session, self._epoch = restored.session, restored.epoch
         info = restored.info
-        self._observer.restored(items.items, restored.checkpoint, warnings)
+        checkpoint = restored.checkpoint
+        self._observer.restored(items.items, checkpoint.step if checkpoint else None, warnings)
         self._postponing = Postponing(items.window, partial_grads=options.partial_grads)
         self._saver = Saver(link, restored.session, items.optimizers, on_wait=self._outcomes.count_wait)
         self._saver.prepare(items.predicted_layout(items.walk()))
         self._rng = items.items["rng"].tree() if info else None
         self._saved_step = info.step if info else 0
         self._count.restore(self._saved_step)
-        self._outcomes.begin(restored.session, restored.checkpoint)
+        self._outcomes.begin(restored.session, checkpoint)
         self._reports.begin(restored.session, self._saved_step)
         self._watch = ProgressThread(link, restored.session, self._progress, self._signals)
         return info

@@ -15,7 +15,6 @@ from ray_ckpt.errors import CheckpointError
 from ray_ckpt.trainer.link import Link, Reporter, SignalLink
 from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.waiting import WaitingLog
-from ray_ckpt.types import CheckpointInfo
 
 if TYPE_CHECKING:
     from ray_ckpt.capture.items import Item
@@ -28,7 +27,7 @@ REFRESH_S = 5.0  # between requests for the agent's signal page (a new agent has
 
 
 class StepObserver:
-    """Is called by a Checkpointer at its restore and around each step. This one does nothing."""
+    """Called by a Checkpointer at its restore and around each step. This base class does nothing."""
 
     def total(self, total: int) -> int:
         """Return the number of steps to run for a loop that requests `total`."""
@@ -38,16 +37,14 @@ class StepObserver:
         """Return True if a save is needed after `step`."""
         return False
 
-    def restored(
-        self, items: Mapping[str, Item], info: CheckpointInfo | None, warnings: Sequence[str] = ()
-    ) -> None:
-        """The state of the checkpoint, if there is one, is in place."""
+    def restored(self, items: Mapping[str, Item], step: int | None, warnings: Sequence[str] = ()) -> None:
+        """Called when this run's checkpoint of `step` is in place; None: the run has none."""
 
     def begun(self, step: int, items: Mapping[str, Item]) -> None:
-        """The loop's body is about to do `step`."""
+        """Called before the loop's body does `step`."""
 
     def ended(self, step: int, items: Mapping[str, Item]) -> None:
-        """`step` is complete and has been saved if that was due."""
+        """Called when `step` is complete and has been saved if that was due."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a rank takes from a checkpoint to go on from it, or to begin with it."""
+"""Read from a checkpoint what a rank continues from, or begins with."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ItemReader:
     items: Mapping[str, Item]
 
     def read_all(self, ticket: RestoreTicket) -> tuple[RankRestore, Load]:
-        """Read every item's state; the report says what no source could give, and then there is no `Load`."""
+        """Read every item's state. If the report has damage, `Load` does nothing."""
         return self._read(ticket, self._all_items)
 
     def read_named(self, ticket: RestoreTicket, names: Sequence[str]) -> tuple[RankRestore, Load]:
-        """Read the named items alone. ConfigError if one is not there, here or in the checkpoint."""
+        """Read only the named items. Raises ConfigError if one is missing, here or in the checkpoint."""
         return self._read(ticket, partial(self._named_items, names))
 
     def _read(self, ticket: RestoreTicket, choose: _Choose) -> tuple[RankRestore, Load]:
@@ -82,11 +82,11 @@ class ItemReader:
         return anew
 
     def _all_items(self, states: _States) -> tuple[Mapping[str, Item], dict[str, Any]] | None:
-        """What this rank saved, or the first of its part if there was no such rank; None if it is gone."""
+        """Return the state of this rank, or if it is new of the first in its part; None if unreadable."""
         state = self._own_state(states)
         if state is None or _has_gradients(state):
             return None if state is None else (self.items, state)
-        state["items"].pop("gradients", None)  # of no window: with or without `partial_grads`, it fits
+        state["items"].pop("gradients", None)  # empty outside a window: fits with and without `partial_grads`
         return {name: item for name, item in self.items.items() if name != "gradients"}, state
 
     def _own_state(self, states: _States) -> dict[str, Any] | None:
@@ -110,7 +110,7 @@ class ItemReader:
     def _named_items(
         self, names: Sequence[str], states: _States
     ) -> tuple[Mapping[str, Item], dict[str, Any]] | None:
-        """As the same rank saved them, or the first of whatever part has them."""
+        """Return items as the same rank saved them, or else the first rank of the part that has them."""
         own = states.of(self.link.identity.rank if self.link.identity.rank < states.world_size else 0)
         if own is None:
             return None
@@ -138,7 +138,7 @@ class _States:
     world_size: int
 
     def of(self, rank: int) -> dict[str, Any] | None:
-        """What that rank saved besides tensors; None if no source has it intact."""
+        """Return the state file of that rank, decoded; None if no source has it intact."""
         wanted = state_file(rank, self.world_size)
         data = next((self.reader.read_bytes(row) for row in self.rows if row.file == wanted), None)
         try:
@@ -151,12 +151,12 @@ _Choose: TypeAlias = Callable[[_States], tuple[Mapping[str, Item], dict[str, Any
 
 
 def _parts(state: Mapping[str, Any]) -> tuple[GroupPart, ...]:
-    """Of the group that saved it; none if it was one."""
+    """Return the parts of the group that saved it; () for a group without parts."""
     return tuple(GroupPart(**part) for part in state.get("parts", ()))
 
 
 def _has_gradients(state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint was taken in the middle of an accumulation window."""
+    """Return True for a checkpoint from the middle of an accumulation window."""
     saved = state["items"].get("gradients")
     return saved is not None and bool(saved["gradients"])
 
@@ -172,5 +172,5 @@ def _need_all(names: Sequence[str], known: Mapping[str, Any], where: str, option
 
 
 def _nothing() -> Set[str]:
-    """Nothing was read, so nothing is to be put in place."""
+    """Load nothing, as nothing was read."""
     return frozenset()

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -32,34 +32,27 @@ from ray_ckpt.format.short import key_text
 from ray_ckpt.format.tree import TensorRef, encode_tree
 from ray_ckpt.trainer.connection import StepObserver
 
-MAX_STEPS = 1000  # that are compared: a line per step and rank, of about 100 bytes per tensor and value
-MAX_NOTES = 100_000  # lines of one state; what would be more is noted by containers
-MAX_SEQUENCE = 16  # elements that are noted one by one; longer lists, such as python's random state, as one
-MAX_VALUE = 60  # characters of a value that is shown; longer ones are noted by their digest
+MAX_STEPS = 1000  # compared in a run: a line per step and rank, of about 100 bytes per tensor and value
+MAX_NOTES = 100_000  # lines of one state; beyond that a container is noted as a whole
+MAX_SEQUENCE = 16  # elements that are noted one by one; a longer list, such as Python's random state, as one
+MAX_VALUE = 60  # characters of a value that is shown; a longer one is noted by its digest
 RNG = "rng"  # the item that every Checkpointer has
-MAX_NAMES = 20  # that a Difference lists
+MAX_NAMES = 20  # listed in a Difference
 
 ProbePart: TypeAlias = Literal["first", "second", "third"]
 """The run that made the checkpoint, and up to two that restore it."""
 Moment: TypeAlias = Literal["restored", "begin", "end"]
-"""When a state is noted: just restored (in the first run: just saved), before a step, after a step."""
+"""The time of a state: just restored (in the first run: just saved), before a step, after a step."""
 Kind: TypeAlias = Literal["random", "data", "model", "optimizer", "other"]
-"""What an item is, as far as it matters for what explains a difference."""
+"""The kind of an item, as far as it helps to explain a difference."""
 
 _DIGEST = re.compile(r" [0-9a-f]{32}\b")
 _MOMENTS: tuple[Moment, ...] = ("restored", "begin", "end")
 
 
-class Restored(Protocol):
-    """What a probe needs of a `RestoreInfo`."""
-
-    @property
-    def step(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSpec:
-    """What the probes of one run are to do. Steps are completed optimizer steps; `folder` is a path."""
+    """The task of the probes of one run. Steps are completed optimizer steps; `folder` is a path."""
 
     folder: str
     at: int
@@ -78,7 +71,7 @@ class ProbeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """The state of one rank at one moment: what each tensor and value was, by name."""
+    """The state of one rank at one moment: a note for each tensor and value, by name."""
 
     moment: Moment
     step: int
@@ -87,19 +80,19 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one rank noted, in order. `kinds` is by item; an item's name is the first part of a name."""
+    """The notes of one rank, in order. `kinds` is by item; the name of a note begins with its item."""
 
     kinds: Mapping[str, Kind]
     states: Iterable[Noted]
     warnings: tuple[str, ...] = ()
-    """Of the Checkpointer, at the start; rank 0 has them."""
+    """Logged by the Checkpointer at the start; rank 0 has them."""
 
 
 # -- in a rank -------------------------------------------------------------------------------------------
 
 
 class ResumeProbe(StepObserver):
-    """Notes the states of this rank for its Checkpointer, which calls it where the methods say."""
+    """Notes the states of this rank. Its Checkpointer calls it at the restore and around each step."""
 
     def __init__(self, spec: ProbeSpec, rank: int) -> None:
         self._spec = spec
@@ -107,7 +100,7 @@ class ResumeProbe(StepObserver):
         self._file = trace_file(Path(spec.folder), spec.part, rank)
 
     def total(self, total: int) -> int:
-        """How many steps the loop shall run that asked for `total`; ConfigError if it does fewer."""
+        """Return the last step of the comparison. Raises ConfigError if `total` is lower."""
         if total < self._spec.last:
             raise ConfigError(
                 f"The training loop runs {total} steps, and {self._spec.last} are to be compared.",
@@ -116,18 +109,14 @@ class ResumeProbe(StepObserver):
         return self._spec.last
 
     def due(self, step: int) -> bool:
-        """Whether a save is needed after `step`."""
         return self._spec.part == "first" and step == self._spec.at
 
-    def restored(
-        self, items: Mapping[str, Item], info: Restored | None, warnings: Sequence[str] = ()
-    ) -> None:
-        """The restore, if there was one, has been put in place. ConfigError if this is not the run meant."""
+    def restored(self, items: Mapping[str, Item], step: int | None, warnings: Sequence[str] = ()) -> None:
+        """Begin the trace. Raises ConfigError if the run does not begin at the step of the comparison."""
         wanted = None if self._spec.part == "first" else self._spec.at
-        found = None if info is None else info.step
-        if found != wanted:
+        if step != wanted:
             raise ConfigError(
-                f"The {self._spec.part} run begins at step {found or 0} and not at {wanted or 0}.",
+                f"The {self._spec.part} run begins at step {step or 0} and not at {wanted or 0}.",
                 hint="Compare under a run name that has no checkpoints yet.",
             )
         try:
@@ -136,7 +125,7 @@ class ResumeProbe(StepObserver):
                 file.write(json.dumps({"kinds": kinds, "warnings": list(warnings)}) + "\n")
         except FileExistsError as error:
             raise ConfigError(
-                f"{self._file} is there already.",
+                f"{self._file} exists already.",
                 hint="Build one Checkpointer per process, and compare each time under another run name.",
             ) from error
         except OSError as error:
@@ -144,16 +133,14 @@ class ResumeProbe(StepObserver):
                 f"{self._file} cannot be written on this node: {error}",
                 hint="Choose as storage_path a folder that all nodes share.",
             ) from error
-        if info is not None:
-            self._note("restored", info.step, items)
+        if step is not None:
+            self._note("restored", step, items)
 
     def begun(self, step: int, items: Mapping[str, Item]) -> None:
-        """The loop's body is about to do `step`."""
         if step == self._spec.at + 1:
             self._note("begin", step, items)
 
     def ended(self, step: int, items: Mapping[str, Item]) -> None:
-        """The Checkpointer is done with `step`, which is complete and has been saved if that was due."""
         if step == self._spec.at:
             self._note("restored", step, items)
         elif self._spec.at < step <= self._spec.last:
@@ -184,10 +171,10 @@ def kind_of(item: Item) -> Kind:
 
 
 def note_state(items: Mapping[str, Item], rank: int) -> dict[str, str]:
-    """A line for each tensor (the region that this rank holds) and each other value, by dotted name."""
+    """Return a note for each tensor (the region that this rank holds) and other value, by dotted name."""
     ordered = {name: items[name] for name in sorted(items, key=RNG.__ne__)}
-    with torch.random.fork_rng(devices=[]):  # the state of a loader that is not iterated yet takes a number
-        walked = walk(ordered, rank=rank, world_size=rank + 1)  # who else holds a tensor does not matter
+    with torch.random.fork_rng(devices=[]):  # a loader that is not iterated yet draws a number for its state
+        walked = walk(ordered, rank=rank, world_size=rank + 1)  # other holders of a tensor do not matter
     tensors: dict[str, str] = {}
     for live in walked.slices:
         at = f" at {list(live.slice.offset)}" if any(live.slice.offset) else ""
@@ -201,11 +188,11 @@ def note_state(items: Mapping[str, Item], rank: int) -> dict[str, str]:
 
 
 def _with_texts(tree: Any, tensors: Mapping[str, str]) -> Any:
-    """`tree` with refs to what is noted of the tensors, instead of to the tensors."""
+    """Return `tree` with refs to the notes of the tensors instead of the tensors."""
 
     def visit(value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, TensorRef):
-            return TensorRef(tensors.get(value.key, "of which this rank has nothing"))
+            return TensorRef(tensors.get(value.key, "held by other ranks only"))
         return map_leaves(value, visit, path)
 
     return visit(tree, ())
@@ -224,7 +211,7 @@ def _note_values(value: Any, name: str, notes: dict[str, str]) -> None:
 
 
 def _is_split(value: Any) -> bool:
-    """Whether the values in a container get names of their own."""
+    """Return True if each value in a container gets its own name."""
     if not isinstance(value, list | tuple):
         return isinstance(value, dict)
     inner = (TensorRef, dict, list, tuple)
@@ -232,7 +219,7 @@ def _is_split(value: Any) -> bool:
 
 
 def _is_shown(value: Any) -> bool:
-    """Whether a value is noted as it is."""
+    """Return True if a value is noted by its text."""
     if isinstance(value, str):
         return len(value) <= MAX_VALUE
     if isinstance(value, int):
@@ -258,25 +245,25 @@ Cause: TypeAlias = Literal[
 ]
 
 _EXPLANATIONS: Mapping[Cause, str] = {
-    "restored otherwise": "{item} is not restored exactly: what loads its state does not bring back what was "
-    "saved of it.",
-    "changed after the step": "{what} after ckpt.step, when the step was saved already; "
+    "restored otherwise": "{item} is not restored exactly: its load_state_dict does not bring back what was "
+    "saved.",
+    "changed after the step": "{what} after ckpt.step, when the step had been saved; "
     "make ckpt.step the last statement of the loop's body.",
     "changed before the loop": "{what} between ckpt.steps and the first step of the resumed run; "
     "do that before ckpt.steps.",
     "data position": "a live iterator over {item} was made before ckpt.steps, "
     "or its position is not part of its state.",
-    "random numbers": "the step drew another number of random numbers ({streams}), and what decides about "
-    "that is no registered item.",
-    "settings": "{name} is set by something that is no registered item, such as a scheduler.",
+    "random numbers": "the step drew another number of random numbers ({streams}), and no registered item "
+    "decides about that.",
+    "settings": "{name} is set by something that is not a registered item, such as a scheduler.",
     "one item": "only the state of {item} differs, so it depends on something that is not restored with "
     "it, such as a time, an id, or a count that it does not save.",
-    "missing or chance": "something that the step depends on is no registered item (a scheduler, a scaler, "
-    "an EMA, a counter), or the computation is not deterministic (threads, atomics, cudnn).",
-    "missing": "something that the step depends on is no registered item (a scheduler, a scaler, an EMA, a "
-    "counter, a generator of random numbers). It is not chance: two resumed runs agree with each other. With "
-    "DDP on three or more ranks, run one backward before ckpt.steps: it adds up gradients in another order "
-    "after its first.",
+    "missing or chance": "something that the step depends on is not a registered item (a scheduler, a "
+    "scaler, an EMA, a counter), or the computation is not deterministic (threads, atomics, cudnn).",
+    "missing": "something that the step depends on is not a registered item (a scheduler, a scaler, an EMA, "
+    "a counter, a generator of random numbers). It is not chance: two resumed runs agree with each other. "
+    "With DDP on three or more ranks, run one backward before ckpt.steps: it adds up gradients in "
+    "another order after its first.",
     "chance": "the computation is not deterministic (threads, atomics, cudnn), for two resumed runs differ "
     "from each other too. See torch.use_deterministic_algorithms, and fix the number of threads.",
     "ended early": "one of the runs ended before the last step. Does the loop break off?",
@@ -285,26 +272,26 @@ _EXPLANATIONS: Mapping[Cause, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first difference between two runs in the order of execution; of several ranks, the lowest one's."""
+    """The first difference between two runs in the order of execution; among ranks, that of the lowest."""
 
     rank: int
     step: int
     moment: Moment
     names: tuple[str, ...]
-    """What differs, first what explains the rest; at most MAX_NAMES of `count`."""
+    """Names that differ, those first that explain the rest; at most MAX_NAMES of `count`."""
     count: int
     first: str | None
-    """The first of `names` in the first run, None if it is not there; `second` likewise."""
+    """The note of `names[0]` in the first run, None if there is none; `second` likewise."""
     second: str | None
     first_tensor: str | None
     """The first tensor that differs, in the order of registration; None if no tensor does."""
     cause: Cause
     what: str
-    """What the cause is about, in words."""
+    """The cause as a sentence."""
 
     @property
     def may_be_chance(self) -> bool:
-        """Whether only another resumed run tells what it comes from: see `settle`."""
+        """Another resumed run must show the cause, chance or a missing item: see `resolve_chance`."""
         return self.cause == "missing or chance"
 
     def __str__(self) -> str:
@@ -324,25 +311,25 @@ class Difference:
 
 
 def compare(first: Mapping[int, Trace], second: Mapping[int, Trace]) -> Difference | None:
-    """The first difference between what the ranks noted in two runs; None if they are equal bit for bit.
+    """Return the first difference between the traces of two runs; None if they are equal bit for bit.
 
-    Both are by rank; ConfigError if they are not of the same ranks. Reads each trace up to its first
+    Both are by rank; raises ConfigError if they have other ranks. Reads each trace up to its first
     difference, a line at a time.
     """
     if first.keys() != second.keys():
         raise ConfigError(
-            f"The runs have other ranks: {sorted(first)} and {sorted(second)}.",
+            f"The runs have different ranks: {sorted(first)} and {sorted(second)}.",
             hint="Compare runs of one fixed number of workers.",
         )
     found = [d for rank in first if (d := _compare_rank(rank, first[rank], second[rank])) is not None]
     return min(found, key=lambda d: (d.step, _MOMENTS.index(d.moment), d.rank), default=None)
 
 
-def settle(difference: Difference, again: Difference | None) -> Difference:
-    """`difference` with a cause that is told from chance by `again`, that between two resumed runs.
+def resolve_chance(difference: Difference, again: Difference | None) -> Difference:
+    """Return `difference` with its cause decided by `again`, the difference between two resumed runs.
 
-    It is chance if the resumed runs differ from each other no later than the first of them differs from the
-    run that they resume.
+    The cause is chance if the resumed runs differ from each other no later than the first of them differs
+    from the run that they resume.
     """
     if not difference.may_be_chance:
         return difference
@@ -352,7 +339,7 @@ def settle(difference: Difference, again: Difference | None) -> Difference:
 
 
 def read_traces(folder: Path, part: ProbePart) -> dict[int, Trace]:
-    """The traces of one run, by rank; each is read a line at a time as it is compared."""
+    """Return the traces of one run, by rank; a trace is read a line at a time as it is compared."""
     files = {int(file.stem.rpartition("-")[2]): file for file in folder.glob(f"{part}-*.jsonl")}
     return {rank: _read_trace(file) for rank, file in sorted(files.items())}
 
@@ -402,7 +389,7 @@ def _ended_early(rank: int, at: Noted) -> Difference:
 def _explain(
     rank: int, one: Noted, other: Noted, before: tuple[Noted, Noted] | None, kinds: Mapping[str, Kind]
 ) -> Difference:
-    """The difference between two states of the same moment, `before` which the runs were the same."""
+    """Return the difference between two states of one moment; up to `before` the runs were the same."""
     names = [n for n in {**one.state, **other.state} if one.state.get(n) != other.state.get(n)]
     tensor = next((n for n in names if _is_tensor(one.state.get(n)) or _is_tensor(other.state.get(n))), None)
     ranked = sorted(names, key=lambda name: _RANKING.index(_group(name, kinds)))
@@ -417,16 +404,16 @@ def _explain(
         second=other.state.get(ranked[0]),
         first_tensor=tensor,
         cause=cause,
-        what=_say(cause, ranked, kinds),
+        what=_sentence(cause, ranked, kinds),
     )
 
 
 _RANKING = ("data", "random", "settings", "other", "model", "optimizer")
-"""What explains what comes after it: other data or random numbers, other weights, and not the reverse."""
+"""Groups of items, each of which may explain those after it: data explain weights, not the reverse."""
 
 
 def _group(name: str, kinds: Mapping[str, Kind]) -> str:
-    """The kind of the item of a name; settings are the parameter groups of optimizers, such as lr."""
+    """Return the kind of a name's item, or `settings` for parameter groups of optimizers, such as lr."""
     item, _, path = name.partition(".")
     kind = kinds.get(item, "other")
     return "settings" if kind == "optimizer" and path.startswith("param_groups.") else kind
@@ -453,14 +440,14 @@ def _cause(
     return "missing or chance"
 
 
-def _say(cause: Cause, ranked: list[str], kinds: Mapping[str, Kind]) -> str:
+def _sentence(cause: Cause, ranked: list[str], kinds: Mapping[str, Kind]) -> str:
     item, streams = _item(ranked[0]), _streams(ranked, kinds)
     what = f"random numbers were drawn ({streams})" if streams else f"{item} was changed"
     return _EXPLANATIONS[cause].format(item=item, name=ranked[0], streams=streams, what=what)
 
 
 def _streams(names: Iterable[str], kinds: Mapping[str, Kind]) -> str:
-    """Which random numbers: of the item rng, or of a generator that is an item itself."""
+    """List the sources of random numbers: parts of the item rng, and generators that are items."""
     paths = [name.split(".") for name in names if kinds.get(_item(name)) == "random"]
     own = {path[1] for path in paths if path[0] == RNG}
     others = {f"item {path[0]}" for path in paths if path[0] != RNG}
@@ -481,7 +468,7 @@ def _change(first: str | None, second: str | None) -> str:
 
 
 def _shown(note: str | None) -> str:
-    """A note without digests, which tell a person nothing."""
+    """Return a note without digests, which mean nothing to a person."""
     if note is None:
         return "not there"
     return _DIGEST.sub("", note)

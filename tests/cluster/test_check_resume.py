@@ -137,7 +137,7 @@ def test_a_loop_that_is_too_short_is_an_error(cluster: LocalCluster, tmp_path: P
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"storage_path": "s3://bucket/runs"}, "is no folder"),
+        ({"storage_path": "s3://bucket/runs"}, "is not a folder"),
         ({"scaling_config": ray.train.ScalingConfig(num_workers=(1, 2))}, "one number of workers"),
         ({"at": 0}, "cannot be compared"),
         ({"resume": "auto"}, "chooses what is resumed"),

@@ -83,7 +83,7 @@ def test_a_pointer_into_another_life_of_the_run_is_refused(run: SampleRun) -> No
 def test_a_pointer_can_be_waited_for_until_its_checkpoint_is_durable(
     run: SampleRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ray_ckpt.train.pointers.LOOK_S", 0.01)
+    monkeypatch.setattr("ray_ckpt.train.pointers.CHECK_S", 0.01)
     drain = threading.Timer(0.2, lambda: run.log.drain(run.checkpoints[40]))
     drain.start()
     assert open_checkpoint(pointer_to(run, 40), wait_s=60).step == 40
@@ -111,7 +111,7 @@ def test_a_pointer_can_be_waited_for_until_its_checkpoint_is_durable(
     ],
 )
 def test_a_directory_that_is_no_pointer_of_ours_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="is no pointer of ray_ckpt"):
+    with pytest.raises(ConfigError, match="is not a pointer of ray_ckpt"):
         open_checkpoint(write_pointer(tmp_path / "pointer", text))
 
 
@@ -122,7 +122,7 @@ def test_a_pointer_of_a_newer_version_is_named(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match="is no pointer of ray_ckpt"):
+    with pytest.raises(ConfigError, match="is not a pointer of ray_ckpt"):
         open_checkpoint(ray.train.Checkpoint.from_directory(str(tmp_path)))
 
 
@@ -133,7 +133,7 @@ def test_pointers_of_version_1_are_still_read(run: SampleRun) -> None:
     told["run"] = "bucket/runs/gpt"
     assert Pointer.decode(json.dumps(told).encode(), "s3").run == "s3://bucket/runs/gpt"
     assert Pointer.decode(json.dumps(told).encode(), "gcs").run == "gs://bucket/runs/gpt"
-    with pytest.raises(ValueError, match="does not say where"):
+    with pytest.raises(ValueError, match="does not name the file system"):
         Pointer.decode(json.dumps(told).encode(), "py::fsspec")
 
 

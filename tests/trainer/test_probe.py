@@ -7,7 +7,6 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from ray_ckpt.trainer.probe import (
     kind_of,
     note_state,
     read_traces,
-    settle,
+    resolve_chance,
 )
 from tests.capture.local import LocalLink
 
@@ -92,11 +91,6 @@ class Meter:
             self.count = state["count"]
 
 
-@dataclass
-class Info:
-    step: int
-
-
 class Loop:
     """What a Checkpointer does around its probe, with the checkpoint in memory instead of files."""
 
@@ -112,7 +106,7 @@ class Loop:
         if not self.is_first:
             for name, item in self.items.items():
                 item.load(filled(item.tree(), copy.deepcopy(self.saved[name])))
-        self.probe.restored(self.items, None if self.is_first else Info(self.at))
+        self.probe.restored(self.items, None if self.is_first else self.at)
         rng = self.items["rng"].tree()
         return self._steps(total, rng)
 
@@ -221,7 +215,9 @@ def check(tmp_path: Path, flaw: str = "", ranks: int = 1) -> Difference | None:
     difference = compare(read_traces(tmp_path, "first"), read_traces(tmp_path, "second"))
     if difference is None:
         return None
-    return settle(difference, compare(read_traces(tmp_path, "second"), read_traces(tmp_path, "third")))
+    return resolve_chance(
+        difference, compare(read_traces(tmp_path, "second"), read_traces(tmp_path, "third"))
+    )
 
 
 def test_a_run_that_resumes_exactly_is_the_same_on_all_ranks(tmp_path: Path) -> None:
@@ -247,7 +243,7 @@ def test_a_run_that_resumes_exactly_is_the_same_on_all_ranks(tmp_path: Path) -> 
             "end",
             "optimizer.param_groups.0.lr",
             "settings",
-            "lr is set by something that is no registered item",
+            "lr is set by something that is not a registered item",
         ),
         ("forgotten counter", 4, "end", "meter.mean", "missing", "two resumed runs agree"),
         ("chance", 4, "end", "meter.mean", "chance", "not deterministic"),
@@ -308,14 +304,14 @@ def test_a_folder_that_is_not_on_this_node_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "info", "words"), [("first", Info(3), "at step 3"), ("second", None, "at step 0")]
+    ("part", "begun", "words"), [("first", 3, "at step 3"), ("second", None, "at step 0")]
 )
 def test_a_run_that_begins_elsewhere_is_refused(
-    tmp_path: Path, part: ProbePart, info: Info | None, words: str
+    tmp_path: Path, part: ProbePart, begun: int | None, words: str
 ) -> None:
     spec = ProbeSpec(folder=str(tmp_path), at=AT, last=LAST, part=part)
     with pytest.raises(ConfigError, match=words):
-        ResumeProbe(spec, 0).restored({}, info)
+        ResumeProbe(spec, 0).restored({}, begun)
 
 
 @pytest.mark.parametrize(("at", "last"), [(0, 3), (3, 3), (1, 2 + probe.MAX_STEPS)])
@@ -374,7 +370,7 @@ def test_a_state_of_very_many_values_is_noted_by_containers(monkeypatch: pytest.
 
 def test_a_cause_that_is_known_is_not_called_chance(tmp_path: Path) -> None:
     found = check(tmp_path, "draws python")
-    assert found is not None and settle(found, found) == found
+    assert found is not None and resolve_chance(found, found) == found
 
 
 def test_a_checkpointer_saves_where_its_probe_wants_it_and_notes_each_moment(tmp_path: Path) -> None:
