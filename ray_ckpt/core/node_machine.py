@@ -7,9 +7,8 @@ shard files, then the fragment, then the report; copies only of what is fsynced 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import singledispatchmethod
 from typing import Any, TypeAlias
 
 from ray_ckpt.core.messages import Captured, SessionKey, SessionNode, SessionPlan
@@ -366,12 +365,13 @@ class NodeMachine:
         """Return False while a peer that could not be reached has not answered again."""
         return peer not in self._unreachable
 
-    @singledispatchmethod
-    def _on(self, event: Any) -> Iterable[NodeEffect]:
-        raise TypeError(f"unknown event {event!r}")
+    def _on(self, event: NodeEvent) -> Iterable[NodeEffect]:
+        handler = _HANDLERS.get(type(event))
+        if handler is None:
+            raise TypeError(f"unknown event {event!r}")
+        return handler(self, event)
 
-    @_on.register
-    def _(self, event: SessionStarted) -> Iterator[NodeEffect]:
+    def _on_session_started(self, event: SessionStarted) -> Iterator[NodeEffect]:
         if self.plan is not None and event.plan.session_key < self.plan.session_key:
             return  # late words about a group that has ended
         error = RunSuperseded("A newer training group has opened this run.")
@@ -381,8 +381,7 @@ class NodeMachine:
         self.plan = event.plan
         self.here = next((n for n in event.plan.nodes if n.node_id == event.node_id), None)
 
-    @_on.register
-    def _(self, event: SessionEnded) -> Iterator[NodeEffect]:
+    def _on_session_ended(self, event: SessionEnded) -> Iterator[NodeEffect]:
         if self.plan is not None and self.plan.session_key > event.session_key:
             return
         for save in list(self._saves.values()):
@@ -390,8 +389,7 @@ class NodeMachine:
         self.plan = self.here = None
         yield EndSession(session=event.session_key[1], error=event.error)
 
-    @_on.register
-    def _(self, event: RunPutAway) -> Iterator[NodeEffect]:
+    def _on_run_put_away(self, event: RunPutAway) -> Iterator[NodeEffect]:
         error = RunSuperseded("The launcher has ended the run.")
         for save in list(self._saves.values()):
             yield from self._settle(save.attempt, None, error, keep_files=True)
@@ -400,8 +398,7 @@ class NodeMachine:
             yield EndSession(session=plan.session, error=error)
         yield ForgetRun(kept=event.kept)
 
-    @_on.register
-    def _(self, event: ShardSealed) -> Iterator[NodeEffect]:
+    def _on_shard_sealed(self, event: ShardSealed) -> Iterator[NodeEffect]:
         plan, here, name = self.plan, self.here, event.attempt.attempt
         if plan is None or here is None or not plan.has(event.attempt) or event.rank not in here.ranks:
             yield Release(attempt=event.attempt, rank=event.rank)
@@ -424,8 +421,7 @@ class NodeMachine:
             save.metrics = event.metrics
         yield WriteShard(attempt=event.attempt, rank=event.rank)
 
-    @_on.register
-    def _(self, event: ShardWritten) -> Iterator[NodeEffect]:
+    def _on_shard_written(self, event: ShardWritten) -> Iterator[NodeEffect]:
         yield Release(attempt=event.attempt, rank=event.rank)
         save, plan, here = self._saves.get(event.attempt.attempt), self.plan, self.here
         if save is None or plan is None or here is None:
@@ -448,16 +444,14 @@ class NodeMachine:
                 )
             )
 
-    @_on.register
-    def _(self, event: SaveFailed) -> Iterator[NodeEffect]:
+    def _on_save_failed(self, event: SaveFailed) -> Iterator[NodeEffect]:
         name = event.attempt.attempt
         yield Release(attempt=event.attempt, rank=event.rank)
         if name not in self.outcomes:
             yield ReportRefused(attempt=event.attempt, ranks=(event.rank,), reason=event.reason)
             yield from self._settle(event.attempt, None, Unavailable(event.reason))
 
-    @_on.register
-    def _(self, event: FragmentWritten) -> Iterator[NodeEffect]:
+    def _on_fragment_written(self, event: FragmentWritten) -> Iterator[NodeEffect]:
         save, here = self._saves.get(event.attempt.attempt), self.here
         if save is None or here is None:
             yield from self._written_late(event.attempt)
@@ -470,17 +464,14 @@ class NodeMachine:
         if self.is_deleted(attempt.attempt):
             yield DeleteFolder(directory=attempt.directory)
 
-    @_on.register
-    def _(self, event: EpochSeen) -> Iterable[NodeEffect]:
+    def _on_epoch_seen(self, event: EpochSeen) -> Iterable[NodeEffect]:
         return ()
 
-    @_on.register
-    def _(self, event: SaveStepAnnounced) -> Iterator[NodeEffect]:
+    def _on_save_step_announced(self, event: SaveStepAnnounced) -> Iterator[NodeEffect]:
         if self.plan is not None and self.plan.session_key == event.session_key:
             yield ShowSaveSignal(signal=event.signal)
 
-    @_on.register
-    def _(self, event: CopyOrdered) -> Iterator[NodeEffect]:
+    def _on_copy_ordered(self, event: CopyOrdered) -> Iterator[NodeEffect]:
         yield self._copy(event.attempt, event.node_index, event.holder)
 
     def _copy(self, attempt: AttemptId, node_index: int, holder: str) -> SendCopy | ReportCopied:
@@ -496,8 +487,7 @@ class NodeMachine:
             is_unreachable=True,
         )
 
-    @_on.register
-    def _(self, event: CopyEnded) -> Iterator[NodeEffect]:
+    def _on_copy_ended(self, event: CopyEnded) -> Iterator[NodeEffect]:
         if event.is_unreachable and self.reaches(event.holder):
             self._unreachable.add(event.holder)
             yield CheckPeer(peer=event.holder)
@@ -510,21 +500,18 @@ class NodeMachine:
             is_unreachable=event.is_unreachable,
         )
 
-    @_on.register
-    def _(self, event: PeerReturned) -> Iterable[NodeEffect]:
+    def _on_peer_returned(self, event: PeerReturned) -> Iterable[NodeEffect]:
         self._unreachable.discard(event.peer)
         return ()
 
-    @_on.register
-    def _(self, event: DeleteOrdered) -> Iterator[NodeEffect]:
+    def _on_delete_ordered(self, event: DeleteOrdered) -> Iterator[NodeEffect]:
         for directory in event.directories:
             self._deleted[attempt_of(directory)] = None
             while len(self._deleted) > MAX_SETTLED:
                 self._deleted.popitem(last=False)
             yield DeleteFolder(directory=directory)
 
-    @_on.register
-    def _(self, event: CoordinatorReturned) -> Iterator[NodeEffect]:
+    def _on_coordinator_returned(self, event: CoordinatorReturned) -> Iterator[NodeEffect]:
         if self.here is not None:
             for save in list(self._saves.values()):
                 yield from self._report(save, self.here)
@@ -544,8 +531,7 @@ class NodeMachine:
         for holder in here.holders:
             yield self._copy(save.attempt, here.node_index, holder)
 
-    @_on.register
-    def _(self, event: OutcomeNotified) -> Iterator[NodeEffect]:
+    def _on_outcome_notified(self, event: OutcomeNotified) -> Iterator[NodeEffect]:
         known = self.outcomes.get(event.attempt.attempt)
         if known is None or known.error is None:
             yield from self._settle(event.attempt, event.level, event.error)
@@ -581,3 +567,22 @@ class NodeMachine:
         yield ResolveSave(attempt=attempt, level=level, error=error)
         if is_deleted:
             yield DeleteFolder(directory=attempt.directory)
+
+
+_HANDLERS: Mapping[type[NodeEvent], Callable[[NodeMachine, Any], Iterable[NodeEffect]]] = {
+    SessionStarted: NodeMachine._on_session_started,
+    SessionEnded: NodeMachine._on_session_ended,
+    RunPutAway: NodeMachine._on_run_put_away,
+    ShardSealed: NodeMachine._on_shard_sealed,
+    ShardWritten: NodeMachine._on_shard_written,
+    SaveFailed: NodeMachine._on_save_failed,
+    FragmentWritten: NodeMachine._on_fragment_written,
+    EpochSeen: NodeMachine._on_epoch_seen,
+    SaveStepAnnounced: NodeMachine._on_save_step_announced,
+    CopyOrdered: NodeMachine._on_copy_ordered,
+    CopyEnded: NodeMachine._on_copy_ended,
+    PeerReturned: NodeMachine._on_peer_returned,
+    DeleteOrdered: NodeMachine._on_delete_ordered,
+    CoordinatorReturned: NodeMachine._on_coordinator_returned,
+    OutcomeNotified: NodeMachine._on_outcome_notified,
+}

@@ -9,7 +9,6 @@ what retention gives up, whether a run is finished) is decided only while no rec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import singledispatchmethod
 from typing import Any
 
 from ray_ckpt import telemetry
@@ -96,7 +95,7 @@ class RunMachine:
         if not self._ledger.is_open and not isinstance(event, _BEFORE_THE_FENCE):
             self._early.append(event)
             return ()
-        effects = [*_HANDLERS.get(type(event), _HANDLERS[object])(self, event), *self._decide()]
+        effects = [*self._on(event), *self._decide()]
         if not self._fenced and (append := self._next_append()) is not None:
             effects.append(append)
         return tuple(effects)
@@ -271,18 +270,18 @@ class RunMachine:
     def _next_append(self) -> m.Append | None:
         return self._ledger.next(self._context.now_s, self._wall_s)
 
-    @singledispatchmethod
-    def _on(self, event: Any) -> Iterable[m.Effect]:
-        raise TypeError(f"unknown event {event!r}")
+    def _on(self, event: m.Event) -> Iterable[m.Effect]:
+        handler = _HANDLERS.get(type(event))
+        if handler is None:
+            raise TypeError(f"unknown event {event!r}")
+        return handler(self, event)
 
-    @_on.register
-    def _(self, event: m.LogOpened) -> Iterable[m.Effect]:
+    def _on_log_opened(self, event: m.LogOpened) -> Iterable[m.Effect]:
         self._ledger.open(event)
         self._snapshot_seq = event.history.next_seq - 1 if event.history is not None else 0
         return ()
 
-    @_on.register
-    def _(self, event: m.Appended) -> Iterator[m.Effect]:
+    def _on_appended(self, event: m.Appended) -> Iterator[m.Effect]:
         op = self._ledger.settle(event, self._context.now_s)
         if op == "unknown":
             self._context.measure(telemetry.FAILURES, cause="store")
@@ -370,8 +369,7 @@ class RunMachine:
         every_s = self._intervals.remote_interval_s
         return self._drain_policy.committed(checkpoint, every=self.options.remote_every, every_s=every_s)
 
-    @_on.register
-    def _(self, event: m.OrderRefused) -> Iterator[m.Effect]:
+    def _on_order_refused(self, event: m.OrderRefused) -> Iterator[m.Effect]:
         if event.epoch > self.epoch:
             yield from self._step_down(f"The nodes obey epoch {event.epoch}", self._ledger.service)
 
@@ -488,8 +486,7 @@ class RunMachine:
             self._is_writing_snapshot = True
             yield m.WriteSnapshot(seq=self.history.next_seq - 1)
 
-    @_on.register
-    def _(self, event: m.SnapshotWritten) -> Iterator[m.Effect]:
+    def _on_snapshot_written(self, event: m.SnapshotWritten) -> Iterator[m.Effect]:
         self._is_writing_snapshot = False
         if event.error is None:
             self._snapshot_seq = max(self._snapshot_seq, event.seq)
@@ -548,13 +545,11 @@ class RunMachine:
             case _:
                 yield from self._refuse(event)
 
-    @_on.register
-    def _(self, event: m.RunWanted) -> Iterable[m.Effect]:
+    def _on_run_wanted(self, event: m.RunWanted) -> Iterable[m.Effect]:
         self._closing.wanted()
         return ()
 
-    @_on.register
-    def _(self, event: m.PutAwayEnded) -> Iterable[m.Effect]:
+    def _on_put_away_ended(self, event: m.PutAwayEnded) -> Iterable[m.Effect]:
         return ()  # it was asked by a coordinator that has gone
 
     def _end_tenure(self) -> bool:
@@ -574,8 +569,7 @@ class RunMachine:
 
     # -- groups and saves ------------------------------------------------------------------------------
 
-    @_on.register
-    def _(self, event: m.GroupOpened) -> Iterator[m.Effect]:
+    def _on_group_opened(self, event: m.GroupOpened) -> Iterator[m.Effect]:
         if (objection := self._sessions.objection(event.owner, event.dead_owner)) is not None:
             yield m.Fail(token=event.token, error=objection)
             return
@@ -591,20 +585,17 @@ class RunMachine:
         yield from self._sessions.opened(event)
         yield from self._saves.adopt(event.inventories)
 
-    @_on.register
-    def _(self, event: m.OwnerDied) -> Iterable[m.Effect]:
+    def _on_owner_died(self, event: m.OwnerDied) -> Iterable[m.Effect]:
         is_finishing = any(asked.ends_group for asked in self._finishing)
         if event.owner == self._sessions.owner and not is_finishing and self._ledger.is_settled:
             self._session_end.end("launcher", live=self._context.holders.live)
         return ()
 
-    @_on.register
-    def _(self, event: m.InventoryTaken) -> Iterator[m.Effect]:
+    def _on_inventory_taken(self, event: m.InventoryTaken) -> Iterator[m.Effect]:
         if self._sessions.inventory_taken(event):
             yield from self._saves.adopt(event.inventories)
 
-    @_on.register
-    def _(self, event: m.GroupRecovered) -> Iterator[m.Effect]:
+    def _on_group_recovered(self, event: m.GroupRecovered) -> Iterator[m.Effect]:
         if self._sessions.owner_has_run:  # a group has come meanwhile
             return
         self._context.holders.learn(event.inventories, self.history.run_uid)
@@ -621,8 +612,7 @@ class RunMachine:
             self._closing.stop()
         yield from self._saves.resume(event.inventories)
 
-    @_on.register
-    def _(self, event: m.NodesJoined) -> Iterator[m.Effect]:
+    def _on_nodes_joined(self, event: m.NodesJoined) -> Iterator[m.Effect]:
         plans = {node: found.plan for node, found in event.inventories.items() if found.plan is not None}
         if plans and not self._sessions.owner_has_run:  # its agents did not answer when it was looked for
             newest = max(plans.values(), key=lambda plan: plan.session_key)
@@ -640,27 +630,22 @@ class RunMachine:
         yield from self._saves.resume(event.inventories)
         yield from self._saves.agents_lost(renewed)
 
-    @_on.register
-    def _(self, event: m.NodeRestored) -> Iterator[m.Effect]:
+    def _on_node_restored(self, event: m.NodeRestored) -> Iterator[m.Effect]:
         self._session_end.restored(event)
         yield from self._sessions.node_restored(event)
 
-    @_on.register
-    def _(self, event: m.RanksRestored) -> Iterable[m.Effect]:
+    def _on_ranks_restored(self, event: m.RanksRestored) -> Iterable[m.Effect]:
         self._sessions.ranks_restored(event)
         return ()
 
-    @_on.register
-    def _(self, event: m.BarrierReached) -> Iterator[m.Effect]:
+    def _on_barrier_reached(self, event: m.BarrierReached) -> Iterator[m.Effect]:
         yield from self._barriers.met(event)
 
-    @_on.register
-    def _(self, event: m.NodeStored) -> Iterator[m.Effect]:
+    def _on_node_stored(self, event: m.NodeStored) -> Iterator[m.Effect]:
         if not self._is_stale(event):
             yield from self._saves.stored(event)
 
-    @_on.register
-    def _(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
+    def _on_replica_ended(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
         if self._is_stale(event):
             return
         yield from self._note_link(event)
@@ -685,39 +670,33 @@ class RunMachine:
         """
         return event.epoch is not None and event.epoch < self.epoch
 
-    @_on.register
-    def _(self, event: m.SaveRefused) -> Iterator[m.Effect]:
+    def _on_save_refused(self, event: m.SaveRefused) -> Iterator[m.Effect]:
         yield from self._saves.refused(event)
 
-    @_on.register
-    def _(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
+    def _on_ranks_progressed(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
         self._save_steps.progressed(event)
         self._intervals.progressed(event)
         self._session_end.progressed(event, self._wall_s)
         yield from self._barriers.progressed(event)
         yield from self._saves.progressed(event)
 
-    @_on.register
-    def _(self, event: m.FinishRequested) -> Iterable[m.Effect]:
+    def _on_finish_requested(self, event: m.FinishRequested) -> Iterable[m.Effect]:
         self._finishing.append(event)
         return ()
 
-    @_on.register
-    def _(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
+    def _on_scrub_ended(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         yield from self._maintenance.scrubbed(event)
         self._drain_again()
         yield from self._assign_drains()
 
-    @_on.register
-    def _(
+    def _on_request(
         self, event: m.PinRequested | m.UnpinRequested | m.AnnotateRequested | m.DrillEnded
     ) -> Iterator[m.Effect]:
         yield from self._requests.add(event, self._saves)
 
     # -- deletion and draining -------------------------------------------------------------------------
 
-    @_on.register
-    def _(self, event: m.DeleteEnded) -> Iterable[m.Effect]:
+    def _on_delete_ended(self, event: m.DeleteEnded) -> Iterable[m.Effect]:
         self._collected(self._deletions.ended(event))
         return ()
 
@@ -743,8 +722,7 @@ class RunMachine:
             yield from self._drain_failed(checkpoint.id, reason)
         yield from self._drains.assign()
 
-    @_on.register
-    def _(self, event: m.DrainRequested) -> Iterator[m.Effect]:
+    def _on_drain_requested(self, event: m.DrainRequested) -> Iterator[m.Effect]:
         checkpoint = self.history.checkpoints.get(event.attempt)
         if checkpoint is None or checkpoint.state != "live":
             state = f"is {checkpoint.state}" if checkpoint else "does not exist"
@@ -755,8 +733,7 @@ class RunMachine:
             yield from self._assign_drains()
         yield m.Reply(token=event.token, value=None)
 
-    @_on.register
-    def _(self, event: m.DrainEnded) -> Iterator[m.Effect]:
+    def _on_drain_ended(self, event: m.DrainEnded) -> Iterator[m.Effect]:
         self._drains.ended(event)
         if event.error is not None:
             self._context.measure(telemetry.FAILURES, cause="drain")
@@ -772,8 +749,7 @@ class RunMachine:
         if lineage and lineage[-1].id == attempt:
             yield from self._fail_finishing(error)
 
-    @_on.register
-    def _(self, event: m.DescriptionWritten) -> Iterator[m.Effect]:
+    def _on_description_written(self, event: m.DescriptionWritten) -> Iterator[m.Effect]:
         checkpoint = self.history.checkpoints[event.attempt.attempt]
         self._drains.described(event)
         if event.is_damage:
@@ -789,8 +765,7 @@ class RunMachine:
                     )
                 )
 
-    @_on.register
-    def _(self, event: m.RemoteListed) -> Iterator[m.Effect]:
+    def _on_remote_listed(self, event: m.RemoteListed) -> Iterator[m.Effect]:
         yield from self._sweeps.listed(
             event,
             draining=self._drains.attempts,
@@ -803,8 +778,7 @@ class RunMachine:
 
     # -- time and nodes --------------------------------------------------------------------------------
 
-    @_on.register
-    def _(self, event: m.Ticked) -> Iterator[m.Effect]:
+    def _on_ticked(self, event: m.Ticked) -> Iterator[m.Effect]:
         self._context.now_s, self._wall_s = event.now_s, event.wall_s
         if (again := self._ledger.retry(event.now_s)) is not None:
             yield again
@@ -820,8 +794,7 @@ class RunMachine:
         if self._drains:
             yield from self._assign_drains()
 
-    @_on.register
-    def _(self, event: m.NodesSeen) -> Iterator[m.Effect]:
+    def _on_nodes_seen(self, event: m.NodesSeen) -> Iterator[m.Effect]:
         lost = self._context.holders.live - event.live
         context = self._context
         if event.live != context.holders.live or event.draining != context.draining:
@@ -846,7 +819,36 @@ def _request_end(asked: Iterable[m.FinishRequested]) -> EndCause:
     return "process" if any(event.has_failed for event in asked) else "finished"
 
 
-_HANDLERS: Mapping[type, Callable[[RunMachine, Any], Iterable[m.Effect]]] = vars(RunMachine)[
-    "_on"
-].dispatcher.registry
-"""What `RunMachine._on` does with each kind of event; `_on` itself makes a method at each call."""
+_HANDLERS: Mapping[type[m.Event], Callable[[RunMachine, Any], Iterable[m.Effect]]] = {
+    m.LogOpened: RunMachine._on_log_opened,
+    m.Appended: RunMachine._on_appended,
+    m.OrderRefused: RunMachine._on_order_refused,
+    m.SnapshotWritten: RunMachine._on_snapshot_written,
+    m.RunWanted: RunMachine._on_run_wanted,
+    m.PutAwayEnded: RunMachine._on_put_away_ended,
+    m.GroupOpened: RunMachine._on_group_opened,
+    m.OwnerDied: RunMachine._on_owner_died,
+    m.InventoryTaken: RunMachine._on_inventory_taken,
+    m.GroupRecovered: RunMachine._on_group_recovered,
+    m.NodesJoined: RunMachine._on_nodes_joined,
+    m.NodeRestored: RunMachine._on_node_restored,
+    m.RanksRestored: RunMachine._on_ranks_restored,
+    m.BarrierReached: RunMachine._on_barrier_reached,
+    m.NodeStored: RunMachine._on_node_stored,
+    m.ReplicaEnded: RunMachine._on_replica_ended,
+    m.SaveRefused: RunMachine._on_save_refused,
+    m.RanksProgressed: RunMachine._on_ranks_progressed,
+    m.FinishRequested: RunMachine._on_finish_requested,
+    m.ScrubEnded: RunMachine._on_scrub_ended,
+    m.PinRequested: RunMachine._on_log_requested,
+    m.UnpinRequested: RunMachine._on_log_requested,
+    m.AnnotateRequested: RunMachine._on_log_requested,
+    m.DrillEnded: RunMachine._on_log_requested,
+    m.DeleteEnded: RunMachine._on_delete_ended,
+    m.DrainRequested: RunMachine._on_drain_requested,
+    m.DrainEnded: RunMachine._on_drain_ended,
+    m.DescriptionWritten: RunMachine._on_description_written,
+    m.RemoteListed: RunMachine._on_remote_listed,
+    m.Ticked: RunMachine._on_ticked,
+    m.NodesSeen: RunMachine._on_nodes_seen,
+}
