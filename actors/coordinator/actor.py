@@ -94,7 +94,7 @@ class Coordinator:
             uid = await self._opener.open(spec, owner=owner)
             run = runs.get(spec.key)
             dead_owner = await self._launchers.await_dead(run, owner)
-            if (objection := run.machine.objection(owner, dead_owner)) is not None:
+            if (objection := run.machine.view.objection(owner, dead_owner)) is not None:
                 raise objection
             return uid
 
@@ -182,7 +182,7 @@ class Coordinator:
         return await self._status.status(await self._opener.reach(key))
 
     async def exposure(self, key: str) -> tuple[Exposure, ...]:
-        return (await self._opener.reach(key)).machine.exposure()
+        return (await self._opener.reach(key)).machine.view.exposure()
 
     async def overview(self) -> ServiceView:
         await self._recovery.ready()
@@ -206,7 +206,7 @@ class Coordinator:
         asyncio.get_running_loop().call_later(ENDING_S, os._exit, 1)
         self._watch.stop()
         until_s = time.monotonic() + LAST_RECORDS_S
-        while any(run.machine.records_waiting for run in engine.runs) and time.monotonic() < until_s:
+        while any(run.machine.view.records_waiting for run in engine.runs) and time.monotonic() < until_s:
             await asyncio.sleep(LAST_RECORDS_POLL_S)
         engine.agents.end_all()
         return view
@@ -310,7 +310,7 @@ class Coordinator:
         await self._recovery.ready()
         run = self._engine.runs.by_uid(run_uid)
         self._engine.handle(run, event)
-        return run.machine.awaited()
+        return run.machine.view.awaited()
 
     async def ranks_met(
         self, run_uid: str, session_key: m.SessionKey, number: int, ranks: tuple[int, ...]
@@ -354,10 +354,10 @@ class Coordinator:
 
 def _unfinished(run: Run, timeout_s: float) -> Unavailable:
     newest = next(reversed(run.machine.history.lineage()), None)
-    if run.machine.records_waiting:
+    if run.machine.view.records_waiting:
         cause = "its log takes no records"
         hint = "What is saved stays on its nodes; check that the storage path is healthy."
-    elif run.machine.saves_underway:
+    elif run.machine.view.saves_underway:
         cause = "its last save has not ended"
         hint = "See the coordinator's log for what it waits for; raise finish_timeout_s."
     elif newest is not None and newest.level < Level.DURABLE:

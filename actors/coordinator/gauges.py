@@ -41,7 +41,7 @@ class Gauges:
                 self._set(run, now_s)
 
     def _set(self, run: Run, now_s: float) -> None:
-        if run.machine.end_cause == "finished":
+        if run.machine.view.end_cause == "finished":
             run.finished_s = min(run.finished_s, now_s)
             self._report_finished(run.spec.name, now_s - run.finished_s)
             return
@@ -50,7 +50,7 @@ class Gauges:
             run.goodput_s = math.inf  # until this computation has ended
             self._engine.spawn(self._update_goodput(run))
         disks = run.disks_of(self._engine.agents.nodes)
-        for sample in (*run.machine.gauges(), *disk_samples(disks, run.spec.options), *run.goodput):
+        for sample in (*run.machine.view.gauges(), *disk_samples(disks, run.spec.options), *run.goodput):
             self._engine.meters.record(run.spec.name, sample)
 
     def _report_finished(self, name: str, since_s: float) -> None:

@@ -33,7 +33,7 @@ class Launchers:
         OWNER_GONE_S.
         """
         deadline_s = time.monotonic() + OWNER_GONE_S
-        while (rival := run.machine.owner) not in ("", owner):
+        while (rival := run.machine.view.owner) not in ("", owner):
             if not await self.is_alive(rival):
                 return rival
             if time.monotonic() > deadline_s:
@@ -48,7 +48,7 @@ class Launchers:
         end long before its detached actors do.
         """
         for run in self._engine.runs:
-            owner = run.machine.owner
+            owner = run.machine.view.owner
             if not ray_cluster.is_controller(owner):
                 continue
             if await self.is_alive(owner):

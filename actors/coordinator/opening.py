@@ -64,14 +64,14 @@ class RunOpener:
 
     async def _is_overtaken(self, run: Run) -> bool:
         """Return whether a rollback, or another cluster, has written to the log of an idle run."""
-        if not run.machine.is_idle:
+        if not run.machine.view.is_idle:
             return False
         name = record_file(run.machine.history.next_seq)
         try:
             found = await asyncio.wait_for(run.log_threads.run(run.store.read, name), STORE_TIMEOUT_S)
         except (OSError, TimeoutError):
             return False
-        return found is not None and run.machine.is_idle
+        return found is not None and run.machine.view.is_idle
 
     async def _open_log(self, spec: RunSpec, owner: str | None, is_wanted: bool) -> Run:
         """Read the run's log to its end and append the epoch of this coordinator, if it may own the run."""

@@ -50,32 +50,32 @@ def view_of(
 def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -> RunView:
     """Return the view of a run as of Unix time `wall_s`."""
     plan, history = machine.plan, machine.history
-    only = machine.in_cluster_only
+    only = machine.view.in_cluster_only
     return RunView(
         name=spec.name,
         where=spec.key,
         run_uid=history.run_uid,
         epoch=machine.epoch,
         state=_state(machine, seen),
-        owner=machine.owner,
+        owner=machine.view.owner,
         session=plan.session if plan else None,
         world_size=plan.world_size if plan else 0,
         step=_step(machine),
-        step_s=machine.step_s,
-        interval_s=machine.save_interval_s,
+        step_s=machine.view.step_s,
+        interval_s=machine.view.save_interval_s,
         newest=_newest(machine, wall_s),
         nodes=_nodes(spec, machine, seen.disks),
-        saves=machine.saves_underway,
-        drains=machine.drains_underway,
+        saves=machine.view.saves_underway,
+        drains=machine.view.drains_underway,
         sent_bytes=dict(seen.sent_bytes),
-        copies_missing=machine.copies_missing,
-        records_waiting=machine.records_waiting,
+        copies_missing=machine.view.copies_missing,
+        records_waiting=machine.view.records_waiting,
         live=len(history.live()),
         in_cluster_only=tuple(c.step for c in only),
         needed_in_cluster=_needed(machine, wall_s),
         warning=seen.warning,
         warning_age_s=wall_s - seen.warned_at_s if seen.warning else None,
-        awaited=machine.awaited(),
+        awaited=machine.view.awaited(),
     )
 
 
@@ -100,20 +100,20 @@ def steps_text(steps: Sequence[int], *, most: int = 10) -> str:
 def _state(machine: RunMachine, seen: Seen) -> RunState:
     if not machine.is_open:
         return "opening"
-    if machine.owner and not seen.owner_lives:
+    if machine.view.owner and not seen.owner_lives:
         return "gone"
-    if machine.owner or machine.plan:
-        return "training" if machine.is_training else "restoring" if machine.plan else "opening"
-    if machine.end_cause is None:
+    if machine.view.owner or machine.plan:
+        return "training" if machine.view.is_training else "restoring" if machine.plan else "opening"
+    if machine.view.end_cause is None:
         return "idle"
-    return "finished" if machine.end_cause == "finished" else "failed"
+    return "finished" if machine.view.end_cause == "finished" else "failed"
 
 
 def _step(machine: RunMachine) -> int:
     """Return the last step that the group at work is known to have completed; 0 without a group."""
     plan, lineage = machine.plan, machine.history.lineage()
     own = lineage[-1].step if plan is not None and lineage and lineage[-1].id.session == plan.session else 0
-    return max(machine.last_step, own)
+    return max(machine.view.last_step, own)
 
 
 def _newest(machine: RunMachine, wall_s: float) -> tuple[NewestView, ...]:
@@ -136,17 +136,17 @@ def _needed(machine: RunMachine, wall_s: float) -> tuple[int, ...]:
     lineage = machine.history.lineage()
     durable = next((c.seq for c in reversed(lineage) if c.level >= Level.DURABLE), -1)
     newer = {c.id.attempt for c in lineage if c.seq > durable}
-    coming = {drain.attempt for drain in machine.drains_underway}
+    coming = {drain.attempt for drain in machine.view.drains_underway}
     wanted = newer | coming
-    only = machine.in_cluster_only
+    only = machine.view.in_cluster_only
     return tuple(c.step for c in only if c.id.attempt in wanted or pinned_by(c, wall_s))
 
 
 def _nodes(spec: RunSpec, machine: RunMachine, disks: Mapping[str, DiskSpace]) -> tuple[NodeView, ...]:
     """Return the group's nodes in the order of their ranks, then other nodes that hold live checkpoints."""
     group = {node.node_id: node for node in (machine.plan.nodes if machine.plan else ())}
-    exposed = {found.node_id: found for found in machine.exposure()}
-    leaving, domains, live = machine.leaving, machine.domains, machine.live_nodes
+    exposed = {found.node_id: found for found in machine.view.exposure()}
+    leaving, domains, live = machine.view.leaving, machine.view.domains, machine.view.live_nodes
     return tuple(
         NodeView(
             node_id=node,
@@ -159,7 +159,7 @@ def _nodes(spec: RunSpec, machine: RunMachine, disks: Mapping[str, DiskSpace]) -
             exposure=exposed.get(node),
             disk=_disk(spec, disks[node]) if node in disks else None,
         )
-        for node in (*group, *sorted(machine.needed_nodes() - group.keys()))
+        for node in (*group, *sorted(machine.view.needed_nodes() - group.keys()))
     )
 
 

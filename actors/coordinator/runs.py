@@ -78,6 +78,6 @@ class Runs:
     def newcomers(self, view: ServiceView) -> tuple[str, ...]:
         """Return an objection for each run that got a launcher after `view`, or is about to get one."""
         owners = {run.where: run.owner for run in view.runs}
-        names = {r.spec.name for r in self if r.machine.owner not in ("", owners.get(r.spec.key))}
+        names = {r.spec.name for r in self if r.machine.view.owner not in ("", owners.get(r.spec.key))}
         names |= {r.spec.name for r in self if r.pending_group is not None and r.pending_group.nodes}
         return tuple(f"run {name} is being opened" for name in sorted(names | self._users.keys()))

@@ -59,28 +59,28 @@ class StatusReader:
             run_uid=history.run_uid,
             records=tuple(record for record, _ in records),
             newest=lineage[-1] if lineage else None,
-            holders=machine.holders,
+            holders=machine.view.holders,
             nodes=machine.plan.nodes if machine.plan else (),
-            restores=machine.restores,
+            restores=machine.view.restores,
             agents=tuple(self._engine.agents.cards.values()),
-            exposure=machine.exposure(),
-            copies_missing=machine.copies_missing,
+            exposure=machine.view.exposure(),
+            copies_missing=machine.view.copies_missing,
         )
 
     async def drill_sources(self, run: Run) -> DrillSources:
         agents, machine = self._engine.agents, run.machine
         nodes = await self._engine.nodes.look(run)
         return DrillSources(
-            live=live_checkpoints(machine.history, machine.holders, machine.plan),
+            live=live_checkpoints(machine.history, machine.view.holders, machine.plan),
             endpoints=agents.endpoints,
             domains=nodes.domains,
             credentials=agents.keys.credentials(run.run_uid),
             storage=run.spec.storage,
-            last_step=machine.last_step,
+            last_step=machine.view.last_step,
         )
 
     async def _view(self, run: Run) -> RunView:
-        owner = run.machine.owner
+        owner = run.machine.view.owner
         lives = not owner or await self._launchers.is_alive(owner)
         sent_bytes = await self._sent_bytes(run)
         return view_of(run, self._engine.agents.nodes, owner_lives=lives, sent_bytes=sent_bytes)
@@ -88,7 +88,7 @@ class StatusReader:
     async def _sent_bytes(self, run: Run) -> dict[str, int]:
         """Return the bytes sent of unfinished uploads, by attempt; {} if too many nodes upload."""
         agents = self._engine.agents
-        nodes = {node for drain in run.machine.drains_underway for node in drain.nodes} & agents.nodes
+        nodes = {node for drain in run.machine.view.drains_underway for node in drain.nodes} & agents.nodes
         if len(nodes) > MAX_REQUESTED:
             return {}
         calls = (asyncio.wait_for(agents.call(n, "uploads", run.run_uid), CARD_S) for n in nodes)

@@ -53,7 +53,7 @@ class Watch:
                 engine.agents.forget(node)
                 if node in await engine.agents.live_nodes():
                     for run in engine.runs:
-                        if run.machine.end_cause is None:
+                        if run.machine.view.end_cause is None:
                             await self._open_on_fresh(run, (node,))
 
     async def _tick_forever(self) -> None:
@@ -88,10 +88,10 @@ class Watch:
         live = frozenset(nodes.live)
         disks, run.disks = run.disks, {}  # each look is reported once
         engine.handle(run, replace(engine.nodes.seen(nodes, live & run.opened), disks=disks))
-        if (is_over := run.machine.end_cause is not None) != run.is_released:
+        if (is_over := run.machine.view.end_cause is not None) != run.is_released:
             run.is_released = is_over
             for node in run.opened if is_over else ():
-                engine.send(run, node, "release_run", run.run_uid, run.machine.end_cause == "finished")
+                engine.send(run, node, "release_run", run.run_uid, run.machine.view.end_cause == "finished")
         if is_over:
             return
         if fresh := live - run.opened - run.opening:
@@ -136,7 +136,7 @@ class Watch:
 
     def _end_idle_agents(self) -> None:
         runs = list(self._engine.runs)
-        needed = {node for run in runs for node in run.machine.needed_nodes()}
+        needed = {node for run in runs for node in run.machine.view.needed_nodes()}
         options = [run.spec.options for run in runs] or [RunOptions()]
         idle = self._engine.agents.end_idle(needed, max(option.agent_idle_s for option in options))
         for run in runs:

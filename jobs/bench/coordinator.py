@@ -70,7 +70,7 @@ class Fleet:
     def _inventories(self) -> dict[str, m.Inventory]:
         """What each node holds of what is live. Without names of files, which only an adoption looks at."""
         held: dict[str, list[m.StoredFragment]] = {node: [] for node in self.nodes}
-        live, holders = self.machine.history.live(), self.machine.holders
+        live, holders = self.machine.history.live(), self.machine.view.holders
         for checkpoint in live:
             for index, nodes in holders[checkpoint.id.attempt].items():
                 fragment = m.StoredFragment(

@@ -9,7 +9,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
@@ -46,11 +46,12 @@ class Closing:
     def finished(self) -> None:
         self._due_s = self._context.now_s + self._context.options.retire_grace_s
 
-    def wanted(self) -> None:
+    def wanted(self) -> Iterable[m.Effect]:
         """A launcher is about to open a group, which will restore from the nodes."""
         if self._due_s is not None:
             wait_s = max(WANTED_S, self._context.options.retire_grace_s)
             self._due_s = max(self._due_s, self._context.now_s + wait_s)
+        return ()
 
     def stop(self) -> None:
         """A group has come."""

@@ -10,7 +10,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.links import Links
-from ray_ckpt.core.messages import DiskSpace, Inventory, SessionKey, SessionPlan, Warn
+from ray_ckpt.core.messages import Inventory, SessionKey, SessionPlan, Warn
 from ray_ckpt.telemetry import Metric, Sample
 from ray_ckpt.types import CheckpointInfo, Level
 
@@ -80,6 +80,10 @@ class Holders:
         self._nodes.pop(attempt, None)
         self._tried.pop(attempt, None)
 
+    def seen(self, live: frozenset[str]) -> None:
+        """Note which nodes are alive."""
+        self.live = live
+
     def lose(self, nodes: frozenset[str]) -> None:
         for fragments in self._nodes.values():
             for holders in fragments.values():
@@ -124,8 +128,8 @@ class Context:
         None  # of the session that was at work when this coordinator was started
     )
     domains: Mapping[str, str] = field(default_factory=dict)
-    disks: Mapping[str, DiskSpace] = field(default_factory=dict)
     now_s: float = 0.0  # monotonic
+    wall_s: float = 0.0  # Unix time
     warned: dict[str, None] = field(default_factory=dict)
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
 
@@ -139,6 +143,12 @@ class Context:
     def measure(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """For people and alerts; nothing is decided by it."""
         self.samples.append(Sample(metric=metric, value=value, labels=labels))
+
+    def take_samples(self) -> tuple[Sample, ...]:
+        """Return the measurements since the last call."""
+        samples = tuple(self.samples)
+        self.samples.clear()
+        return samples
 
     def warn_once(self, text: str, *, is_expected: bool = False) -> Iterator[Warn]:
         if text not in self.warned:

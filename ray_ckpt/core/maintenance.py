@@ -7,7 +7,7 @@ it runs once in MAINTENANCE_S at most.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
@@ -33,6 +33,7 @@ class Maintenance:
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = 0.0
+        self._disks: Mapping[str, m.DiskSpace] = {}  # by node, not acted on yet
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
         self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
         self.is_crowded = False  # a disk is above its high watermark and nothing there may be evicted
@@ -100,7 +101,7 @@ class Maintenance:
         for attempt in choose_evictions(view, keep_local=options.keep_local):
             for node in sorted(context.holders.anywhere(attempt)):
                 yield self._evicted(attempt, node)
-        disks, context.disks = context.disks, {}  # each reading is used once; the next one shows the effect
+        disks, self._disks = self._disks, {}  # each reading is used once; the next one shows the effect
         if disks:
             self.is_crowded = False
         for node, disk in sorted(disks.items()):
@@ -167,6 +168,14 @@ class Maintenance:
         self._context.holders.bad_remote.discard(attempt)
         if parts := self._bad_remote.pop(attempt, None):
             self._context.measure(telemetry.REPAIRED, len(parts), place=m.REMOTE)
+
+    @property
+    def has_disks(self) -> bool:
+        """The space on disks was reported since the last look."""
+        return bool(self._disks)
+
+    def disks_seen(self, disks: Mapping[str, m.DiskSpace]) -> None:
+        self._disks = disks
 
     def nodes_changed(self, lost: frozenset[str]) -> None:
         self._repairs.lost(lost)

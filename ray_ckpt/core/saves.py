@@ -153,7 +153,7 @@ class Saves:
 
     # -- what is held ----------------------------------------------------------------------------------
 
-    def adopt(self, inventories: Mapping[str, m.Inventory]) -> Iterator[m.Effect]:
+    def recover(self, inventories: Mapping[str, m.Inventory]) -> Iterator[m.Effect]:
         """Commit attempts of the log's last session that are complete on the nodes and not in the log.
 
         Their coordinator could not record them: it died, or the store was away. Completeness is a fact that
@@ -176,12 +176,12 @@ class Saves:
                 m.SessionNode(node_id=node, node_index=held.node_index, ranks=held.ranks, holders=())
                 for node, held in found
             )
-            adopted = Attempt(id=attempt, nodes=nodes, started_s=context.now_s)
+            recovered = Attempt(id=attempt, nodes=nodes, started_s=context.now_s)
             for node, held in found:
-                adopted.store(_stored(held, node), context.now_s)
-            self._attempts[attempt.attempt] = adopted
-            yield from self._commit(adopted)
-            if adopted.committing:
+                recovered.store(_stored(held, node), context.now_s)
+            self._attempts[attempt.attempt] = recovered
+            yield from self._commit(recovered)
+            if recovered.committing:
                 yield m.Warn(
                     text=f"Step {attempt.step} is complete on its nodes and not recorded; it will be."
                 )
@@ -191,7 +191,7 @@ class Saves:
         known = name in self._attempts or name in self._dropped or name in history.checkpoints
         return attempt.run_uid == history.run_uid and not known
 
-    def resume(self, inventories: Mapping[str, m.Inventory]) -> Iterator[m.Effect]:
+    def count_inventory(self, inventories: Mapping[str, m.Inventory]) -> Iterator[m.Effect]:
         """What nodes of the group at work are found to hold counts as if they had just stored it."""
         plan = self._context.plan
         if plan is None:
@@ -273,7 +273,7 @@ class Saves:
         """Repeat what was told already; a message of an ended session is told so."""
         name, nodes = event.attempt.attempt, (event.node_id,)
         if name in self._attempts:
-            return  # it was adopted, and its commit is on the way
+            return  # it was recovered, and its commit is on the way
         known = self._context.history.checkpoints.get(name)
         if known is not None and known.state == "live":
             yield self._publish(event.attempt, known.level, None, nodes)
@@ -623,6 +623,10 @@ class Saves:
             if is_same and older.id.step < checkpoint.step and not older.committing:
                 error = Unavailable(f"Step {older.id.step} was overtaken by a newer save.")
                 yield from self.drop(older, error)
+
+    def promoted(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
+        """Notify the group at work of a level that is in the log."""
+        yield self._publish(checkpoint.id, checkpoint.level, None, self._context.session_nodes())
 
     def _measure(self, checkpoint: CheckpointInfo, *, commit_s: float) -> None:
         measure, phase = self._context.measure, telemetry.PHASE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ray_ckpt import telemetry
 from ray_ckpt.config import resume_step
@@ -334,12 +334,13 @@ class Sessions:
         yield m.Warn(text=f"Step {bad.step} cannot be restored: no intact copy of {'; '.join(damage[:5])}.")
         self._waiting, self._choosing = tuple(e.token for e in reports), True
 
-    def ranks_restored(self, event: m.RanksRestored) -> None:
+    def ranks_restored(self, event: m.RanksRestored) -> Iterable[m.Effect]:
         """Some ranks of a node wait for others, of that node or elsewhere."""
         plan = self._context.plan
         if plan is not None and event.session_key == plan.session_key and not self.is_training:
             self._waiting_ranks[event.node_id] = event.ranks
             self._note_first()
+        return ()
 
     def _forget_restored(self) -> None:
         self._waiting_ranks, self._first_s, self._has_warned = {}, None, False

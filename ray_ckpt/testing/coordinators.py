@@ -83,7 +83,7 @@ class Coordinators(Nodes):
             case m.NotifyOutcome(attempt=attempt, level=level, error=failed, nodes=nodes):
                 if isinstance(failed, SaveNotCollective):
                     self.oracle.accused(attempt, self.now_s - self.saved_at_s[attempt.attempt], self.options)
-                self.oracle.gives_up(name, attempt, failed, process.machine.live_nodes)
+                self.oracle.gives_up(name, attempt, failed, process.machine.view.live_nodes)
                 told = n.OutcomeNotified(attempt=attempt, level=level, error=failed, epoch=effect.epoch)
                 self.wire += [Order(node_told, told, name) for node_told in nodes]
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):

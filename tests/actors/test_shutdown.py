@@ -52,7 +52,7 @@ def test_a_group_that_opens_during_the_overview_keeps_the_service() -> None:
     runs.open[SPEC.key] = run
     assert runs.newcomers(service()) == ("run gpt is being opened",)
     view = view_of(trained())
-    assert view.owner == run.machine.owner
+    assert view.owner == run.machine.view.owner
     assert runs.newcomers(service(replace(view, where=SPEC.key))) == ()
 
 
@@ -85,16 +85,16 @@ def test_a_finished_run_is_reported_for_a_while_and_a_run_that_continues_again(
     gauges.set_due()
     assert reported == [1.0]
     reported.clear()
-    run.machine._end_cause = "finished"
+    run.machine._finishing.end_cause = "finished"
     for _ in range(40):
         now_s += 60.0
         gauges.set_due()
     assert set(reported) == {2.0} and 15 < len(reported) <= 20
     reported.clear()
-    run.machine._end_cause = None
+    run.machine._finishing.end_cause = None
     now_s += 60.0
     gauges.set_due()
-    run.machine._end_cause = "finished"
+    run.machine._finishing.end_cause = "finished"
     now_s += 60.0
     gauges.set_due()
     assert reported == [1.0, 2.0]
@@ -121,8 +121,8 @@ def test_a_launcher_that_stays_dead_has_its_session_ended(monkeypatch: pytest.Mo
     lives = False
     assert look(110.0) == look(110.0 + OWNER_DEAD_S - 1) == 0
     assert look(110.0 + OWNER_DEAD_S) == 1
-    assert reported == [m.OwnerDied(owner=run.machine.owner)]
-    assert not run.machine.end_cause
+    assert reported == [m.OwnerDied(owner=run.machine.view.owner)]
+    assert not run.machine.view.end_cause
     lives = True  # another launcher of this name, say
     assert look(200.0) == 1
     lives = False

@@ -162,7 +162,7 @@ def test_a_group_that_comes_too_late_opens_the_run_anew_and_late_orders_are_refu
 def test_a_restarted_coordinator_puts_away_what_its_predecessor_had_not() -> None:
     run = finished()
     run.start_coordinator()
-    assert run.machine.end_cause == "finished"
+    assert run.machine.view.end_cause == "finished"
     run.tell(m.NodesJoined(inventories=run.inventories()))
     assert not of(rest(run, GRACE_S - 1.0), m.Evict)
     assert {attempt.step for attempt, _ in evicted(rest(run, 1.0))} == {30}
@@ -176,7 +176,7 @@ def test_a_finished_group_whose_nodes_had_not_heard_of_the_end_is_not_found_at_w
     run.drain_all((*run.save(10), *run.tell(m.FinishRequested(token="end", ends_group=True))))
     run.start_coordinator()
     run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
-    assert run.machine.plan is None and run.machine.end_cause == "finished"
+    assert run.machine.plan is None and run.machine.view.end_cause == "finished"
 
 
 def test_a_group_of_another_launcher_after_a_finished_one_is_found_at_work() -> None:
@@ -184,7 +184,7 @@ def test_a_group_of_another_launcher_after_a_finished_one_is_found_at_work() -> 
     run.tell(run.group("ab", owner="other"))
     plan = run.plan
     run.start_coordinator()
-    assert run.machine.end_cause is None
+    assert run.machine.view.end_cause is None
     run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert run.machine.plan == plan
     assert not of(rest(run, 100 * GRACE_S), m.PutAway)

@@ -14,7 +14,7 @@ from tests.core.driver import Harness
 
 
 def gauge(run: Harness, metric: Metric) -> list[float]:
-    return [sample.value for sample in run.machine.gauges() if sample.metric is metric]
+    return [sample.value for sample in run.machine.view.gauges() if sample.metric is metric]
 
 
 def counted(run: Harness, metric: Metric) -> Mapping[str, float]:

@@ -70,11 +70,11 @@ def test_what_a_dead_node_held_is_copied_to_another() -> None:
     attempt = run.attempt(10)
     copies = of(run.lose("b"), m.Replicate)
     assert {(c.node_index, c.source, c.holder) for c in copies} == {(0, "a", "c"), (1, "a", "c")}
-    assert run.machine.copies_missing == 2
+    assert run.machine.view.copies_missing == 2
     carry_out(run, copies)
     look(run)
-    assert run.machine.copies_missing == 0
-    assert run.machine.holders[attempt.attempt] == {0: ("a", "c"), 1: ("a", "c")}
+    assert run.machine.view.copies_missing == 0
+    assert run.machine.view.holders[attempt.attempt] == {0: ("a", "c"), 1: ("a", "c")}
     assert not of(look(run), m.Replicate)
 
 
@@ -147,8 +147,8 @@ def test_only_durable_checkpoints_leave_the_nodes_and_never_the_newest() -> None
     old, new = durable(run, 10), durable(run, 20)
     evicted = of(look(run), m.Evict)
     assert {(e.attempt, e.node_id) for e in evicted} == {(old, "a"), (old, "b")}
-    assert run.machine.holders[new.attempt] == {0: ("a", "b"), 1: ("a", "b")}
-    assert not any(run.machine.holders[old.attempt].values())
+    assert run.machine.view.holders[new.attempt] == {0: ("a", "b"), 1: ("a", "b")}
+    assert not any(run.machine.view.holders[old.attempt].values())
     again = look(run)
     assert not of(again, m.Evict) and not of(again, m.Replicate), "nor are they made again"
     assert run.checkpoint(old).state == "live"
@@ -190,8 +190,8 @@ def test_a_full_disk_gives_up_the_copies_of_older_durable_checkpoints() -> None:
     assert not of(look(run), m.Evict)
     see(run, a=FULL, b=ROOMY)
     assert {(e.attempt, e.node_id) for e in of(look(run), m.Evict)} <= {(steps[0], "a"), (steps[1], "a")}
-    assert not any("a" in nodes for nodes in run.machine.holders[steps[0].attempt].values())
-    assert run.machine.holders[steps[0].attempt][1] == ("b",)
+    assert not any("a" in nodes for nodes in run.machine.view.holders[steps[0].attempt].values())
+    assert run.machine.view.holders[steps[0].attempt][1] == ("b",)
 
 
 def test_a_disk_is_acted_on_once_per_reading() -> None:
@@ -270,12 +270,12 @@ def test_a_damaged_copy_is_made_again_and_the_next_round_is_good() -> None:
     attempt = run.attempt(10)
     effects = walk(run, bad="b")
     assert any("damaged" in warn.text for warn in of(effects, m.Warn))
-    assert "b" not in run.machine.holders[attempt.attempt][0]
+    assert "b" not in run.machine.view.holders[attempt.attempt][0]
     copy = one(effects, m.Replicate)
     assert (copy.node_index, copy.source) == (0, "a")
     assert run.checkpoint(attempt).verified_at_s is None
     carry_out(run, [copy])
-    assert len(run.machine.holders[attempt.attempt][0]) == 2
+    assert len(run.machine.view.holders[attempt.attempt][0]) == 2
     walk(run)
     assert run.checkpoint(attempt).verified_at_s is not None
 
@@ -298,7 +298,7 @@ def test_a_damaged_copy_on_the_storage_path_is_drained_again_and_promoted_once()
     reported = run.drain_all(effects)
     assert one(reported, m.WriteDescription).checkpoint.id == attempt
     assert len([op for op in run.records if isinstance(op, r.Promote)]) == 1
-    assert len(run.machine.holders[attempt.attempt][0]) == 2, "the nodes' copies are as good as before"
+    assert len(run.machine.view.holders[attempt.attempt][0]) == 2, "the nodes' copies are as good as before"
 
 
 @pytest.mark.parametrize("state", ["retired", "unknown"])
@@ -351,7 +351,7 @@ def test_nothing_is_called_lost_while_it_may_be_the_last_hope() -> None:
 
 
 def exposed(run: Harness) -> dict[str, tuple[int | None, str | None, int]]:
-    return {e.node_id: (e.step, e.tier, e.steps_at_risk) for e in run.machine.exposure()}
+    return {e.node_id: (e.step, e.tier, e.steps_at_risk) for e in run.machine.view.exposure()}
 
 
 def progress(run: Harness, step: int, saved_step: int) -> None:
@@ -382,21 +382,21 @@ def test_exposure_of_what_only_the_storage_path_would_have() -> None:
 
 def test_without_a_group_nothing_is_exposed_and_no_node_needed() -> None:
     run = Harness("ab")
-    assert run.machine.exposure() == ()
-    assert run.machine.needed_nodes() == frozenset()
+    assert run.machine.view.exposure() == ()
+    assert run.machine.view.needed_nodes() == frozenset()
 
 
 def test_needed_are_the_group_its_holders_and_who_holds_what_is_not_durable() -> None:
     run = run_on("abcd", remote_every=1)
-    assert run.machine.needed_nodes() == frozenset("ab")
+    assert run.machine.view.needed_nodes() == frozenset("ab")
     effects = run.save(10)
     run.tell(run.group("cd"))
     run.tell(run.restored("c"), run.restored("d"))
-    assert run.machine.needed_nodes() == frozenset("abcd")
+    assert run.machine.view.needed_nodes() == frozenset("abcd")
     run.drain_all(effects)
-    assert run.machine.needed_nodes() == frozenset("cd")
+    assert run.machine.view.needed_nodes() == frozenset("cd")
 
 
 def test_idle_holders_of_a_small_group_are_needed() -> None:
     run = run_on("abc", group="a", replicas=1)
-    assert run.machine.needed_nodes() == frozenset("ab")
+    assert run.machine.view.needed_nodes() == frozenset("ab")

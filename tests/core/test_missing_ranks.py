@@ -104,7 +104,7 @@ def test_of_two_nodes_the_rank_and_not_its_node_is_named() -> None:
     run.tell(run.stored(attempt, "a"))
     saved = at(10, 10, saved_before=0)
     assert not errors(progress(run, {2: saved, 3: at(9, 5, saved_before=0)}, (attempt, (2,))))
-    (awaited,) = (*run.tick(10.0), *run.machine.awaited())[-1:]
+    (awaited,) = (*run.tick(10.0), *run.machine.view.awaited())[-1:]
     assert awaited.ranks == (3,)  # type: ignore[union-attr]
     (error,) = errors(run.tick(60.0))
     assert isinstance(error, Unavailable) and "Rank(s) 3 did not finish" in str(error)
@@ -135,7 +135,7 @@ def test_what_was_told_late_or_twice_opens_nothing_again() -> None:
     other = run.attempt(30)
     run.open("a")
     assert not errors(progress(run, {0: at(31, 30), 1: at(31, 10)}, (other, (0,))))
-    assert not run.machine.awaited() and not run.machine._saves
+    assert not run.machine.view.awaited() and not run.machine._saves
 
 
 def test_captures_that_nobody_tells_of_any_more_are_forgotten_and_bounded() -> None:
@@ -144,7 +144,7 @@ def test_captures_that_nobody_tells_of_any_more_are_forgotten_and_bounded() -> N
         progress(run, {}, (run.attempt(step), (0,)))
     assert len(run.machine._saves._captures._found) <= MAX_CAPTURES
     run.tick(STALE_S + 1.0)
-    assert not run.machine.awaited()
+    assert not run.machine.view.awaited()
 
 
 def test_a_save_that_lacks_a_rank_does_not_hold_up_the_end_of_the_run() -> None:
@@ -170,24 +170,24 @@ def test_a_restore_names_the_ranks_that_it_waits_for() -> None:
         m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)),
         m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)),
     )
-    assert not run.machine.awaited(), "they may only be slow"
+    assert not run.machine.view.awaited(), "they may only be slow"
     effects = run.tick(6.0)
-    (awaited,) = run.machine.awaited()
+    (awaited,) = run.machine.view.awaited()
     assert (awaited.what, awaited.ranks, awaited.speaker) == ("restore", (1, 2, 3), 0)
     assert "make a Checkpointer" in awaited.text and not of(effects, m.Warn)
     run.tell(m.RanksRestored(session_key=session_key, node_id="a", ranks=(0, 1)))
     effects = run.tick(10.0)
-    (awaited,) = run.machine.awaited()
+    (awaited,) = run.machine.view.awaited()
     assert awaited.ranks == (2, 3)
     assert [warn.text for warn in of(effects, m.Warn)] == [awaited.text]
     assert not of(run.tick(600.0), m.Warn), "said once"
     run.tell(m.RanksRestored(session_key=(9, 9), node_id="b", ranks=(2,)))
-    assert run.machine.awaited()[0].ranks == (2, 3)
+    assert run.machine.view.awaited()[0].ranks == (2, 3)
     for node in "ab":
         run.tell(run.restored(node))
     run.tell(m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)))
     run.tick(10.0)
-    assert not run.machine.awaited()
+    assert not run.machine.view.awaited()
 
 
 def test_the_ranks_of_a_text_are_bounded() -> None:
@@ -227,7 +227,7 @@ def test_a_barrier_that_a_rank_does_not_come_to_is_entered_by_nobody() -> None:
     assert replies(met(run, 10, 2, 3)) == {"10 (2, 3)": (3,)}, "who comes late does not enter it either"
     assert replies(met(run, 20, 0, 1)) == {}, "the next one is another"
     run.tick(6.0)
-    assert [(a.what, a.step, a.ranks) for a in run.machine.awaited()] == [("report", 20, (2, 3))]
+    assert [(a.what, a.step, a.ranks) for a in run.machine.view.awaited()] == [("report", 20, (2, 3))]
 
 
 def test_those_who_were_let_in_by_the_coordinator_before_are_not_left_alone() -> None:

@@ -100,12 +100,12 @@ def test_a_group_whose_finish_failed_frees_the_run_all_the_same() -> None:
     run.tell(m.FinishRequested(token="end", ends_group=True))
     run.lose("b")
     run.tick(0.0)
-    assert "end" in [f.token for f in of(run.transcript, m.Fail)] or run.machine.owner
+    assert "end" in [f.token for f in of(run.transcript, m.Fail)] or run.machine.view.owner
     for _ in range(10):
         for drain in of(run.tick(100.0), m.Drain):
             run.drained(drain, error="no space")
     assert "end" in [f.token for f in of(run.transcript, m.Fail)]
-    assert run.machine.objection("another driver", "") is None
+    assert run.machine.view.objection("another driver", "") is None
 
 
 def test_good_copies_stay_while_the_one_on_the_storage_path_is_known_to_be_damaged() -> None:
@@ -133,7 +133,7 @@ def test_who_alone_holds_something_is_needed_between_two_groups() -> None:
     run.store_mode = "held"
     run.tell(run.group("ab", token="again"))
     assert run.machine.plan is None
-    assert run.machine.needed_nodes() == frozenset("ab")
+    assert run.machine.view.needed_nodes() == frozenset("ab")
 
 
 def test_a_session_that_waits_begins_without_what_the_old_ranks_said() -> None:
@@ -141,7 +141,7 @@ def test_a_session_that_waits_begins_without_what_the_old_ranks_said() -> None:
     run.save(20)
     run.tell(m.RanksProgressed(session_key=(1, 1), ranks={0: m.RankProgress(step=25, saved_step=20)}))
     next_group(run)
-    assert {e.steps_at_risk for e in run.machine.exposure()} == {0}
+    assert {e.steps_at_risk for e in run.machine.view.exposure()} == {0}
 
 
 def test_attempts_of_a_found_group_are_recorded_in_step_order() -> None:
@@ -220,7 +220,7 @@ def test_a_machine_that_returns_before_its_death_is_noticed_is_one_copy() -> Non
     run.tell(m.NodesJoined(inventories=held))
     run.tell(m.NodesJoined(inventories={"c": held["b"]}))
     attempt = run.machine.history.lineage()[-1].id.attempt
-    assert run.machine.holders[attempt] == {0: ("a",), 1: ("c",)}
+    assert run.machine.view.holders[attempt] == {0: ("a",), 1: ("c",)}
 
 
 def test_the_last_words_of_a_node_whose_disk_has_moved_count_for_nothing() -> None:
@@ -232,7 +232,7 @@ def test_the_last_words_of_a_node_whose_disk_has_moved_count_for_nothing() -> No
     run.live.add("c")
     run.tell(m.NodesJoined(inventories={"c": disk}))
     run.tell(*late)
-    assert run.machine.holders.get(attempt.attempt, {}).get(1, ()) in ((), ("c",))
+    assert run.machine.view.holders.get(attempt.attempt, {}).get(1, ()) in ((), ("c",))
     assert run.plan == plan
 
 

@@ -123,7 +123,7 @@ def test_a_run_whose_launcher_is_alive_is_in_use() -> None:
     error = open_group(run, "another driver")
     assert isinstance(error, RunInUse) and error.hint
     assert (run.plan, run.records) == (plan, before), "the group at work has not noticed"
-    assert isinstance(run.machine.objection("another driver", "somebody else"), RunInUse)
+    assert isinstance(run.machine.view.objection("another driver", "somebody else"), RunInUse)
 
 
 def test_a_run_is_in_use_while_its_group_is_only_being_opened() -> None:
@@ -140,7 +140,7 @@ def test_a_run_whose_launcher_was_found_dead_is_taken_over() -> None:
     run.open("ab")
     run.save(10)
     assert open_group(run, "another driver", dead_owner="driver") is None
-    assert run.machine.owner == "another driver"
+    assert run.machine.view.owner == "another driver"
     assert run.plan.resume is not None and run.plan.resume.checkpoint.step == 10
     assert isinstance(open_group(run, "driver"), RunSuperseded), "it was not dead after all"
 
@@ -157,7 +157,7 @@ def test_a_finished_group_frees_the_run() -> None:
     run.tell(m.FinishRequested(token="save only"))
     assert isinstance(open_group(run, "another driver"), RunInUse)
     assert one(run.tell(m.FinishRequested(token="end", ends_group=True)), m.Reply).token == "end"
-    assert (run.machine.owner, run.machine.plan) == ("", None)
+    assert (run.machine.view.owner, run.machine.plan) == ("", None)
     assert open_group(run, "another driver") is None
 
 
@@ -166,10 +166,10 @@ def test_a_group_that_finishes_has_the_run_until_its_last_checkpoint_is_durable(
     run.open("ab")
     run.save(10)
     drains = run.tell(m.FinishRequested(token="end", ends_group=True))
-    assert isinstance(run.machine.objection("another driver", ""), RunInUse)
+    assert isinstance(run.machine.view.objection("another driver", ""), RunInUse)
     reported = run.drain_all(drains)
     assert one(reported, m.Reply).token == "end"
-    assert run.machine.objection("another driver", "") is None
+    assert run.machine.view.objection("another driver", "") is None
 
 
 # -- another coordinator -----------------------------------------------------------------------------

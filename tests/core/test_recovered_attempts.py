@@ -243,13 +243,13 @@ def test_a_node_that_comes_back_with_its_disk_holds_again_what_it_held() -> None
     attempt = run.attempt(10)
     kept = run.disks["b"]
     run.lose("b")
-    assert run.machine.copies_missing == 2
+    assert run.machine.view.copies_missing == 2
     run.live.add("b")
     run.disks["b"] = kept
     run.tell(m.NodesSeen(live=frozenset("abc")))
     run.tell(m.NodesJoined(inventories={"b": kept.inventory()}))
-    assert run.machine.copies_missing == 0
-    assert run.machine.holders[attempt.attempt] == {0: ("a", "b"), 1: ("a", "b")}
+    assert run.machine.view.copies_missing == 0
+    assert run.machine.view.holders[attempt.attempt] == {0: ("a", "b"), 1: ("a", "b")}
 
 
 def test_what_a_node_that_comes_late_has_of_another_session_stays_out() -> None:

@@ -295,7 +295,7 @@ def test_late_words_about_a_dead_node_do_not_count() -> None:
     run.lose("c")
     effects = [*run.tell(*late), *run.tick(61)]
     assert commits(effects) == [(10, Level.LOCAL, 0)], "c is dead"
-    assert "c" not in run.machine.holders[attempt.attempt][1]
+    assert "c" not in run.machine.view.holders[attempt.attempt][1]
 
 
 def test_messages_that_come_twice_commit_once() -> None:

@@ -86,12 +86,12 @@ def test_a_launcher_that_exits_while_its_last_checkpoint_drains_has_finished() -
     effects = list(run.save(10))
     effects += run.tell(m.FinishRequested(token="end", ends_group=True))
     run.tell(m.OwnerDied(owner=run.plan.owner))
-    assert not ends(run) and run.machine.end_cause is None
+    assert not ends(run) and run.machine.view.end_cause is None
     run.drain_all(effects)
     assert [ended.cause for ended in ends(run)] == ["finished"]
-    assert run.machine.end_cause == "finished"
+    assert run.machine.view.end_cause == "finished"
     run.open("ab")
-    assert run.machine.end_cause is None
+    assert run.machine.view.end_cause is None
 
 
 @pytest.mark.parametrize("node", ["", "b"])
@@ -103,7 +103,7 @@ def test_a_launcher_that_gives_up_says_so(node: str) -> None:
     effects = run.tell(m.FinishRequested(token="end", ends_group=True, has_failed=True))
     assert [ended.cause for ended in ends(run)] == ["node" if node else "process"]
     assert [e.token for e in effects if isinstance(e, m.Reply)] == ["end"]
-    assert run.machine.end_cause == "process" and not run.machine.owner
+    assert run.machine.view.end_cause == "process" and not run.machine.view.owner
     assert len(samples(run, telemetry.INTERRUPTIONS)) == 1
 
 
@@ -112,9 +112,9 @@ def test_a_dead_launcher_keeps_no_repair_waiting_for_the_log() -> None:
     run.open("ab")
     run.store_mode = "held"
     run.save(10)
-    assert run.machine.records_waiting == 1
+    assert run.machine.view.records_waiting == 1
     run.tell(m.OwnerDied(owner=run.plan.owner))
-    assert run.machine.records_waiting == 1
+    assert run.machine.view.records_waiting == 1
     run.confirm()
     run.tell(m.OwnerDied(owner=run.plan.owner))
     assert [ended.cause for ended in ends(run)] == ["launcher"]
@@ -135,9 +135,9 @@ def test_a_launcher_that_died_for_good_ends_its_session(node: str) -> None:
     (ended,) = ends(run)
     assert (ended.session, ended.cause, ended.step) == (1, "node" if node else "launcher", 7)
     assert len(samples(run, telemetry.INTERRUPTIONS)) == 1
-    assert [s.value for s in run.machine.gauges() if s.metric is telemetry.ACTIVE] == [0.0]
+    assert [s.value for s in run.machine.view.gauges() if s.metric is telemetry.ACTIVE] == [0.0]
     run.open("a")
-    assert [s.value for s in run.machine.gauges() if s.metric is telemetry.ACTIVE] == [1.0]
+    assert [s.value for s in run.machine.view.gauges() if s.metric is telemetry.ACTIVE] == [1.0]
     assert ends(run) == [ended]
 
 
@@ -256,7 +256,7 @@ def test_lag_and_exposure_are_told_as_gauges() -> None:
     run.open("ab")
     run.save(10)
     reported(run, 14, saved=10)
-    found = {(s.metric.name, *s.labels.values()): s.value for s in run.machine.gauges()}
+    found = {(s.metric.name, *s.labels.values()): s.value for s in run.machine.view.gauges()}
     assert found["last_step",] == 14
     assert (found["lag_steps", "replicated"], found["lag_steps", "durable"]) == (4, 14)
     assert found["saved_step", "replicated"] == 10

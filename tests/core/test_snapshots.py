@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from ray_ckpt.core import log_snapshots
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import run_machine as coordinator
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.core.run_machine import SNAPSHOT_RETRY_S, RunMachine
+from ray_ckpt.core.log_snapshots import SNAPSHOT_RETRY_S
+from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.format import records as r
 from ray_ckpt.storage.log_store import read_log
 from tests.core.driver import RUN, RUN_UID, SERVICE, Harness, of, one, ops
@@ -17,7 +18,7 @@ EVERY = 6
 
 @pytest.fixture(autouse=True)
 def _few_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "SNAPSHOT_EVERY", EVERY)
+    monkeypatch.setattr(log_snapshots, "SNAPSHOT_EVERY", EVERY)
 
 
 def grown() -> tuple[Harness, m.WriteSnapshot]:

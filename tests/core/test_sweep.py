@@ -221,7 +221,7 @@ def test_what_is_open_or_held_stays() -> None:
     opened, held = run.attempt(30), run.attempt(40)
     run.tell(run.stored(held, "a"), m.SaveRefused(attempt=held, ranks=(1,), reason="busy"))
     run.tell(m.NodesJoined(inventories={"a": run.disks["a"].inventory()}))
-    assert held.attempt in run.machine.holders, "it was dropped, and a node has it all the same"
+    assert held.attempt in run.machine.view.holders, "it was dropped, and a node has it all the same"
     run.tell(run.copied(opened, "a", "b", error="the peer went away"))
     assert not deleted(list_remote(run, {opened.directory: DAY_S, held.directory: DAY_S}))
 

@@ -19,11 +19,11 @@ def progressed(run: Harness, *ranks: tuple[int, int], step_s: float = 0.5) -> No
 
 
 def saves(run: Harness) -> tuple[SaveUnderway, ...]:
-    return run.machine.saves_underway
+    return run.machine.view.saves_underway
 
 
 def drains_of(run: Harness) -> tuple[DrainUnderway, ...]:
-    return run.machine.drains_underway
+    return run.machine.view.drains_underway
 
 
 def opened(**options: Any) -> Harness:
@@ -34,7 +34,7 @@ def opened(**options: Any) -> Harness:
 
 def test_a_save_is_seen_from_its_capture_to_its_commit() -> None:
     run = opened(replicas=1)
-    assert saves(run) == () and run.machine.step_s == 0
+    assert saves(run) == () and run.machine.view.step_s == 0
     progressed(run, (10, 10), (10, 0))
     (save,) = saves(run)
     assert (save.step, save.phase, save.ranks_captured, save.ranks_stored) == (10, "writing", 1, 0)
@@ -51,16 +51,16 @@ def test_a_save_is_seen_from_its_capture_to_its_commit() -> None:
     run.store_mode = "held"
     run.tell(run.copied(attempt, "b", "a"))
     assert [save.phase for save in saves(run)] == ["committing"]
-    assert run.machine.records_waiting == 1
+    assert run.machine.view.records_waiting == 1
     run.confirm()
-    assert saves(run) == () and run.machine.records_waiting == 0
+    assert saves(run) == () and run.machine.view.records_waiting == 0
 
 
 def test_what_a_rank_saved_before_is_no_save_on_its_way() -> None:
     run = opened()
     run.save(10)
     progressed(run, (12, 10), (12, 10))
-    assert saves(run) == () and run.machine.last_step == 12
+    assert saves(run) == () and run.machine.view.last_step == 12
     run.open("ab")  # they say that they have saved what they resumed from
     progressed(run, (10, 10), (10, 10))
     assert saves(run) == ()
@@ -85,7 +85,7 @@ def test_a_dropped_save_is_not_on_its_way() -> None:
 def test_the_pace_is_the_median_of_the_ranks() -> None:
     run = opened()
     progressed(run, (3, 0), (3, 0), step_s=0.25)
-    assert run.machine.step_s == 0.25
+    assert run.machine.view.step_s == 0.25
 
 
 def test_a_drain_is_seen_until_it_is_described() -> None:
@@ -100,9 +100,9 @@ def test_a_drain_is_seen_until_it_is_described() -> None:
     assert [drain.fragments_done for drain in drains_of(run)] == [1]
     run.drained(second)
     assert [drain.state for drain in drains_of(run)] == ["describing"]
-    assert [c.step for c in run.machine.in_cluster_only] == [10]
+    assert [c.step for c in run.machine.view.in_cluster_only] == [10]
     run.tell(m.DescriptionWritten(attempt=first.attempt, error=None))
-    assert drains_of(run) == () and run.machine.in_cluster_only == ()
+    assert drains_of(run) == () and run.machine.view.in_cluster_only == ()
 
 
 def test_a_drain_that_the_store_does_not_take_is_failing() -> None:
@@ -130,6 +130,6 @@ def test_nodes_that_leave_are_told_with_the_time_they_have() -> None:
     run = opened()
     run.tell(m.NodesSeen(live=frozenset("ab"), draining=frozenset("a"), left_s={"a": 30.0}))
     run.tick(10.0)
-    assert run.machine.leaving == {"a": 20.0}
+    assert run.machine.view.leaving == {"a": 20.0}
     run.tell(m.NodesSeen(live=frozenset("ab"), draining=frozenset("b")))
-    assert run.machine.leaving == {"b": None}
+    assert run.machine.view.leaving == {"b": None}

@@ -123,7 +123,7 @@ def delete_before_retire(patch: pytest.MonkeyPatch) -> None:
         yield effect
         if isinstance(effect, m.Append) and isinstance(effect.record.op, r.Retired):
             checkpoint = machine.history.checkpoints[effect.record.op.attempt]
-            for nodes in machine.holders.get(checkpoint.id.attempt, {}).values():
+            for nodes in machine.view.holders.get(checkpoint.id.attempt, {}).values():
                 for node in nodes:
                     yield m.Delete(attempt=checkpoint.id.attempt, directory=checkpoint.directory, place=node)
 

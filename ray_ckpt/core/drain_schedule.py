@@ -1,0 +1,143 @@
+"""The checkpoints that are drained and when: the commits that are due, requests, and what failed before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ray_ckpt import telemetry
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.context import Context
+from ray_ckpt.core.drain import Drains
+from ray_ckpt.core.drain_policy import DrainPolicy
+from ray_ckpt.core.finishing import Finishing
+from ray_ckpt.core.maintenance import Maintenance
+from ray_ckpt.core.save_intervals import SaveIntervals
+from ray_ckpt.errors import ConfigError, Unavailable
+from ray_ckpt.format import records as r
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+
+
+class DrainSchedule:
+    """Starts drains and acts on their ends; `Drains` gives out their uploads."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        drains: Drains,
+        intervals: SaveIntervals,
+        maintenance: Maintenance,
+        finishing: Finishing,
+    ) -> None:
+        self._context = context
+        self._drains, self._intervals = drains, intervals
+        self._maintenance, self._finishing = maintenance, finishing
+        self._policy = DrainPolicy()
+
+    def is_due(self, checkpoint: CheckpointInfo) -> bool:
+        """Count a commit, in log order, and return True if it is due on the storage path."""
+        every, every_s = self._context.options.remote_every, self._intervals.remote_interval_s
+        return self._policy.committed(checkpoint, every=every, every_s=every_s)
+
+    def committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
+        if self.is_due(checkpoint):
+            self._drains.start(checkpoint)
+            yield from self.assign()
+
+    def undrained(self) -> set[str]:
+        """Return the attempts that are due, not durable, and whole on live nodes."""
+        due = self._policy.undrained(self._context.history.checkpoints)
+        return {c.id.attempt for c in due if self._context.holders.has_all(c)}
+
+    def assign(self) -> Iterator[m.Effect]:
+        """Give out uploads; give drains up that no live node can serve."""
+        self._intervals.draining(self._drains.attempts)
+        for checkpoint, reason in self._drains.give_up():
+            yield from self._failed(checkpoint.id, reason)
+        yield from self._drains.assign()
+
+    def ticked(self) -> Iterator[m.Effect]:
+        if self._drains:
+            yield from self.assign()
+
+    def bring(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
+        """Drain a checkpoint that a finish waits for, before all others."""
+        self._drains.start(checkpoint, is_urgent=True, is_requested=True)
+        yield from self.assign()
+
+    def rescue(self) -> Iterator[m.Effect]:
+        """Drain the newest checkpoint if all nodes are about to go: only the storage path survives that."""
+        context, lineage = self._context, self._context.history.lineage()
+        if context.holders.live - context.draining or not lineage:
+            return
+        ends = [at_s for node, at_s in context.leaves_at_s.items() if node in context.holders.live]
+        fits = not ends or context.now_s + self._intervals.drain_s <= max(ends)
+        if fits and lineage[-1].level < Level.DURABLE and lineage[-1].id.attempt not in self._drains.attempts:
+            self._drains.start(lineage[-1], is_urgent=True)
+            yield from self.assign()
+
+    def start_again(self) -> None:
+        """Start drains that are due and not under way.
+
+        They are those of checkpoints that are damaged on the storage path, and drains that gave way to
+        others, had no source, or died with a coordinator.
+        """
+        holders, checkpoints = self._context.holders, self._context.history.checkpoints
+        bad = [checkpoints[name] for name in sorted(holders.bad_remote & checkpoints.keys())]
+        bad = [checkpoint for checkpoint in bad if checkpoint.state == "live"]
+        holders.bad_remote.intersection_update(checkpoint.id.attempt for checkpoint in bad)
+        for checkpoint in (*bad, *self._policy.undrained(checkpoints)):
+            is_new = checkpoint.id.attempt not in self._drains.attempts
+            if is_new and self._drains.has_room and holders.has_all(checkpoint):
+                self._drains.start(checkpoint)
+
+    def nodes_lost(self, lost: frozenset[str]) -> Iterator[m.Effect]:
+        self._drains.lost(lost)
+        yield from self.assign()
+
+    # -- events --------------------------------------------------------------------------------------
+
+    def requested(self, event: m.DrainRequested) -> Iterator[m.Effect]:
+        """Start the drain of a checkpoint that somebody wants on the storage path."""
+        checkpoint = self._context.history.checkpoints.get(event.attempt)
+        if checkpoint is None or checkpoint.state != "live":
+            state = f"is {checkpoint.state}" if checkpoint else "does not exist"
+            yield m.Fail(token=event.token, error=ConfigError(f"Checkpoint {event.attempt} {state}."))
+            return
+        if checkpoint.level < Level.DURABLE:
+            self._drains.start(checkpoint)
+            yield from self.assign()
+        yield m.Reply(token=event.token, value=None)
+
+    def ended(self, event: m.DrainEnded) -> Iterator[m.Effect]:
+        """Note the end of one upload."""
+        self._drains.ended(event)
+        if event.error is not None:
+            self._context.measure(telemetry.FAILURES, cause="drain")
+            yield from self._context.warn_once(
+                f"Step {event.attempt.step}: draining fragment {event.node_index}: {event.error}"
+            )
+        yield from self.assign()
+
+    def described(self, event: m.DescriptionWritten) -> Iterator[m.Effect]:
+        """Promote a checkpoint that is on the storage path, all of it; damage there ends its drain."""
+        context, attempt = self._context, event.attempt.attempt
+        checkpoint = context.history.checkpoints[attempt]
+        self._drains.described(event)
+        if event.is_damage:
+            yield from self._failed(event.attempt, str(event.error))
+        elif event.error is not None:
+            yield from context.warn_once(f"Step {event.attempt.step}: describing it: {event.error}")
+        else:
+            self._maintenance.uploaded(attempt)
+            if checkpoint.state == "live" and checkpoint.level < Level.DURABLE:
+                op = r.Promote(attempt=attempt, level=Level.DURABLE, replicas=checkpoint.replicas)
+                context.ledger.append(op)
+
+    def _failed(self, attempt: AttemptId, reason: str) -> Iterator[m.Effect]:
+        """Warn of a drain that was given up; a finish that waits for it fails."""
+        error = Unavailable(f"Step {attempt.step} did not reach the storage path: {reason}")
+        yield from self._context.warn_once(str(error))
+        lineage = self._context.history.lineage()
+        if lineage and lineage[-1].id == attempt:
+            yield from self._finishing.fail(error)

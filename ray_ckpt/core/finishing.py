@@ -1,0 +1,94 @@
+"""Requests to finish a run, and how its launcher has ended it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.closing import Closing
+from ray_ckpt.core.context import Context
+from ray_ckpt.core.session_end import SessionEnd
+from ray_ckpt.core.sessions import Sessions
+from ray_ckpt.core.sweep import Sweeps
+from ray_ckpt.errors import CheckpointError, RunSuperseded
+from ray_ckpt.types import CheckpointInfo, EndCause
+
+
+class Finishing:
+    """Answers requests to finish, and ends the group if its launcher has requested that."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        sessions: Sessions,
+        session_end: SessionEnd,
+        sweeps: Sweeps,
+        closing: Closing,
+    ) -> None:
+        self._context = context
+        self._sessions, self._session_end = sessions, session_end
+        self._sweeps, self._closing = sweeps, closing
+        self._requests: list[m.FinishRequested] = []
+        self.end_cause: EndCause | None = None  # as the launcher has reported it, until the next group comes
+
+    def __bool__(self) -> bool:
+        """Return True while a request waits."""
+        return bool(self._requests)
+
+    @property
+    def ends_group(self) -> bool:
+        """A launcher that waits has reported the end of its group."""
+        return any(event.ends_group for event in self._requests)
+
+    def add(self, event: m.FinishRequested) -> Iterable[m.Effect]:
+        self._requests.append(event)
+        return ()
+
+    def group_came(self) -> None:
+        """Go on: a new group has the run."""
+        self.end_cause = None
+        self._closing.stop()
+
+    def ended(self, cause: EndCause) -> None:
+        """Note how the run has ended; a run that finished is put away after its grace."""
+        self.end_cause = cause
+        if cause == "finished":
+            self._closing.finished()
+
+    def reply(self, newest: CheckpointInfo | None) -> Iterator[m.Effect]:
+        """Answer all requests: the newest checkpoint is durable, or there is none."""
+        ends_group = self.ends_group
+        if ends_group and self._end_session():
+            return  # again when that is in the log: the cluster may go as soon as the launcher knows
+        yield from self._sweeps.order_listing(self._context.wall_s, is_end=True)
+        if ends_group:
+            self.ended(_request_end(self._requests))
+        requests, self._requests = self._requests, []
+        for event in requests:
+            yield m.Reply(token=event.token, value=newest)
+        if ends_group:
+            yield from self._end_group()
+
+    def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
+        """Fail all requests; the group ends all the same if its launcher has requested that."""
+        ends_group = self.ends_group
+        if ends_group:
+            self._end_session()
+        requests, self._requests = self._requests, []
+        for event in requests:
+            yield m.Fail(token=event.token, error=error)
+        if ends_group:
+            yield from self._end_group()
+
+    def _end_session(self) -> bool:
+        """Append the end of the session at work; return False if it is in the log."""
+        cause, live = _request_end(self._requests), self._context.holders.live
+        return self._session_end.end(cause, live=None if cause == "finished" else live)
+
+    def _end_group(self) -> Iterator[m.Effect]:
+        yield from self._sessions.end(RunSuperseded("The launcher has ended the run."))
+
+
+def _request_end(requests: Iterable[m.FinishRequested]) -> EndCause:
+    return "process" if any(event.has_failed for event in requests) else "finished"

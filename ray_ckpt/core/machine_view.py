@@ -1,0 +1,204 @@
+"""The state of a run machine, read for status, metrics and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ray_ckpt import telemetry
+from ray_ckpt.core.attempts import SaveUnderway
+from ray_ckpt.core.awaited import Awaited
+from ray_ckpt.core.barriers import Barriers
+from ray_ckpt.core.context import Context
+from ray_ckpt.core.drain import Drains, DrainUnderway
+from ray_ckpt.core.exposure import exposure
+from ray_ckpt.core.finishing import Finishing
+from ray_ckpt.core.gauges import gauges
+from ray_ckpt.core.maintenance import Maintenance
+from ray_ckpt.core.save_intervals import SaveIntervals
+from ray_ckpt.core.saves import Saves
+from ray_ckpt.core.session_end import SessionEnd
+from ray_ckpt.core.sessions import Sessions
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.telemetry import Sample
+from ray_ckpt.types import CheckpointInfo, EndCause, Exposure, Level, RankRestore
+
+AWAITED_EVERY_S = 1.0  # every node asks once a second, and an answer costs time by ranks
+
+
+@dataclass(slots=True, kw_only=True)
+class MachineParts:
+    """The parts of one run machine that its view reads."""
+
+    context: Context
+    sessions: Sessions
+    saves: Saves
+    barriers: Barriers
+    intervals: SaveIntervals
+    session_end: SessionEnd
+    drains: Drains
+    maintenance: Maintenance
+    finishing: Finishing
+
+
+@dataclass(slots=True)
+class MachineView:
+    """Reads the parts of one run machine and changes none of them. Nothing is decided here."""
+
+    _parts: MachineParts
+    _awaited: tuple[float, tuple[Awaited, ...]] | None = field(default=None, init=False)  # and when found
+
+    # -- the run and its launcher ------------------------------------------------------------------
+
+    @property
+    def owner(self) -> str:
+        """The launcher whose group is at work or being opened; "" if there is none."""
+        return self._parts.sessions.owner
+
+    @property
+    def is_idle(self) -> bool:
+        """No group has the run, and this coordinator is not about to write anything."""
+        return not self._parts.sessions.owner_has_run and self._parts.context.ledger.is_settled
+
+    @property
+    def end_cause(self) -> EndCause | None:
+        """How the launcher has ended the run; None while it has not, or another group has come since."""
+        return self._parts.finishing.end_cause
+
+    @property
+    def is_training(self) -> bool:
+        """The group at work has its state."""
+        return self._parts.sessions.is_training
+
+    @property
+    def restores(self) -> tuple[RankRestore, ...]:
+        """How the ranks of the group at work got their state."""
+        return self._parts.sessions.restores
+
+    def objection(self, owner: str, dead_owner: str) -> CheckpointError | None:
+        """Return the error that keeps this launcher from opening a group now, if there is one.
+
+        `dead_owner` was found dead.
+        """
+        return self._parts.sessions.objection(owner, dead_owner)
+
+    # -- steps and saves ---------------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that a rank of the group has reported, 0 if none has."""
+        return self._parts.saves.last_step
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a step of the group took recently; 0: not known."""
+        return self._parts.saves.step_s
+
+    @property
+    def save_interval_s(self) -> float:
+        """Seconds between saves at the current settings and pace; 0: not known."""
+        by_time_s = self._parts.intervals.interval_s or 0.0
+        by_steps_s = (self._parts.context.options.steps_between_saves or 0) * self.step_s
+        return min((s for s in (by_time_s, by_steps_s) if s > 0), default=0.0)
+
+    @property
+    def saves_underway(self) -> tuple[SaveUnderway, ...]:
+        """Saves that are neither committed nor dropped, by step."""
+        return self._parts.saves.underway()
+
+    @property
+    def drains_underway(self) -> tuple[DrainUnderway, ...]:
+        """Checkpoints on their way to the storage path."""
+        return self._parts.drains.underway()
+
+    @property
+    def copies_missing(self) -> int:
+        """Copies of fragments that repair has yet to make."""
+        return self._parts.maintenance.copies_missing
+
+    @property
+    def records_waiting(self) -> int:
+        """Records that the log has not confirmed; many mean that its store does not answer."""
+        return len(self._parts.context.ledger.pending)
+
+    def awaited(self) -> tuple[Awaited, ...]:
+        """Return the ranks that others wait for, to restore, to save or to report.
+
+        The answer is up to AWAITED_EVERY_S old.
+        """
+        parts, now_s = self._parts, self._parts.context.now_s
+        if self._awaited is None or abs(now_s - self._awaited[0]) >= AWAITED_EVERY_S:
+            saves, reported = parts.saves.awaited(), parts.saves.reported()
+            found = (*parts.sessions.awaited(), *saves, *parts.barriers.awaited(reported))
+            self._awaited = (now_s, found)
+        return self._awaited[1]
+
+    # -- nodes and copies --------------------------------------------------------------------------
+
+    @property
+    def live_nodes(self) -> frozenset[str]:
+        """Nodes that are alive, by the last report."""
+        return self._parts.context.holders.live
+
+    @property
+    def domains(self) -> dict[str, str]:
+        """The failure domain of each node, "" if it is not known."""
+        return dict(self._parts.context.domains)
+
+    @property
+    def leaving(self) -> dict[str, float | None]:
+        """Live nodes that are about to go, with the seconds until then if that is known."""
+        context = self._parts.context
+        return {
+            node: context.leaves_at_s[node] - context.now_s if node in context.leaves_at_s else None
+            for node in sorted(context.draining & context.holders.live)
+        }
+
+    @property
+    def holders(self) -> dict[str, dict[int, tuple[str, ...]]]:
+        """The nodes that hold each fragment of each attempt."""
+        return self._parts.context.holders.table()
+
+    @property
+    def in_cluster_only(self) -> tuple[CheckpointInfo, ...]:
+        """Live checkpoints that are not on the storage path, in log order."""
+        return tuple(c for c in self._parts.context.history.live() if c.level < Level.DURABLE)
+
+    def exposure(self) -> tuple[Exposure, ...]:
+        """Return the cost of each node's death right now, for the nodes of the group at work."""
+        context = self._parts.context
+        nodes = context.plan.nodes if context.plan else ()
+        return exposure(nodes, context.history.lineage(), context.holders, self.last_step)
+
+    def needed_nodes(self) -> frozenset[str]:
+        """Return the nodes that the group at work or a kept checkpoint cannot do without.
+
+        They are the nodes that the group runs on or that hold its copies, and those that hold checkpoints
+        which are not durable. Between groups only the checkpoint that the next one would resume from counts.
+        """
+        context = self._parts.context
+        nodes = {
+            n for node in (context.plan.nodes if context.plan else ()) for n in (node.node_id, *node.holders)
+        }
+        kept = context.history.live() if context.plan else context.history.lineage()[-1:]
+        alone = [c.id.attempt for c in kept if c.level < Level.DURABLE]
+        return frozenset(nodes.union(*(context.holders.anywhere(attempt) for attempt in alone)))
+
+    # -- metrics -----------------------------------------------------------------------------------
+
+    def gauges(self) -> Iterator[Sample]:
+        """Yield the state of the run as metrics; costs time by nodes and live checkpoints."""
+        parts, history = self._parts, self._parts.context.history
+        yield from gauges(
+            history=history,
+            is_active=self.is_training and not parts.session_end.is_over,
+            last_step=self.last_step,
+            wall_s=parts.context.wall_s,
+            exposure=self.exposure(),
+        )
+        yield Sample(metric=telemetry.INTERVAL, value=self.save_interval_s)
+        yield Sample(metric=telemetry.LATENCY, value=parts.saves.last_save_s)
+        yield Sample(metric=telemetry.COPIES_MISSING, value=self.copies_missing)
+        yield Sample(metric=telemetry.DRAINS, value=len(parts.drains.attempts))
+        damaged = parts.context.holders.bad_remote & {c.id.attempt for c in history.live()}
+        yield Sample(metric=telemetry.DAMAGED, value=len(damaged))

@@ -1,0 +1,87 @@
+"""Retirement of checkpoints that nothing keeps, and the deletion of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.context import Context
+from ray_ckpt.core.deletions import Deletions
+from ray_ckpt.core.drain import Drains
+from ray_ckpt.core.maintenance import Maintenance
+from ray_ckpt.core.retention import RetentionView, decide, policies_of
+from ray_ckpt.core.sessions import Sessions
+from ray_ckpt.format import records as r
+from ray_ckpt.types import CheckpointInfo, Level
+
+
+class Retirement:
+    """Applies the retention policies to the log; deletes bytes once their retirement is in the log."""
+
+    def __init__(
+        self, context: Context, *, sessions: Sessions, drains: Drains, maintenance: Maintenance
+    ) -> None:
+        self._context = context
+        self._sessions, self._drains, self._maintenance = sessions, drains, maintenance
+        self._deletions = Deletions()
+        self.is_due = False
+
+    def busy(self) -> set[str]:
+        """Return the checkpoints that something reads at the moment."""
+        return self._drains.attempts | self._sessions.busy()
+
+    def decide(self) -> Iterable[m.Effect]:
+        """Retire what no policy keeps; drain what is kept for longer than its place among the last ones."""
+        self.is_due = False
+        context, lineage = self._context, self._context.history.lineage()
+        busy, is_crowded = self.busy(), self._maintenance.is_crowded
+        if is_crowded:  # nothing is kept for a storage path that does not take it
+            busy -= self._drains.stuck - self._sessions.busy()
+        view = RetentionView(live=context.history.live(), lineage=lineage, now_s=context.wall_s, busy=busy)
+        old = {c.id.attempt for c in lineage[: -context.options.keep_last]}
+        for choice in decide(view, policies_of(context.options), pressure=is_crowded):
+            checkpoint = choice.checkpoint
+            if not choice.kept:
+                context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=choice.reasons[0]))
+            elif checkpoint.level < Level.DURABLE and checkpoint.id.attempt in old:
+                self._drains.start(checkpoint)
+        return ()
+
+    def logged(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
+        """Start to delete a checkpoint whose retirement is in the log."""
+        context, attempt = self._context, checkpoint.id.attempt
+        self._drains.finish(attempt)
+        # Nodes without a whole fragment count, too: a copy that was cut off leaves files.
+        places = context.holders.may_have(attempt).union(context.session_nodes())
+        yield from self._deletions.start(
+            checkpoint,
+            places & context.holders.live,
+            now_s=context.now_s,
+            grace_s=context.options.retire_grace_s,
+        )
+
+    def delete_ended(self, event: m.DeleteEnded) -> Iterable[m.Effect]:
+        self._collected(self._deletions.ended(event))
+        return ()
+
+    def nodes_lost(self, lost: frozenset[str]) -> None:
+        """Count dead nodes as done: their copies are gone with them."""
+        self._collected(self._deletions.lost(lost))
+
+    def ticked(self) -> Iterator[m.Effect]:
+        """Repeat deletes that failed, and those that an earlier coordinator left undone."""
+        context = self._context
+        if not context.ledger.is_open or not self._deletions.is_due(context.now_s):
+            return
+        collecting = {op.attempt for op in context.ledger.pending if isinstance(op, r.Collected)}
+        checkpoints = context.history.checkpoints.values()
+        yield from self._deletions.redo(
+            [c for c in checkpoints if c.state == "retired" and c.id.attempt not in collecting],
+            context.holders.live,
+            now_s=context.now_s,
+            grace_s=context.options.retire_grace_s,
+        )
+
+    def _collected(self, attempts: Iterable[str]) -> None:
+        for attempt in attempts:
+            self._context.ledger.append(r.Collected(attempt=attempt))
