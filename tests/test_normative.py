@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_ckpt.core import messages
-from ray_ckpt.core import node_machine as node
+from ray_ckpt.core import node_messages as node
 from ray_ckpt.format import arena_page as arena
 from ray_ckpt.format import jsontext, manifest, names, records, shard, snapshot, tree
 from ray_ckpt.format import save_signal as agreed

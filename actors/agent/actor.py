@@ -24,7 +24,7 @@ from ray_ckpt.actors.agent.session import NodeSession
 from ray_ckpt.actors.messages import AgentCard, OpenRun, PutAwayRun, RunSpec, ServiceCard, SessionStart
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.config import ADDRESS_ENV, transport_ports
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.messages import DiskSpace, Inventory, RankProgress, SessionKey
 from ray_ckpt.core.ownership import RunMark

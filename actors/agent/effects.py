@@ -12,7 +12,7 @@ from ray_ckpt.actors.agent.priority import trim_heaps
 from ray_ckpt.actors.agent.restoring import error_text
 from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.actors.threads import in_thread
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.messages import ReplicaEnded
 from ray_ckpt.errors import Fenced, Unavailable
 from ray_ckpt.format.digest import digest

@@ -9,7 +9,7 @@ from functools import partial
 
 from ray_ckpt.actors.agent.priority import ActiveCopies, DrainRateLimiter
 from ray_ckpt.actors.agent.run import NodeRun, require
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.messages import StoredFragment
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import shard_file, state_file

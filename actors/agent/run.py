@@ -13,8 +13,9 @@ from ray_ckpt.actors.agent.priority import DrainRateLimiter, yield_to_training
 from ray_ckpt.actors.agent.session import NodeSession
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.actors.threads import BriefThreads
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.messages import SessionNode, SessionPlan
+from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.transport.sending import Limiter
@@ -34,7 +35,7 @@ class NodeRun:
         # Threads of the run's own: the storage path of another run may hang.
         self.drain_threads = BriefThreads(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
         self.uploads: dict[tuple[str, int], DrainRateLimiter] = {}  # by attempt and fragment
-        self.machine = n.NodeMachine(epoch=staging.epoch(run_uid))
+        self.machine = NodeMachine(epoch=staging.epoch(run_uid))
         self.memory = RankMemory()
         self.captures = Captures()
         self.session: NodeSession | None = None  # the last one that began here

@@ -9,300 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
-from ray_ckpt.core.messages import Captured, SessionKey, SessionNode, SessionPlan
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.messages import Captured, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.names import attempt_of
-from ray_ckpt.format.save_signal import SaveSignal
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level
 
 MAX_UNSETTLED = 8  # saves reported and not answered; a coordinator that lives answers within seconds
 MAX_SETTLED = 256  # outcomes that late questions can still be answered from
-
-# -- events ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionStarted:
-    plan: SessionPlan
-    node_id: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionEnded:
-    """The run belongs to somebody else; this session, and those before it, are over."""
-
-    session_key: SessionKey
-    error: CheckpointError
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardSealed:
-    """A rank has captured its state into its arena."""
-
-    attempt: AttemptId
-    rank: int
-    replicated: tuple[str, ...]  # as in `SealedShard`
-    metrics: Mapping[str, float] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardWritten:
-    attempt: AttemptId
-    rank: int
-    files: tuple[FileEntry, ...]
-    rows: tuple[ManifestRow, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveFailed:
-    """A rank skipped the attempt, or its files or the fragment could not be written."""
-
-    attempt: AttemptId
-    rank: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FragmentWritten:
-    attempt: AttemptId
-    entry: FileEntry
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyEnded:
-    """A copy has arrived on its holder, or has failed."""
-
-    attempt: AttemptId
-    node_index: int
-    holder: str
-    epoch: int  # that this node obeyed when it began
-    error: str | None
-    is_unreachable: bool = False  # the holder gave no sign of life for some seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerReturned:
-    """A peer that could not be reached has answered, or has been asked for long enough."""
-
-    peer: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutcomeNotified:
-    """The coordinator of that epoch has told what became of an attempt."""
-
-    attempt: AttemptId
-    level: Level | None
-    error: CheckpointError | None
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochSeen:
-    """A coordinator whose fence is in the log speaks to this node."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorReturned:
-    """A new coordinator has taken the run over and knows nothing of what was reported to the old one."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyOrdered:
-    """Send what this node holds of a fragment to another node."""
-
-    attempt: AttemptId
-    node_index: int
-    holder: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeleteOrdered:
-    """Checkpoint folders that are to go."""
-
-    directories: tuple[str, ...]
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveStepAnnounced:
-    """All ranks of a session are to save after this step."""
-
-    session_key: SessionKey
-    signal: SaveSignal
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPutAway:
-    """The run has finished: nothing of it is needed here but these folders."""
-
-    kept: tuple[str, ...]
-    epoch: int
-
-
-Order: TypeAlias = (
-    SessionStarted
-    | SessionEnded
-    | OutcomeNotified
-    | EpochSeen
-    | CoordinatorReturned
-    | CopyOrdered
-    | DeleteOrdered
-    | SaveStepAnnounced
-    | RunPutAway
-)
-"""What a coordinator says. The words of one whose epoch is below the highest heard of are void."""
-
-
-NodeEvent: TypeAlias = (
-    ShardSealed | ShardWritten | SaveFailed | FragmentWritten | CopyEnded | PeerReturned | Order
-)
-
-# -- effects -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteShard:
-    attempt: AttemptId
-    rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
-    """The rank's arena may be captured into again."""
-
-    attempt: AttemptId
-    rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteFragment:
-    fragment: Fragment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportStored:
-    epoch: int  # that this node obeys now
-    attempt: AttemptId
-    node_index: int
-    files: tuple[FileEntry, ...]
-    replicated: tuple[str, ...]
-    metrics: Mapping[str, float] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportRefused:
-    attempt: AttemptId
-    ranks: tuple[int, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendCopy:
-    """Send the fragment's files, then the fragment, from this node's disk; answer with CopyEnded."""
-
-    epoch: int  # that this node obeys now; told with the end
-    attempt: AttemptId
-    node_index: int
-    holder: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportCopied:
-    """Report to the coordinator how a copy ended."""
-
-    epoch: int  # that this node obeyed when the copy began
-    attempt: AttemptId
-    node_index: int
-    holder: str
-    error: str | None
-    is_unreachable: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckPeer:
-    """Ask a peer every few seconds until it answers; report that with PeerReturned."""
-
-    peer: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolveSave:
-    """Wake whoever waits for this attempt."""
-
-    attempt: AttemptId
-    level: Level | None
-    error: CheckpointError | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeleteFolder:
-    directory: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForgetRun:
-    """Delete all folders of the run but `kept`, then what else there is of it."""
-
-    kept: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PersistEpoch:
-    """Make the highest epoch heard of durable on this node, before the effects that follow."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefuseOrder:
-    """Tell the coordinator that spoke that one of a higher epoch has spoken here."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndSession:
-    """Whoever waits for a session here gets this error."""
-
-    session: int
-    error: CheckpointError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShowSaveSignal:
-    """Put the agreed step where this node's ranks look."""
-
-    signal: SaveSignal
-
-
-NodeEffect: TypeAlias = (
-    WriteShard
-    | Release
-    | WriteFragment
-    | ReportStored
-    | ReportRefused
-    | SendCopy
-    | ReportCopied
-    | CheckPeer
-    | ResolveSave
-    | DeleteFolder
-    | ForgetRun
-    | PersistEpoch
-    | RefuseOrder
-    | EndSession
-    | ShowSaveSignal
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -310,18 +26,9 @@ class _Save:
     attempt: AttemptId
     sealed: set[int] = field(default_factory=set)
     replicated: set[str] = field(default_factory=set)
-    written: dict[int, ShardWritten] = field(default_factory=dict)
+    written: dict[int, n.ShardWritten] = field(default_factory=dict)
     metrics: Mapping[str, float] | None = None
     fragment: FileEntry | None = None  # set when everything of this node is on its disk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOutcome:
-    """How an attempt ended so far: the level reached, or why it was dropped."""
-
-    level: Level | None
-    error: CheckpointError | None
-    is_deleted: bool = False  # what there was of it here has been deleted, or is about to be
 
 
 class NodeMachine:
@@ -332,20 +39,20 @@ class NodeMachine:
         self.here: SessionNode | None = None
         self._saves: dict[str, _Save] = {}
         self.epoch = epoch  # of the newest coordinator heard of
-        self.outcomes: OrderedDict[str, SaveOutcome] = OrderedDict()
+        self.outcomes: OrderedDict[str, n.SaveOutcome] = OrderedDict()
         self._deleted: OrderedDict[str, None] = OrderedDict()  # attempts whose deletion was ordered
         self._unreachable: set[str] = set()  # peers that are probed until they answer
 
-    def handle(self, event: NodeEvent) -> tuple[NodeEffect, ...]:
+    def handle(self, event: n.NodeEvent) -> tuple[n.NodeEffect, ...]:
         """Apply one event; the effects are to be carried out in order."""
-        if not isinstance(event, Order):
+        if not isinstance(event, n.Order):
             return tuple(self._on(event))
         if event.epoch < self.epoch:
-            return (RefuseOrder(epoch=self.epoch),)
+            return (n.RefuseOrder(epoch=self.epoch),)
         if event.epoch == self.epoch:
             return tuple(self._on(event))
         self.epoch = event.epoch
-        return (PersistEpoch(epoch=event.epoch), *self._on(event))
+        return (n.PersistEpoch(epoch=event.epoch), *self._on(event))
 
     def incomplete(self) -> tuple[Captured, ...]:
         """Saves that some ranks here have captured and others have not; MAX_UNSETTLED at most."""
@@ -365,13 +72,13 @@ class NodeMachine:
         """Return False while a peer that could not be reached has not answered again."""
         return peer not in self._unreachable
 
-    def _on(self, event: NodeEvent) -> Iterable[NodeEffect]:
+    def _on(self, event: n.NodeEvent) -> Iterable[n.NodeEffect]:
         handler = _HANDLERS.get(type(event))
         if handler is None:
             raise TypeError(f"unknown event {event!r}")
         return handler(self, event)
 
-    def _on_session_started(self, event: SessionStarted) -> Iterator[NodeEffect]:
+    def _on_session_started(self, event: n.SessionStarted) -> Iterator[n.NodeEffect]:
         if self.plan is not None and event.plan.session_key < self.plan.session_key:
             return  # late words about a group that has ended
         error = RunSuperseded("A newer training group has opened this run.")
@@ -381,35 +88,35 @@ class NodeMachine:
         self.plan = event.plan
         self.here = next((n for n in event.plan.nodes if n.node_id == event.node_id), None)
 
-    def _on_session_ended(self, event: SessionEnded) -> Iterator[NodeEffect]:
+    def _on_session_ended(self, event: n.SessionEnded) -> Iterator[n.NodeEffect]:
         if self.plan is not None and self.plan.session_key > event.session_key:
             return
         for save in list(self._saves.values()):
             yield from self._settle(save.attempt, None, event.error, keep_files=True)
         self.plan = self.here = None
-        yield EndSession(session=event.session_key[1], error=event.error)
+        yield n.EndSession(session=event.session_key[1], error=event.error)
 
-    def _on_run_put_away(self, event: RunPutAway) -> Iterator[NodeEffect]:
+    def _on_run_put_away(self, event: n.RunPutAway) -> Iterator[n.NodeEffect]:
         error = RunSuperseded("The launcher has ended the run.")
         for save in list(self._saves.values()):
             yield from self._settle(save.attempt, None, error, keep_files=True)
         plan, self.plan, self.here = self.plan, None, None
         if plan is not None:
-            yield EndSession(session=plan.session, error=error)
-        yield ForgetRun(kept=event.kept)
+            yield n.EndSession(session=plan.session, error=error)
+        yield n.ForgetRun(kept=event.kept)
 
-    def _on_shard_sealed(self, event: ShardSealed) -> Iterator[NodeEffect]:
+    def _on_shard_sealed(self, event: n.ShardSealed) -> Iterator[n.NodeEffect]:
         plan, here, name = self.plan, self.here, event.attempt.attempt
         if plan is None or here is None or not plan.has(event.attempt) or event.rank not in here.ranks:
-            yield Release(attempt=event.attempt, rank=event.rank)
+            yield n.Release(attempt=event.attempt, rank=event.rank)
             error = RunSuperseded(f"Step {event.attempt.step} is of a session that has ended.")
-            yield ResolveSave(attempt=event.attempt, level=None, error=error)
+            yield n.ResolveSave(attempt=event.attempt, level=None, error=error)
             return
         if (
             known := self.outcomes.get(name)
         ) is not None:  # dropped, or committed and not to be written again
-            yield Release(attempt=event.attempt, rank=event.rank)
-            yield ResolveSave(attempt=event.attempt, level=known.level, error=known.error)
+            yield n.Release(attempt=event.attempt, rank=event.rank)
+            yield n.ResolveSave(attempt=event.attempt, level=known.level, error=known.error)
             return
         yield from self._forget_oldest()
         save = self._saves.setdefault(name, _Save(attempt=event.attempt))
@@ -419,10 +126,10 @@ class NodeMachine:
         save.replicated.update(event.replicated)
         if event.metrics is not None:
             save.metrics = event.metrics
-        yield WriteShard(attempt=event.attempt, rank=event.rank)
+        yield n.WriteShard(attempt=event.attempt, rank=event.rank)
 
-    def _on_shard_written(self, event: ShardWritten) -> Iterator[NodeEffect]:
-        yield Release(attempt=event.attempt, rank=event.rank)
+    def _on_shard_written(self, event: n.ShardWritten) -> Iterator[n.NodeEffect]:
+        yield n.Release(attempt=event.attempt, rank=event.rank)
         save, plan, here = self._saves.get(event.attempt.attempt), self.plan, self.here
         if save is None or plan is None or here is None:
             yield from self._written_late(event.attempt)
@@ -430,7 +137,7 @@ class NodeMachine:
         save.written[event.rank] = event
         if len(save.written) == len(here.ranks):
             written = [save.written[rank] for rank in here.ranks]
-            yield WriteFragment(
+            yield n.WriteFragment(
                 fragment=Fragment(
                     attempt=event.attempt,
                     node_index=here.node_index,
@@ -444,14 +151,14 @@ class NodeMachine:
                 )
             )
 
-    def _on_save_failed(self, event: SaveFailed) -> Iterator[NodeEffect]:
+    def _on_save_failed(self, event: n.SaveFailed) -> Iterator[n.NodeEffect]:
         name = event.attempt.attempt
-        yield Release(attempt=event.attempt, rank=event.rank)
+        yield n.Release(attempt=event.attempt, rank=event.rank)
         if name not in self.outcomes:
-            yield ReportRefused(attempt=event.attempt, ranks=(event.rank,), reason=event.reason)
+            yield n.ReportRefused(attempt=event.attempt, ranks=(event.rank,), reason=event.reason)
             yield from self._settle(event.attempt, None, Unavailable(event.reason))
 
-    def _on_fragment_written(self, event: FragmentWritten) -> Iterator[NodeEffect]:
+    def _on_fragment_written(self, event: n.FragmentWritten) -> Iterator[n.NodeEffect]:
         save, here = self._saves.get(event.attempt.attempt), self.here
         if save is None or here is None:
             yield from self._written_late(event.attempt)
@@ -459,26 +166,26 @@ class NodeMachine:
         save.fragment = event.entry
         yield from self._report(save, here)
 
-    def _written_late(self, attempt: AttemptId) -> Iterator[NodeEffect]:
+    def _written_late(self, attempt: AttemptId) -> Iterator[n.NodeEffect]:
         """Of a save that was settled meanwhile: a drop removes it, else the coordinator decides."""
         if self.is_deleted(attempt.attempt):
-            yield DeleteFolder(directory=attempt.directory)
+            yield n.DeleteFolder(directory=attempt.directory)
 
-    def _on_epoch_seen(self, event: EpochSeen) -> Iterable[NodeEffect]:
+    def _on_epoch_seen(self, event: n.EpochSeen) -> Iterable[n.NodeEffect]:
         return ()
 
-    def _on_save_step_announced(self, event: SaveStepAnnounced) -> Iterator[NodeEffect]:
+    def _on_save_step_announced(self, event: n.SaveStepAnnounced) -> Iterator[n.NodeEffect]:
         if self.plan is not None and self.plan.session_key == event.session_key:
-            yield ShowSaveSignal(signal=event.signal)
+            yield n.ShowSaveSignal(signal=event.signal)
 
-    def _on_copy_ordered(self, event: CopyOrdered) -> Iterator[NodeEffect]:
+    def _on_copy_ordered(self, event: n.CopyOrdered) -> Iterator[n.NodeEffect]:
         yield self._copy(event.attempt, event.node_index, event.holder)
 
-    def _copy(self, attempt: AttemptId, node_index: int, holder: str) -> SendCopy | ReportCopied:
+    def _copy(self, attempt: AttemptId, node_index: int, holder: str) -> n.SendCopy | n.ReportCopied:
         """Send a copy, or report at once that its holder cannot be reached."""
         if self.reaches(holder):
-            return SendCopy(epoch=self.epoch, attempt=attempt, node_index=node_index, holder=holder)
-        return ReportCopied(
+            return n.SendCopy(epoch=self.epoch, attempt=attempt, node_index=node_index, holder=holder)
+        return n.ReportCopied(
             epoch=self.epoch,
             attempt=attempt,
             node_index=node_index,
@@ -487,11 +194,11 @@ class NodeMachine:
             is_unreachable=True,
         )
 
-    def _on_copy_ended(self, event: CopyEnded) -> Iterator[NodeEffect]:
+    def _on_copy_ended(self, event: n.CopyEnded) -> Iterator[n.NodeEffect]:
         if event.is_unreachable and self.reaches(event.holder):
             self._unreachable.add(event.holder)
-            yield CheckPeer(peer=event.holder)
-        yield ReportCopied(
+            yield n.CheckPeer(peer=event.holder)
+        yield n.ReportCopied(
             epoch=event.epoch,
             attempt=event.attempt,
             node_index=event.node_index,
@@ -500,27 +207,27 @@ class NodeMachine:
             is_unreachable=event.is_unreachable,
         )
 
-    def _on_peer_returned(self, event: PeerReturned) -> Iterable[NodeEffect]:
+    def _on_peer_returned(self, event: n.PeerReturned) -> Iterable[n.NodeEffect]:
         self._unreachable.discard(event.peer)
         return ()
 
-    def _on_delete_ordered(self, event: DeleteOrdered) -> Iterator[NodeEffect]:
+    def _on_delete_ordered(self, event: n.DeleteOrdered) -> Iterator[n.NodeEffect]:
         for directory in event.directories:
             self._deleted[attempt_of(directory)] = None
             while len(self._deleted) > MAX_SETTLED:
                 self._deleted.popitem(last=False)
-            yield DeleteFolder(directory=directory)
+            yield n.DeleteFolder(directory=directory)
 
-    def _on_coordinator_returned(self, event: CoordinatorReturned) -> Iterator[NodeEffect]:
+    def _on_coordinator_returned(self, event: n.CoordinatorReturned) -> Iterator[n.NodeEffect]:
         if self.here is not None:
             for save in list(self._saves.values()):
                 yield from self._report(save, self.here)
 
-    def _report(self, save: _Save, here: SessionNode) -> Iterator[NodeEffect]:
+    def _report(self, save: _Save, here: SessionNode) -> Iterator[n.NodeEffect]:
         """Tell of a save that is complete here, and send its copies; repeating it is harmless."""
         if save.fragment is None:
             return
-        yield ReportStored(
+        yield n.ReportStored(
             epoch=self.epoch,
             attempt=save.attempt,
             node_index=here.node_index,
@@ -531,15 +238,15 @@ class NodeMachine:
         for holder in here.holders:
             yield self._copy(save.attempt, here.node_index, holder)
 
-    def _on_outcome_notified(self, event: OutcomeNotified) -> Iterator[NodeEffect]:
+    def _on_outcome_notified(self, event: n.OutcomeNotified) -> Iterator[n.NodeEffect]:
         known = self.outcomes.get(event.attempt.attempt)
         if known is None or known.error is None:
             yield from self._settle(event.attempt, event.level, event.error)
         elif event.error is not None:  # a drop is final; said again, because a late copy came back
             self.outcomes[event.attempt.attempt] = replace(known, is_deleted=True)
-            yield DeleteFolder(directory=event.attempt.directory)
+            yield n.DeleteFolder(directory=event.attempt.directory)
 
-    def _forget_oldest(self) -> Iterator[NodeEffect]:
+    def _forget_oldest(self) -> Iterator[n.NodeEffect]:
         """The coordinator is silent: wait for the newest saves only. Files stay, they may be committed."""
         while len(self._saves) >= MAX_UNSETTLED:
             save = next(iter(self._saves.values()))
@@ -553,7 +260,7 @@ class NodeMachine:
         error: CheckpointError | None,
         *,
         keep_files: bool = False,
-    ) -> Iterator[NodeEffect]:
+    ) -> Iterator[n.NodeEffect]:
         """Note the outcome. A drop removes the files; a rank that still writes finds the outcome when done.
 
         What a new session ends may have been committed a moment ago, so its files stay until the
@@ -561,28 +268,28 @@ class NodeMachine:
         """
         self._saves.pop(attempt.attempt, None)
         is_deleted = error is not None and not keep_files
-        self.outcomes[attempt.attempt] = SaveOutcome(level=level, error=error, is_deleted=is_deleted)
+        self.outcomes[attempt.attempt] = n.SaveOutcome(level=level, error=error, is_deleted=is_deleted)
         while len(self.outcomes) > MAX_SETTLED:
             self.outcomes.popitem(last=False)
-        yield ResolveSave(attempt=attempt, level=level, error=error)
+        yield n.ResolveSave(attempt=attempt, level=level, error=error)
         if is_deleted:
-            yield DeleteFolder(directory=attempt.directory)
+            yield n.DeleteFolder(directory=attempt.directory)
 
 
-_HANDLERS: Mapping[type[NodeEvent], Callable[[NodeMachine, Any], Iterable[NodeEffect]]] = {
-    SessionStarted: NodeMachine._on_session_started,
-    SessionEnded: NodeMachine._on_session_ended,
-    RunPutAway: NodeMachine._on_run_put_away,
-    ShardSealed: NodeMachine._on_shard_sealed,
-    ShardWritten: NodeMachine._on_shard_written,
-    SaveFailed: NodeMachine._on_save_failed,
-    FragmentWritten: NodeMachine._on_fragment_written,
-    EpochSeen: NodeMachine._on_epoch_seen,
-    SaveStepAnnounced: NodeMachine._on_save_step_announced,
-    CopyOrdered: NodeMachine._on_copy_ordered,
-    CopyEnded: NodeMachine._on_copy_ended,
-    PeerReturned: NodeMachine._on_peer_returned,
-    DeleteOrdered: NodeMachine._on_delete_ordered,
-    CoordinatorReturned: NodeMachine._on_coordinator_returned,
-    OutcomeNotified: NodeMachine._on_outcome_notified,
+_HANDLERS: Mapping[type[n.NodeEvent], Callable[[NodeMachine, Any], Iterable[n.NodeEffect]]] = {
+    n.SessionStarted: NodeMachine._on_session_started,
+    n.SessionEnded: NodeMachine._on_session_ended,
+    n.RunPutAway: NodeMachine._on_run_put_away,
+    n.ShardSealed: NodeMachine._on_shard_sealed,
+    n.ShardWritten: NodeMachine._on_shard_written,
+    n.SaveFailed: NodeMachine._on_save_failed,
+    n.FragmentWritten: NodeMachine._on_fragment_written,
+    n.EpochSeen: NodeMachine._on_epoch_seen,
+    n.SaveStepAnnounced: NodeMachine._on_save_step_announced,
+    n.CopyOrdered: NodeMachine._on_copy_ordered,
+    n.CopyEnded: NodeMachine._on_copy_ended,
+    n.PeerReturned: NodeMachine._on_peer_returned,
+    n.DeleteOrdered: NodeMachine._on_delete_ordered,
+    n.CoordinatorReturned: NodeMachine._on_coordinator_returned,
+    n.OutcomeNotified: NodeMachine._on_outcome_notified,
 }

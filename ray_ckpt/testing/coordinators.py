@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.ownership import check_claim
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.errors import CheckpointError, RunSuperseded, SaveNotCollective, Unavailable
@@ -177,7 +178,7 @@ class Coordinators(Nodes):
         node = self.nodes[name]
         if node.agent is None:
             self.num_agents += 1
-            node.agent = Agent(self.num_agents, n.NodeMachine(epoch=node.disk.epoch))
+            node.agent = Agent(self.num_agents, NodeMachine(epoch=node.disk.epoch))
         agent = node.agent
         if not self._obeys(name, n.EpochSeen(epoch=process.machine.epoch), process.name):
             return None
@@ -370,7 +371,7 @@ class Coordinators(Nodes):
             node = self.nodes[name]
             if node.agent is None:
                 self.num_agents += 1
-                node.agent = Agent(self.num_agents, n.NodeMachine(epoch=node.disk.epoch))
+                node.agent = Agent(self.num_agents, NodeMachine(epoch=node.disk.epoch))
             self._obeys(name, n.RunPutAway(kept=kept, epoch=process.machine.epoch), process.name)
         return m.PutAwayEnded(error=None if fate == "heard" else "an agent did not answer")
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.errors import RunSuperseded
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.testing.oracle import Oracle
@@ -175,7 +176,7 @@ class Nodes:
                         self.oracle.deletes(node.disk, directory, self.storage)
                         node.disk.delete(directory)
                 node.disk.epoch = node.disk.epoch if node.disk.folders else 0
-                agent.machine = n.NodeMachine(epoch=node.disk.epoch)
+                agent.machine = NodeMachine(epoch=node.disk.epoch)
             case n.EndSession(session=session):
                 for member in self._members(name):
                     if member.plan is not None and member.plan.session <= session:

@@ -7,7 +7,8 @@ from typing import Any, Literal, TypeAlias
 
 from ray_ckpt.config import Resume
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.digest import digest
@@ -29,7 +30,7 @@ class Agent:
     """The process of a node that keeps its disk; a new one gets a new number."""
 
     number: int
-    machine: n.NodeMachine
+    machine: NodeMachine
     shown: SaveSignal | None = None  # where its ranks look
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ray_ckpt.admin import pins
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt

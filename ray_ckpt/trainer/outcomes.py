@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from ray_ckpt.core.node_machine import SaveOutcome
+from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.errors import CheckpointError, CollectiveError, RunConflict, Unavailable, text_of
 from ray_ckpt.trainer.link import SaveLink
 from ray_ckpt.trainer.unprotected import UnprotectedGuard

@@ -22,7 +22,7 @@ import ray_ckpt.capture.arena as arena_module
 import ray_ckpt.capture.snapshot as snapshot_module
 from ray_ckpt.capture import overlap_guard as guard
 from ray_ckpt.config import RunOptions
-from ray_ckpt.core.node_machine import SaveOutcome
+from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format.records import MAX_METRICS
 from ray_ckpt.trainer.checkpointer import Checkpointer

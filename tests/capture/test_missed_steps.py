@@ -11,7 +11,7 @@ import torch
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.node_machine import SaveOutcome
+from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.errors import CheckpointError, SaveNotCollective
 from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.trainer.checkpointer import Checkpointer

@@ -14,7 +14,7 @@ import torch
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.awaited import Awaited, awaited_restore, awaited_save
-from ray_ckpt.core.node_machine import SaveOutcome
+from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.errors import CollectiveError, SaveNotCollective, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer import reports, waiting

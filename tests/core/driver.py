@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar
 
 from ray_ckpt.config import Resume, RunOptions
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import records as r
@@ -352,7 +353,7 @@ class Cluster(Harness):
 
     def __init__(self, nodes: str = "ab", *, ranks_per_node: int = 1, **options: Any) -> None:
         self.wire: list[Message] = []
-        self.machines = {node: n.NodeMachine() for node in nodes}
+        self.machines = {node: NodeMachine() for node in nodes}
         self.remote: dict[str, set[int]] = {}
         self.described: set[str] = set()
         self.settled: list[tuple[str, n.ResolveSave]] = []
@@ -410,14 +411,14 @@ class Cluster(Harness):
 
     def lose(self, *nodes: str) -> tuple[m.Effect, ...]:
         for node in nodes:
-            self.machines[node] = n.NodeMachine()
+            self.machines[node] = NodeMachine()
             self.generations[node] += 1
         self.wire = [w for w in self.wire if not (isinstance(w, ToNode) and w.node in nodes)]
         return super().lose(*nodes)
 
     def join(self, node: str) -> None:
         """A node comes; as in Ray its id is new. The coordinator sees it when it next looks."""
-        self.disks[node], self.machines[node], self.generations[node] = Disk(), n.NodeMachine(), 0
+        self.disks[node], self.machines[node], self.generations[node] = Disk(), NodeMachine(), 0
         self.live.add(node)
 
     def deliver(self, message: Message) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.closing import AGAIN_S, MAX_TRIES, WANTED_S
+from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.errors import RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, Level
@@ -228,7 +229,7 @@ def test_a_run_that_somebody_else_has_by_now_is_left_to_them() -> None:
 def test_who_waits_for_a_session_on_a_node_hears_that_it_is_over() -> None:
     run = Harness("ab")
     run.open("ab")
-    machine = n.NodeMachine()
+    machine = NodeMachine()
     machine.handle(n.SessionStarted(plan=run.plan, node_id="a", epoch=1))
     ended, forget = machine.handle(n.RunPutAway(kept=("x",), epoch=1))
     assert isinstance(ended, n.EndSession) and isinstance(ended.error, RunSuperseded)

@@ -7,8 +7,9 @@ from typing import get_args
 
 import pytest
 
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.messages import SessionNode, SessionPlan
+from ray_ckpt.core.node_machine import MAX_SETTLED, MAX_UNSETTLED, NodeMachine
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
@@ -27,8 +28,8 @@ def plan(session: int = 1) -> SessionPlan:
     return SessionPlan(run_uid=UID, session=session, world_size=3, nodes=nodes, resume=None)
 
 
-def started(node: str = "a") -> n.NodeMachine:
-    machine = n.NodeMachine(epoch=1)
+def started(node: str = "a") -> NodeMachine:
+    machine = NodeMachine(epoch=1)
     assert machine.handle(n.SessionStarted(plan=plan(), node_id=node, epoch=1)) == ()
     return machine
 
@@ -173,15 +174,15 @@ def test_an_outcome_for_a_holder_deletes_its_copy() -> None:
 
 def test_outcomes_are_bounded() -> None:
     machine = started()
-    for step in range(n.MAX_SETTLED + 10):
+    for step in range(MAX_SETTLED + 10):
         machine.handle(published(attempt(step), Level.LOCAL))
-    assert len(machine.outcomes) == n.MAX_SETTLED
-    assert attempt(n.MAX_SETTLED + 9).attempt in machine.outcomes
+    assert len(machine.outcomes) == MAX_SETTLED
+    assert attempt(MAX_SETTLED + 9).attempt in machine.outcomes
 
 
 def test_an_unknown_event_is_an_error() -> None:
     with pytest.raises(TypeError, match="unknown event"):
-        n.NodeMachine().handle("hello")  # type: ignore[arg-type]
+        NodeMachine().handle("hello")  # type: ignore[arg-type]
 
 
 def test_the_last_words_of_a_fenced_coordinator_are_void() -> None:
@@ -227,7 +228,7 @@ def every_order(epoch: int) -> list[n.Order]:
     ]
 
 
-def complete(machine: n.NodeMachine, at: AttemptId) -> tuple[n.NodeEffect, ...]:
+def complete(machine: NodeMachine, at: AttemptId) -> tuple[n.NodeEffect, ...]:
     """Both ranks of node a seal and write, and the fragment is on the disk."""
     for rank in (0, 1):
         machine.handle(sealed(at, rank))
@@ -241,7 +242,7 @@ def test_the_stories_of_orders_tell_of_every_kind() -> None:
 
 @pytest.mark.parametrize("order", every_order(1), ids=lambda order: type(order).__name__)
 def test_no_order_of_a_lower_epoch_is_obeyed(order: n.Order) -> None:
-    machine, at = n.NodeMachine(), attempt(10)
+    machine, at = NodeMachine(), attempt(10)
     machine.handle(n.SessionStarted(plan=plan(), node_id="a", epoch=2))
     reported = complete(machine, at)
     before = (machine.plan, machine.here, machine.epoch, dict(machine.outcomes))
@@ -260,7 +261,7 @@ def test_a_higher_epoch_is_on_disk_before_what_it_orders_is_done(order: n.Order)
 
 
 def test_a_restarted_agent_obeys_no_lower_epoch_than_before() -> None:
-    machine = n.NodeMachine(epoch=7)
+    machine = NodeMachine(epoch=7)
     assert machine.handle(n.EpochSeen(epoch=6)) == (n.RefuseOrder(epoch=7),)
     assert machine.handle(n.EpochSeen(epoch=7)) == ()
 
@@ -280,7 +281,7 @@ def test_of_two_plans_the_one_that_was_opened_later_is_at_work(
     first: tuple[int, int], then: tuple[int, int], wins: str
 ) -> None:
     """Whatever the order in which they come; first the epoch counts, then the number."""
-    machine, plans = n.NodeMachine(), {}
+    machine, plans = NodeMachine(), {}
     for name, (epoch, session) in {"first": first, "then": then}.items():
         plans[name] = replace(plan(session), epoch=epoch)
         machine.handle(n.SessionStarted(plan=plans[name], node_id="a", epoch=5))
@@ -288,7 +289,7 @@ def test_of_two_plans_the_one_that_was_opened_later_is_at_work(
 
 
 def test_attempts_of_a_session_with_the_same_number_are_not_taken() -> None:
-    machine = n.NodeMachine()
+    machine = NodeMachine()
     machine.handle(n.SessionStarted(plan=replace(plan(), epoch=2), node_id="a", epoch=2))
     other = make_attempt(run_uid=UID, epoch=1, session=1, step=10, attempt=0)
     release, settle = machine.handle(sealed(other, 0))
@@ -380,7 +381,7 @@ def test_without_a_coordinator_only_the_newest_saves_are_waited_for() -> None:
     machine = started()
     settled = [
         effect
-        for step in range(1, n.MAX_UNSETTLED + 3)
+        for step in range(1, MAX_UNSETTLED + 3)
         for effect in machine.handle(sealed(attempt(step), 0))
         if isinstance(effect, n.ResolveSave)
     ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.errors import RunSuperseded
 from ray_ckpt.format import records as r
 from ray_ckpt.format.names import make_attempt
@@ -45,7 +46,7 @@ def test_the_report_of_a_node_about_a_session_of_the_same_number_does_not_count(
 
 
 def test_the_end_of_a_session_of_the_same_number_leaves_the_one_at_work() -> None:
-    machine = n.NodeMachine()
+    machine = NodeMachine()
     machine.handle(n.SessionStarted(plan=replace(plan(), epoch=2), node_id="a", epoch=2))
     machine.handle(n.SessionEnded(session_key=(1, 1), error=RunSuperseded("over"), epoch=2))
     assert machine.plan is not None

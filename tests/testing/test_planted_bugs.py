@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node_machine as n
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.core import sweep
 from ray_ckpt.core.attempts import Attempt
 from ray_ckpt.core.closing import Closing

@@ -1,0 +1,306 @@
+"""The node machine's events, in the past tense, and effects, in the imperative."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ray_ckpt.core.messages import SessionKey, SessionPlan
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format.save_signal import SaveSignal
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOutcome:
+    """How an attempt ended so far: the level reached, or why it was dropped."""
+
+    level: Level | None
+    error: CheckpointError | None
+    is_deleted: bool = False  # what there was of it here has been deleted, or is about to be
+
+
+# -- events ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionStarted:
+    plan: SessionPlan
+    node_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnded:
+    """The run belongs to somebody else; this session, and those before it, are over."""
+
+    session_key: SessionKey
+    error: CheckpointError
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSealed:
+    """A rank has captured its state into its arena."""
+
+    attempt: AttemptId
+    rank: int
+    replicated: tuple[str, ...]  # as in `SealedShard`
+    metrics: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardWritten:
+    attempt: AttemptId
+    rank: int
+    files: tuple[FileEntry, ...]
+    rows: tuple[ManifestRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A rank skipped the attempt, or its files or the fragment could not be written."""
+
+    attempt: AttemptId
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentWritten:
+    attempt: AttemptId
+    entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyEnded:
+    """A copy has arrived on its holder, or has failed."""
+
+    attempt: AttemptId
+    node_index: int
+    holder: str
+    epoch: int  # that this node obeyed when it began
+    error: str | None
+    is_unreachable: bool = False  # the holder gave no sign of life for some seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerReturned:
+    """A peer that could not be reached has answered, or has been asked for long enough."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeNotified:
+    """The coordinator of that epoch has told what became of an attempt."""
+
+    attempt: AttemptId
+    level: Level | None
+    error: CheckpointError | None
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochSeen:
+    """A coordinator whose fence is in the log speaks to this node."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorReturned:
+    """A new coordinator has taken the run over and knows nothing of what was reported to the old one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOrdered:
+    """Send what this node holds of a fragment to another node."""
+
+    attempt: AttemptId
+    node_index: int
+    holder: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteOrdered:
+    """Checkpoint folders that are to go."""
+
+    directories: tuple[str, ...]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStepAnnounced:
+    """All ranks of a session are to save after this step."""
+
+    session_key: SessionKey
+    signal: SaveSignal
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPutAway:
+    """The run has finished: nothing of it is needed here but these folders."""
+
+    kept: tuple[str, ...]
+    epoch: int
+
+
+Order: TypeAlias = (
+    SessionStarted
+    | SessionEnded
+    | OutcomeNotified
+    | EpochSeen
+    | CoordinatorReturned
+    | CopyOrdered
+    | DeleteOrdered
+    | SaveStepAnnounced
+    | RunPutAway
+)
+"""What a coordinator says. The words of one whose epoch is below the highest heard of are void."""
+
+
+NodeEvent: TypeAlias = (
+    ShardSealed | ShardWritten | SaveFailed | FragmentWritten | CopyEnded | PeerReturned | Order
+)
+
+# -- effects -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteShard:
+    attempt: AttemptId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The rank's arena may be captured into again."""
+
+    attempt: AttemptId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteFragment:
+    fragment: Fragment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportStored:
+    epoch: int  # that this node obeys now
+    attempt: AttemptId
+    node_index: int
+    files: tuple[FileEntry, ...]
+    replicated: tuple[str, ...]
+    metrics: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRefused:
+    attempt: AttemptId
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendCopy:
+    """Send the fragment's files, then the fragment, from this node's disk; answer with CopyEnded."""
+
+    epoch: int  # that this node obeys now; told with the end
+    attempt: AttemptId
+    node_index: int
+    holder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportCopied:
+    """Report to the coordinator how a copy ended."""
+
+    epoch: int  # that this node obeyed when the copy began
+    attempt: AttemptId
+    node_index: int
+    holder: str
+    error: str | None
+    is_unreachable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckPeer:
+    """Ask a peer every few seconds until it answers; report that with PeerReturned."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolveSave:
+    """Wake whoever waits for this attempt."""
+
+    attempt: AttemptId
+    level: Level | None
+    error: CheckpointError | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteFolder:
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetRun:
+    """Delete all folders of the run but `kept`, then what else there is of it."""
+
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistEpoch:
+    """Make the highest epoch heard of durable on this node, before the effects that follow."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseOrder:
+    """Tell the coordinator that spoke that one of a higher epoch has spoken here."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndSession:
+    """Whoever waits for a session here gets this error."""
+
+    session: int
+    error: CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowSaveSignal:
+    """Put the agreed step where this node's ranks look."""
+
+    signal: SaveSignal
+
+
+NodeEffect: TypeAlias = (
+    WriteShard
+    | Release
+    | WriteFragment
+    | ReportStored
+    | ReportRefused
+    | SendCopy
+    | ReportCopied
+    | CheckPeer
+    | ResolveSave
+    | DeleteFolder
+    | ForgetRun
+    | PersistEpoch
+    | RefuseOrder
+    | EndSession
+    | ShowSaveSignal
+)
