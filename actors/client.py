@@ -21,8 +21,8 @@ from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.catalog.uri import own_resume
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
 from ray_ckpt.core.awaited import Awaited
-from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node_messages import SaveOutcome
+from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable, text_of
 from ray_ckpt.format.names import check_run_name
 from ray_ckpt.location import Location, storage_options

@@ -12,7 +12,7 @@ from ray_ckpt.core.attempts import SaveUnderway
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.drain import DrainUnderway
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint
-from ray_ckpt.core.messages import SessionNode, SessionPlan
+from ray_ckpt.core.values import SessionNode, SessionPlan
 from ray_ckpt.format.records import LogRecord
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteRef

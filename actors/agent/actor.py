@@ -26,8 +26,8 @@ from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.config import ADDRESS_ENV, transport_ports
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.awaited import Awaited
-from ray_ckpt.core.messages import DiskSpace, Inventory, RankProgress, SessionKey
 from ray_ckpt.core.ownership import RunMark
+from ray_ckpt.core.values import DiskSpace, Inventory, RankProgress, SessionKey
 from ray_ckpt.errors import CheckpointError, ConfigError, RunSuperseded, Unavailable
 from ray_ckpt.format import zstd
 from ray_ckpt.format.save_signal import SaveSignal

@@ -10,7 +10,7 @@ from functools import partial
 from ray_ckpt.actors.agent.priority import ActiveCopies, DrainRateLimiter
 from ray_ckpt.actors.agent.run import NodeRun, require
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.messages import StoredFragment
+from ray_ckpt.core.values import StoredFragment
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.storage.local.direct import read_blocks_direct

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ray_ckpt.actors.agent.arena import RankArena
-from ray_ckpt.core.messages import ResumePoint, SessionPlan
+from ray_ckpt.core.values import ResumePoint, SessionPlan
 from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, RestoreError
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import (

@@ -11,7 +11,7 @@ from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.shared_reads import SharedReads
 from ray_ckpt.actors.threads import in_thread
-from ray_ckpt.core.messages import SessionPlan
+from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable, named_text
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.restore.reader import RestoreTicket, SharedRows

@@ -14,8 +14,8 @@ from ray_ckpt.actors.agent.session import NodeSession
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.core.node_machine import NodeMachine
+from ray_ckpt.core.values import SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.transport.sending import Limiter

@@ -11,7 +11,7 @@ from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.restoring import NodeRestore
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.barriers import BARRIER_S
-from ray_ckpt.core.messages import RankProgress, SessionPlan
+from ray_ckpt.core.values import RankProgress, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunConflict, RunSuperseded
 
 if TYPE_CHECKING:

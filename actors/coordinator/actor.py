@@ -32,6 +32,7 @@ from ray_ckpt.config import is_encrypted
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.log_requests import checkpoint_to_pin, checkpoint_to_unpin
+from ray_ckpt.core.values import Captured, GroupNode, RankProgress, SessionKey
 from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.preemption.notice import Notice
@@ -98,14 +99,14 @@ class Coordinator:
                 raise objection
             return uid
 
-    async def open_group(self, key: str, nodes: tuple[m.GroupNode, ...], resume: Any, owner: str) -> Joined:
+    async def open_group(self, key: str, nodes: tuple[GroupNode, ...], resume: Any, owner: str) -> Joined:
         """Begin a training group: choose its checkpoint, log its session, send the plan to its nodes."""
         self._engine.runs.check_not_ending()
         run = self._engine.runs.get(key)
         with self._engine.runs.in_use(run.spec.name):
             return await self._open_group(run, nodes, resume, owner)
 
-    async def _open_group(self, run: Run, nodes: tuple[m.GroupNode, ...], resume: Any, owner: str) -> Joined:
+    async def _open_group(self, run: Run, nodes: tuple[GroupNode, ...], resume: Any, owner: str) -> Joined:
         self._engine.draining.forget_signals({n.node_id for n in nodes})
         inventories = await self._engine.open_on_nodes(run)
         dead_owner = await self._launchers.await_dead(run, owner)
@@ -289,9 +290,9 @@ class Coordinator:
     async def ranks_progressed(
         self,
         run_uid: str,
-        session_key: m.SessionKey,
-        ranks: Mapping[int, m.RankProgress],
-        captured: tuple[m.Captured, ...],
+        session_key: SessionKey,
+        ranks: Mapping[int, RankProgress],
+        captured: tuple[Captured, ...],
         met: int,
     ) -> tuple[Awaited, ...]:
         """Take the progress of a node's ranks, and return the ranks that the group waits for."""
@@ -299,7 +300,7 @@ class Coordinator:
         return await self._report(run_uid, event)
 
     async def ranks_restored(
-        self, run_uid: str, session_key: m.SessionKey, node_id: str, ranks: tuple[int, ...]
+        self, run_uid: str, session_key: SessionKey, node_id: str, ranks: tuple[int, ...]
     ) -> tuple[Awaited, ...]:
         """Take the ranks of a node that have restored, and return the ranks that the group waits for."""
         return await self._report(
@@ -313,7 +314,7 @@ class Coordinator:
         return run.machine.view.awaited()
 
     async def ranks_met(
-        self, run_uid: str, session_key: m.SessionKey, number: int, ranks: tuple[int, ...]
+        self, run_uid: str, session_key: SessionKey, number: int, ranks: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Wait at a barrier for the ranks of other nodes. Return the ranks that did not come."""
         await self._recovery.ready()
@@ -324,7 +325,7 @@ class Coordinator:
         return answer.missing
 
     async def node_restored(
-        self, run_uid: str, session_key: m.SessionKey, node_id: str, ranks: tuple[RankRestore, ...]
+        self, run_uid: str, session_key: SessionKey, node_id: str, ranks: tuple[RankRestore, ...]
     ) -> bool:
         """Wait until all ranks have restored. Return False if a new session has begun instead."""
         answer = await self._engine.request(

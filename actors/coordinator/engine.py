@@ -30,6 +30,7 @@ from ray_ckpt.actors.metrics import Meters
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.run_machine import CLOCK_S
+from ray_ckpt.core.values import Inventory, Token
 from ray_ckpt.errors import Fenced
 from ray_ckpt.transport.credentials import ServiceKeys
 
@@ -56,7 +57,7 @@ class Engine:
         self.meters = Meters()
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def request(self, run: Run, event: Callable[[m.Token], m.Event]) -> Any:
+    async def request(self, run: Run, event: Callable[[Token], m.Event]) -> Any:
         """Handle an event with a fresh token, and return the machine's reply or raise its error."""
         token = uuid.uuid4().hex
         run.waiting[token] = asyncio.get_running_loop().create_future()
@@ -82,7 +83,7 @@ class Engine:
         for effect in run.machine.handle(m.Ticked(now_s=now_s, wall_s=time.time())):
             self._carry_out(run, effect)
 
-    async def open_on_nodes(self, run: Run, *, checks_storage: bool = False) -> dict[str, m.Inventory]:
+    async def open_on_nodes(self, run: Run, *, checks_storage: bool = False) -> dict[str, Inventory]:
         """Open the run on all live nodes; see `RunNodes.open_on_all`."""
         inventories, seen = await self.nodes.open_on_all(run, checks_storage=checks_storage)
         self.handle(run, seen)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from ray_ckpt.actors.messages import Joined
-from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import GroupNode
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.types import GroupPart
 
@@ -32,7 +32,7 @@ class PendingGroup:
         self.nodes[part] = nodes
         return len(self.nodes) == len(self.parts)
 
-    async def open(self, open_group: Callable[[tuple[m.GroupNode, ...]], Awaitable[Joined]]) -> None:
+    async def open(self, open_group: Callable[[tuple[GroupNode, ...]], Awaitable[Joined]]) -> None:
         """Open the group and pass the result, or the error, to all parts."""
         nodes = [node for part in self.parts for node in self.nodes[part.name]]
         try:
@@ -50,9 +50,9 @@ class PendingGroup:
             raise Unavailable(f"Run {run_name}: the parts {missing} have not joined.") from None
 
 
-def group_nodes(nodes: Sequence[str]) -> tuple[m.GroupNode, ...]:
+def group_nodes(nodes: Sequence[str]) -> tuple[GroupNode, ...]:
     """Return the ranks by node, where rank k runs on `nodes[k]`."""
     by_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
-    return tuple(m.GroupNode(node_id=node, ranks=tuple(ranks)) for node, ranks in by_node.items())
+    return tuple(GroupNode(node_id=node, ranks=tuple(ranks)) for node, ranks in by_node.items())

@@ -15,9 +15,9 @@ from ray_ckpt.actors.messages import DiskView, NewestView, NodeView, RunSpec, Ru
 from ray_ckpt.analysis.goodput import measure_goodput
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.core.messages import DiskSpace, SessionNode
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.core.run_machine import RunMachine
+from ray_ckpt.core.values import DiskSpace, SessionNode
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import Level
 

@@ -12,8 +12,8 @@ from typing import Any
 from ray_ckpt.actors.coordinator.group_parts import PendingGroup
 from ray_ckpt.actors.messages import RunSpec, RunView
 from ray_ckpt.actors.threads import BriefThreads
-from ray_ckpt.core import messages as m
 from ray_ckpt.core.run_machine import RunMachine
+from ray_ckpt.core.values import DiskSpace, Token
 from ray_ckpt.storage.log_store import LogStore
 from ray_ckpt.telemetry import Sample
 
@@ -29,7 +29,7 @@ class Run:
         self.machine = RunMachine(options=spec.options, writer=uuid.uuid4().hex, service=service)
         self.ticked_s = -math.inf  # when the machine last got the time (monotonic)
         self.nonce = uuid.uuid4().hex
-        self.waiting: dict[m.Token, asyncio.Future[Any]] = {}
+        self.waiting: dict[Token, asyncio.Future[Any]] = {}
         # Threads of the run's own, so that a hanging store delays no other run.
         self.log_threads = BriefThreads(LOG_THREADS, f"ray_ckpt-log-{spec.name[:32]}")
         self.opened: set[str] = set()  # nodes whose agent has this run open
@@ -38,8 +38,8 @@ class Run:
         self.is_ready = False  # the nodes have been asked to open the run
         self.is_released = False  # the launcher has ended the run, and the agents know
         self.dead_owner: tuple[str, float] = ("", math.inf)  # a dead launcher, and when it was found so
-        self.disks: dict[str, m.DiskSpace] = {}  # by node, since the machine last got them
-        self.seen_disks: dict[str, m.DiskSpace] = {}  # by node, as last looked at, for status
+        self.disks: dict[str, DiskSpace] = {}  # by node, since the machine last got them
+        self.seen_disks: dict[str, DiskSpace] = {}  # by node, as last looked at, for status
         self.warning: tuple[str, float] = ("", 0.0)  # the machine's last warning, and its Unix time
         self.finished_s = math.inf  # when the run was first seen to be finished (monotonic)
         self.goodput: tuple[Sample, ...] = ()  # computed from the log
@@ -56,16 +56,16 @@ class Run:
     def run_uid(self) -> str:
         return self.machine.history.run_uid
 
-    def reply(self, token: m.Token, value: Any) -> None:
+    def reply(self, token: Token, value: Any) -> None:
         """Give the call that waits for `token` its result, if it still waits."""
         if (future := self.waiting.get(token)) and not future.done():
             future.set_result(value)
 
-    def fail(self, token: m.Token, error: Exception) -> None:
+    def fail(self, token: Token, error: Exception) -> None:
         if (future := self.waiting.get(token)) and not future.done():
             future.set_exception(error)
 
-    def disks_of(self, nodes: Set[str]) -> dict[str, m.DiskSpace]:
+    def disks_of(self, nodes: Set[str]) -> dict[str, DiskSpace]:
         """Return the disks, as last looked at, of those of `nodes`."""
         return {node: disk for node, disk in self.seen_disks.items() if node in nodes}
 

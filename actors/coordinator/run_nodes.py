@@ -14,6 +14,7 @@ from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.messages import OpenRun, SessionStart
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import Inventory, SessionPlan
 from ray_ckpt.errors import StorageNotShared, StoragePathError
 
 log = logging.getLogger("ray_ckpt.coordinator")
@@ -29,7 +30,7 @@ class RunNodes:
 
     async def open_on_all(
         self, run: Run, *, checks_storage: bool = False
-    ) -> tuple[dict[str, m.Inventory], m.NodesSeen]:
+    ) -> tuple[dict[str, Inventory], m.NodesSeen]:
         """Start missing agents, open the run on all live nodes, and return what each node holds.
 
         Raises the configuration error of any node. A node whose new agent does not find the storage path is
@@ -38,7 +39,7 @@ class RunNodes:
         """
         nodes = await self.agents.live_nodes()
         answers = await asyncio.gather(*(self.open_on(run, node) for node in nodes), return_exceptions=True)
-        inventories: dict[str, m.Inventory] = {}
+        inventories: dict[str, Inventory] = {}
         for node, answer in zip(nodes, answers, strict=True):
             if isinstance(answer, StorageNotShared | StoragePathError) and not checks_storage:
                 log.warning("node %s is left out for now: %s", node[:12], answer)
@@ -50,10 +51,10 @@ class RunNodes:
         found = await self.look(run)
         return inventories, self.seen(found, frozenset(inventories))
 
-    async def open_on(self, run: Run, node: str) -> m.Inventory | None:
+    async def open_on(self, run: Run, node: str) -> Inventory | None:
         """Open the run on one node. Return what the node holds, or None if its agent is dying."""
         order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce, epoch=run.machine.history.epoch)
-        inventory: m.Inventory | None = await self.agents.request(node, "open_run", order)
+        inventory: Inventory | None = await self.agents.request(node, "open_run", order)
         return inventory
 
     async def look(self, run: Run) -> ray_cluster.NodesNow:
@@ -69,7 +70,7 @@ class RunNodes:
             domains=nodes.domains,
         )
 
-    def session_start(self, run: Run, plan: m.SessionPlan) -> SessionStart:
+    def session_start(self, run: Run, plan: SessionPlan) -> SessionStart:
         return SessionStart(
             plan=plan, spec=run.spec, endpoints=self.agents.endpoints, epoch=run.machine.epoch
         )

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import UnfinishedUpload
 from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import (
@@ -72,9 +73,7 @@ def list_remote(remote: RemoteTier, order: m.SweepRemote) -> m.RemoteListed:
         for upload in remote.uploads():
             _, directory, file = upload.name.split("/")
             age_s = now_s - upload.started_s
-            uploads.append(
-                m.UnfinishedUpload(directory=directory, file=file, upload_id=upload.id, age_s=age_s)
-            )
+            uploads.append(UnfinishedUpload(directory=directory, file=file, upload_id=upload.id, age_s=age_s))
     except OSError as error:
         if order.uploads_only:
             raise

@@ -16,6 +16,7 @@ from jobs.bench.row import Row, measure
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
+from ray_ckpt.core.values import GroupNode, Inventory, RankProgress, SessionNode, SessionPlan, StoredFragment
 from ray_ckpt.format.names import fragment_file, make_attempt, shard_file, state_file
 from ray_ckpt.types import AttemptId, FileEntry, Level, RankRestore
 
@@ -51,7 +52,7 @@ class Fleet:
         """CPU seconds until a new group on all nodes trains: choice of its checkpoint, session, go."""
         width = RANKS_PER_NODE
         nodes = tuple(
-            m.GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
+            GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
             for i, node in enumerate(self.nodes)
         )
         opened = m.GroupOpened(token="group", nodes=nodes, inventories=self._inventories(), resume="auto")
@@ -67,22 +68,22 @@ class Fleet:
         ]
         return used_s + self._cpu_s(restored, after_s=STEP_S / len(restored))
 
-    def _inventories(self) -> dict[str, m.Inventory]:
+    def _inventories(self) -> dict[str, Inventory]:
         """What each node holds of what is live. Without names of files, which only an adoption looks at."""
-        held: dict[str, list[m.StoredFragment]] = {node: [] for node in self.nodes}
+        held: dict[str, list[StoredFragment]] = {node: [] for node in self.nodes}
         live, holders = self.machine.history.live(), self.machine.view.holders
         for checkpoint in live:
             for index, nodes in holders[checkpoint.id.attempt].items():
-                fragment = m.StoredFragment(
+                fragment = StoredFragment(
                     attempt=checkpoint.id, node_index=index, num_nodes=checkpoint.num_nodes
                 )
                 for node in nodes:
                     held[node].append(fragment)
         folders = tuple(checkpoint.directory for checkpoint in live)
-        return {n: m.Inventory(fragments=tuple(parts), directories=folders) for n, parts in held.items()}
+        return {n: Inventory(fragments=tuple(parts), directories=folders) for n, parts in held.items()}
 
     @property
-    def plan(self) -> m.SessionPlan:
+    def plan(self) -> SessionPlan:
         assert self.machine.plan is not None
         return self.machine.plan
 
@@ -117,7 +118,7 @@ class Fleet:
             for node in plan.nodes
             for holder in node.holders
         ]
-        progress = m.RankProgress(step=self.step, saved_step=self.step)
+        progress = RankProgress(step=self.step, saved_step=self.step)
         told: list[m.Event] = [
             m.RanksProgressed(session_key=plan.session_key, ranks=dict.fromkeys(node.ranks, progress))
             for node in plan.nodes
@@ -162,7 +163,7 @@ def _mixed(events: Sequence[m.Event], others: Sequence[m.Event]) -> list[m.Event
     return [event for _, event in sorted(placed, key=lambda pair: pair[0])]
 
 
-def _stored(attempt: AttemptId, node: m.SessionNode, plan: m.SessionPlan) -> m.NodeStored:
+def _stored(attempt: AttemptId, node: SessionNode, plan: SessionPlan) -> m.NodeStored:
     world, index = plan.world_size, node.node_index
     names = [
         *(shard_file(rank, world) for rank in node.ranks),

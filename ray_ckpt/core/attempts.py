@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ray_ckpt.core.awaited import ranks_text
-from ray_ckpt.core.messages import NodeStored, SessionNode
+from ray_ckpt.core.messages import NodeStored
+from ray_ckpt.core.values import SessionNode
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.types import AttemptId, FileEntry, SaveFacts
 

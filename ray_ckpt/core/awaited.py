@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ray_ckpt.core.messages import RankProgress
+from ray_ckpt.core.values import RankProgress
 
 AWAITED_AFTER_S = 5.0  # ranks of one step are this far apart at most, unless one evaluates or takes no part
 MAX_NAMED = 20  # ranks in a text

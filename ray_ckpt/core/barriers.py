@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import AWAITED_AFTER_S, Awaited, awaited_report, ranks_text
 from ray_ckpt.core.context import Context
+from ray_ckpt.core.values import RankProgress, SessionKey, Token
 from ray_ckpt.errors import CheckpointError, RunSuperseded
 
 BARRIER_S = 20.0  # that ranks wait for others before a barrier; one that evaluates for longer costs a report
@@ -23,7 +24,7 @@ MAX_ENDED = 32  # meetings whose end late ranks are told; the steps between thos
 class _Barrier:
     since_s: float
     ranks: set[int] = field(default_factory=set)
-    tokens: list[m.Token] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
 
 
 class Barriers:
@@ -31,7 +32,7 @@ class Barriers:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._session_key: m.SessionKey = (0, 0)
+        self._session_key: SessionKey = (0, 0)
         self._open: dict[int, _Barrier] = {}
         self._ended: deque[tuple[int, m.BarrierAnswer]] = deque(maxlen=MAX_ENDED)
 
@@ -69,7 +70,7 @@ class Barriers:
                 )
                 yield from self._end(number, missing)
 
-    def awaited(self, progress: dict[int, m.RankProgress]) -> Iterator[Awaited]:
+    def awaited(self, progress: dict[int, RankProgress]) -> Iterator[Awaited]:
         for number, barrier in self._open.items():
             since_s = self._context.now_s - barrier.since_s
             if since_s >= AWAITED_AFTER_S and (missing := self._missing(barrier)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ray_ckpt.core.messages import Captured, RankProgress
+from ray_ckpt.core.values import Captured, RankProgress
 from ray_ckpt.types import AttemptId
 
 MAX_CAPTURES = 16  # attempts; the ranks of a node have two buffers each, so they are seldom further apart

@@ -10,7 +10,8 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.links import Links
-from ray_ckpt.core.messages import Inventory, SessionKey, SessionPlan, Warn
+from ray_ckpt.core.messages import Warn
+from ray_ckpt.core.values import Inventory, SessionKey, SessionPlan
 from ray_ckpt.telemetry import Metric, Sample
 from ray_ckpt.types import CheckpointInfo, Level
 

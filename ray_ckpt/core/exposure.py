@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ray_ckpt.core.context import Holders
-from ray_ckpt.core.messages import SessionNode
+from ray_ckpt.core.values import SessionNode
 from ray_ckpt.types import CheckpointInfo, Exposure, Level
 
 NOWHERE = ""  # stands for the only holder of a fragment that nobody holds

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ray_ckpt.core.context import names_of
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.core.messages import SessionPlan
+from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.types import CheckpointInfo, Level
 

@@ -16,6 +16,7 @@ from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.repair import Losses, Repairs, worth_copies
 from ray_ckpt.core.retention import RetentionView, choose_evictions, choose_evictions_for_space
 from ray_ckpt.core.scrub import Scrubs
+from ray_ckpt.core.values import DiskSpace
 from ray_ckpt.format import records as r
 
 MAINTENANCE_S = 1.0  # between two runs; each costs time in proportion to the live fragments
@@ -33,7 +34,7 @@ class Maintenance:
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = 0.0
-        self._disks: Mapping[str, m.DiskSpace] = {}  # by node, not acted on yet
+        self._disks: Mapping[str, DiskSpace] = {}  # by node, not acted on yet
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
         self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
         self.is_crowded = False  # a disk is above its high watermark and nothing there may be evicted
@@ -174,7 +175,7 @@ class Maintenance:
         """The space on disks was reported since the last look."""
         return bool(self._disks)
 
-    def disks_seen(self, disks: Mapping[str, m.DiskSpace]) -> None:
+    def disks_seen(self, disks: Mapping[str, DiskSpace]) -> None:
         self._disks = disks
 
     def nodes_changed(self, lost: frozenset[str]) -> None:

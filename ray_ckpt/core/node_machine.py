@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.messages import Captured, SessionNode, SessionPlan
+from ray_ckpt.core.values import Captured, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level

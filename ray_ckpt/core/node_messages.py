@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ray_ckpt.core.messages import SessionKey, SessionPlan
+from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow

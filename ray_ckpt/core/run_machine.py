@@ -34,6 +34,7 @@ from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sessions import Sessions
 from ray_ckpt.core.sweep import Sweeps
+from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Sample
@@ -151,7 +152,7 @@ class RunMachine:
         return self._ledger.epoch
 
     @property
-    def plan(self) -> m.SessionPlan | None:
+    def plan(self) -> SessionPlan | None:
         """The group at work."""
         return self._context.plan
 

@@ -11,6 +11,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.interval_model import FailureRate, IntervalModel
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.types import FAILURES
 
 COUNTED_S = 1.0  # of training at a time: `ticked` is called with each event
@@ -21,7 +22,7 @@ class SaveIntervals:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._session_key: m.SessionKey | None = None
+        self._session_key: SessionKey | None = None
         self._model: IntervalModel | None = None
         self._stalls_s: dict[int, float] = {}  # by rank, of its last save
         self._drains: dict[str, float] = {}  # by attempt, the begin of its drain; bounded by the open drains

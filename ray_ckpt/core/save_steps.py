@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import MAX_SAVE_SIGNALS, Context, names_of
 from ray_ckpt.core.saves import Saves
+from ray_ckpt.core.values import RankProgress, SessionKey
 from ray_ckpt.format.save_signal import NUMBERS, SaveSignal
 from ray_ckpt.types import AttemptId
 
@@ -32,7 +33,7 @@ SETTLE_S = 10.0  # beyond the time to the step: no rank has opened its save, so 
 class _Reported:
     """The last word of a rank, and when it came."""
 
-    progress: m.RankProgress
+    progress: RankProgress
     at_s: float
 
 
@@ -48,14 +49,14 @@ class SaveSteps:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._session_key: m.SessionKey | None = None  # of the session that all below is of
+        self._session_key: SessionKey | None = None  # of the session that all below is of
         self._reported: dict[int, _Reported] = {}
         self._announced: _Announced | None = None
         self._number = 0
         self._reach_s = REACH_S
         self._last_s = 0.0  # when the last step was named, or training began
         self._too_late = False
-        self._urgent: deque[tuple[m.SessionKey, int]] = deque(
+        self._urgent: deque[tuple[SessionKey, int]] = deque(
             maxlen=MAX_SAVE_SIGNALS
         )  # steps named in emergencies
         self._over_s: dict[str, float] = {}  # since when the time of leaving nodes is over or not known
@@ -77,7 +78,7 @@ class SaveSteps:
             self._announced, self._last_s = None, -math.inf
             self._reach_s = min(2 * self._reach_s, MAX_REACH_S)
 
-    def _enter(self, session_key: m.SessionKey) -> None:
+    def _enter(self, session_key: SessionKey) -> None:
         if session_key != self._session_key:
             self._session_key, self._reported, self._announced = session_key, {}, None
             self._reach_s, self._last_s, self._too_late = REACH_S, self._context.now_s, False

@@ -13,6 +13,14 @@ from ray_ckpt.core.attempts import Attempt, SaveUnderway
 from ray_ckpt.core.awaited import AWAITED_AFTER_S, Awaited, awaited_save, ranks_text, where_text
 from ray_ckpt.core.captures import Captures
 from ray_ckpt.core.context import Context, names_of
+from ray_ckpt.core.values import (
+    STILL_WRITING,
+    Inventory,
+    RankProgress,
+    SessionKey,
+    SessionNode,
+    StoredFragment,
+)
 from ray_ckpt.errors import CheckpointError, CollectiveError, RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
@@ -34,11 +42,11 @@ class Saves:
         self._attempts: dict[str, Attempt] = {}
         self._dropped: deque[str] = deque(maxlen=MAX_DROPPED)
         self._saved_before: set[int] = set()  # ranks that took part in a save of this session
-        self._progress: dict[int, tuple[m.RankProgress, float]] = {}  # with the time of the message
+        self._progress: dict[int, tuple[RankProgress, float]] = {}  # with the time of the message
         self._captures = Captures()
         self._idle_since_s: dict[int, float] = {}  # ranks that attempts lack and that have not begun
         self._looked_s = 0.0
-        self._session_key: m.SessionKey = (0, 0)  # of the session that these three are of
+        self._session_key: SessionKey = (0, 0)  # of the session that these three are of
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
         self.last_save_s = 0.0  # from the beginning of the last save to its commit; 0: there was none
         self._ended_step = 0  # the highest step of the session whose attempt was committed or dropped
@@ -153,7 +161,7 @@ class Saves:
 
     # -- what is held ----------------------------------------------------------------------------------
 
-    def recover(self, inventories: Mapping[str, m.Inventory]) -> Iterator[m.Effect]:
+    def recover(self, inventories: Mapping[str, Inventory]) -> Iterator[m.Effect]:
         """Commit attempts of the log's last session that are complete on the nodes and not in the log.
 
         Their coordinator could not record them: it died, or the store was away. Completeness is a fact that
@@ -163,7 +171,7 @@ class Saves:
         if current is None:
             return
         session = (current.opened_by, current.session)
-        parts: dict[AttemptId, dict[int, tuple[str, m.StoredFragment]]] = {}
+        parts: dict[AttemptId, dict[int, tuple[str, StoredFragment]]] = {}
         for node in sorted(inventories):
             for held in inventories[node].fragments:
                 mine = (held.attempt.epoch, held.attempt.session) == session
@@ -173,7 +181,7 @@ class Saves:
         for attempt in sorted(complete, key=lambda a: a.step)[-MAX_WAITING_COMMITS:]:
             found = [parts[attempt][index] for index in sorted(parts[attempt])]
             nodes = tuple(
-                m.SessionNode(node_id=node, node_index=held.node_index, ranks=held.ranks, holders=())
+                SessionNode(node_id=node, node_index=held.node_index, ranks=held.ranks, holders=())
                 for node, held in found
             )
             recovered = Attempt(id=attempt, nodes=nodes, started_s=context.now_s)
@@ -191,7 +199,7 @@ class Saves:
         known = name in self._attempts or name in self._dropped or name in history.checkpoints
         return attempt.run_uid == history.run_uid and not known
 
-    def count_inventory(self, inventories: Mapping[str, m.Inventory]) -> Iterator[m.Effect]:
+    def count_inventory(self, inventories: Mapping[str, Inventory]) -> Iterator[m.Effect]:
         """What nodes of the group at work are found to hold counts as if they had just stored it."""
         plan = self._context.plan
         if plan is None:
@@ -355,7 +363,7 @@ class Saves:
             self._saved_before |= set(event.ranks)
             ranks = ", ".join(map(str, event.ranks))
             yield from self.drop(attempt, Unavailable(f"Rank(s) {ranks} could not take part: {event.reason}"))
-            if event.reason == m.STILL_WRITING:
+            if event.reason == STILL_WRITING:
                 yield from self._warn_of_skipped()
 
     def _warn_of_skipped(self) -> Iterator[m.Effect]:
@@ -475,7 +483,7 @@ class Saves:
         is_far_behind = self._progress[rank][0].step + 2 <= step
         return is_far_behind or since_s > self._context.options.attempt_timeout_s
 
-    def reported(self) -> dict[int, m.RankProgress]:
+    def reported(self) -> dict[int, RankProgress]:
         """Where ranks are, by their last words."""
         return {rank: progress for rank, (progress, _) in self._progress.items()}
 
@@ -502,7 +510,7 @@ class Saves:
             return False
         return not self._takes_part(rank, progress) and progress.step == progress.saved_step
 
-    def _takes_part(self, rank: int, progress: m.RankProgress) -> bool:
+    def _takes_part(self, rank: int, progress: RankProgress) -> bool:
         """It has saved in this session."""
         return rank in self._saved_before or progress.saved_before is not None
 
@@ -685,7 +693,7 @@ class Saves:
         return m.NotifyOutcome(attempt=attempt, level=level, error=error, nodes=nodes, epoch=epoch)
 
 
-def _stored(held: m.StoredFragment, node: str) -> m.NodeStored:
+def _stored(held: StoredFragment, node: str) -> m.NodeStored:
     return m.NodeStored(
         attempt=held.attempt,
         node_index=held.node_index,

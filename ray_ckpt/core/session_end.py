@@ -11,6 +11,7 @@ from collections.abc import Collection
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
+from ray_ckpt.core.values import RankProgress, SessionKey, SessionPlan
 from ray_ckpt.format import records as r
 from ray_ckpt.types import EndCause
 
@@ -20,10 +21,10 @@ class SessionEnd:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._session_key: m.SessionKey | None = None
+        self._session_key: SessionKey | None = None
         self._begin(None)
 
-    def _begin(self, plan: m.SessionPlan | None) -> None:
+    def _begin(self, plan: SessionPlan | None) -> None:
         self._session_key = plan.session_key if plan else None
         self._base = self._step = self._first_step(plan)
         self._last_at_s: float | None = None
@@ -36,7 +37,7 @@ class SessionEnd:
         self._draining: set[str] = set()  # nodes that were draining; some may have stayed
         self._is_ended = False
 
-    def _first_step(self, plan: m.SessionPlan | None) -> int:
+    def _first_step(self, plan: SessionPlan | None) -> int:
         """Return the step that the session goes on from, of its checkpoint or of another run's."""
         if plan is None:
             return 0
@@ -68,7 +69,7 @@ class SessionEnd:
         self._enter()
         if event.session_key != self._session_key:
             return
-        furthest: m.RankProgress | None = None
+        furthest: RankProgress | None = None
         for progress in event.ranks.values():
             if furthest is None or progress.step > furthest.step:
                 furthest = progress
@@ -81,7 +82,7 @@ class SessionEnd:
         if furthest is not None and furthest.step > self._base:
             self._completed(furthest, wall_s - furthest.since_s)
 
-    def _completed(self, progress: m.RankProgress, at_s: float) -> None:
+    def _completed(self, progress: RankProgress, at_s: float) -> None:
         self._step_s = progress.step_s if progress.step_s > 0 else self._step_s
         if self._first is None:
             self._first = (progress.step, at_s)
@@ -133,7 +134,7 @@ class SessionEnd:
         )
         return True
 
-    def _has_successor(self, plan: m.SessionPlan) -> bool:
+    def _has_successor(self, plan: SessionPlan) -> bool:
         """Return True if a newer session is in the log or on its way there, as after a damaged restore."""
         newest = self._context.ledger.projected().session
         return newest is not None and (newest.opened_by, newest.session) > plan.session_key

@@ -13,6 +13,15 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ownership import check_claim
 from ray_ckpt.core.placement import place_replicas
 from ray_ckpt.core.retention import policies_of, to_text
+from ray_ckpt.core.values import (
+    GroupNode,
+    Inventory,
+    ResumePoint,
+    SessionKey,
+    SessionNode,
+    SessionPlan,
+    Token,
+)
 from ray_ckpt.errors import CheckpointError, RestoreError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, RankRestore
@@ -29,7 +38,7 @@ class Sessions:
         self._context = context
         self._group: m.GroupOpened | None = None
         self._since_s = 0.0
-        self._waiting: tuple[m.Token, ...] = ()  # those who wait for the session
+        self._waiting: tuple[Token, ...] = ()  # those who wait for the session
         self._choosing = False  # a checkpoint is to be chosen as soon as nothing is pending in the log
         self._asked = False  # an inventory is on its way
         self._excluded: set[str] = set()  # found damaged by this group
@@ -39,7 +48,7 @@ class Sessions:
         self._has_warned = False  # of ranks that do not restore
         self._orphans: dict[str, tuple[str, ...]] = {}
         self.is_training = False  # the group has its `go`
-        self._sent_go: m.SessionKey | None = None  # the session that had it last
+        self._sent_go: SessionKey | None = None  # the session that had it last
         self.restores: tuple[RankRestore, ...] = ()
 
     # -- opening -------------------------------------------------------------------------------------
@@ -131,7 +140,7 @@ class Sessions:
         context.plan, context.found_session_key, self.is_training = plan, plan.session_key, True
         self._group = m.GroupOpened(
             token="",
-            nodes=tuple(m.GroupNode(node_id=n.node_id, ranks=n.ranks) for n in plan.nodes),
+            nodes=tuple(GroupNode(node_id=n.node_id, ranks=n.ranks) for n in plan.nodes),
             inventories={},
             resume="auto",
             owner=plan.owner,
@@ -175,7 +184,7 @@ class Sessions:
             )
             yield from self._begin(context.ledger.projected())
 
-    def _learn(self, inventories: Mapping[str, m.Inventory]) -> None:
+    def _learn(self, inventories: Mapping[str, Inventory]) -> None:
         history = self._context.history
         self._context.holders.learn(inventories, history.run_uid)
         live = {c.directory for c in history.live()}
@@ -260,12 +269,12 @@ class Sessions:
             domains=context.domains,
             draining=context.draining,
         )
-        context.plan = m.SessionPlan(
+        context.plan = SessionPlan(
             run_uid=context.history.run_uid,
             session=session.session,
             world_size=session.world_size,
             nodes=tuple(
-                m.SessionNode(node_id=n.node_id, node_index=i, ranks=n.ranks, holders=holders[n.node_id])
+                SessionNode(node_id=n.node_id, node_index=i, ranks=n.ranks, holders=holders[n.node_id])
                 for i, n in enumerate(group.nodes)
             ),
             resume=self._resume_point(history, session.resumed_from),
@@ -278,7 +287,7 @@ class Sessions:
         tokens, self._waiting = self._waiting, ()
         yield m.StartSession(tokens=tokens, plan=context.plan)
 
-    def _warn_of_few_copies(self, plan: m.SessionPlan) -> Iterator[m.Effect]:
+    def _warn_of_few_copies(self, plan: SessionPlan) -> Iterator[m.Effect]:
         context = self._context
         copies, num_live = min(len(n.holders) for n in plan.nodes), len(context.holders.live)
         if copies >= context.options.replicas:
@@ -296,12 +305,12 @@ class Sessions:
             f"{context.options.replicas} replica(s)."
         )
 
-    def _resume_point(self, history: RunHistory, attempt: str | None) -> m.ResumePoint | None:
+    def _resume_point(self, history: RunHistory, attempt: str | None) -> ResumePoint | None:
         if attempt is None:
             return None
         checkpoint, holders = history.checkpoints[attempt], self._context.holders
         nodes = tuple(tuple(sorted(holders.of(attempt, i))) for i in range(checkpoint.num_nodes))
-        return m.ResumePoint(checkpoint=checkpoint, holders=nodes)
+        return ResumePoint(checkpoint=checkpoint, holders=nodes)
 
     # -- restored ------------------------------------------------------------------------------------
 
@@ -388,7 +397,7 @@ class Sessions:
                 yield m.DeleteLocalOrphans(node_id=node, directories=gone)
 
 
-def _restored(plan: m.SessionPlan, ranks: Collection[RankRestore]) -> r.Restored | None:
+def _restored(plan: SessionPlan, ranks: Collection[RankRestore]) -> r.Restored | None:
     """The record of what a group has read: a checkpoint, or one of another run. None: it read nothing."""
     if plan.resume is None and not any(rank.parts or rank.origin_step is not None for rank in ranks):
         return None

@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import inf
 
 from ray_ckpt.core.context import Context
-from ray_ckpt.core.messages import DeleteOrphans, RemoteListed, SweepRemote, UnfinishedUpload, Warn
+from ray_ckpt.core.messages import DeleteOrphans, RemoteListed, SweepRemote, Warn
+from ray_ckpt.core.values import UnfinishedUpload
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.format.records import Note
 from ray_ckpt.types import CheckpointInfo, Level

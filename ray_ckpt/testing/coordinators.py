@@ -11,6 +11,7 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.ownership import check_claim
 from ray_ckpt.core.run_machine import RunMachine
+from ray_ckpt.core.values import GroupNode, Inventory, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.storage.log_store import write_snapshot
@@ -152,7 +153,7 @@ class Coordinators(Nodes):
         process = self.coordinators.get(self.current.get(service, ""))
         return process if process is not None and process.is_up else None
 
-    def _supersede(self, service: str, plans: Iterable[m.SessionPlan]) -> None:
+    def _supersede(self, service: str, plans: Iterable[SessionPlan]) -> None:
         """A restarted coordinator finds that the run is another service's: its ranks must stop."""
         history = self.oracle.history
         error = RunSuperseded("The run was taken over by another service.")
@@ -162,7 +163,7 @@ class Coordinators(Nodes):
                 self.wire.append(Order(node.node_id, ended, ""))
         self.current.pop(service, None)
 
-    def _gather(self, process: Coordinator, absent: frozenset[str]) -> dict[str, m.Inventory]:
+    def _gather(self, process: Coordinator, absent: frozenset[str]) -> dict[str, Inventory]:
         """Open the run on all live nodes but those that do not answer; what they hold."""
         inventories = {}
         for node in sorted(self.live(process.service) - absent):
@@ -173,7 +174,7 @@ class Coordinators(Nodes):
         process.opened, process.is_ready = set(inventories), True
         return inventories
 
-    def _open_on(self, process: Coordinator, name: str) -> m.Inventory | None:
+    def _open_on(self, process: Coordinator, name: str) -> Inventory | None:
         """Start the node's agent if there is none, tell it the epoch, take inventory."""
         node = self.nodes[name]
         if node.agent is None:
@@ -201,7 +202,7 @@ class Coordinators(Nodes):
         event = m.GroupOpened(
             token=token,
             nodes=tuple(
-                m.GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
+                GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
                 for i, node in enumerate(nodes)
             ),
             inventories=inventories,
@@ -214,9 +215,7 @@ class Coordinators(Nodes):
         self.oracle.group_requested(event, self)
         self.wire.append(Answer(process.name, (self._seen(frozenset(inventories)), event)))
 
-    def _send_plan(
-        self, process: Coordinator, node: str, plan: m.SessionPlan, answer: tuple[Any, ...]
-    ) -> None:
+    def _send_plan(self, process: Coordinator, node: str, plan: SessionPlan, answer: tuple[Any, ...]) -> None:
         event = n.SessionStarted(plan=plan, node_id=node, epoch=process.machine.epoch)
         self.wire.append(Order(node, event, process.name, answer))
 
@@ -274,7 +273,7 @@ class Coordinators(Nodes):
             self.wire.append(Order(message.node, returned, process.name))
 
     def _started(
-        self, process: Coordinator, tokens: tuple[str, ...], plan: m.SessionPlan, node: str, is_reported: bool
+        self, process: Coordinator, tokens: tuple[str, ...], plan: SessionPlan, node: str, is_reported: bool
     ) -> None:
         """All nodes have the plan: its tokens get it. One has not: they get an error."""
         missing = process.starting.get(tokens)

@@ -9,6 +9,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
+from ray_ckpt.core.values import Token
 from ray_ckpt.errors import RunSuperseded
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.testing.oracle import Oracle
@@ -60,11 +61,11 @@ class Nodes:
         self.current: dict[str, str] = {}  # service -> the coordinator that its name leads to
         self.launchers: dict[str, Launcher] = {}
         self.wire: list[Message] = []
-        self.waiting: dict[m.Token, tuple[str, Launcher | Member]] = {}  # with the coordinator that was asked
-        self.pins: dict[m.Token, tuple[str, str]] = {}  # asked for: attempt, owner
-        self.annotations: dict[m.Token, tuple[int, str, float]] = {}  # asked for: step, metric, value
-        self.drills: set[m.Token] = set()  # that were read; the token is the text of its record, too
-        self.barriers: dict[m.Token, m.BarrierReached] = {}  # that members wait for
+        self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # with the coordinator that was asked
+        self.pins: dict[Token, tuple[str, str]] = {}  # asked for: attempt, owner
+        self.annotations: dict[Token, tuple[int, str, float]] = {}  # asked for: step, metric, value
+        self.drills: set[Token] = set()  # that were read; the token is the text of its record, too
+        self.barriers: dict[Token, m.BarrierReached] = {}  # that members wait for
         self.saved_at_s: dict[str, float] = {}  # attempt -> when the first rank captured it
         self.num_tokens = 0
         self.num_agents = 0
@@ -100,7 +101,7 @@ class Nodes:
     def live(self, service: str) -> set[str]:
         return {node.name for node in self.nodes.values() if node.is_alive and node.service == service}
 
-    def _token(self) -> m.Token:
+    def _token(self) -> Token:
         self.num_tokens += 1
         return f"token-{self.num_tokens}"
 

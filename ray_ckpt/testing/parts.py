@@ -10,6 +10,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.run_machine import RunMachine
+from ray_ckpt.core.values import SessionPlan, StoredFragment, Token
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file
@@ -56,7 +57,7 @@ class Coordinator:
     skew_s: float  # of its monotonic clock
     wall_skew_s: float
     opened: set[str] = field(default_factory=set)  # nodes whose agents know the run from it
-    starting: dict[tuple[m.Token, ...], set[str]] = field(default_factory=dict)  # and who has not answered
+    starting: dict[tuple[Token, ...], set[str]] = field(default_factory=dict)  # and who has not answered
     is_ready: bool = False  # nodes have been asked to open the run
     is_up: bool = True
     is_frozen: bool = False
@@ -77,7 +78,7 @@ class Member:
     node: str
     ranks: tuple[int, ...]
     state: Literal["waiting", "reading", "training", "ended"] = "waiting"
-    plan: m.SessionPlan | None = None
+    plan: SessionPlan | None = None
     saved: int = 0  # how many of the group's saves it has made
     missed: int = 0  # the word of a step that it was past
     met: int = 0  # the number of the last meeting before a barrier whose end it was told
@@ -125,7 +126,7 @@ class Report:
 
     service: str
     event: m.Event
-    token: m.Token = ""  # set if it waits for a reply
+    token: Token = ""  # set if it waits for a reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class Local:
 class Replied:
     """A reply to whoever waits under this token."""
 
-    token: m.Token
+    token: Token
     value: object
     error: CheckpointError | None
 
@@ -182,10 +183,10 @@ def file_entry(attempt: AttemptId, name: str) -> FileEntry:
     return FileEntry(name=name, size_bytes=FILE_BYTES, digest=digest(f"{attempt.attempt}/{name}".encode()))
 
 
-def fragment_on_disk(fragment: Fragment) -> m.StoredFragment:
+def fragment_on_disk(fragment: Fragment) -> StoredFragment:
     """What an inventory tells of a fragment that has been written."""
     own = file_entry(fragment.attempt, fragment_file(fragment.node_index, fragment.num_nodes))
-    return m.StoredFragment(
+    return StoredFragment(
         attempt=fragment.attempt,
         node_index=fragment.node_index,
         num_nodes=fragment.num_nodes,

@@ -14,6 +14,7 @@ from typing import Literal
 from ray_ckpt.admin import pins
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.values import RankProgress, SessionPlan, Token
 from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt
@@ -312,7 +313,7 @@ class World(Coordinators):
             event = m.PinRequested(token=token, attempt=attempt, owner=token, expires_at_s=expires_at_s)
             self.wire.append(Answer(process.name, (event,)))
 
-    def unpin(self, service: str, token: m.Token) -> None:
+    def unpin(self, service: str, token: Token) -> None:
         """And does not need it any more."""
         self.clock += 1
         process = self.process_of(service)
@@ -373,7 +374,7 @@ class World(Coordinators):
                 saved = steps[member.saved - 1] if member.saved else -1
                 step = max(saved, _resumed_step(member.plan))
                 before = steps[member.saved - 2] if member.saved > 1 else _resumed_step(member.plan)
-                progress = m.RankProgress(
+                progress = RankProgress(
                     step=step,
                     saved_step=saved,
                     missed=member.missed,
@@ -427,7 +428,7 @@ class World(Coordinators):
 
     # -- ranks and launchers ---------------------------------------------------------------------------
 
-    def _damage(self, plan: m.SessionPlan, reader: str) -> Iterator[str]:
+    def _damage(self, plan: SessionPlan, reader: str) -> Iterator[str]:
         """Fragments of which the ranks find no intact source."""
         if plan.resume is None or self.storage.holds(plan.resume.checkpoint):
             return
@@ -462,7 +463,7 @@ class World(Coordinators):
             launcher.error = message.error
             if launcher.state == "asking":
                 launcher.state = "idle"
-        elif isinstance(message.value, m.SessionPlan):
+        elif isinstance(message.value, SessionPlan):
             if launcher.state == "asking":
                 members = [Member(node.node_id, node.ranks) for node in message.value.nodes]
                 launcher.state, launcher.group, launcher.dead_owner = "running", Group(members), ""
@@ -484,7 +485,7 @@ class World(Coordinators):
             self._met(member, barrier, message)
         elif message.error is not None:
             member.state, member.error = "ended", message.error
-        elif isinstance(message.value, m.SessionPlan):
+        elif isinstance(message.value, SessionPlan):
             member.state = "waiting"
         else:
             assert member.plan is not None
@@ -509,5 +510,5 @@ class World(Coordinators):
         launcher.group = None
 
 
-def _resumed_step(plan: m.SessionPlan) -> int:
+def _resumed_step(plan: SessionPlan) -> int:
     return plan.resume.checkpoint.step if plan.resume is not None else 0

@@ -5,15 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ray_ckpt.core.messages import (
-    DeleteOrphans,
-    DiskSpace,
-    Inventory,
-    LogOpened,
-    RemoteListed,
-    StoredFragment,
-    UnfinishedUpload,
-)
+from ray_ckpt.core.messages import DeleteOrphans, LogOpened, RemoteListed
+from ray_ckpt.core.values import DiskSpace, Inventory, StoredFragment, UnfinishedUpload
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import SNAPSHOT_PREFIX, attempt_of, fragment_file, record_file
 from ray_ckpt.format.records import LogRecord, encode_record

@@ -22,7 +22,7 @@ import torch
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.load import RestoreInfo
 from ray_ckpt.config import is_uri
-from ray_ckpt.core.messages import STILL_WRITING, RankProgress
+from ray_ckpt.core.values import STILL_WRITING, RankProgress
 from ray_ckpt.errors import (
     CheckpointError,
     CollectiveError,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ray_ckpt.core.messages import RankProgress
+from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.trainer.link import Link, Reporter, SignalLink
 from ray_ckpt.trainer.save_signal import SaveSignals

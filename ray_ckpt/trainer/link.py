@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.awaited import Awaited
-from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node_messages import SaveOutcome
+from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.plan.restore import RowKey

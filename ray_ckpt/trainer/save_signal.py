@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from ray_ckpt.core.messages import RankProgress
+from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.save_signal import PAGE_BYTES, is_urgent, read_flag, step_of
 from ray_ckpt.trainer.link import SignalLink

@@ -10,6 +10,7 @@ from ray_ckpt.actors.coordinator.overview import Seen, objections, run_view, ste
 from ray_ckpt.actors.messages import AgentCard, RunSpec, RunView, ServiceView
 from ray_ckpt.config import GIB, RunOptions
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import DiskSpace, RankProgress
 from tests.core.driver import START_S, Harness, of
 
 
@@ -48,9 +49,9 @@ def test_a_run_at_work() -> None:
     run.drain_all([*run.save(10), *run.save(20)])
     run.save(30)
     run.tick(60.0)
-    said = {k: m.RankProgress(step=36, saved_step=30, step_s=0.5) for k in (0, 1)}
+    said = {k: RankProgress(step=36, saved_step=30, step_s=0.5) for k in (0, 1)}
     run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=said))
-    disk = m.DiskSpace(free_bytes=50, total_bytes=1000)
+    disk = DiskSpace(free_bytes=50, total_bytes=1000)
     view = view_of(run, disks={"a": disk})
     assert (view.state, view.session, view.world_size, view.step, view.step_s) == ("training", 1, 2, 36, 0.5)
     assert [(n.level, n.step, n.steps_behind) for n in view.newest] == [

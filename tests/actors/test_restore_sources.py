@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
-from ray_ckpt.core.messages import ResumePoint, SessionPlan
+from ray_ckpt.core.values import ResumePoint, SessionPlan
 from ray_ckpt.errors import CorruptionError, RestoreError
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file

@@ -15,8 +15,8 @@ from safetensors.torch import load
 from ray_ckpt.actors.agent.arena import RankArena, SignalPage, make_arena
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.awaited import Awaited
-from ray_ckpt.core.messages import RankProgress
 from ray_ckpt.core.node_messages import SaveOutcome
+from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file, state_file

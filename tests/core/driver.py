@@ -18,6 +18,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.run_machine import RunMachine
+from ray_ckpt.core.values import GroupNode, Inventory, SessionKey, SessionNode, SessionPlan, StoredFragment
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
@@ -60,10 +61,10 @@ def entry(name: str, attempt: AttemptId) -> FileEntry:
 class Disk:
     """A node's staging folder: the fragments that are complete there, and every folder."""
 
-    fragments: dict[tuple[str, int], m.StoredFragment] = field(default_factory=dict)
+    fragments: dict[tuple[str, int], StoredFragment] = field(default_factory=dict)
     folders: dict[str, str] = field(default_factory=dict)  # attempt -> directory
 
-    def put(self, held: m.StoredFragment) -> None:
+    def put(self, held: StoredFragment) -> None:
         self.fragments[held.attempt.attempt, held.node_index] = held
         self.folders[held.attempt.attempt] = held.attempt.directory
 
@@ -71,8 +72,8 @@ class Disk:
         self.folders.pop(attempt, None)
         self.fragments = {k: held for k, held in self.fragments.items() if k[0] != attempt}
 
-    def inventory(self) -> m.Inventory:
-        return m.Inventory(
+    def inventory(self) -> Inventory:
+        return Inventory(
             fragments=tuple(self.fragments.values()), directories=tuple(sorted(self.folders.values()))
         )
 
@@ -193,7 +194,7 @@ class Harness:
         return m.GroupOpened(
             token=token,
             nodes=tuple(
-                m.GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
+                GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
                 for i, node in enumerate(nodes)
             ),
             inventories=self.inventories(),
@@ -206,11 +207,11 @@ class Harness:
         """The answer to RequestInventory."""
         return m.InventoryTaken(token=token, inventories=self.inventories())
 
-    def inventories(self) -> dict[str, m.Inventory]:
+    def inventories(self) -> dict[str, Inventory]:
         return {node: self.disks[node].inventory() for node in sorted(self.live)}
 
     def restored(
-        self, node: str, *, session_key: m.SessionKey | None = None, damage: Sequence[str] = ()
+        self, node: str, *, session_key: SessionKey | None = None, damage: Sequence[str] = ()
     ) -> m.NodeRestored:
         """The event of all ranks of `node` having read their state. Its token is `restored-<node>`."""
         plan = self.plan
@@ -229,7 +230,7 @@ class Harness:
         return (*effects, *self.tell(*(self.restored(node) for node in nodes)))
 
     @property
-    def plan(self) -> m.SessionPlan:
+    def plan(self) -> SessionPlan:
         assert self.machine.plan is not None
         return self.machine.plan
 
@@ -260,13 +261,13 @@ class Harness:
             metrics={"loss": 1.0 / attempt.step} if 0 in here.ranks else None,
         )
 
-    def _held(self, attempt: AttemptId, node: m.SessionNode) -> m.StoredFragment:
+    def _held(self, attempt: AttemptId, node: SessionNode) -> StoredFragment:
         num = len(self.plan.nodes)
         names = [
             *(shard_file(k, self.plan.world_size) for k in node.ranks),
             fragment_file(node.node_index, num),
         ]
-        return m.StoredFragment(
+        return StoredFragment(
             attempt=attempt,
             node_index=node.node_index,
             num_nodes=num,
@@ -479,7 +480,7 @@ class Cluster(Harness):
             case m.Warn():
                 pass
 
-    def _restore(self, plan: m.SessionPlan, node_id: str) -> m.NodeRestored:
+    def _restore(self, plan: SessionPlan, node_id: str) -> m.NodeRestored:
         """What the ranks of a node find when they read the resume point's sources."""
         node = next(node for node in plan.nodes if node.node_id == node_id)
         damage: tuple[str, ...] = ()
@@ -533,7 +534,7 @@ class Cluster(Harness):
                 index, num = fragment.node_index, fragment.num_nodes
                 file = entry(fragment_file(index, num), attempt)
                 self.disks[node].put(
-                    m.StoredFragment(
+                    StoredFragment(
                         attempt=attempt,
                         node_index=index,
                         num_nodes=num,
@@ -568,7 +569,7 @@ class Cluster(Harness):
             case n.Release():
                 pass
 
-    def plan_of(self, node: str) -> m.SessionPlan:
+    def plan_of(self, node: str) -> SessionPlan:
         plan = self.machines[node].plan
         assert plan is not None
         return plan

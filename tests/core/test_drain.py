@@ -10,11 +10,12 @@ from ray_ckpt.core import drain as core_drain
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.drain import DAMAGED_AGAIN_S, MAX_ACTIVE, MAX_QUEUED, MAX_RETRY_S
 from ray_ckpt.core.maintenance import MAINTENANCE_S
+from ray_ckpt.core.values import DiskSpace
 from ray_ckpt.types import Level
 from tests.core.driver import Harness, of, one
 
 HOUR_S = 3600.0
-FULL = m.DiskSpace(free_bytes=50, total_bytes=1000)
+FULL = DiskSpace(free_bytes=50, total_bytes=1000)
 
 
 def run_on(nodes: str, group: str = "", **options: Any) -> Harness:

@@ -10,14 +10,15 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.repair import LOST_AFTER_S
+from ray_ckpt.core.values import DiskSpace, RankProgress
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, Level
 from tests.core.driver import Harness, of, one, ops
 
 DAY_S = 24 * 3600.0
 CHECKPOINT_BYTES = 400  # of a group of two nodes in the driver; a fragment has half of it
-ROOMY = m.DiskSpace(free_bytes=900, total_bytes=1000)
-FULL = m.DiskSpace(free_bytes=50, total_bytes=1000)
+ROOMY = DiskSpace(free_bytes=900, total_bytes=1000)
+FULL = DiskSpace(free_bytes=50, total_bytes=1000)
 
 
 def run_on(nodes: str, group: str = "ab", **options: Any) -> Harness:
@@ -31,7 +32,7 @@ def look(run: Harness) -> tuple[m.Effect, ...]:
     return run.tick(MAINTENANCE_S)
 
 
-def see(run: Harness, *, draining: str = "", **disks: m.DiskSpace) -> tuple[m.Effect, ...]:
+def see(run: Harness, *, draining: str = "", **disks: DiskSpace) -> tuple[m.Effect, ...]:
     """The nodes are looked at: who is there, who leaves, how full their disks are."""
     return run.tell(m.NodesSeen(live=frozenset(run.live), draining=frozenset(draining), disks=disks))
 
@@ -355,7 +356,7 @@ def exposed(run: Harness) -> dict[str, tuple[int | None, str | None, int]]:
 
 
 def progress(run: Harness, step: int, saved_step: int) -> None:
-    ranks = {k: m.RankProgress(step=step, saved_step=saved_step) for k in (0, 1)}
+    ranks = {k: RankProgress(step=step, saved_step=saved_step) for k in (0, 1)}
     run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks))
 
 

@@ -11,6 +11,7 @@ from ray_ckpt.core.awaited import MAX_NAMED, awaited_restore
 from ray_ckpt.core.barriers import BARRIER_S, MAX_ENDED
 from ray_ckpt.core.captures import MAX_CAPTURES, STALE_S
 from ray_ckpt.core.saves import STAYS_OUT_S
+from ray_ckpt.core.values import Captured, RankProgress
 from ray_ckpt.errors import CheckpointError, RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.types import AttemptId
@@ -23,15 +24,15 @@ def opened(nodes: str = "a", *, ranks_per_node: int = 2, **options: Any) -> Harn
     return run
 
 
-def at(step: int, saved_step: int = 0, **more: Any) -> m.RankProgress:
-    return m.RankProgress(step=step, saved_step=saved_step, **more)
+def at(step: int, saved_step: int = 0, **more: Any) -> RankProgress:
+    return RankProgress(step=step, saved_step=saved_step, **more)
 
 
 def progress(
-    run: Harness, ranks: dict[int, m.RankProgress], *captured: tuple[AttemptId, tuple[int, ...]]
+    run: Harness, ranks: dict[int, RankProgress], *captured: tuple[AttemptId, tuple[int, ...]]
 ) -> tuple[m.Effect, ...]:
     """What a node tells of its ranks, and what a tick a moment later makes of it."""
-    reported = tuple(m.Captured(attempt=attempt, ranks=ranks) for attempt, ranks in captured)
+    reported = tuple(Captured(attempt=attempt, ranks=ranks) for attempt, ranks in captured)
     event = m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks, captured=reported)
     return (*run.tell(event), *run.tick(1.0))
 

@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.messages import SessionNode, SessionPlan
 from ray_ckpt.core.node_machine import MAX_SETTLED, MAX_UNSETTLED, NodeMachine
+from ray_ckpt.core.values import SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
+from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import RunSuperseded
 from ray_ckpt.format import records as r
 from ray_ckpt.format.names import make_attempt
@@ -140,7 +141,7 @@ def test_who_alone_holds_something_is_needed_between_two_groups() -> None:
 def test_a_session_that_waits_begins_without_what_the_old_ranks_said() -> None:
     run = away()
     run.save(20)
-    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={0: m.RankProgress(step=25, saved_step=20)}))
+    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={0: RankProgress(step=25, saved_step=20)}))
     next_group(run)
     assert {e.steps_at_risk for e in run.machine.view.exposure()} == {0}
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import (
     CollectiveError,
     Fenced,
@@ -340,9 +341,9 @@ def test_a_save_on_rank_0_only_is_found_when_the_others_have_passed_it() -> None
     run.open("ab")
     attempt = run.attempt(10)
     run.tell(run.stored(attempt, "a"))
-    at = m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=10, saved_step=0)})
+    at = m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=10, saved_step=0)})
     assert not run.tell(at), "rank 1 may be about to save"
-    past = m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=11, saved_step=0)})
+    past = m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=11, saved_step=0)})
     (publish,) = dropped(run.tell(past))
     assert isinstance(publish.error, SaveNotCollective)
     assert publish.error.fields == {"step": 10, "missing_ranks": (1,)}
@@ -352,9 +353,9 @@ def test_a_slow_rank_that_has_saved_the_step_is_not_accused() -> None:
     run = Harness("ab")
     run.open("ab")
     run.tell(run.stored(run.attempt(10), "a"))
-    progress = m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=12, saved_step=10)})
+    progress = m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=12, saved_step=10)})
     assert not run.tell(progress)
-    other = m.RanksProgressed(session_key=(1, 7), ranks={1: m.RankProgress(step=12, saved_step=0)})
+    other = m.RanksProgressed(session_key=(1, 7), ranks={1: RankProgress(step=12, saved_step=0)})
     assert not run.tell(other)
 
 
@@ -363,7 +364,7 @@ def test_a_save_on_rank_0_only_is_found_by_the_timeout_too() -> None:
     run.open("ab")
     run.tell(run.stored(run.attempt(10), "a"))
     run.tick(55)
-    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=0, saved_step=0)}))
+    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=0, saved_step=0)}))
     (publish,) = dropped(run.tick(6))
     assert isinstance(publish.error, SaveNotCollective)
 
@@ -371,14 +372,14 @@ def test_a_save_on_rank_0_only_is_found_by_the_timeout_too() -> None:
 def test_a_rank_that_is_silent_or_has_saved_before_is_not_accused() -> None:
     run = Harness("ab")
     run.open("ab")
-    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=0, saved_step=0)}))
+    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=0, saved_step=0)}))
     run.tell(run.stored(run.attempt(10), "a"))
     (publish,) = dropped(run.tick(61))
     assert isinstance(publish.error, Unavailable), "its word is a minute old"
     run.save(20)
     run.tell(run.stored(run.attempt(30), "a"))
     run.tick(55)
-    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: m.RankProgress(step=20, saved_step=20)}))
+    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=20, saved_step=20)}))
     (publish,) = dropped(run.tick(6))
     assert isinstance(publish.error, Unavailable)
 

@@ -13,13 +13,14 @@ import pytest
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.save_steps import LEAST_AHEAD, MAX_REACH_S
+from ray_ckpt.core.values import RankProgress, SessionPlan
 from ray_ckpt.errors import SaveNotCollective, Unavailable
 from ray_ckpt.format.save_signal import SaveSignal, is_urgent, read_flag, step_of, write_flag
 from tests.core.driver import Harness, of, one
 
 
 def reported(run: Harness, step: int, *, ranks: Iterable[int] = (0, 1), **fields: float) -> m.RanksProgressed:
-    progress = m.RankProgress(step=step, saved_step=0, **fields)  # type: ignore[arg-type]
+    progress = RankProgress(step=step, saved_step=0, **fields)  # type: ignore[arg-type]
     return m.RanksProgressed(session_key=run.plan.session_key, ranks=dict.fromkeys(ranks, progress))
 
 
@@ -138,8 +139,8 @@ def test_a_restarted_coordinator_names_other_words() -> None:
     assert second.word != first.word
 
 
-def told_of(plan: m.SessionPlan, step: int) -> m.RanksProgressed:
-    progress = m.RankProgress(step=step, saved_step=0, step_s=1.0)
+def told_of(plan: SessionPlan, step: int) -> m.RanksProgressed:
+    progress = RankProgress(step=step, saved_step=0, step_s=1.0)
     return m.RanksProgressed(session_key=plan.session_key, ranks=dict.fromkeys((0, 1), progress))
 
 
@@ -253,7 +254,7 @@ def play(seed: int, *, ranks: int = 4, seconds: float = 240.0) -> tuple[Harness,
                 group[k].word = word
             case ("tell", int(k)):
                 rank = group[k]
-                progress = m.RankProgress(
+                progress = RankProgress(
                     step=rank.step,
                     saved_step=rank.saved[-1] if rank.saved else -1,
                     since_s=run.now_s - rank.since_s,
@@ -347,7 +348,7 @@ def test_no_step_is_named_while_all_nodes_still_write_the_last_one() -> None:
     run = training(every_s=None)
     run.tell(reported(run, 100, step_s=0.5))
     first = one(leave(run, a=120.0), m.AnnounceSaveStep).signal.step
-    captured = m.RankProgress(step=first + 1, saved_step=first, step_s=0.5)
+    captured = RankProgress(step=first + 1, saved_step=first, step_s=0.5)
     for _ in range(45):
         effects = run.tick(1.0) + run.tell(
             m.RanksProgressed(session_key=run.plan.session_key, ranks={0: captured, 1: captured})
@@ -378,13 +379,13 @@ def test_saves_of_an_emergency_do_not_change_the_pace_of_auto() -> None:
     step = 1
     for _ in range(8):
         step, run.now_s = step + 10, run.now_s + 5
-        calm = m.RankProgress(step=step, saved_step=step, step_s=0.5, stall_s=0.05)
+        calm = RankProgress(step=step, saved_step=step, step_s=0.5, stall_s=0.05)
         run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks={0: calm, 1: calm}), run.ticked)
         run.save(step)
     before_s = run.machine._intervals.interval_s
     assert before_s is not None
     for _ in range(20):
-        waits = m.RankProgress(step=step, saved_step=0, step_s=0.5, stall_s=10.0)
+        waits = RankProgress(step=step, saved_step=0, step_s=0.5, stall_s=10.0)
         run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks={0: waits, 1: waits}))
         for named in of(leave(run, a=100.0), m.AnnounceSaveStep):
             step = named.signal.step

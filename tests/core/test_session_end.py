@@ -11,6 +11,7 @@ import pytest
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import STILL_WRITING, RankProgress
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Metric, Sample
@@ -20,7 +21,7 @@ from tests.core.driver import START_S, Harness
 
 def reported(run: Harness, step: int, *, saved: int = -1, since_s: float = 0.0, stall_s: float = 0.0) -> None:
     plan = run.plan
-    progress = m.RankProgress(step=step, saved_step=saved, since_s=since_s, step_s=2.0, stall_s=stall_s)
+    progress = RankProgress(step=step, saved_step=saved, since_s=since_s, step_s=2.0, stall_s=stall_s)
     for node in plan.nodes:
         run.tell(m.RanksProgressed(session_key=plan.session_key, ranks=dict.fromkeys(node.ranks, progress)))
 
@@ -289,7 +290,7 @@ def test_skipped_saves_are_counted_and_said_again_when_twice_as_many() -> None:
         if step % 20:
             warnings += warnings_of(run.save(step))
             continue
-        skip = m.SaveRefused(attempt=run.attempt(step), ranks=(1,), reason=m.STILL_WRITING)
+        skip = m.SaveRefused(attempt=run.attempt(step), ranks=(1,), reason=STILL_WRITING)
         warnings += warnings_of(run.tell(skip, replace(skip, ranks=(0,))))
     assert [re.findall(r"\d+ of \d+", text) for text in warnings] == [["1 of 2"], ["2 of 4"], ["4 of 8"]]
     assert len(samples(run, telemetry.SKIPPED_SAVES)) == 4
@@ -307,9 +308,9 @@ def test_a_save_that_a_rank_refuses_for_another_reason_is_not_called_skipped() -
 def test_skipped_saves_of_an_earlier_group_do_not_count() -> None:
     run = Harness("ab", every_steps=10)
     run.open("ab")
-    run.tell(m.SaveRefused(attempt=run.attempt(10), ranks=(1,), reason=m.STILL_WRITING))
+    run.tell(m.SaveRefused(attempt=run.attempt(10), ranks=(1,), reason=STILL_WRITING))
     run.open("ab")
-    effects = run.tell(m.SaveRefused(attempt=run.attempt(20), ranks=(1,), reason=m.STILL_WRITING))
+    effects = run.tell(m.SaveRefused(attempt=run.attempt(20), ranks=(1,), reason=STILL_WRITING))
     assert ["1 of 1" in text for text in warnings_of(effects)] == [True]
 
 

@@ -9,6 +9,7 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.saves import MAX_WAITING_COMMITS
 from ray_ckpt.core.sessions import MAX_WAITING_SESSIONS
+from ray_ckpt.core.values import RankProgress, SessionPlan
 from ray_ckpt.errors import RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import Level
@@ -35,7 +36,7 @@ def back(run: Harness) -> list[r.Op]:
     return run.records[before:]
 
 
-def next_group(run: Harness, nodes: str = "ab") -> m.SessionPlan:
+def next_group(run: Harness, nodes: str = "ab") -> SessionPlan:
     """The group fails, the next one gets its plan although the log is silent, and trains."""
     assert not of(run.tell(run.group(nodes)), m.StartSession)
     plan = one(run.tick(STORE_WAIT_S), m.StartSession).plan
@@ -79,7 +80,7 @@ def test_ranks_of_a_new_group_say_nothing_of_a_commit_of_the_old_one_that_waits(
     run = away("abc")
     run.save(20)
     plan = next_group(run, "abc")
-    past = m.RankProgress(step=25, saved_step=-1, since_s=0.0, step_s=1.0, stall_s=0.0)
+    past = RankProgress(step=25, saved_step=-1, since_s=0.0, step_s=1.0, stall_s=0.0)
     (rank,) = plan.nodes[2].ranks
     assert not of(
         run.tell(m.RanksProgressed(session_key=plan.session_key, ranks={rank: past})), m.NotifyOutcome
@@ -259,7 +260,7 @@ def test_a_group_that_went_on_is_recorded_by_the_next_coordinator() -> None:
     assert (run.plan.session, run.plan.epoch) == (3, 2)
 
 
-def provisional_on_logged(run: Harness) -> m.SessionPlan:
+def provisional_on_logged(run: Harness) -> SessionPlan:
     """A group that goes on from step 10, which is in the log, while its session is not."""
     run.tell(run.group("ab"))
     plan = one(run.tick(STORE_WAIT_S), m.StartSession).plan

@@ -8,6 +8,7 @@ import pytest
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.sweep import MAX_SWEPT, ORPHAN_AGE_S, SWEEP_EVERY_S, SWEEP_SOON_S
+from ray_ckpt.core.values import UnfinishedUpload
 from ray_ckpt.format import records as r
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.storage.log_store import MemoryLogStore
@@ -29,7 +30,7 @@ def run_on(nodes: str = "ab", **options: Any) -> Harness:
 
 
 def list_remote(
-    run: Harness, directories: dict[str, float] | None = None, *uploads: m.UnfinishedUpload
+    run: Harness, directories: dict[str, float] | None = None, *uploads: UnfinishedUpload
 ) -> tuple[m.Effect, ...]:
     """The answer to the last SweepRemote."""
     return run.tell(m.RemoteListed(number=last(run), directories=directories or {}, uploads=uploads))
@@ -40,16 +41,16 @@ def last(run: Harness) -> int:
 
 
 def sweep(
-    run: Harness, directories: dict[str, float] | None = None, *uploads: m.UnfinishedUpload
+    run: Harness, directories: dict[str, float] | None = None, *uploads: UnfinishedUpload
 ) -> tuple[m.Effect, ...]:
     """The next sweep finds these."""
     assert of(run.tick(SWEEP_EVERY_S), m.SweepRemote)
     return list_remote(run, directories, *uploads)
 
 
-def upload(attempt: AttemptId, age_s: float = 1.0, number: int = 0) -> m.UnfinishedUpload:
+def upload(attempt: AttemptId, age_s: float = 1.0, number: int = 0) -> UnfinishedUpload:
     file, name = "shard-00000-of-00002.safetensors", f"upload-{number}"
-    return m.UnfinishedUpload(directory=attempt.directory, file=file, upload_id=name, age_s=age_s)
+    return UnfinishedUpload(directory=attempt.directory, file=file, upload_id=name, age_s=age_s)
 
 
 def nobodys(step: int = 5) -> AttemptId:

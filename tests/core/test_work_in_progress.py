@@ -7,13 +7,14 @@ from typing import Any
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.attempts import SaveUnderway
 from ray_ckpt.core.drain import PATIENT_TRIES, DrainUnderway
+from ray_ckpt.core.values import RankProgress, SessionPlan
 from tests.core.driver import Harness, of
 
 
 def progressed(run: Harness, *ranks: tuple[int, int], step_s: float = 0.5) -> None:
     """Rank k has completed and saved the k-th of these steps."""
     said = {
-        k: m.RankProgress(step=step, saved_step=saved, step_s=step_s) for k, (step, saved) in enumerate(ranks)
+        k: RankProgress(step=step, saved_step=saved, step_s=step_s) for k, (step, saved) in enumerate(ranks)
     }
     run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=said))
 
@@ -70,7 +71,7 @@ def test_what_a_rank_saved_before_is_no_save_on_its_way() -> None:
     assert saves(run) == ()
 
 
-def _plan(run: Harness) -> m.SessionPlan:
+def _plan(run: Harness) -> SessionPlan:
     (plan,) = of(run.transcript, m.StartSession)[-1:]
     return plan.plan
 

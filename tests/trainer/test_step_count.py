@@ -12,6 +12,7 @@ import torch
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import CollectiveError, ConfigError
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.step_count import MAX_STEP, StepCount
@@ -234,7 +235,7 @@ def test_ranks_that_did_not_save_are_told_with_where_they_are() -> None:
     run = Harness("ab")
     run.open("ab")
     run.tell(run.stored(run.attempt(10), "a"))
-    progress = m.RankProgress(step=1011, saved_step=0)
+    progress = RankProgress(step=1011, saved_step=0)
     effects = run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks={1: progress}))
     (told,) = of(effects, m.NotifyOutcome)
     assert told.error is not None and "rank 1 has completed step 1011 last" in str(told.error)
@@ -246,7 +247,7 @@ def test_ranks_that_save_other_steps_are_told_with_where_they_are_when_time_is_u
     run = Harness("ab")
     run.open("ab")
     run.tell(run.stored(run.attempt(10), "a"), run.stored(run.attempt(11), "b"))
-    where = {0: m.RankProgress(step=10, saved_step=10), 1: m.RankProgress(step=11, saved_step=11)}
+    where = {0: RankProgress(step=10, saved_step=10), 1: RankProgress(step=11, saved_step=11)}
     told = run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=where))
     effects = (*told, *run.tick(61.0))
     texts = [str(told.error) for told in of(effects, m.NotifyOutcome)]

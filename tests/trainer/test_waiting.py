@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ray_ckpt.config import RunOptions
-from ray_ckpt.core.messages import STILL_WRITING
 from ray_ckpt.core.node_messages import SaveOutcome
+from ray_ckpt.core.values import STILL_WRITING
 from ray_ckpt.errors import CollectiveError, ConfigError, InsufficientSpace, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer import checkpointer as checkpointer_module
