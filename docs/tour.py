@@ -98,8 +98,8 @@ STOPS = (
     ),
     Stop(
         line=f"rollback {RUN} --before 70 --yes --quiet-s 0",
-        text="Go back before a loss spike. It asks before it writes, and refuses while the log is young: "
-        "here the two options say that nobody trains any more.",
+        text="Go back before a loss spike. It prompts before it writes, and refuses while the log is young: "
+        "here the two options confirm that nobody trains any more.",
     ),
 )
 WITH_A_SERVICE = (
@@ -123,7 +123,7 @@ WITH_A_SERVICE = (
 
 
 def commands() -> set[str]:
-    """The commands that `ray-ckpt` has."""
+    """Return the names of the commands of `ray-ckpt`."""
     return {str(info.name or getattr(info.callback, "__name__", "")) for info in app.registered_commands}
 
 
@@ -136,7 +136,7 @@ def with_a_service() -> tuple[tuple[str, str, str], ...]:
 
 
 def run(line: str, folder: Path) -> str:
-    """What `ray-ckpt <line>` prints in `folder`, errors too; RuntimeError if it does not exit with 0."""
+    """Run `ray-ckpt <line>` in `folder` and return its output. RuntimeError if its exit code is not 0."""
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
     found = subprocess.run(
         [sys.executable, "-m", "ray_ckpt.cli", *shlex.split(line)],
@@ -176,8 +176,10 @@ class Normaliser:
 
 
 def take_picture(folder: Path, name: str, out: Path) -> None:
-    """The picture `name` that a command has left in `folder`, or of the page beside it. RuntimeError if it is
-    large, or if there is no browser."""
+    """Copy the picture `name` that a command wrote into `folder`, or take one of the page beside it.
+
+    RuntimeError if the picture is too large or no browser is installed.
+    """
     picture, page = folder / name, (folder / name).with_suffix(".html")
     if page.exists():
         browser = shutil.which("chromium") or shutil.which("google-chrome")

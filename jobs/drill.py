@@ -1,4 +1,4 @@
-"""Recovery drills on a schedule: each turn rehearses a loss drawn by chance and says what it would cost.
+"""Recovery drills on a schedule: each turn plays a loss drawn by chance and prints its cost.
 
     python -m jobs.drill /shared/runs/gpt --every 60 --seed 1
     ray job submit --working-dir . -- python -m jobs.drill s3://bucket/runs/gpt --times 1
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_turns(args: argparse.Namespace, out: TextIO) -> int:
-    """All turns, told to `out`. Returns the exit code: 1 if a drill failed, else 2 if one was not held."""
+    """Hold all turns and print them to `out`. Return 1 if a drill failed, 2 if one was not held."""
     location, draw = locate(args.path), random.Random(args.seed)
     turn, missed, has_failed, has_missed = 0, 0, False, False
     while True:
@@ -97,7 +97,7 @@ def show(run_name: str, report: DrillReport, as_json: bool) -> None:
 def hold(
     key: str, draw: random.Random, step: int | None, max_bytes_per_s: float | None = None
 ) -> DrillReport:
-    """One turn, with a loss of the nodes that hold copies now. Unavailable if there is nothing to lose."""
+    """Hold one drill with a loss of nodes that hold copies now. Unavailable if there is nothing to lose."""
     run = RunDrills(key, max_bytes_per_s=max_bytes_per_s)
     possible = scenarios(run.sources.live, run.sources.domains)
     if not possible:

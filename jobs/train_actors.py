@@ -5,7 +5,7 @@
     python -m jobs.train_actors single         # one process
     python -m jobs.train_actors actor-critic   # two worker groups of one run that commit a step together
 
-What concerns checkpoints is `ray_ckpt.connect` in each rank, then a Checkpointer as ever. Run it again with
+Checkpoints need `ray_ckpt.connect` in each rank, then a Checkpointer as ever. Run it again with
 more --steps: it goes on from its newest checkpoint.
 """
 
@@ -57,7 +57,7 @@ def train_ddp(run: str, storage: str, steps: int) -> dict[str, Any]:
 
 
 def train_rank_zero(run: str, storage: str, steps: int) -> dict[str, Any]:
-    """Rank 0 connects alone, as one process that holds everything, and tells the others what it restored."""
+    """Rank 0 connects alone, as one process that holds everything, and sends the restored state."""
     rank = dist.get_rank()
     model, optimizer = build(seed=0)
     first = 1
@@ -155,7 +155,7 @@ def start_group(size: int) -> list[Any]:
 
 
 def run_kind(kind: str, run: str, storage: str, steps: int) -> list[dict[str, Any]]:
-    """What each rank returns."""
+    """Start the group, train, and return the result of each rank."""
     if kind == "actor-critic":
         groups = {part: start_group(size) for part, size in PARTS.items()}
         calls = [

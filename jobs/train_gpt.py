@@ -1,13 +1,13 @@
-"""Train a small GPT on bytes of text with Ray Train and ray_ckpt, under DDP, FSDP2 or FSDP2 with tensor
-parallelism: the example to copy.
+"""Train a small GPT on bytes of text with Ray Train and ray_ckpt: the example to copy.
 
     python -m jobs.train_gpt --steps 200
     ray job submit --working-dir . -- python -m jobs.train_gpt --steps 200
 
-What concerns checkpoints is the `Checkpointer`, `ckpt.steps` and `ckpt.step` in `train_loop`, and the
-`CheckpointCallback` in `build_trainer`. Kill a worker, or stop it all and run the same command again: the run
-goes on from its newest checkpoint, on the trajectory it would have had. More --steps prolong a run at the
-lowest learning rate, since the schedule is part of the checkpoint.
+It trains under DDP, FSDP2, or FSDP2 with tensor parallelism (`--parallel`). Checkpoints need the
+`Checkpointer`, `ckpt.steps` and `ckpt.step` in `train_loop`, and the `CheckpointCallback` in `build_trainer`.
+Kill a worker, or stop it all and run the same command again: the run goes on from its newest checkpoint, on
+the trajectory it would have had. More --steps prolong a run at the lowest learning rate, since the schedule
+is part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EVAL_BLOCKS = 64  # held-out samples per evaluation, over all ranks
 
 
 def train_loop(config: dict[str, Any]) -> dict[str, Any]:
-    """What each rank runs. Returns the last step it did and its loss (no loss if nothing was left to do)."""
+    """Train on one rank. Return its last step and the loss of that step, None if no step was left to do."""
     make_deterministic(config["seed"])
     device, rank = get_device(), dist.get_rank()
     mesh = build_mesh(config, device)
@@ -92,7 +92,7 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_deterministic(seed: int) -> None:
-    """The same seed and the same ranks give the same bits, step by step."""
+    """Make each step give the same bits for the same seed and the same ranks."""
     if torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -112,7 +112,7 @@ def build_mesh(config: dict[str, Any], device: torch.device) -> DeviceMesh:
 
 
 def build_model(config: dict[str, Any], device: torch.device, mesh: DeviceMesh) -> nn.Module:
-    """The model, distributed over the mesh; FSDP2 computes in bfloat16 on a GPU."""
+    """Build the model, distributed over the mesh; FSDP2 computes in bfloat16 on a GPU."""
     sizes = {name: config[name] for name in ("layers", "width", "heads", "context", "dropout")}
     model = GPT(**sizes).to(device)
     if config["parallel"] == "ddp":
@@ -127,8 +127,11 @@ def build_model(config: dict[str, Any], device: torch.device, mesh: DeviceMesh) 
 
 
 def with_final_buckets(model: DistributedDataParallel, device: torch.device) -> DistributedDataParallel:
-    """DDP puts gradients into other buckets after its first backward, and then three or more ranks add them
-    up in another order. One backward now, and the first step after a restore adds as it would have done."""
+    """Run one backward pass, so that DDP adds gradients in the same order before and after a restore.
+
+    DDP puts gradients into other buckets after its first backward pass, which changes the order in which
+    three or more ranks add them.
+    """
     tokens = torch.zeros(1, 1, dtype=torch.long, device=device)
     next_byte_loss(model, tokens, tokens).backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
@@ -159,7 +162,7 @@ def train_step(
 
 
 def gradients_synced(model: nn.Module, wanted: bool) -> AbstractContextManager[None]:
-    """Whether a backward in it adds up gradients over the ranks: only the last one of a window has to."""
+    """Let a backward pass add gradients over the ranks, as only the last one of a window has to."""
     if isinstance(model, DistributedDataParallel):
         return nullcontext() if wanted else model.no_sync()
     assert isinstance(model, FSDPModule)
@@ -180,8 +183,11 @@ def evaluate(model: nn.Module, held_out: Tensor, device: torch.device, data: Dev
 
 
 class Journal:
-    """What rank 0 tells: a line now and then, and with `history` one JSON line per step, whose hexadecimal
-    loss lets two runs be compared bit for bit. A step done again after a restart has a line for each time."""
+    """The log of rank 0: a line now and then, and with `history` one JSON line per step.
+
+    The hexadecimal loss of a JSON line lets two runs be compared bit for bit. A step that is repeated after a
+    restart has a line for each time.
+    """
 
     def __init__(self, config: dict[str, Any], rank: int, data_ranks: int) -> None:
         self.log_every: int = config["log_every"] if rank == 0 else 0
@@ -215,12 +221,12 @@ class Journal:
 
 
 def build_trainer(args: argparse.Namespace) -> TorchTrainer:
-    """The trainer of one run; Ray must be connected, since the defaults depend on the cluster."""
+    """Build the trainer of one run. Ray must be connected, since the defaults depend on the cluster."""
     resources = ray.cluster_resources()
     num_gpus = int(resources.get("GPU", 0))
     workers = args.workers or num_gpus or max(1, min(2, int(resources.get("CPU", 1))))
     use_gpu = 0 < workers <= num_gpus
-    check_storage_path(args.storage_path, args.name)  # for an error that says what to do
+    check_storage_path(args.storage_path, args.name)  # raises an error with a hint
     callback = CheckpointCallback(
         replicas=args.replicas,
         keep_last=args.keep_last,
@@ -297,12 +303,12 @@ def positive(text: str) -> int:
 
 
 def absolute(path: str) -> str:
-    """Made absolute here, in the driver: workers have another current folder. A URI stays as it is."""
+    """Make a path absolute in the driver, since workers have another current folder. A URI stays as it is."""
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
 def find_config_error(error: BaseException | None) -> ConfigError | None:
-    """The ConfigError behind what `trainer.fit` raised: in the controller, a worker, or wrapped by Ray."""
+    """Return the ConfigError behind an error of `trainer.fit`, of the controller or a worker."""
     if error is None or isinstance(error, ConfigError):
         return error
     causes = [*getattr(error, "worker_failures", {}).values()]

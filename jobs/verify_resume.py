@@ -1,5 +1,4 @@
-"""Show that a resumed run of the example is the same run, bit for bit, under DDP, FSDP2 and FSDP2 with tensor
-parallelism.
+"""Show that a resumed run of the example is the same run, bit for bit, under each layout of parallelism.
 
     python -m jobs.verify_resume
     python -m jobs.verify_resume --parallel 2d --workers 4 --at 6 --steps 6
@@ -47,7 +46,7 @@ def check(parallel: str, workers: int, args: argparse.Namespace, storage_path: s
 
 
 def start_ray(workers: int) -> None:
-    """The cluster at RAY_ADDRESS, or one of this machine that takes so many workers even with fewer cores."""
+    """Connect to the cluster at RAY_ADDRESS, or start one here for so many workers, even with fewer cores."""
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)
     else:

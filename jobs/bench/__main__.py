@@ -1,10 +1,9 @@
-"""Speed in numbers, each beside its limit: `python -m jobs.bench`. Exit code 1 if a row misses what it has to
-reach.
+"""Measure speed, each number beside its limit: `python -m jobs.bench`.
 
-A row is the median of some samples; the spread (largest less smallest, over the median) says how far to trust
-it. It is compared with a physical limit or a peer that was measured in turn with it, so compare ratios, also
-between runs, and numbers only within one. `--peers` adds other checkpoint libraries on the same state (`make
-bench` installs them).
+The exit code is 1 if a row misses its target, 2 if a row failed. A row is the median of some samples; the
+spread (largest less smallest, over the median) shows how far to trust it. It is compared with a physical
+limit or a peer that was measured in turn with it, so compare ratios, also between runs, and numbers only
+within one. `--peers` adds other checkpoint libraries on the same state (`make bench` installs them).
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quick=chosen.quick,
         server=chosen.server,
     )
-    rows = list(_told(_measured(_groups(chosen), context)))
+    rows = list(_printed(_measured(_groups(chosen), context)))
     command = ["python", "-m", "jobs.bench", *(sys.argv[1:] if arguments is None else arguments)]
     facts = report.machine_facts(context, command)
     report.print_table(rows, facts, Console())
@@ -114,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _groups(chosen: argparse.Namespace) -> dict[str, Callable[[Context], Iterator[Row]]]:
-    """What makes the wanted rows, by name. With `--peers` and without `--only`, all there are."""
+    """Return the functions that make the chosen rows, by name; all with `--peers` without `--only`."""
     left_out = IF_NAMED if chosen.quick or chosen.peers is None else ()
     names = chosen.only or [name for name in ROWS if name not in left_out]
     groups = {name: _lazy(ROWS[name]) for name in names}
@@ -132,7 +131,7 @@ def _lazy(module: str) -> Callable[[Context], Iterator[Row]]:
 
 
 def _measured(groups: Mapping[str, Callable[[Context], Iterator[Row]]], context: Context) -> Iterator[Row]:
-    """All rows. What an error keeps from being measured is a row with its first line; others go on."""
+    """All rows. A group that fails becomes a row with the first line of its error; the others go on."""
     for name, rows in groups.items():
         start_s = time.monotonic()
         try:
@@ -143,7 +142,7 @@ def _measured(groups: Mapping[str, Callable[[Context], Iterator[Row]]], context:
         print(f"{name} took {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
 
 
-def _told(rows: Iterable[Row]) -> Iterator[Row]:
+def _printed(rows: Iterable[Row]) -> Iterator[Row]:
     for row in rows:
         print(f"{row.name}: {row.skipped or report.brief(row)}", file=sys.stderr, flush=True)
         yield row

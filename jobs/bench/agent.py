@@ -1,4 +1,4 @@
-"""What the service costs beside the saves: idle cores, memory over many saves, the interpreter's lock."""
+"""Costs of the service beside the saves: idle cores, memory over many saves, the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _count() -> float:
 
 
 def process(title: str) -> psutil.Process:
-    """The actor of this Ray whose process has that title."""
+    """Return the process of this Ray with that title."""
     return next(
         found
         for found in psutil.Process(

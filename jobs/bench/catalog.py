@@ -1,4 +1,4 @@
-"""What it takes to list a long run: a snapshot and the records after it, as files on disk.
+"""Time to list a long run: a snapshot and the records after it, as files on disk.
 
 CPU time, since the system has the files in memory; on a slow store reading them comes on top.
 """

@@ -1,4 +1,4 @@
-"""What a rows module is told: how much, how often, and where on the disk."""
+"""Settings of a run of the bench: how many bytes, how often, and where on the disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Context:
 
     @contextmanager
     def temporary(self) -> Iterator[Path]:
-        """A fresh folder in `folder`, removed at the end with what is in it."""
+        """Make a folder in `folder` and remove it with its content at the end."""
         path = Path(tempfile.mkdtemp(prefix="ray_ckpt-bench-", dir=self.folder))
         try:
             yield path
@@ -50,7 +50,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """The size in its largest binary unit: "2 GiB", "1.5 MiB"."""
+    """Return the size in its largest binary unit: "2 GiB", "1.5 MiB"."""
     for name in ("GiB", "MiB", "KiB"):
         if size_bytes >= UNITS[name.upper()]:
             return f"{size_bytes / UNITS[name.upper()]:.3g} {name}"

@@ -1,4 +1,4 @@
-"""What a save costs the run machine, by the number of nodes: CPU time, without Ray and without a store.
+"""Cost of a save in the run machine, by the number of nodes: CPU time, without Ray and without a store.
 
 A `Fleet` sends a real RunMachine what `ray_ckpt.actors.coordinator.actor` would: time passes before events,
 in steps of CLOCK_S, and each effect that wants an answer gets one. Steps take a second and each one is saved.
@@ -25,7 +25,7 @@ SIZES = (100, 1_000, 10_000)  # nodes
 QUICK_SIZES = (100,)
 LIMIT_MS = 50.0  # DESIGN section 7: per commit, at LIMIT_NODES
 LIMIT_NODES = 1_000
-STEP_S = 1.0  # between saves; every rank tells its progress once a second
+STEP_S = 1.0  # between saves; every rank reports its progress once a second
 WARM_SAVES = 5  # until as many are retired as committed
 FILE_BYTES = 1 << 20
 RUN_UID = "0" * 32
@@ -44,8 +44,8 @@ class Fleet:
         self.answers: deque[m.Event] = (
             deque()
         )  # of the nodes and the storage path; those of the log come at once
-        self.tell(m.NodesSeen(live=frozenset(self.nodes)))
-        self.tell(m.LogOpened(records=(), run_name="bench", fresh_uid=RUN_UID))
+        self.handle(m.NodesSeen(live=frozenset(self.nodes)))
+        self.handle(m.LogOpened(records=(), run_name="bench", fresh_uid=RUN_UID))
         self.open_group()
 
     def open_group(self) -> float:
@@ -69,7 +69,7 @@ class Fleet:
         return used_s + self._cpu_s(restored, after_s=STEP_S / len(restored))
 
     def _inventories(self) -> dict[str, Inventory]:
-        """What each node holds of what is live. Without names of files, which only an adoption looks at."""
+        """Return the inventory of each node: live fragments without file names, which only adoption reads."""
         held: dict[str, list[StoredFragment]] = {node: [] for node in self.nodes}
         live, holders = self.machine.history.live(), self.machine.view.holders
         for checkpoint in live:
@@ -87,7 +87,7 @@ class Fleet:
         assert self.machine.plan is not None
         return self.machine.plan
 
-    def tell(self, event: m.Event, *, after_s: float = 0.0) -> None:
+    def handle(self, event: m.Event, *, after_s: float = 0.0) -> None:
         """Time passes, then the event happens."""
         self.now_s += after_s
         todo = deque([event])
@@ -102,7 +102,7 @@ class Fleet:
                     self.answers.append(answer)
 
     def save_events(self) -> list[m.Event]:
-        """All that the nodes tell while the next step is saved.
+        """Return the events of all nodes while the next step is saved.
 
         First all store, then all copies arrive, each in the order of the nodes: of all orders the one in
         which the machine has to look longest for a copy that it still awaits.
@@ -119,13 +119,13 @@ class Fleet:
             for holder in node.holders
         ]
         progress = RankProgress(step=self.step, saved_step=self.step)
-        told: list[m.Event] = [
+        reports: list[m.Event] = [
             m.RanksProgressed(session_key=plan.session_key, ranks=dict.fromkeys(node.ranks, progress))
             for node in plan.nodes
         ]
         seen = m.NodesSeen(live=frozenset(self.nodes))
-        half = len(told) // 2
-        return [*_mixed(stored, told[:half]), seen, *_mixed(copied, told[half:]), seen]
+        half = len(reports) // 2
+        return [*_mixed(stored, reports[:half]), seen, *_mixed(copied, reports[half:]), seen]
 
     def save(self) -> float:
         """CPU seconds of one save, from its first event until retention has decided after its commit."""
@@ -136,7 +136,7 @@ class Fleet:
         return used_s
 
     def answer_all(self) -> float:
-        """CPU seconds for the answers to what the machine has asked for until now, and what they lead to."""
+        """CPU seconds for the answers to the requests of the machine so far, and their consequences."""
         used_s = 0.0
         while self.answers:
             events = list(self.answers)
@@ -153,7 +153,7 @@ class Fleet:
     def _cpu_s(self, events: Sequence[m.Event], *, after_s: float) -> float:
         started_s = time.process_time()
         for event in events:
-            self.tell(event, after_s=after_s)
+            self.handle(event, after_s=after_s)
         return time.process_time() - started_s
 
 
@@ -185,7 +185,7 @@ def _stored(attempt: AttemptId, node: SessionNode, plan: SessionPlan) -> m.NodeS
 
 
 def stored_events(num_nodes: int) -> tuple[m.NodeStored, ...]:
-    """What the nodes of a fleet tell when they have stored a step."""
+    """Return the events that the nodes of a fleet send when they have stored a step."""
     return tuple(event for event in Fleet(num_nodes).save_events() if isinstance(event, m.NodeStored))
 
 
@@ -202,7 +202,7 @@ def _answer(effect: m.Effect) -> m.Event | None:
 
 
 def rows(context: Context, sizes: Iterable[int] = ()) -> Iterator[Row]:
-    """A save, the deletes that it leads to, a drain, and a group that restores, at each size."""
+    """Measure a save, the deletes it causes, a drain and the restore of a group, at each size."""
     for size in sizes or (QUICK_SIZES if context.quick else SIZES):
         yield from _rows_at(size, context.repeat)
 

@@ -1,4 +1,4 @@
-"""Snapshots from a GPU: needs no Ray, only torch, the arena and the snapshot code.
+"""Snapshots from a GPU. It needs no Ray, only torch, the arena and the snapshot code.
 
 python -m jobs.bench.device --size 4GiB
 """
@@ -14,7 +14,7 @@ import torch
 
 from jobs.bench.context import format_size, parse_size
 from jobs.bench.row import Row, compared, gb_per_s, measure
-from jobs.bench.state import make_state, state_bytes, tensors
+from jobs.bench.state import make_state, state_bytes
 from ray_ckpt.actors.agent.arena import make_arena
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.arena import Arena
@@ -25,99 +25,119 @@ from ray_ckpt.format.shard import build_layout
 
 DEVICE = torch.device("cuda")
 ATTEMPT = "0" * 16
-BLOCKED_LIMIT_S = 0.010  # of the issue, for a model of several GB
+BLOCKED_LIMIT_S = 0.010  # for a model of several GB
+POLL_S = 0.0002
+
+
+class DeviceRig:
+    """A state of about `size_bytes` on the GPU, and a pinned arena for its snapshots."""
+
+    def __init__(self, size_bytes: int) -> None:
+        model, optimizer = make_state(size_bytes)
+        model.to(DEVICE)
+        for state in optimizer.state.values():
+            state.update({k: v.to(DEVICE) if v.dim() else v for k, v in state.items()})
+        self.size_bytes = state_bytes(model, optimizer)
+        items = {
+            "model": adapt("model", model, {"model": model}),
+            "optimizer": adapt("optimizer", optimizer, {"model": model}),
+        }
+        walked = walk(items, rank=0, world_size=1)
+        layout = build_layout(live.slice for live in walked.slices)
+        memory = make_arena(
+            0, layout.size_bytes, mode="single", all_bytes=layout.size_bytes, free_bytes=1 << 50, named=False
+        )
+        memory.buffers[0].populate()
+        self._arena = Arena(memory.buffers[0].path)
+        self._arena.mapping.populate()
+        self._arena.mapping.pin(DEVICE)
+        self._arena.lay_out(layout)
+        self._slices = [walked.by_key[placed.slice.key] for placed in layout.slices]
+        self._background = background_slices(walked.slices, guarded_storages([optimizer]))
+        self._snapshotter = Snapshotter(overlap=True, verify=False, waited=lambda seconds: None)
+        self._errors: list[Exception] = []
+        self._source = torch.empty(self.size_bytes, dtype=torch.uint8, device=DEVICE)
+        self._target = torch.empty(self.size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copied_s(self) -> float:
+        """Seconds of a snapshot until its arena is sealed."""
+        started_s = self._synchronized_s()
+        self._start()
+        self._wait_sealed()
+        return time.perf_counter() - started_s
+
+    def blocked_s(self) -> float:
+        """Seconds for which a snapshot blocks the training."""
+        started_s = self._synchronized_s()
+        snapshot = self._start()
+        taken_s = time.perf_counter() - started_s
+        snapshot.before_change()
+        torch.cuda.synchronize()
+        self._wait_sealed()
+        return taken_s
+
+    def plain_s(self) -> float:
+        """Seconds of one copy of as many bytes into pinned memory."""
+        started_s = self._synchronized_s()
+        self._target.copy_(self._source, non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - started_s
+
+    def check(self) -> None:
+        """Raise unless the last snapshot has every bit."""
+        if self._errors:
+            raise self._errors[0]
+        for live, view in zip(self._slices, self._arena.views, strict=True):
+            if not torch.equal(live.tensor.cpu().view(-1), view.view(-1)):
+                raise AssertionError(f"{live.slice.key} was not copied right")
+
+    def _start(self) -> Snapshot:
+        self._arena.begin()
+        return self._snapshotter.start(
+            self._arena,
+            self._slices,
+            background=self._background,
+            during=lambda: None,
+            finish=partial(self._arena.seal, ATTEMPT),
+            fail=self._errors.append,
+        )
+
+    def _wait_sealed(self) -> None:
+        while self._arena.mapping.page.sealed != ATTEMPT and not self._errors:
+            time.sleep(POLL_S)
+
+    @staticmethod
+    def _synchronized_s() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def rows(size_bytes: int, repeat: int) -> Iterator[Row]:
-    """Copy rate into the pinned arena beside a plain pinned copy, and what a save blocks."""
-    model, optimizer = make_state(size_bytes)
-    model.to(DEVICE)
-    for state in optimizer.state.values():
-        state.update({k: v.to(DEVICE) if v.dim() else v for k, v in state.items()})
-    size = state_bytes(model, optimizer)
-    items = {"model": adapt("model", model, {"model": model})}
-    items["optimizer"] = adapt("optimizer", optimizer, {"model": model})
-    walked = walk(items, rank=0, world_size=1)
-    layout = build_layout(live.slice for live in walked.slices)
-    memory = make_arena(
-        0, layout.size_bytes, mode="single", all_bytes=layout.size_bytes, free_bytes=1 << 50, named=False
-    )
-    memory.buffers[0].populate()
-    arena = Arena(memory.buffers[0].path)
-    arena.mapping.populate()
-    arena.mapping.pin(DEVICE)
-    arena.lay_out(layout)
-    slices = [walked.by_key[placed.slice.key] for placed in layout.slices]
-    background = background_slices(walked.slices, guarded_storages([optimizer]))
-    snapshotter = Snapshotter(overlap=True, verify=False, waited=lambda seconds: None)
-    errors: list[Exception] = []
-
-    def start() -> Snapshot:
-        arena.begin()
-        return snapshotter.start(
-            arena,
-            slices,
-            background=background,
-            during=lambda: None,
-            finish=partial(arena.seal, ATTEMPT),
-            fail=errors.append,
-        )
-
-    def copied_s() -> float:
-        torch.cuda.synchronize()
-        start_s = time.perf_counter()
-        start()
-        while arena.mapping.page.sealed != ATTEMPT and not errors:
-            time.sleep(0.0002)
-        return time.perf_counter() - start_s
-
-    def blocked_s() -> float:
-        torch.cuda.synchronize()
-        start_s = time.perf_counter()
-        snapshot = start()
-        taken_s = time.perf_counter() - start_s
-        snapshot.before_change()
-        torch.cuda.synchronize()
-        while arena.mapping.page.sealed != ATTEMPT and not errors:
-            time.sleep(0.0002)
-        return taken_s
-
-    source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-    def plain_s() -> float:
-        torch.cuda.synchronize()
-        start_s = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        return time.perf_counter() - start_s
-
-    copied_s(), plain_s(), blocked_s()
+    """Yield the copy rate into the pinned arena and the time that a save blocks."""
+    rig = DeviceRig(size_bytes)
+    size = format_size(rig.size_bytes)
+    for sample in (rig.copied_s, rig.plain_s, rig.blocked_s):  # the first calls are slow
+        sample()
     yield compared(
         "device-copy",
-        f"{format_size(size)} from the GPU into the pinned arena",
+        f"{size} from the GPU into the pinned arena",
         "GB/s",
-        copied_s,
-        ("one pinned copy", plain_s),
+        rig.copied_s,
+        ("one pinned copy", rig.plain_s),
         repeat=repeat,
         reach=">= 0.9",
-        convert=partial(gb_per_s, size_bytes=size),
+        convert=partial(gb_per_s, size_bytes=rig.size_bytes),
     )
     yield measure(
         "device-blocked",
-        f"what an overlapped save of {format_size(size)} blocks",
+        f"what an overlapped save of {size} blocks",
         "s",
-        blocked_s,
+        rig.blocked_s,
         repeat=repeat,
         limit=BLOCKED_LIMIT_S,
     )
-    copied_s()
-    if errors:
-        raise errors[0]
-    for live, view in zip(slices, arena.views, strict=True):
-        if not torch.equal(live.tensor.cpu().view(-1), view.view(-1)):
-            raise AssertionError(f"{live.slice.key} was not copied right")
-    assert sum(t.nbytes for t in tensors(model, optimizer)) == size
+    rig.copied_s()
+    rig.check()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the machine can do at most: the limits that the other rows are measured against.
+"""Limits of the machine, against which the other rows are measured.
 
 Copying memory that has been touched before, writing and reading a disk around the page cache, and a bare
 socket to another process on this machine. Memory touched for the first time is a row too: it is far slower,

@@ -42,7 +42,7 @@ class LongLog:
         return START_S + self.history.next_seq * EVERY_S
 
     def commit(self) -> bytes:
-        """The bytes of one more commit, which is in the history then."""
+        """Add one more commit to the history and return its bytes."""
         number = len(self.history.checkpoints) + 1
         step = number * EVERY_STEPS
         attempt = make_attempt(run_uid=RUN_UID, epoch=1, session=1, step=step, attempt=0)

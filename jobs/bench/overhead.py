@@ -1,4 +1,4 @@
-"""What saving costs a training that computes all the time: the GPT job of `jobs.train_gpt` on two ranks.
+"""Cost of saving for a training that computes all the time: the GPT job of `jobs.train_gpt` on two ranks.
 
 The ranks are actors on a Ray of one node, and the whole service saves them. A stretch is ten steps with a
 save after the first of them, so that its copy and its writing fall into the others, or ten steps without.
@@ -62,7 +62,7 @@ class Rank:
             world_size=NUM_RANKS,
             staging=f"{folder}/staging",
             replicas=0,  # there is one node
-            every_steps=FAR_FUTURE_STEPS,  # stretches say when
+            every_steps=FAR_FUTURE_STEPS,  # stretches save by themselves
         )
         self._device = torch.device("cpu")
         self._model = build_model(config, self._device, build_mesh(config, self._device))
@@ -165,7 +165,7 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def blocked_row(stretches: Sequence[Sequence[Stretch]], machine: Machine, state: int) -> Row:
-    """The share of each stretch that the rank which was held up longest was held up for."""
+    """Compare the blocked share of each stretch, of the rank that was blocked longest, with its limit."""
     step_s = median(map(seconds, stretches)) / STEPS_PER_SAVE
     return Row(
         name="overhead-blocked",
@@ -180,7 +180,7 @@ def blocked_row(stretches: Sequence[Sequence[Stretch]], machine: Machine, state:
 
 
 def wall_row(saving: Sequence[float], plain: Sequence[float], machine: Machine) -> Row:
-    """The same stretches by the clock on the wall, beside those without a save that they took turns with."""
+    """Compare the wall time of the stretches with that of stretches without a save, taken in turn."""
     pairs = [one / other for one, other in zip(saving, plain, strict=True)]
     return Row(
         name="overhead-wall",
@@ -196,5 +196,5 @@ def wall_row(saving: Sequence[float], plain: Sequence[float], machine: Machine) 
 
 
 def seconds(ranks: Sequence[Stretch]) -> float:
-    """Of a stretch of the group."""
+    """Return the seconds of the slowest rank in a stretch."""
     return max(one.seconds for one in ranks)

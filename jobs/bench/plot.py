@@ -24,7 +24,7 @@ KINDS = {
 
 
 def write_plot(path: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> None:
-    """A PNG at `path`. ValueError if no row has anything to show."""
+    """Write a PNG to `path`. ValueError if no row has anything to show."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -3,7 +3,7 @@
 Ours is what an agent does in a drain (read around the page cache, hash, send in parts, compare sizes), and
 what a rank does in a restore (ranges, the digest of each row, into its memory). The others take turns with
 it at the same server. All have the settings that they come with and better ones, and the fastest counts.
-They read the file from the page cache and write to tmpfs. What a program takes to copy an empty file, most of
+They read the file from the page cache and write to tmpfs. The time of a program for an empty file, most of
 it to start, is taken off its time, so that below some 256 MiB its numbers are noise. All share the cores with
 the server.
 """
@@ -26,12 +26,12 @@ from jobs.bench.context import Context
 from jobs.bench.remote_clients import (
     ATTEMPT,
     FILE,
-    PEERS,
-    QUICK_PEERS,
+    CLIENTS,
+    QUICK_CLIENTS,
     Cargo,
     Client,
     Ours,
-    Peer,
+    ClientSetting,
     Program,
     make_cargo,
 )
@@ -54,7 +54,7 @@ Direction: TypeAlias = Literal["upload", "download"]
 
 
 def rows(context: Context) -> Iterator[Row]:
-    peers = QUICK_PEERS if context.quick else PEERS
+    peers = QUICK_CLIENTS if context.quick else CLIENTS
     repeat = min(context.repeat, MAX_REPEAT)
     with contextlib.ExitStack() as stack:
         storage_path = str(stack.enter_context(_place(context.server)))
@@ -71,7 +71,7 @@ def rows(context: Context) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def _place(server: str) -> Iterator[Location]:
-    """A new place, in a server that is started for this or where a storage path says; emptied at the end."""
+    """Open a new prefix in a server that is started here or under a storage path; empty it at the end."""
     with contextlib.ExitStack() as stack:
         if server in s3_server.KINDS:
             server = stack.enter_context(s3_server.running(server, BUCKET)).url("runs")
@@ -139,7 +139,9 @@ class Rig:
         self._empty_path = tmpfs / "empty"
         self._empty_path.touch()
 
-    def upload_rows(self, peers: Sequence[Peer], repeat: int, checksums: Sequence[str] = ()) -> Iterator[Row]:
+    def upload_rows(
+        self, peers: Sequence[ClientSetting], repeat: int, checksums: Sequence[str] = ()
+    ) -> Iterator[Row]:
         """Ours with its own setting and with those checksums."""
         refs = {name: replace(self._ref, options=(("checksum", name),)) for name in checksums}
         own = {"default": self._ours, **{name: Ours(ref.open(), self._cargo) for name, ref in refs.items()}}
@@ -147,7 +149,7 @@ class Rig:
             "upload", "a shard from staging to S3, hashed, sizes compared", own, peers, repeat
         )
 
-    def download_rows(self, peers: Sequence[Peer], repeat: int) -> Iterator[Row]:
+    def download_rows(self, peers: Sequence[ClientSetting], repeat: int) -> Iterator[Row]:
         self._ours.upload(self._cargo.path, self._object)
         what, own = "a shard from S3 into memory, every digest checked", {"default": self._ours}
         yield from self._rows("download", what, own, peers, repeat)
@@ -157,7 +159,7 @@ class Rig:
         direction: Direction,
         what: str,
         own: Mapping[str, Client],
-        peers: Sequence[Peer],
+        peers: Sequence[ClientSetting],
         repeat: int,
     ) -> Iterator[Row]:
         """Ours beside the best, then each peer; of each the setting that is the fastest."""
@@ -188,7 +190,9 @@ class Rig:
             else:
                 yield skipped(f"remote-{direction}/{name}", name, missing[name])
 
-    def _movers(self, direction: Direction, peers: Iterable[Peer]) -> tuple[list[Mover], dict[str, str]]:
+    def _movers(
+        self, direction: Direction, peers: Iterable[ClientSetting]
+    ) -> tuple[list[Mover], dict[str, str]]:
         """Those that work, and why others do not."""
         movers, missing = [], {}
         for peer in peers:
@@ -226,7 +230,7 @@ class Rig:
         self._copy.unlink(missing_ok=True)
 
     def _check(self, direction: Direction) -> None:
-        """OSError unless what was moved is what was to be moved. What we read is checked as it is read."""
+        """Raise OSError unless the moved bytes are right. Our own reads are checked as they arrive."""
         if direction == "upload":
             self._ours.download(self._object, self._copy)
         elif self._copy.exists():

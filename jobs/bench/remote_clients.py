@@ -1,7 +1,7 @@
-"""What the rows `remote` move, and who: ray_ckpt, and rclone, aws and s3fs, each with two settings.
+"""Shard and clients of the rows `remote`: ray_ckpt, rclone, aws and s3fs, each with two settings.
 
 `default` is what it comes with, `tuned` the fastest of what was tried on two cores: parts of 8 to 64 MiB, 2
-to 20 at a time, with and without signatures and checksums of the bytes beyond what S3 asks for.
+to 20 at a time, with and without signatures and checksums of the bytes beyond those that S3 requires.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import FileEntry, ManifestRow
 
 PROGRAM_S = 300.0  # for one copy; the slowest servers take 10 MB/s
-MAX_ERROR_CHARS = 200  # of a program's words in a row
+MAX_ERROR_CHARS = 200  # of a program's error in a row
 MIB = 1 << 20
 ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=1, attempt=0)
 FILE = shard_file(0, 1)
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
+ByteArray: TypeAlias = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ Make: TypeAlias = Callable[[Location, Path], Client]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class ClientSetting:
     """A client with one of its settings. FileNotFoundError from `make` if it is not installed."""
 
     name: str
@@ -84,11 +84,11 @@ class Peer:
 
 
 class Ours:
-    """What an agent does to upload its cargo, and a rank to read it into memory that it has."""
+    """Upload the cargo as an agent does, and read it into existing memory as a rank does."""
 
     def __init__(self, tier: RemoteTier, cargo: Cargo) -> None:
         self._tier, self._cargo = tier, cargo
-        self._target: Bytes = np.ones(cargo.entry.size_bytes, np.uint8)
+        self._target: ByteArray = np.ones(cargo.entry.size_bytes, np.uint8)
 
     def upload(self, path: Path, to: Location) -> None:
         self._tier.put_file(ATTEMPT.directory, self._cargo.entry, path)
@@ -132,8 +132,8 @@ class Program:
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"it took more than {PROGRAM_S:.0f} s") from None
         if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-            raise OSError(said[-1][:MAX_ERROR_CHARS])
+            output = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+            raise OSError(output[-1][:MAX_ERROR_CHARS])
 
 
 class S3fs:
@@ -189,17 +189,17 @@ def _installed(name: str) -> str:
     return path
 
 
-PEERS = (
-    Peer(name="s3fs", setting="default", make=_s3fs()),
-    Peer(name="s3fs", setting="tuned", make=_s3fs(chunksize=8 * MIB, max_concurrency=8)),
-    Peer(name="aws", setting="default", make=_aws()),
-    Peer(
+CLIENTS = (
+    ClientSetting(name="s3fs", setting="default", make=_s3fs()),
+    ClientSetting(name="s3fs", setting="tuned", make=_s3fs(chunksize=8 * MIB, max_concurrency=8)),
+    ClientSetting(name="aws", setting="default", make=_aws()),
+    ClientSetting(
         name="aws",
         setting="tuned",
         make=_aws(multipart_chunksize="16MB", payload_signing_enabled="false"),
     ),
-    Peer(name="rclone", setting="default", make=_rclone()),
-    Peer(
+    ClientSetting(name="rclone", setting="default", make=_rclone()),
+    ClientSetting(
         name="rclone",
         setting="tuned",
         make=_rclone(
@@ -210,4 +210,4 @@ PEERS = (
         ),
     ),
 )
-QUICK_PEERS = PEERS[:1]
+QUICK_CLIENTS = CLIENTS[:1]

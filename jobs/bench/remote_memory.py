@@ -1,6 +1,6 @@
 """Memory while the durable tier is at work: of a process that uploads and reads, and of a real agent.
 
-What counts is memory of the process's own, above that before: arenas are shared memory.
+Counted is private memory of the process above that before; arenas are shared memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOK_S = 0.05  # between two looks
 
 
 def process_row(ref: RemoteRef, cargo: Cargo) -> Row:
-    """A new process that uploads and then reads the cargo."""
+    """Measure a new process that uploads and then reads the cargo."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=_carry, args=(there, ref, cargo), daemon=True)
@@ -43,7 +43,7 @@ def process_row(ref: RemoteRef, cargo: Cargo) -> Row:
 
 
 def _carry(connection: Connection, ref: RemoteRef, cargo: Cargo) -> None:
-    """The process: one upload and one read, when it is told to."""
+    """Upload and read the cargo once, on a message of the parent process."""
     tier = ref.open()
     ours = Ours(tier, cargo)
     tier.delete(ATTEMPT.directory)  # which also loads and opens all that is needed
@@ -55,7 +55,7 @@ def _carry(connection: Connection, ref: RemoteRef, cargo: Cargo) -> None:
 
 
 def agent_row(storage_path: str, folder: Path, size_bytes: int) -> Row:
-    """An agent on a local Ray that writes a checkpoint to staging and drains it."""
+    """Measure an agent on a local Ray that writes a checkpoint to staging and drains it."""
     from jobs.bench.agent import process  # Ray and torch, which the process above is not to load
     from jobs.bench.training import Training, local_ray
 

@@ -31,7 +31,7 @@ RIGHT = ("median", "spread", "ratio", "reach")
 
 
 def machine_facts(context: Context, command: Sequence[str]) -> dict[str, Any]:
-    """What a reader has to know to believe a number, or to take it again."""
+    """Return the facts that a reader needs to trust a number or to measure it again."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
@@ -50,7 +50,7 @@ def machine_facts(context: Context, command: Sequence[str]) -> dict[str, Any]:
 
 
 def describe(facts: Facts) -> Iterator[str]:
-    """The facts in a few lines."""
+    """Yield the facts in a few lines."""
     memory, size = format_size(facts["memory_bytes"]), format_size(facts["size_bytes"])
     versions = {"python": facts["python"], **facts["versions"]}
     yield f"{facts['cpu']}, {facts['cores']} cores, {memory}, {facts['kernel']}, {facts['file_system']}"
@@ -81,7 +81,7 @@ def write_json(path: Path, rows: Sequence[Row], facts: Facts) -> None:
 
 
 def write_results(path: Path, rows: Sequence[Row], facts: Facts, *, plot: Path | None) -> None:
-    """A page with the command, the machine, the picture and the table."""
+    """Write a page with the command, the machine, the picture and the table."""
     machine = [f"{line}  " for line in describe(facts)]
     lines = ["# Results of the bench", "", f"    {facts['command']}", "", *machine]
     if plot is not None:
@@ -101,7 +101,7 @@ def write_results(path: Path, rows: Sequence[Row], facts: Facts, *, plot: Path |
 
 
 def brief(row: Row) -> str:
-    """What a person who waits wants to see of a row."""
+    """Return one line for a person who waits for the row."""
     ratio = "" if row.ratio is None else f", {row.ratio:.2f} x {row.reference.name if row.reference else ''}"
     return f"{row.median:,.3g} {row.unit}{ratio}, {row.verdict}"
 

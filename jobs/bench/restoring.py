@@ -128,24 +128,6 @@ class Restoring:
         return time.perf_counter() - started_s
 
 
-def from_arena(size_bytes: int, repeat: int) -> tuple[list[float], list[float], int]:
-    """Seconds of restores and of copies, in turn, and the bytes of each."""
-    rig = Restoring(size_bytes)
-    try:
-        return _in_turn(rig, rig.arena_s, rig.memcpy_s, repeat)
-    finally:
-        rig.close()
-
-
-def from_disk(size_bytes: int, repeat: int, folder: Path) -> tuple[list[float], list[float], int]:
-    """Seconds of restores and of raw reads, in turn, and the bytes of each."""
-    rig = Restoring(size_bytes, folder)
-    try:
-        return _in_turn(rig, rig.disk_s, rig.raw_read_s, repeat)
-    finally:
-        rig.close()
-
-
 def rows(context: Context) -> Iterator[Row]:
     with context.temporary() as folder:
         rig = Restoring(context.size_bytes, folder)
@@ -176,15 +158,6 @@ def rows(context: Context) -> Iterator[Row]:
             )
         finally:
             rig.close()
-
-
-def _in_turn(
-    rig: Restoring, restore: Callable[[], float], limit: Callable[[], float], repeat: int
-) -> tuple[list[float], list[float], int]:
-    rig.check(restore)
-    limit()
-    pairs = [(restore(), limit()) for _ in range(repeat)]
-    return [own for own, _ in pairs], [other for _, other in pairs], rig.size_bytes
 
 
 def _copy(into: Bytes, source: Bytes, at: int, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What retention takes over a long run: what stays, what is retired, what the nodes give up."""
+"""Cost of retention over a long run: of its decisions, and of their effects on nodes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One row of the bench: what was measured, how often, what it is compared with, and what it has to reach.
 
 A row is compared with a limit that is a plain number, or with something measured in the same run, its samples
-taken in turn with those of the row. The ratio is that of the medians, both in the row's unit. Whether more or
-less is better is said by the row: a speed has to reach ">= 0.85" of its reference, a cost "<= 1.15".
+taken in turn with those of the row. The ratio is that of the medians, both in the row's unit. The row
+states whether more or less is better: a speed has to reach ">= 0.85" of its reference, a cost "<= 1.15".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REACH = re.compile(r"(<=|>=) (\d+(?:\.\d+)?)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the machine was like while a row was measured; a busy one makes other numbers."""
+    """State of the machine while a row was measured; a busy one makes other numbers."""
 
     cores: int
     load: float  # processes that wanted a core, mean of the minute before
@@ -31,7 +31,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a row is compared with, in its unit: a plain number, or a limit or peer of the same run."""
+    """The other side of a comparison in the unit of the row: a number, or a limit or peer of the same run."""
 
     name: str
     samples: tuple[float, ...]
@@ -43,7 +43,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`samples` and those of `reference` are in `unit`; without samples `skipped` says why.
+    """`samples` and those of `reference` are in `unit`; without samples `skipped` has the reason.
 
     `reach` is ">= r" or "<= r" of the ratio to the reference, empty for a row that is for reading only.
     ValueError for anything else, or if there is nothing to compare with.
@@ -62,7 +62,7 @@ class Row:
 
     def __post_init__(self) -> None:
         if not self.samples and not self.skipped:
-            raise ValueError(f"{self.name}: no samples, and nothing says why")
+            raise ValueError(f"{self.name}: no samples, and no reason")
         if self.reach and REACH.fullmatch(self.reach) is None:
             raise ValueError(f'{self.name}: reach {self.reach!r} is neither ">= r" nor "<= r"')
         if self.reach and self.reference is None and not self.skipped:
@@ -79,7 +79,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Of the median to the reference's."""
+        """Median over the median of the reference."""
         middle, reference = self.median, self.reference
         return (
             None if middle is None or reference is None or not reference.median else middle / reference.median
@@ -125,7 +125,7 @@ class Row:
 
 
 def spread(samples: tuple[float, ...]) -> float | None:
-    """The largest sample less the smallest, over the median; None for a single one, which cannot tell."""
+    """Return the largest sample less the smallest, over the median; None for a single sample."""
     middle = median(samples) if len(samples) > 1 else 0.0
     return (max(samples) - min(samples)) / middle if middle else None
 
@@ -138,8 +138,8 @@ def gb_per_s(seconds: Iterable[float], size_bytes: int) -> tuple[float, ...]:
 def interleaved(samplers: Mapping[str, Callable[[], float]], repeat: int) -> Mapping[str, tuple[float, ...]]:
     """`repeat` rounds in which each sampler is called once, in the order given.
 
-    What slows the machine down for a while then falls on all of them. What they need, first calls that are
-    slow too, is to be made ready before.
+    A slow phase of the machine then falls on all of them. The caller prepares them before, slow first calls
+    included.
     """
     rounds = [[sample() for sample in samplers.values()] for _ in range(repeat)]
     return {name: tuple(one[place] for one in rounds) for place, name in enumerate(samplers)}
@@ -155,7 +155,7 @@ def measure(
     limit: float | None = None,
     convert: Convert | None = None,
 ) -> Row:
-    """A row beside a plain number: at most `limit`, in `unit`, or for reading only."""
+    """Measure a row beside a plain number: at most `limit`, in `unit`, or for reading only."""
     samples, machine = watched({"row": sample}, repeat)
     return Row(
         name=name,
@@ -180,7 +180,7 @@ def compared(
     convert: Convert | None = None,
     note: str = "",
 ) -> Row:
-    """A row beside something measured in turn with it; `convert` makes samples of either into `unit`."""
+    """Measure a row and its reference in turn; `convert` makes samples of either into `unit`."""
     samples, machine = watched({"row": sample, "reference": reference[1]}, repeat)
     own, other = samples["row"], samples["reference"]
     if convert is not None:
@@ -199,12 +199,12 @@ def compared(
 
 
 def skipped(name: str, what: str, reason: str) -> Row:
-    """A row that cannot be measured here; `reason` is one line."""
+    """Make a row that cannot be measured here; `reason` is one line."""
     return Row(name=name, what=what, skipped=reason)
 
 
 def first_line(error: BaseException) -> str:
-    """What a row says of an error that kept it from running."""
+    """Return the line of a row that an error kept from running."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""What a save takes for each of many small tensors: 20,000 of 4 KiB, of which no optimizer knows.
+"""Time of a save for each of many small tensors: 20,000 of 4 KiB, of which no optimizer knows.
 
 The state is a dict of tensors, and then a module with as many parameters. Blocked time is what `save` takes,
 through the whole service on a Ray of one node; beside it torch copies the same tensors in one call.

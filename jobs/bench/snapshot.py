@@ -1,4 +1,4 @@
-"""What a save costs the training: blocking and overlapped, the first one and the warm ones.
+"""Cost of a save for the training: blocking and overlapped, the first one and the warm ones.
 
 Measured through the whole service on a Ray of one node. Blocked time is what `save` takes plus what the next
 optimizer step waits for; the memcpy beside it moves the same bytes from where they are to a warm buffer, with

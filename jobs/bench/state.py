@@ -43,8 +43,7 @@ class Gpt(nn.Module):
 
 
 def make_state(size_bytes: int, dtype: torch.dtype = torch.float32, *, fill: bool = True) -> State:
-    """A model and its optimizer, together `size_bytes` to within a row of the embedding, at least about 1
-    MiB.
+    """Make a model and its optimizer of `size_bytes` to within a row of the embedding, at least about 1 MiB.
 
     Moments have the dtype of the parameters, as AdamW makes them. All memory is touched; `fill` puts noise
     into it, the same in every process, else zeros.
@@ -78,12 +77,12 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As most programs save it; tensors are the live ones."""
+    """Return the state as most programs save it, with the live tensors."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Changes one element of every tensor, as little work as makes each save another one."""
+    """Change one element of every tensor, the least work by which each save differs."""
     for tensor in tensors(model, optimizer):
         tensor.view(-1)[:1].add_(1)
 

@@ -26,7 +26,7 @@ FAR_FUTURE_STEPS = 10**9  # a cadence that never comes: the rows save when they 
 
 @contextmanager
 def local_ray(folder: Path) -> Iterator[None]:
-    """A Ray of one node, with its files in `folder`."""
+    """Start a Ray of one node with its files in `folder`."""
     ray.init(
         address="local",
         num_cpus=2,

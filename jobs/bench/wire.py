@@ -1,8 +1,8 @@
 """Copying a shard to and from another process's warm memory, beside a bare socket with the same encryption.
 
 Each receiver is a process of its own that keeps what arrives in memory it has touched before; the product
-also computes the digest there, compares it and answers. Of large sizes a window of memory is used again and
-again, so that a size costs time and not memory.
+also computes the digest there, compares it and answers. Large sizes use a window of memory again and
+again, so that they cost time and not memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def raw_socket(size_bytes: int, *, tls: bool) -> float:
         return peer.send_s()
 
 
-class _Peer:
+class _Receiver:
     """A receiving process; `send_s()` sends everything once and returns the seconds."""
 
     _serve: Callable[..., None]
@@ -99,8 +99,8 @@ class _Peer:
         self._process.kill()
 
 
-class SocketPeer(_Peer):
-    """A bare socket, with TLS if asked for: TLS 1.3 and AES-256-GCM, as the transport's."""
+class SocketPeer(_Receiver):
+    """A bare socket, optionally with TLS: TLS 1.3 and AES-256-GCM, as the transport's."""
 
     def __init__(self, size_bytes: int, *, tls: bool) -> None:
         super().__init__(size_bytes, tls=tls)
@@ -140,7 +140,7 @@ class SocketPeer(_Peer):
                 connection.sendall(b".")
 
 
-class FlightPeer(_Peer):
+class FlightPeer(_Receiver):
     """The transport between two agents."""
 
     def __init__(self, size_bytes: int, *, tls: bool) -> None:
@@ -153,15 +153,15 @@ class FlightPeer(_Peer):
             sample()
 
     def send_s(self) -> float:
-        """One file over one stream."""
+        """Send one file over one stream."""
         return self._send_s(self._whole)
 
     def send_shards_s(self) -> float:
-        """The same bytes as several files, each over a stream of its own."""
+        """Send the same bytes as several files, each over a stream of its own."""
         return self._send_s(self._shards)
 
     def read_s(self) -> float:
-        """The other way round, over one stream."""
+        """Read the bytes back over one stream."""
         started_s = time.perf_counter()
         request = self._whole[0].request
         with PeerClient(self._answer, credentials=self._credentials) as peer:

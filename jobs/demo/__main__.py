@@ -65,7 +65,7 @@ class Watch:
         return self._trainer.is_alive()
 
     def poll(self) -> list[str]:
-        """New log records as lines for a person."""
+        """Return new log records as lines for a person."""
         self.step = max((line["step"] for line in read_history(self.history)), default=0)
         try:
             self.status = ray.get(coordinator().status.remote(self.spec.key), timeout=10)
@@ -206,7 +206,7 @@ def note_recovery(watch: Watch, times: Mapping[str, float]) -> dict[str, float]:
 
 
 def compare(out: Path, status: RunStatus, times: Mapping[str, float]) -> list[str]:
-    """Everything that should hold after the failure; the returned lines say what does not."""
+    """Check everything that should hold after the failure; return a line for each thing that does not."""
     tiers = bytes_by_tier(status.restores)
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_row("the group was started again", f"{times['session']:.1f} s after the kill")

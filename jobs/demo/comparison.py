@@ -1,4 +1,4 @@
-"""What both demonstrations share: watching a training, and comparing its run with one that lost nothing."""
+"""Shared by both demonstrations: watching a training, and comparing its run with one that lost nothing."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def bytes_by_tier(restores: Iterable[RankRestore]) -> dict[Tier, int]:
 
 
 def compare_bits(table: Table, out: Path, runs: Path | Location, name: str) -> list[str]:
-    """The run of that name beside the calm one: what was compared goes to the table, what differs is
-    returned."""
+    """Compare the run of that name with the calm one: add the counts to the table, return the differences."""
     calm = {line["step"]: line["loss"] for line in read_history(out / f"{CALM}.jsonl")}
     stormy = read_history(out / f"{name}.jsonl")
     differing = [line["step"] for line in stormy if line["loss"] != calm[line["step"]]]
@@ -103,7 +102,7 @@ def final_digests(run: str) -> dict[tuple[str, str], str]:
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """The lines written so far; the last one may be half there."""
+    """Return the complete lines written so far."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)

@@ -56,7 +56,7 @@ class LocalCluster:
     ) -> None:
         for name, value in {**FAST_FAILURE_DETECTION, **NO_CLOUD}.items():
             os.environ.setdefault(name, value)
-        # As in an activated environment, which is how one runs `ray start`: jobs say just `python`.
+        # As in an activated environment, as `ray start` is run: jobs call plain `python`.
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         self._root = root
         self._cpus = cpus
@@ -89,7 +89,7 @@ class LocalCluster:
         return next((n.name for n in self.nodes.values() if n.node_id == node_id), node_id[:8])
 
     def kill(self, name: str, *, wipe: bool) -> None:
-        """kill -9 the node's raylet and everything it started; with `wipe` its staging folder is lost too."""
+        """Send SIGKILL to the raylet and all that it started; with `wipe` delete the staging folder too."""
         node = self.nodes.pop(name)
         kill_family(node.handle.all_processes["raylet"][0].process.pid)
         if wipe:

@@ -2,9 +2,9 @@
 
     python -m jobs.demo.s3
 
-It starts an S3 server on this machine and, in a process of its own, a Ray cluster with its trainer. That
-process and all that it has started are killed in mid-run, and every staging folder is deleted: the bucket is
-all that is left. Exit code 1 if the run then ends in anything but the state of one that lost nothing.
+It starts an S3 server on this machine and, in a process of its own, a Ray cluster with its trainer. This
+process and all that it has started are killed in mid-run, and every staging folder is deleted: only the
+bucket is left. Exit code 1 if the run then ends in anything but the state of one that lost nothing.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ class Cluster:
         return name not in self.done
 
     def kill(self) -> None:
-        """kill -9 of the process and all that it started; once."""
+        """Kill the process and all that it started with SIGKILL; later calls do nothing."""
         pid, self._pid = self._pid, None
         if pid is not None:
             kill_family(pid)
 
 
 def _run(connection: Connection, out: Path, storage_path: str, names: Sequence[str], log: Path) -> None:
-    """The process of a cluster. The output of Ray and of the trainers goes to `log`."""
+    """Run a cluster and its trainings in this process, with all output in `log`."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -158,7 +158,7 @@ class Watch:
         return self.cluster.is_training(self.name)
 
     def poll(self) -> list[str]:
-        """What is new in the log, as lines for a person."""
+        """Return new entries of the log as lines for a person."""
         self.step = max((line["step"] for line in read_history(self.history)), default=0)
         if time.monotonic() < self._looked_s + LOOK_S:
             return []
@@ -198,7 +198,7 @@ class Watch:
 
 
 def describe(event: Mapping[str, Any], size_bytes: int) -> str:
-    """A row of the log in a line, or nothing."""
+    """Return a row of the log as a line, or an empty text."""
     match event["op"]:
         case "commit":
             return f"[green]●[/] step {event['step']:3d}  {size_bytes / 1e6:.1f} MB {event['level']}"
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def play(out: Path, storage_path: str) -> list[str]:
-    """The runs; what does not hold in the end, in lines."""
+    """Play both runs; return a line for each thing that does not hold in the end."""
     with cluster(out, storage_path, (CALM, STORMY), out / "cluster-1.log") as first:
         console.rule("1. A calm run", align="left")
         Watch(first, out, storage_path, CALM).follow()
@@ -277,7 +277,7 @@ def play(out: Path, storage_path: str) -> list[str]:
 
 
 def compare(out: Path, storage_path: str, restores: Sequence[RankRestore], lost_at: float) -> list[str]:
-    """Everything that should hold after the loss; the returned lines say what does not."""
+    """Check everything that should hold after the loss; return a line for each thing that does not."""
     tiers = bytes_by_tier(restores)
     steps = read_history(out / f"{STORMY}.jsonl")
     again = [line["time"] - lost_at for line in steps if line["time"] > lost_at]

@@ -42,34 +42,36 @@ OTHERS = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Server:
-    """A running server and a bucket of it that is there. Who uses it needs `ENVIRONMENT`."""
+    """A running server and a bucket of it that is there. Its clients need `ENVIRONMENT`."""
 
     kind: str
     endpoint: str
     bucket: str
 
     def url(self, prefix: str) -> str:
-        """A storage path, as pyarrow, and so Ray Train, takes it."""
+        """Return a storage path as pyarrow, and so Ray Train, takes it."""
         host = self.endpoint.removeprefix("http://")
         return f"s3://{self.bucket}/{prefix}?endpoint_override={host}&region={REGION}&scheme=http"
 
 
 def tool(name: str) -> str | None:
-    """The path of a program: of the servers' environment, or installed on this machine."""
+    """Return the path of a program, of the servers' environment or installed on this machine."""
     return shutil.which(name, path=os.pathsep.join([str(TOOLS), os.environ.get("PATH", os.defpath)]))
 
 
 @contextmanager
 def running(kind: str, bucket: str) -> Iterator[S3Server]:
-    """A server of one of KINDS with an empty bucket; this process has its keys meanwhile, and what it starts
-    then, too. FileNotFoundError if it is not installed, OSError if it does not start."""
+    """Start a server of one of KINDS with an empty bucket, with its keys in this process's environment.
+
+    FileNotFoundError if it is not installed, OSError if it does not start.
+    """
     with credentials(), _started(kind, bucket) as endpoint:
         yield S3Server(kind=kind, endpoint=endpoint, bucket=bucket)
 
 
 @contextmanager
 def credentials() -> Iterator[None]:
-    """The environment with the keys of these servers, and without the user's own."""
+    """Set the environment to the keys of these servers, without the user's own."""
     before = {name: os.environ.get(name) for name in (*ENVIRONMENT, *OTHERS)}
     for name in OTHERS:
         os.environ.pop(name, None)

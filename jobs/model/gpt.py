@@ -1,5 +1,7 @@
-"""A small GPT over bytes, its tensor-parallel plan and its learning-rate schedule: plain PyTorch, nothing
-about Ray or checkpoints."""
+"""A small GPT over bytes, its tensor-parallel plan and its learning-rate schedule.
+
+Plain PyTorch, without Ray and without checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,10 @@ class GPT(nn.Module):
 
 
 class Replicated(ParallelStyle):
-    """Every rank of the mesh holds and computes the whole module. Its parameters become DTensors as all
-    others are, without which clip_grad_norm_ refuses to add up their norms."""
+    """Replicate the module: every rank of the mesh holds and computes all of it.
+
+    Its parameters become DTensors like all others, without which clip_grad_norm_ refuses to add their norms.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
@@ -97,7 +101,7 @@ def tensor_parallel(model: GPT, mesh: DeviceMesh) -> None:
     """Split attention heads, the layers of MLPs and the vocabulary over the ranks of a 1-D mesh, in place.
 
     Between those all activations, and so the logits and the loss, are whole and the same on each rank of the
-    mesh. That needs the same inputs, and the same random numbers for dropout, on each of them.
+    mesh. The ranks need the same inputs, and the same random numbers for dropout, on each of them.
     ValueError if the ranks cannot share the heads evenly.
     """
     if model.heads % mesh.size():
@@ -115,7 +119,7 @@ def tensor_parallel(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def init_weights(module: nn.Module) -> None:
-    """As in GPT-2, without its scaling by depth."""
+    """Initialise as GPT-2 does, without its scaling by depth."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

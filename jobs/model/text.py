@@ -25,7 +25,7 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
 def read_text(source: str | None = None, max_bytes: int = MAX_TEXT_BYTES) -> Tensor:
-    """The first `max_bytes` bytes of a file, or of a folder's files in name order, as a 1-D uint8 tensor.
+    """Return the first `max_bytes` bytes of a file, or of the files of a folder by name: uint8 [num_bytes].
 
     Without `source`: the standard library's own top-level modules. Hidden files are left out.
     Raises FileNotFoundError if there is nothing at `source`.
@@ -55,14 +55,17 @@ def visible_files(root: Path) -> Iterator[Path]:
 
 
 def split_text(text: Tensor, held_out: float = HELD_OUT) -> tuple[Tensor, Tensor]:
-    """The text to train on, and its last part, held out for evaluation."""
+    """Split the text into the part to train on and its last part, held out for evaluation."""
     cut = len(text) - int(len(text) * held_out)
     return text[:cut], text[cut:]
 
 
 def cut_blocks(text: Tensor, context: int) -> Tensor:
-    """A view of the text as samples, uint8 [num_blocks, context + 1]; each starts at the last byte of the
-    one before, so every byte but the first is predicted once. Raises ValueError if not one fits."""
+    """Return a view of the text as samples, uint8 [num_blocks, context + 1].
+
+    Each sample starts at the last byte of the one before, so that every byte but the first is predicted once.
+    Raises ValueError if not one sample fits.
+    """
     if len(text) < context + 1:
         raise ValueError(
             f"the text is too short: {len(text)} bytes, and one sample takes {context + 1}; "
@@ -72,21 +75,21 @@ def cut_blocks(text: Tensor, context: int) -> Tensor:
 
 
 def as_batch(blocks: Tensor) -> Batch:
-    """(inputs, targets), int64 [num_blocks, context] each: the target of a byte is the byte after it."""
+    """Return (inputs, targets), int64 [num_blocks, context]: the target of a byte is the next byte."""
     blocks = blocks.long()
     return blocks[:, :-1], blocks[:, 1:]
 
 
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, num_blocks: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The permutation of the blocks in one epoch."""
+    """Return the permutation of the blocks in one epoch."""
     return np.random.default_rng((seed, epoch)).permutation(num_blocks)
 
 
 class ByteLoader:
     """Endless batches of one rank.
 
-    Which block is the n-th sample of an epoch depends on (seed, epoch, n) alone. A global batch is the next
+    The n-th block of an epoch depends on (seed, epoch, n) alone. A global batch is the next
     `batch_size * world_size` samples; rank r takes the samples r, r + world_size, ... of it. So the state,
     counted in global samples, is the same on all ranks and holds at another world size. Samples that do
     not fill a global batch at the end of an epoch are dropped.

@@ -1,4 +1,4 @@
-"""Which peers there are, and how each one's process is started. See `child.py` for what they are asked."""
+"""The peers, and how the process of each is started. `child.py` has the requests that they serve."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class Peer:
     """`jobs/bench/peers/<script>.py` with its arguments, in an environment of `environments.py`.
 
-    `note` says of its files what a reader has to know. If it does not fsync them, the bench does, in the time
-    that the save takes. `memory` is where a load from memory reads: for most it is what
-    the system happens to hold of the files, for some memory that the library keeps, which may be there `once`
+    `note` is for a reader of the results and describes its files. If it does not fsync them, the bench does,
+    in the time that the save takes. `memory` is where a load from memory reads: for most it is what the
+    system happens to hold of the files, for some memory that the library keeps, which may be there `once`
     only. `disk` says whether a load from files can be had while that is there.
     """
 

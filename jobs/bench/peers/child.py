@@ -1,7 +1,7 @@
-"""The other end of `measure.py`: what a peer's process does. It needs torch and the standard library only.
+"""The process of a peer, at the other end of `measure.py`. It needs torch and the standard library only.
 
-A script hands a `Peer` to `main`, which makes the state, connects to the bench's socket and does what it is
-asked, one JSON object a line: `save`, `load` from disk, `load-memory`, `end`. The times are taken here,
+A script hands a `Peer` to `main`, which makes the state, connects to the bench's socket and serves its
+requests, one JSON object a line: `save`, `load` from disk, `load-memory`, `end`. The times are taken here,
 around the library's own calls; everything else (making the state, comparing it, dropping files from memory)
 is outside of them.
 """
@@ -29,9 +29,7 @@ from jobs.bench.state import advance, fingerprint, make_state, state_bytes, stat
 
 RETURNED = "returned"  # the library's call has returned
 BLOCK_BYTES = 1 << 24  # of a file at a time
-STAGED = (
-    "staged"  # the state may change; the same moment, unless the library says that it has to be waited for
-)
+STAGED = "staged"  # the state may change; the same moment, unless the library requires a wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,7 @@ class Live:
         return state_dict(self.model, self.optimizer)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copies a loaded state into the live tensors, where the library has not put it there itself.
+        """Copy a loaded state into the live tensors, where the library has not put it there itself.
 
         The optimizer's own `load_state_dict` would keep tensors of a mapped file as they are, not read yet.
         """
@@ -63,21 +61,21 @@ class Peer(ABC):
     """One library in its best configuration."""
 
     def prepare(self, live: Live) -> None:  # noqa: B027  # most have nothing to do
-        """Called before a save, outside of its time."""
+        """Prepare a save, outside of its time."""
 
     @abstractmethod
     def save(self, live: Live, folder: Path, step: int) -> Iterator[str]:
-        """Saves into `folder`, which is not there yet; yields RETURNED, STAGED, ends when all is written."""
+        """Save into the new `folder`; yield RETURNED and STAGED, and end when all is written."""
 
     @abstractmethod
     def load(self, live: Live, folder: Path, step: int, *, cached: bool) -> float | None:
-        """Puts that state back into the live tensors. The seconds, if some of what it does is not to count.
+        """Put that state back into the live tensors. Return the seconds, if some of the work is not to count.
 
         The bench has seen to it that memory has the files (`cached`), or has them no longer.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Stops what it has started."""
+        """Stop the threads and processes that it started."""
 
 
 class Session:
@@ -126,7 +124,7 @@ class Session:
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync of all files and folders in it; costs nothing if the library has done so."""
+    """Call fsync on all files and folders in it; costs nothing if the library has done so."""
     for path in [*_files(folder), *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         if path.exists():
             descriptor = os.open(path, os.O_RDONLY)
@@ -137,7 +135,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def forget_cached(folder: Path) -> None:
-    """Drops all files in it from memory, so that they are read from the disk again."""
+    """Drop all files in it from memory, so that they are read from the disk again."""
     for path in _files(folder):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -196,7 +194,7 @@ def connect(path: str) -> socket.socket:
 
 
 def main(make_peer: Callable[[Live], Peer], arguments: argparse.Namespace) -> int:
-    """What a script ends with. Threads of a library that would keep the process alive are not waited for."""
+    """End the script without waiting for threads of a library that would keep the process alive."""
     serve(connect(arguments.socket), make_peer, arguments.size, arguments.folder)
     sys.stdout.flush()
     sys.stderr.flush()

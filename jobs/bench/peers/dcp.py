@@ -76,7 +76,7 @@ def dcp_state(live: Live) -> dict[str, Any]:
 
 
 def start_group() -> None:
-    """A group of this one process, which some libraries cannot do without."""
+    """Open a process group of this one process, which some libraries need."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

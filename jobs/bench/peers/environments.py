@@ -41,7 +41,7 @@ EDITABLE: Mapping[str, Sequence[str]] = {
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter of a peer's environment; FileNotFoundError, with the reason, if it is not there."""
+    """Return the interpreter of a peer's environment. FileNotFoundError with the reason if it is missing."""
     folder = HOME / environment
     if (folder / READY).exists():
         return folder / "bin" / "python"
@@ -93,20 +93,20 @@ def _pip(folder: Path, *arguments: str) -> str:
 
 
 def _acquire(folder: Path) -> None:
-    """What this interpreter has installed can be imported there as well, after what is its own."""
+    """Let the environment import the packages of this interpreter, after its own."""
     (own,) = (folder / "lib").glob("python*/site-packages")
     (own / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
 def _reason(stderr: str) -> str:
-    """The line of pip's that says what went wrong: the first "fatal", else the first error."""
+    """Return the line of pip's output with the cause: the first "fatal", else the first error."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     found = [[line for line in lines if word in line.lower()] for word in ("fatal: ", "error")]
     return [*found[0], *found[1], *lines, "pip failed"][0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 even if some cannot be installed: the bench says so in their rows."""
+    """Return 0 even if some cannot be installed: their rows in the bench show why."""
     parser = argparse.ArgumentParser(
         prog="python -m jobs.bench.peers.environments",
         description=__doc__,

@@ -1,8 +1,8 @@
 """Peers beside the machine's limits: `python -m jobs.bench --peers`.
 
 Each peer runs in a process of its own, one after another, since most keep copies of the state. Between its
-saves and loads the bench takes the limits once more, so that each ratio is of things measured in turn. What a
-peer has to show: how long training is blocked by the first save and by later ones, how long it takes until
+saves and loads the bench takes the limits once more, so that each ratio is of things measured in turn. The
+rows of a peer show how long training is blocked by the first save and by later ones, how long it takes until
 the files are on stable storage, and how long a load takes.
 """
 
@@ -39,7 +39,7 @@ Answer = Mapping[str, Any]
 
 
 class PeerError(Exception):
-    """A peer's process cannot do what it was asked; its words."""
+    """A request to the process of a peer failed; the text is its error."""
 
 
 class Child:
@@ -49,7 +49,7 @@ class Child:
         self, command: Sequence[str], log: Path, *, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
         self._log = log
-        self._answers = False  # whether it did when it was asked last; if not, there is nothing to wait for
+        self._answers = False  # whether its last request succeeded; otherwise there is nothing to wait for
         self._folder = tempfile.TemporaryDirectory(prefix="peer-")
         path = f"{self._folder.name}/socket"
         environment = {
@@ -128,20 +128,20 @@ class Child:
         raise PeerError(f"it has not started within {timeout_s:.0f} s")
 
     def _last_words(self) -> str:
-        """The line of its output that most likely says why it died: the last one that is not indented."""
+        """Return the line of its output that likely has the cause: the last one that is not indented."""
         text = self._log.read_text(errors="replace")[-LOG_TAIL:]
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith((" ", "\t"))]
         return lines[-1] if lines else f"its process ended with code {self._process.poll()}"
 
     def _kill(self) -> None:
-        """The whole process group, so that no saver outlives its trainer."""
+        """Kill the whole process group, so that no saver outlives its trainer."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def rows(context: Context, names: Sequence[str]) -> Iterator[Row]:
-    """Five rows a peer, or one that says why it cannot run here; then this project beside the best."""
+    """Yield five rows for each peer, or one with a reason; then this project beside the best."""
     found: list[Row] = []
     with context.temporary() as folder:
         limits = Limits(context.size_bytes, folder)
@@ -215,7 +215,7 @@ def _rows_of(name: str, peer: Peer, child: Child, repeat: int, limits: Limits) -
 
 
 def _beside_best(rows: Sequence[Row]) -> Iterator[Row]:
-    """This project beside the fastest peer of each kind."""
+    """Compare this project with the fastest peer of each kind."""
     measured = [row for row in rows if not row.skipped]
     for own in (row for row in measured if row.extra["peer"] == OURS):
         kind = own.extra["kind"]

@@ -1,6 +1,6 @@
 """ML Flashpoint's memory storage under DCP's async_save, in tmpfs, as its guide has it for plain DCP.
 
-Except that it saves in a thread: in a process, as the guide says, its writer of 0.0.10 lacks what it makes
+Except that it saves in a thread: in a process, as in the guide, its writer of 0.0.10 lacks what it makes
 only in the trainer's. One node, so without the copy on its pair. Its files live in memory: `complete` is
 until they are whole there, and nothing of it is on a disk.
 """

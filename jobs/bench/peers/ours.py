@@ -1,4 +1,4 @@
-"""This project as a user has it: one rank on a local Ray, the service's actors and all.
+"""The process of ray_ckpt as its users run it: one rank on a local Ray, the service's actors and all.
 
 A save is complete with the commit at level local: files fsynced on the node, the record in the log. A load is
 a restore by a new group, without its connecting: from the node's arena, which it gives back, then from its
@@ -36,7 +36,7 @@ class Ours(Peer):
         assert self.checkpointer.restore() is None
 
     def prepare(self, live: Live) -> None:
-        """The arena is set up in the background when training begins; the first save comes later."""
+        """Wait for the arena, which is set up in the background when training begins."""
         deadline_s = time.monotonic() + SETUP_S
         while self.checkpointer.setup_s is None:
             if time.monotonic() > deadline_s:

@@ -59,7 +59,7 @@ class RayTrain(Peer):
 
 
 def work(config: dict[str, Any]) -> None:
-    """Runs in Ray's worker process."""
+    """Serve requests in the worker process of Ray Train."""
     chosen = argparse.Namespace(**config)
     make = lambda live: RayTrain(chosen.folder, chosen.mode)  # noqa: E731
     serve(connect(chosen.socket), make, chosen.size, chosen.folder)
