@@ -25,13 +25,13 @@ from typing import Literal, TypeAlias
 from jobs.bench.context import Context
 from jobs.bench.remote_clients import (
     ATTEMPT,
-    FILE,
     CLIENTS,
+    FILE,
     QUICK_CLIENTS,
     Cargo,
     Client,
-    Ours,
     ClientSetting,
+    Ours,
     Program,
     make_cargo,
 )

@@ -411,8 +411,10 @@ class Copier:
                 file.write(b"\0")
 
 
-def copier(name: str, changes: str = "") -> remote_clients.Peer:
-    return remote_clients.Peer(name=name, setting="default", make=lambda place, folder: Copier(changes))
+def copier(name: str, changes: str = "") -> remote_clients.ClientSetting:
+    return remote_clients.ClientSetting(
+        name=name, setting="default", make=lambda place, folder: Copier(changes)
+    )
 
 
 @pytest.fixture
@@ -450,7 +452,7 @@ class TestRemote:
     ) -> None:
         monkeypatch.setattr(s3_server, "TOOLS", tmp_path)
         monkeypatch.setenv("PATH", str(tmp_path))
-        _, *rows = rig.upload_rows(remote_clients.PEERS[2:], repeat=1)
+        _, *rows = rig.upload_rows(remote_clients.CLIENTS[2:], repeat=1)
         assert [one.name for one in rows] == ["remote-upload/aws", "remote-upload/rclone"]
         assert all("make .venv-servers/.ready" in one.skipped for one in rows)
 
