@@ -1,5 +1,5 @@
-"""The real machines of a run in one process, with nodes, disks, a store, a network and time that all fail.
+"""Simulator: the real machines of a run in one process, with nodes, disks, store, network and time that fail.
 
-`simulator` is the world and what can happen in it, `oracle` judges every step against the promises,
-`schedules` lets things happen by chance from a seed, `exhaustive` in every order. No Ray, clock or thread.
+`simulator` is the world with its events, and `oracle` checks every step against the promises. `schedules` and
+`silences` choose events by chance from a seed; `exhaustive` plays them in every order. No Ray, clock, thread.
 """

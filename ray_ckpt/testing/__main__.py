@@ -1,4 +1,4 @@
-"""`python -m ray_ckpt.testing --seeds 0:1000 [--silences 0:1000] [--exhaustive DEPTH]`: what held."""
+"""Command that plays schedules: `python -m ray_ckpt.testing --seeds 0:9 --silences 0:9 --exhaustive 6`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 
 from ray_ckpt.testing import exhaustive, schedules, silences
 
-MAX_SHOWN = 5  # failures that are printed in full
+MAX_SHOWN = 5  # failures printed in full
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
-"""Every order in which a few things can happen to a small world, up to a number of steps.
+"""Every order in which a few events can happen to a small world, up to a number of steps.
 
-A scene is a world in the middle of something. From there each step is any message that can arrive (a create
-also lost, or applied without an answer), or one of the scene's few faults and moves. What an agent does on
-its own node happens at once. Worlds that are equal but for the order of events are visited once.
+A scene is a world in the middle of something. Each step from there is any message that can arrive (a create
+also lost, or applied without an answer), or one of the scene's few faults and moves. Local work of an agent
+happens at once. Worlds that differ only in the order of events are visited once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ray_ckpt.testing.simulator import World
 
 MAX_STATES = 200_000  # of a scene; about 10 KB each
 LONG_S = 70.0  # beyond all time-outs of a save
-MAX_REST = 1_000  # deliveries that a scene's preparation may take
+MAX_REST = 1_000  # deliveries that the preparation of a scene may take
 ATONCE = (Local, Replied)
 
-Step: TypeAlias = tuple[str, tuple[Any, ...]]  # a method of Scene, and what to call it with
+Step: TypeAlias = tuple[str, tuple[Any, ...]]  # a method of Scene, and its arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +32,42 @@ class Explored:
     num_states: int
     num_steps: int
     depth: int  # steps of which every order was played
-    is_complete: bool  # that is as many as were asked for
+    is_complete: bool  # `depth` is the requested depth
 
 
 @dataclass(slots=True)
 class Scene:
-    """A small world and what may still happen to it besides messages."""
+    """A small world, and the number of events that may still happen to it besides messages."""
 
     world: World
     faults: int = 1  # deaths, lost creates, changes of the store
     waits: int = 1
-    saves: int = 1  # by all members together
+    saves: int = 1  # of all members together
     launches: int = 1
 
     def steps(self) -> Iterator[Step]:
+        """Yield all steps that can happen next."""
+        yield from self._deliveries()
+        yield from self._coordinator_steps()
+        if self.waits:
+            yield "wait", ()
+        if self.faults:
+            yield "toggle_store", ()
+        yield from self._group_steps()
+
+    def _deliveries(self) -> Iterator[Step]:
         world = self.world
         for index, message in enumerate(world.wire):
             if not world.can_deliver(message) or message in world.wire[:index]:
                 continue
-            yield "deliver", (index, "heard")
+            yield "deliver", (index, "delivered")
             if self.faults and isinstance(message, Create):
                 yield "lose", (index, "lost")
                 if not message.is_late:
-                    yield "lose", (index, "unheard")
+                    yield "lose", (index, "unanswered")
+
+    def _coordinator_steps(self) -> Iterator[Step]:
+        world = self.world
         for name, process in world.coordinators.items():
             if process.is_up and process.is_frozen:
                 yield "thaw", (name,)
@@ -67,10 +80,9 @@ class Scene:
             current = world.process_of(service)
             if current is None or current.is_frozen:
                 yield "start", (service,)
-        if self.waits:
-            yield "wait", ()
-        if self.faults:
-            yield "toggle_store", ()
+
+    def _group_steps(self) -> Iterator[Step]:
+        world = self.world
         if self.launches:
             for name, launcher in world.launchers.items():
                 if launcher.state in ("idle", "running"):
@@ -146,7 +158,7 @@ class Scene:
         raise AssertionError("the scene does not come to rest")
 
     def key(self) -> str:
-        """Equal for worlds that differ only in how they came about."""
+        """Return a digest that is equal for worlds that differ only in their past."""
         world, storage = self.world, self.world.storage
         parts = (
             (self.faults, self.waits, self.saves, self.launches, world.now_s, storage.is_away),
@@ -157,12 +169,12 @@ class Scene:
             *_apart(world.coordinators.values()),
             (world.launchers, world.current, world.waiting),
         )
-        wire = sorted(_flat(message) for message in world.wire)  # any of it may come next
+        wire = sorted(_flat(message) for message in world.wire)  # any message may come next
         return digest(b"".join((*map(_flat, parts), *wire)))
 
 
 def _apart(coordinators: Iterable[Coordinator]) -> Iterator[object]:
-    """What they are, in parts: a pickler in its fast mode takes no more than 50 levels."""
+    """Yield the state of coordinators in parts: a pickler in its fast mode takes no more than 50 levels."""
     for process in coordinators:
         state = {name: getattr(process, name) for name in Coordinator.__slots__}
         machine = vars(state.pop("machine"))
@@ -171,7 +183,7 @@ def _apart(coordinators: Iterable[Coordinator]) -> Iterator[object]:
 
 
 def _flat(value: object) -> bytes:
-    """Bytes that depend on the value only, not on which of its parts are one object."""
+    """Return bytes that depend on the value only, not on which of its parts are one object."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=5)
     pickler.fast = True
@@ -180,7 +192,7 @@ def _flat(value: object) -> bytes:
 
 
 def explore(name: str, *, depth: int, max_states: int = MAX_STATES) -> Explored:
-    """All orders of up to `depth` steps of a scene; the first Violation is raised with its steps."""
+    """Play all orders of up to `depth` steps of a scene; the first Violation is raised with its steps."""
     start = SCENES[name]()
     seen = {start.key()}
     level: list[tuple[bytes, tuple[Step, ...]]] = [(_packed(start), ())]
@@ -222,7 +234,7 @@ def _unpacked(packed: bytes) -> Scene:
 
 
 def _training(clusters: Mapping[str, int], **options: Any) -> Scene:
-    """A group of two nodes of "east" trains and has committed one save."""
+    """Return a scene in which a group of two nodes of "east" trains and has committed one save."""
     world = World(RunOptions(**options), clusters)
     world.launchers = {f"{name}-driver": Launcher(f"{name}-driver", name) for name in clusters}
     scene = Scene(world)
@@ -248,7 +260,7 @@ def _save_all(scene: Scene) -> None:
 
 
 def frozen_coordinator() -> Scene:
-    """The coordinator freezes while a save is stored; Ray starts a second one, and the first one thaws."""
+    """Freeze the coordinator while a save is stored; Ray starts a second one, and the first one thaws."""
     scene = _training({"east": 2}, keep_last=1)
     _save_all(scene)
     scene.world.freeze("east.c0")
@@ -256,7 +268,7 @@ def frozen_coordinator() -> Scene:
 
 
 def two_clusters() -> Scene:
-    """A second cluster opens the run while the first one has a save on its way."""
+    """Open the run in a second cluster while the first one has a save on its way."""
     scene = _training({"east": 2, "west": 2}, keep_last=1)
     _save_all(scene)
     scene.world.launch("west-driver", 2)
@@ -264,14 +276,14 @@ def two_clusters() -> Scene:
 
 
 def collector() -> Scene:
-    """A checkpoint is being retired and deleted when the coordinator dies or the group begins again."""
+    """Retire and delete a checkpoint while the coordinator dies or the group begins again."""
     scene = _training({"east": 2}, keep_last=1, replicas=0)
     _save_all(scene)
     return replace(scene, saves=0)
 
 
 def store_away() -> Scene:
-    """The store is silent while a save is committed and a new group comes."""
+    """Silence the store while a save is committed and a new group comes."""
     scene = _training({"east": 2}, keep_last=1, store_wait_s=1.0)
     _save_all(scene)
     scene.world.storage.is_away = True
@@ -279,9 +291,7 @@ def store_away() -> Scene:
 
 
 def finishing() -> Scene:
-    """The launcher ends the run and a drill tells what it has read; then the coordinator dies, the store is
-    away, or another launcher comes.
-    """
+    """End the run and report a drill; then the coordinator dies, the store is away or a launcher comes."""
     scene = _training({"east": 2}, keep_last=1, store_wait_s=1.0)
     world = scene.world
     world.launchers["next-driver"] = Launcher("next-driver", "east")

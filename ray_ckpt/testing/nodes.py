@@ -1,8 +1,8 @@
-"""Nodes with their disks, and the agents on them: what `actors/agent/actor.py` does around a NodeMachine."""
+"""Nodes with their disks and agents: the shell of `actors/agent` around a NodeMachine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from ray_ckpt.config import RunOptions
@@ -30,11 +30,11 @@ from ray_ckpt.testing.parts import (
 )
 from ray_ckpt.testing.stores import Copy, Disk, Storage
 
-DISK_BYTES = 100_000  # of each node; a smaller one makes room by retention
+DISK_BYTES = 100_000  # of each node; a smaller disk makes room by retention
 
 
 class Nodes:
-    """The state of a world, and the part of it that lies on nodes."""
+    """The state of a world, and the events on its nodes."""
 
     def __init__(
         self,
@@ -48,24 +48,23 @@ class Nodes:
         self.ranks_per_node = ranks_per_node
         self.disk_bytes = disk_bytes
         self.now_s = 0.0
-        self.copy_s = 0.0  # that a copy takes
-        self.silent_s = 0.0  # after which a sender gives a silent peer up
-        self.silent: dict[
-            tuple[str, str], bool
-        ] = {}  # from, to: packets are lost; True: a connection is open
+        self.copy_s = 0.0  # duration of a copy
+        self.silent_s = 0.0  # after which a sender gives up a silent peer
+        # By (from, to), links that lose packets; True: a connection is open.
+        self.silent: dict[tuple[str, str], bool] = {}
         self.clock = 0  # events so far
         self.storage = Storage()
         self.oracle = Oracle()
         self.nodes: dict[str, Node] = {}
         self.coordinators: dict[str, Coordinator] = {}
-        self.current: dict[str, str] = {}  # service -> the coordinator that its name leads to
+        self.current: dict[str, str] = {}  # service -> the coordinator under its name
         self.launchers: dict[str, Launcher] = {}
         self.wire: list[Message] = []
-        self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # with the coordinator that was asked
-        self.pins: dict[Token, tuple[str, str]] = {}  # asked for: attempt, owner
-        self.annotations: dict[Token, tuple[int, str, float]] = {}  # asked for: step, metric, value
-        self.drills: set[Token] = set()  # that were read; the token is the text of its record, too
-        self.barriers: dict[Token, m.BarrierReached] = {}  # that members wait for
+        self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # and the coordinator that answers
+        self.pins: dict[Token, tuple[str, str]] = {}  # requested: attempt, owner
+        self.annotations: dict[Token, tuple[int, str, float]] = {}  # requested: step, metric, value
+        self.drills: set[Token] = set()  # ended ones; the token is also the text of the record
+        self.barriers: dict[Token, m.BarrierReached] = {}  # awaited by members
         self.saved_at_s: dict[str, float] = {}  # attempt -> when the first rank captured it
         self.num_tokens = 0
         self.num_agents = 0
@@ -74,7 +73,7 @@ class Nodes:
                 self.join(service)
 
     def join(self, service: str, disk: Disk | None = None) -> Node:
-        """A machine comes; its node id is new, its disk may be one of before."""
+        """Add a machine with a new node id, with a new disk or a given one."""
         self.clock += 1
         name = f"{service}-{len(self.nodes)}"
         domain = f"rack-{len(self.nodes) % 2}"
@@ -89,7 +88,7 @@ class Nodes:
                     yield launcher, launcher.group, member
 
     def can_save(self, group: Group, member: Member) -> bool:
-        """Training is collective: nobody is ahead of the slowest by more than one save."""
+        """Return True if a member may save: training is collective, so none is ahead by more than a save."""
         slowest = min(other.saved for other in group.members)
         return member.state == "training" and member.saved == slowest
 
@@ -107,8 +106,15 @@ class Nodes:
 
     # -- the agent's shell -----------------------------------------------------------------------------
 
+    def _start_agent(self, node: Node) -> Agent:
+        """Return the node's agent; start one if there is none."""
+        if node.agent is None:
+            self.num_agents += 1
+            node.agent = Agent(self.num_agents, NodeMachine(epoch=node.disk.epoch))
+        return node.agent
+
     def _agent_does(self, name: str, event: n.NodeEvent) -> int | None:
-        """The epoch for which the agent refuses this, if it has heard of a higher one."""
+        """Let an agent handle an event; return its epoch if the agent refuses an order of a lower one."""
         agent = self.nodes[name].agent
         assert agent is not None
         refused = None
@@ -121,7 +127,6 @@ class Nodes:
 
     def _node_does(self, name: str, agent: Agent, effect: n.NodeEffect) -> None:
         node = self.nodes[name]
-        service = node.service
         match effect:
             case n.PersistEpoch(epoch=epoch):
                 node.disk.epoch = max(node.disk.epoch, epoch)
@@ -134,57 +139,42 @@ class Nodes:
                 self.wire.append(Local(name, agent.number, effect, at_s=self.now_s + self.copy_s))
             case n.WriteFragment() | n.DeleteFolder() | n.CheckPeer():
                 self.wire.append(Local(name, agent.number, effect))
-            case n.ReportStored():
-                stored = m.NodeStored(
-                    attempt=effect.attempt,
-                    node_index=effect.node_index,
-                    node_id=name,
-                    files=effect.files,
-                    replicated=effect.replicated,
-                    metrics=effect.metrics,
-                    epoch=effect.epoch,
-                )
-                self.wire.append(Report(service, stored))
-            case n.ReportCopied():
-                copied = m.ReplicaEnded(
-                    attempt=effect.attempt,
-                    node_index=effect.node_index,
-                    holder=effect.holder,
-                    error=effect.error,
-                    epoch=effect.epoch,
-                    source=name,
-                    is_unreachable=effect.is_unreachable,
-                )
-                self.wire.append(Report(service, copied))
-            case n.ReportRefused(attempt=attempt, ranks=ranks, reason=reason):
-                refused = m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
-                self.wire.append(Report(service, refused))
+            case n.ReportStored() | n.ReportCopied() | n.ReportRefused():
+                self.wire.append(Report(node.service, _report_of(name, effect)))
             case n.Release(rank=rank):
                 for member in self._members(name):
                     member.busy.discard(rank)
-            case n.ResolveSave(attempt=attempt, level=level, error=error):
-                self.oracle.settled(attempt, level)
-                if agent.machine.is_deleted(attempt.attempt):
-                    self.oracle.gave_up(attempt, agent.machine.epoch)
-                for member in self._members(name) if isinstance(error, RunSuperseded) else ():
-                    if member.plan is not None and member.plan.has(attempt):
-                        member.state = "ended"
+            case n.ResolveSave():
+                self._resolve(name, agent, effect)
             case n.ShowSaveSignal(signal=signal):
-                agent.shown = signal
+                agent.signal = signal
             case n.ForgetRun(kept=kept):
-                for directory in sorted(node.disk.folders):
-                    if directory not in kept:
-                        self.oracle.deletes(node.disk, directory, self.storage)
-                        node.disk.delete(directory)
-                node.disk.epoch = node.disk.epoch if node.disk.folders else 0
-                agent.machine = NodeMachine(epoch=node.disk.epoch)
+                self._forget_run(node, agent, kept)
             case n.EndSession(session=session):
                 for member in self._members(name):
                     if member.plan is not None and member.plan.session <= session:
                         member.state = "ended"
 
+    def _resolve(self, name: str, agent: Agent, effect: n.ResolveSave) -> None:
+        attempt = effect.attempt
+        self.oracle.settled(attempt, effect.level)
+        if agent.machine.is_deleted(attempt.attempt):
+            self.oracle.gave_up(attempt, agent.machine.epoch)
+        if isinstance(effect.error, RunSuperseded):
+            for member in self._members(name):
+                if member.plan is not None and member.plan.has(attempt):
+                    member.state = "ended"
+
+    def _forget_run(self, node: Node, agent: Agent, kept: Collection[str]) -> None:
+        for directory in sorted(node.disk.folders):
+            if directory not in kept:
+                self.oracle.deletes(node.disk, directory, self.storage)
+                node.disk.delete(directory)
+        node.disk.epoch = node.disk.epoch if node.disk.folders else 0
+        agent.machine = NodeMachine(epoch=node.disk.epoch)
+
     def _local(self, message: Local, fate: Fate) -> None:
-        """lost: the disk or the peer failed."""
+        """Carry out local work; if it is lost, the disk or the peer has failed."""
         node = self.nodes[message.node]
         agent = node.agent
         if agent is None or agent.number != message.agent:
@@ -202,24 +192,8 @@ class Nodes:
                 node.disk.put(held)
                 self._arrived(node, (held.attempt.attempt, held.node_index))
                 self._agent_does(node.name, n.FragmentWritten(attempt=held.attempt, entry=held.files[-1]))
-            case n.SendCopy(attempt=attempt, node_index=index, holder=holder, epoch=epoch):
-                is_silent = message.is_silent or not self.reaches(node.name, holder)
-                if is_silent and not message.is_silent:
-                    self._send_into_silence(node, (attempt.attempt, index), holder)
-                    if self.silent_s:
-                        at_s = self.now_s + self.silent_s
-                        self.wire.append(replace(message, at_s=at_s, is_silent=True))
-                        return
-                error = None if is_silent else self._send_copy(node, (attempt.attempt, index), holder, fate)
-                ended = n.CopyEnded(
-                    attempt=attempt,
-                    node_index=index,
-                    holder=holder,
-                    epoch=epoch,
-                    error="no sign of life" if is_silent else error,
-                    is_unreachable=is_silent,
-                )
-                self._agent_does(node.name, ended)
+            case n.SendCopy() as work:
+                self._send(node, message, work, fate)
             case n.CheckPeer(peer=peer):
                 self._agent_does(node.name, n.PeerReturned(peer=peer))
             case n.DeleteFolder(directory=directory):
@@ -228,14 +202,33 @@ class Nodes:
             case event:
                 self._agent_does(node.name, event)
 
+    def _send(self, node: Node, message: Local, work: n.SendCopy, fate: Fate) -> None:
+        copy, holder = (work.attempt.attempt, work.node_index), work.holder
+        is_silent = message.is_silent or not self.reaches(node.name, holder)
+        if is_silent and not message.is_silent:
+            self._send_into_silence(node, copy, holder)
+            if self.silent_s:
+                self.wire.append(replace(message, at_s=self.now_s + self.silent_s, is_silent=True))
+                return
+        error = "no sign of life" if is_silent else self._send_copy(node, copy, holder, fate)
+        ended = n.CopyEnded(
+            attempt=work.attempt,
+            node_index=work.node_index,
+            holder=holder,
+            epoch=work.epoch,
+            error=error,
+            is_unreachable=is_silent,
+        )
+        self._agent_does(node.name, ended)
+
     def reaches(self, name: str, peer: str) -> bool:
-        """Whether a node gets answers from the agent of another one."""
+        """Return True if a node gets answers from the agent of another one."""
         node = self.nodes[peer]
         is_there = node.is_alive and node.agent is not None
         return is_there and (name, peer) not in self.silent and (peer, name) not in self.silent
 
     def cut(self, name: str, peer: str) -> None:
-        """Packets from a node to another one are lost from now on."""
+        """Lose packets from a node to another one from now on."""
         self.clock += 1
         self.silent[name, peer] = True
 
@@ -244,13 +237,13 @@ class Nodes:
         self.silent.pop((name, peer), None)
 
     def _send_into_silence(self, source: Node, copy: Copy, name: str) -> None:
-        """Where only answers are lost, what was under way arrives all the same; later nothing connects."""
+        """Deliver a copy that was under way when only answers are lost; later ones do not connect."""
         if (source.name, name) not in self.silent and self.silent.get((name, source.name)):
             self.silent[name, source.name] = False
-            self._send_copy(source, copy, name, "unheard")
+            self._send_copy(source, copy, name, "unanswered")
 
     def _send_copy(self, source: Node, copy: Copy, name: str, fate: Fate) -> str | None:
-        """To the other node's disk, the fragment last; what is cut off leaves the other files there."""
+        """Write a copy to another node's disk, the fragment last; a lost one leaves the other files there."""
         holder = self.nodes[name]
         held = source.disk.fragments.get(copy)
         if held is None or not source.disk.has(copy) or copy in source.disk.rotten:
@@ -264,7 +257,7 @@ class Nodes:
             return "the peer went away"
         holder.disk.put(held)
         self._arrived(holder, copy)
-        return None if fate == "heard" else "the peer did not answer"
+        return None if fate == "delivered" else "the peer did not answer"
 
     def _arrived(self, node: Node, copy: Copy) -> None:
         if node.disk.has_intact(copy):
@@ -272,10 +265,37 @@ class Nodes:
             self.oracle.stored(node.disk, copy)
 
     def _lose_local(self, name: str) -> None:
-        """The agent is gone: what it was doing is not done, and what it was uploading stays unfinished."""
+        """Drop the work of an agent that is gone; its uploads stay unfinished."""
         for message in self.wire:
             match message:
                 case Work(effect=m.Drain(attempt=attempt, node_index=index, node_id=node)) if node == name:
                     if not self.storage.is_away:
                         self.storage.leave_upload(attempt, index, self.now_s)
         self.wire = [w for w in self.wire if not (isinstance(w, Local) and w.node == name)]
+
+
+def _report_of(name: str, effect: n.ReportStored | n.ReportCopied | n.ReportRefused) -> m.Event:
+    """Return the event that a node's report is for its coordinator."""
+    match effect:
+        case n.ReportStored():
+            return m.NodeStored(
+                attempt=effect.attempt,
+                node_index=effect.node_index,
+                node_id=name,
+                files=effect.files,
+                replicated=effect.replicated,
+                metrics=effect.metrics,
+                epoch=effect.epoch,
+            )
+        case n.ReportCopied():
+            return m.ReplicaEnded(
+                attempt=effect.attempt,
+                node_index=effect.node_index,
+                holder=effect.holder,
+                error=effect.error,
+                epoch=effect.epoch,
+                source=name,
+                is_unreachable=effect.is_unreachable,
+            )
+        case n.ReportRefused(attempt=attempt, ranks=ranks, reason=reason):
+            return m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)

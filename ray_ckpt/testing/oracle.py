@@ -1,7 +1,7 @@
-"""What must hold after every step, judged from the store, the disks and what ranks and launchers were told.
+"""Oracle: checks the promises after every step, by the store, the disks, and all replies.
 
-The promises are those of the design (P1 to P6, P8), and that ranks are told alike (P9). The oracle replays
-the log for itself and trusts nobody.
+The promises are those of the design (P1 to P6, P8), and equal answers to all ranks (P9). The oracle replays
+the log itself and relies on no machine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 if TYPE_CHECKING:
     from ray_ckpt.testing.nodes import Nodes
 
-MAX_SKEW_S = 7_200.0  # that a coordinator's wall clock may jump; ends of pins are judged by it
-DAY_S = 24 * 3600.0  # that nobody's files are left alone on the storage path
-MAX_PENDING = 64  # records that a coordinator may have decided and not written (P8)
+MAX_SKEW_S = 7_200.0  # of a coordinator's wall clock; the ends of pins are judged by it
+DAY_S = 24 * 3600.0  # for which orphans stay on the storage path
+MAX_PENDING = 64  # records of a coordinator that are decided and not written (P8)
 
 
 class Violation(AssertionError):
@@ -43,7 +43,7 @@ def must(holds: bool, promise: str, text: str) -> None:
 
 @dataclass(slots=True)
 class _Opening:
-    """A group that waits for its session: what its coordinator could know by then."""
+    """A group that waits for its session, with the knowledge of its coordinator."""
 
     event: GroupOpened
     at: int  # number of the event
@@ -52,41 +52,39 @@ class _Opening:
 
 @dataclass(slots=True)
 class Oracle:
-    """Told of what happens; raises Violation."""
+    """Follows all events of a world; raises Violation."""
 
     history: RunHistory = field(default_factory=RunHistory)
     num_commits: int = 0
-    plans: dict[str, SessionPlan] = field(default_factory=dict)  # attempt -> of the ranks that saved it
-    attempts: dict[str, AttemptId] = field(default_factory=dict)  # that ranks have saved
-    stored_on: dict[Copy, set[str]] = field(default_factory=dict)  # disks that ever had it, fsynced
-    failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost parts of it
+    plans: dict[str, SessionPlan] = field(default_factory=dict)  # attempt -> plan of the ranks that saved
+    attempts: dict[str, AttemptId] = field(default_factory=dict)  # saved by ranks
+    stored_on: dict[Copy, set[str]] = field(default_factory=dict)  # disks that ever had the copy, fsynced
+    failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost a fragment
     damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) found without a source
-    told: dict[tuple[str, str], set[tuple[int, str]]] = field(
-        default_factory=dict
-    )  # coordinator, attempt -> parts, and nodes that have them
+    # (coordinator, attempt) -> fragments that the coordinator knows of, each with a node
+    known: dict[tuple[str, str], set[tuple[int, str]]] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was given up
     unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # begun without the log
-    told_go: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) that train
-    asked: dict[str, _Opening] = field(default_factory=dict)  # token -> group that was asked for
+    trained: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) that train
+    requested: dict[str, _Opening] = field(default_factory=dict)  # token -> requested group
     openings: dict[str, _Opening] = field(default_factory=dict)  # coordinator -> the group that it opens
     decided: dict[tuple[int, int], _Opening] = field(default_factory=dict)  # (session, epoch) of a record
-    pins: set[tuple[str, str]] = field(default_factory=set)  # that ever were in the log: attempt, owner
+    pins: set[tuple[str, str]] = field(default_factory=set)  # ever in the log: attempt, owner
     annotated: dict[tuple[str, str], float] = field(default_factory=dict)  # attempt, metric -> last value
     annotations: set[tuple[int, str, float]] = field(default_factory=set)  # in the log: step, metric, value
     drilled: set[str] = field(default_factory=set)  # texts of the drills in the log
-    come: dict[tuple[SessionKey, int], set[int]] = field(default_factory=dict)  # ranks, by barrier
-    answers: dict[tuple[str, SessionKey, int], BarrierAnswer] = field(
-        default_factory=dict
-    )  # to those who came
-    sessions: list[SessionPlan] = field(default_factory=list)  # that ranks have trained in
+    reached: dict[tuple[SessionKey, int], set[int]] = field(default_factory=dict)  # ranks, by barrier
+    # (coordinator, session, barrier) -> its answer to the ranks
+    answers: dict[tuple[str, SessionKey, int], BarrierAnswer] = field(default_factory=dict)
+    sessions: list[SessionPlan] = field(default_factory=list)  # in which ranks have trained
     writer: str = ""  # of the last epoch
-    began_s: float = 0.0  # the world's time that the record of the first session tells
+    began_s: float = 0.0  # the world's time of the first session's record
     stale: bool = True  # something has changed since the last check of the copies
 
     # -- the log -------------------------------------------------------------------------------------
 
     def logged(self, record: LogRecord, world: Nodes) -> None:
-        """A record has been created."""
+        """Check and apply a record that was created."""
         self._check_record(record, world)
         try:
             self.history.apply(record, digest(encode_record(record)))
@@ -126,7 +124,7 @@ class Oracle:
             case r.Retired(attempt=name):
                 self._check_retired(op, history.checkpoints[name], record)
             case r.Restored() | r.Ended():
-                self._check_tenure(op)
+                self._check_session_change(op)
             case r.Drilled(text=text):
                 self.drilled.add(text)
             case _:
@@ -140,7 +138,7 @@ class Oracle:
         must(op.resumed_from is None or op.resumed_from in names, "P3", f"{op} leaves the lineage")
         opening = self.decided.get((op.session, record.epoch))
         if opening is None or opening.event.owner != op.owner or (op.session, op.opened_by) in self.unlogged:
-            return  # found at work by a coordinator that was not asked for it, or chosen without the log
+            return  # found by a coordinator that got no request for it, or chosen without the log
         skipped = lineage[names.index(op.resumed_from) + 1 :] if op.resumed_from else lineage
         if opening.event.resume == "never":
             return
@@ -154,7 +152,7 @@ class Oracle:
         must(op.resumed_from is not None or not lineage, "P2", f"{op} starts from scratch")
 
     def _could_serve(self, checkpoint: CheckpointInfo, owner: str, opening: _Opening, world: Nodes) -> bool:
-        """Without doubt: known before the group came, and untouched since."""
+        """Return True if a checkpoint can certainly be read: known before the group came, untouched since."""
         name = checkpoint.id.attempt
         if (owner, name) in self.damaged:
             return False
@@ -204,10 +202,10 @@ class Oracle:
         must(not pins, "P5", f"{op} is pinned by {pins}")
         current = self.history.session
         if current is not None and current.resumed_from == op.attempt:
-            trains = any(session == current.session for session, _ in self.told_go)
+            trains = any(session == current.session for session, _ in self.trained)
             must(trains, "P5", f"{op} is being restored by session {current.session}")
 
-    def _check_tenure(self, op: r.Restored | r.Ended) -> None:
+    def _check_session_change(self, op: r.Restored | r.Ended) -> None:
         current = self.history.session
         is_current = current is not None and current.session == op.session
         must(is_current, "P3", f"{op} is not of the session at work")
@@ -217,22 +215,22 @@ class Oracle:
     # -- groups and saves ------------------------------------------------------------------------------
 
     def group_requested(self, event: GroupOpened, world: Nodes) -> None:
-        """Inventory was taken for a group."""
+        """Note the inventories that were taken for a group."""
         agents = {name: agent.number for name in event.inventories if (agent := world.nodes[name].agent)}
-        self.asked[event.token] = _Opening(event, world.clock, agents)
+        self.requested[event.token] = _Opening(event, world.clock, agents)
 
     def group_opened(self, coordinator: str, token: str) -> None:
-        """A coordinator hears of it."""
-        self.openings[coordinator] = self.asked[token]
+        """Note that a coordinator got the request for a group."""
+        self.openings[coordinator] = self.requested[token]
 
     def appends(self, coordinator: str, record: LogRecord) -> None:
-        """A record goes out, for the first time or again."""
+        """Note that a record goes out, for the first time or again."""
         if isinstance(record.op, r.Session) and coordinator in self.openings:
             key = record.op.session, record.epoch
             self.decided.setdefault(key, self.openings[coordinator])
 
     def begun(self, plan: SessionPlan, *, store_is_silent: bool) -> None:
-        """A coordinator sends a plan to a group's nodes."""
+        """Check a plan that a coordinator sends to a group's nodes."""
         if not self._is_logged(plan):
             must(store_is_silent, "P3", f"session {plan.session} begins before it is in the log")
             self.unlogged[plan.session, plan.epoch] = plan
@@ -244,7 +242,7 @@ class Oracle:
         return known is not None and (known.opened_by, known.resumed_from, known.owner) == wanted
 
     def restores(self, plan: SessionPlan) -> None:
-        """Ranks read a plan's checkpoint."""
+        """Check that ranks may read a plan's checkpoint."""
         begun = self._is_logged(plan) or (plan.session, plan.epoch) in self.unlogged
         must(begun, "P3", f"ranks restore for session {plan.session}, which nobody has recorded")
 
@@ -253,13 +251,13 @@ class Oracle:
             self.damaged.add((plan.owner, plan.resume.checkpoint.id.attempt))
 
     def go(self, plan: SessionPlan) -> None:
-        """Ranks were told to train."""
+        """Note that ranks begin to train."""
         self.restores(plan)
-        self.told_go.add((plan.session, plan.epoch))
+        self.trained.add((plan.session, plan.epoch))
         self.sessions.append(plan)
 
     def is_over(self, plan: SessionPlan) -> bool:
-        """The log has gone on without this session."""
+        """Return True if the log has a newer session."""
         current = self.history.session
         return current is None or current.session != plan.session or not self._is_logged(plan)
 
@@ -267,14 +265,14 @@ class Oracle:
         self.plans[attempt.attempt] = plan
         self.attempts[attempt.attempt] = attempt
 
-    def told_stored(self, coordinator: str, attempt: AttemptId, node_index: int, node: str) -> None:
-        """A coordinator learns that `node` has all of a part of an attempt."""
-        self.told.setdefault((coordinator, attempt.attempt), set()).add((node_index, node))
+    def learns_stored(self, coordinator: str, attempt: AttemptId, node_index: int, node: str) -> None:
+        """Note that a coordinator learns of a complete fragment on `node`."""
+        self.known.setdefault((coordinator, attempt.attempt), set()).add((node_index, node))
 
     def gives_up(
         self, coordinator: str, attempt: AttemptId, error: CheckpointError | None, live: Set[str]
     ) -> None:
-        """A coordinator drops an attempt: a whole one on `live` nodes gives way to a newer whole one only."""
+        """Check a drop: an attempt that is complete on `live` nodes gives way to a newer complete one."""
         if error is None or "overtaken" not in error.message:
             return
         if not self._is_complete(coordinator, attempt, live):
@@ -287,24 +285,24 @@ class Oracle:
         )
 
     def _session(self, attempt: AttemptId) -> Iterator[AttemptId]:
-        """Attempts of the same session that ranks have made, and those in the log."""
+        """Yield the attempts of the same session, made by ranks or in the log."""
         session_key = (attempt.epoch, attempt.session)
         known = [c.id for c in self.history.checkpoints.values()]
         yield from (a for a in (*self.attempts.values(), *known) if (a.epoch, a.session) == session_key)
 
     def _is_complete(self, coordinator: str, attempt: AttemptId, live: Set[str] | None = None) -> bool:
-        """Return True if that coordinator knows of each part, on nodes of `live` if they are given."""
+        """Return True if a coordinator knows of each fragment, on nodes of `live` if they are given."""
         name, plan = attempt.attempt, self.plans.get(attempt.attempt)
-        told = self.told.get((coordinator, name), set())
-        parts = {index for index, node in told if live is None or node in live}
-        return name in self.history.checkpoints or (plan is not None and len(parts) == len(plan.nodes))
+        known = self.known.get((coordinator, name), set())
+        fragments = {index for index, node in known if live is None or node in live}
+        return name in self.history.checkpoints or (plan is not None and len(fragments) == len(plan.nodes))
 
     def gave_up(self, attempt: AttemptId, epoch: int) -> None:
-        """Ranks were told not to count on a save; a later coordinator may still find it whole."""
+        """Note that a node reports a save as dropped; a later coordinator may still find it complete."""
         self.dropped[attempt.attempt] = epoch
 
     def settled(self, attempt: AttemptId, level: Level | None) -> None:
-        """Ranks were told what a save has reached; no level: nothing is promised."""
+        """Check the level of a save that ranks learn; None promises nothing."""
         if level is not None:
             known = self.history.checkpoints.get(attempt.attempt)
             must(known is not None, "P6", f"step {attempt.step} was acknowledged and is not in the log")
@@ -312,46 +310,45 @@ class Oracle:
             must(known.level >= level, "P6", f"step {attempt.step} was called {level.label} too early")
 
     def comes(self, event: BarrierReached) -> None:
-        """Ranks come to a barrier."""
-        self.come.setdefault((event.session_key, event.number), set()).update(event.ranks)
+        """Note that ranks reach a barrier."""
+        self.reached.setdefault((event.session_key, event.number), set()).update(event.ranks)
 
     def met(self, coordinator: str, event: BarrierReached, answer: BarrierAnswer) -> None:
-        """Ranks are told whether all have come to a barrier."""
+        """Check the answer that ranks get at a barrier."""
         what = f"barrier {event.number} of session {event.session_key}"
-        came = self.come[event.session_key, event.number]
+        reached = self.reached[event.session_key, event.number]
         plan = next(plan for plan in reversed(self.sessions) if plan.session_key == event.session_key)
-        missing = {rank for node in plan.nodes for rank in node.ranks} - came
+        missing = {rank for node in plan.nodes for rank in node.ranks} - reached
         must(bool(answer.missing) or not missing, "P9", f"{what} is entered without ranks {missing}")
-        told = self.answers.setdefault((coordinator, event.session_key, event.number), answer)
-        must(told == answer, "P9", f"{what} is entered by some ranks only")
+        first = self.answers.setdefault((coordinator, event.session_key, event.number), answer)
+        must(first == answer, "P9", f"{what} is entered by some ranks only")
 
     def accused(self, attempt: AttemptId, since_s: float, options: RunOptions) -> None:
-        """Ranks here all take part; a slow one may be told from that by a time-out alone."""
+        """Check that misuse is reported after a time-out only: in a world, all ranks take part."""
         is_late = since_s >= min(options.attempt_timeout_s, STAYS_OUT_S)
-        must(is_late, "P9", f"a rank was said to stay out of step {attempt.step} after {since_s} s")
+        must(is_late, "P9", f"a rank was reported to stay out of step {attempt.step} after {since_s} s")
 
     def finished(self, value: object) -> None:
-        """A launcher was told that its last checkpoint is durable."""
+        """Check the checkpoint that a launcher got as durable."""
         if isinstance(value, CheckpointInfo):
             known = self.history.checkpoints[value.id.attempt]
             must(known.level is Level.DURABLE, "P6", f"step {known.step} was called durable too early")
 
-    def told_pinned(self, attempt: str, owner: str) -> None:
-        must(
-            (attempt, owner) in self.pins, "P6", f"the pin of {owner} was acknowledged and is not in the log"
-        )
+    def pin_acknowledged(self, attempt: str, owner: str) -> None:
+        is_logged = (attempt, owner) in self.pins
+        must(is_logged, "P6", f"the pin of {owner} was acknowledged and is not in the log")
 
-    def told_annotated(self, step: int, metric: str, value: float) -> None:
+    def annotation_acknowledged(self, step: int, metric: str, value: float) -> None:
         is_logged = (step, metric, value) in self.annotations
         must(is_logged, "P6", f"{metric}={value} of step {step} was acknowledged and is not in the log")
 
-    def told_drilled(self, text: str) -> None:
+    def drill_acknowledged(self, text: str) -> None:
         must(text in self.drilled, "P6", f"the drill {text} was acknowledged and is not in the log")
 
     # -- bytes ---------------------------------------------------------------------------------------
 
     def stored(self, disk: Disk, copy: Copy) -> None:
-        """A copy is complete and fsynced."""
+        """Note a copy that is complete and fsynced."""
         self.stored_on.setdefault(copy, set()).add(disk.name)
         self.stale = True
 
@@ -366,15 +363,14 @@ class Oracle:
         self.failed.setdefault(copy[0], set()).add(disk.name)
 
     def deletes(self, disk: Disk, directory: str, storage: Storage) -> None:
-        """A node deletes a folder because it was told to."""
+        """Check a folder that a node deletes by order."""
         self.stale = True
         for copy, held in disk.fragments.items():
             known = self.history.checkpoints.get(copy[0])
             if held.attempt.directory == directory and known is not None and known.state == "live":
-                safe = known.level is Level.DURABLE and storage.holds(known)
-                must(
-                    safe, "P5", f"{disk.name} deletes fragment {copy[1]} of step {known.step}, which is live"
-                )
+                is_safe = known.level is Level.DURABLE and storage.holds(known)
+                what = f"fragment {copy[1]} of step {known.step}"
+                must(is_safe, "P5", f"{disk.name} deletes {what}, which is live")
 
     def deletes_remote(self, attempt: str) -> None:
         known = self.history.checkpoints.get(attempt)
@@ -383,7 +379,7 @@ class Oracle:
         self.stale = True
 
     def sweeps(self, order: DeleteOrphans, world: Nodes) -> None:
-        """Somebody tidies up the storage path. What another order has taken away already counts no more."""
+        """Check an order to delete from the storage path; entries that are gone already do not count."""
         storage = world.storage
         for name in order.directories:
             known, at_s = self.history.checkpoints.get(attempt_of(name)), storage.written_s.get(name)
@@ -400,7 +396,7 @@ class Oracle:
         self.stale = True
 
     def orphans(self, world: Nodes) -> list[str]:
-        """Directories of no checkpoint, older than a day. What may be older than the log is left out."""
+        """Return directories of no checkpoint, older than a day and certainly younger than the log."""
         orphans = []
         for name, at_s in world.storage.written_s.items():
             known = self.history.checkpoints.get(attempt_of(name))
@@ -411,7 +407,7 @@ class Oracle:
         return orphans
 
     def check(self, world: Nodes) -> None:
-        """P2: what the log says of each live checkpoint, the disks still have, but for what has failed."""
+        """Check P2: disks have each live checkpoint at its logged level, but for disks that have failed."""
         if not self.stale:
             return
         self.stale = False
@@ -424,15 +420,12 @@ class Oracle:
             if len(self.failed.get(name, ())) > checkpoint.replicas:
                 continue  # more was lost than its level covers
             for index in range(checkpoint.num_nodes):
-                there = any(disk.has_intact((name, index)) for disk in disks)
-                must(
-                    there,
-                    "P2",
-                    f"step {checkpoint.step} has lost fragment {index} at {checkpoint.level.label}",
-                )
+                is_there = any(disk.has_intact((name, index)) for disk in disks)
+                what = f"fragment {index} at {checkpoint.level.label}"
+                must(is_there, "P2", f"step {checkpoint.step} has lost {what}")
 
     def check_log(self, world: Nodes) -> None:
-        """P3: a reader that starts from the bytes agrees."""
+        """Check P3: a reader that starts from the bytes agrees."""
         history, records = read_run(world.storage.log)
         for record, record_digest in records:
             history.apply(record, record_digest)

@@ -1,4 +1,4 @@
-"""Who there is in a simulated world, and what is under way between them."""
+"""Processes, machines and launchers of a simulated world, and the messages between them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.testing.stores import FILE_BYTES, Disk
 from ray_ckpt.types import AttemptId, FileEntry, Fragment
 
-Fate: TypeAlias = Literal["heard", "lost", "unheard"]
-"""Of a message: carried out and answered; not carried out; carried out, but the answer is lost."""
+Fate: TypeAlias = Literal["delivered", "lost", "unanswered"]
+"""A message is carried out and answered; or not carried out; or carried out, and its answer lost."""
 
 
-# -- who there is ------------------------------------------------------------------------------------
+# -- actors --------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Agent:
 
     number: int
     machine: NodeMachine
-    shown: SaveSignal | None = None  # where its ranks look
+    signal: SaveSignal | None = None  # on the page that its ranks read
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Node:
     service: str
     disk: Disk
     domain: str
-    since: int  # number of the event with which it came
+    since: int  # number of the event that added it
     agent: Agent | None = None
     is_alive: bool = True
     is_draining: bool = False
@@ -49,25 +49,25 @@ class Node:
 
 @dataclass(slots=True)
 class Coordinator:
-    """One process, for one claim of the run. Whoever has stepped down is down for good."""
+    """One process, for one claim of the run. After stepping down it stays down."""
 
     name: str
     service: str
     machine: RunMachine
     skew_s: float  # of its monotonic clock
     wall_skew_s: float
-    opened: set[str] = field(default_factory=set)  # nodes whose agents know the run from it
-    starting: dict[tuple[Token, ...], set[str]] = field(default_factory=dict)  # and who has not answered
-    is_ready: bool = False  # nodes have been asked to open the run
+    opened: set[str] = field(default_factory=set)  # nodes whose agents it has opened the run on
+    starting: dict[tuple[Token, ...], set[str]] = field(default_factory=dict)  # and nodes without the plan
+    is_ready: bool = False  # it has opened the run on nodes
     is_up: bool = True
     is_frozen: bool = False
-    takes_over: bool = False  # it is to look for the group at work once it is open
+    takes_over: bool = False  # it has to look for the group at work once it is open
     ticked_s: float | None = None
-    waits_since_s: float | None = None  # the store has not answered
+    waits_since_s: float | None = None  # begin of the store's silence
 
     @property
     def num_pending(self) -> int:
-        """Records that it has decided and that are not in the log."""
+        """Number of decided records that are not in the log yet."""
         return len(self.machine._ledger.pending)
 
 
@@ -79,23 +79,23 @@ class Member:
     ranks: tuple[int, ...]
     state: Literal["waiting", "reading", "training", "ended"] = "waiting"
     plan: SessionPlan | None = None
-    saved: int = 0  # how many of the group's saves it has made
-    missed: int = 0  # the word of a step that it was past
-    met: int = 0  # the number of the last meeting before a barrier whose end it was told
-    went: int = 0  # and of the last that all have come to
-    busy: set[int] = field(default_factory=set)  # ranks whose arena is not given back yet
-    error: CheckpointError | None = None  # that its ranks were told
+    saved: int = 0  # number of the group's saves that it has made
+    missed: int = 0  # the signal's number of an agreed step that it was past
+    met: int = 0  # number of the last barrier whose outcome it knows
+    went: int = 0  # number of the last barrier that all ranks have reached
+    busy: set[int] = field(default_factory=set)  # ranks whose arena is not released yet
+    error: CheckpointError | None = None  # that its ranks got
 
 
 @dataclass(slots=True)
 class Group:
     members: list[Member]
-    steps: list[int] = field(default_factory=list)  # that are saved, in order
+    steps: list[int] = field(default_factory=list)  # of its saves, in order
 
 
 @dataclass(slots=True)
 class Launcher:
-    """A driver: it opens group after group until it is done, or the run is somebody else's."""
+    """A driver: it opens group after group until it is done or has lost the run."""
 
     name: str
     service: str
@@ -107,7 +107,7 @@ class Launcher:
     finished: bool = False
 
 
-# -- what is under way -------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Order:
     node: str
     event: n.NodeEvent
     sender: str
-    answer: tuple[Any, ...] = ()  # what the sender waits for: ("start", tokens) or ("delete", attempt)
+    answer: tuple[Any, ...] = ()  # ("start", tokens, plan), ("delete", attempt) or ("open",), if awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +126,12 @@ class Report:
 
     service: str
     event: m.Event
-    token: Token = ""  # set if it waits for a reply
+    token: Token = ""  # of the awaited reply, if there is one
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To one coordinator process; void if that is gone."""
+    """Events for one coordinator process; void if the process is gone."""
 
     coordinator: str
     events: tuple[m.Event, ...]
@@ -139,7 +139,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """A record on its way to the store. Nobody waits for it any more once it is late."""
+    """A record on its way to the store. Nobody waits for a late one."""
 
     coordinator: str
     record: LogRecord
@@ -148,7 +148,7 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An effect that a coordinator's shell carries out outside of the machine."""
+    """An effect that a coordinator's shell carries out."""
 
     coordinator: str
     effect: m.Effect
@@ -156,19 +156,19 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Work of one agent process on its node, or a word of the node's ranks to it."""
+    """Work of one agent process on its node, or a message of the node's ranks to the agent."""
 
     node: str
-    agent: int  # its number; a later one does not go on with it
+    agent: int  # its number; a later agent does not continue the work
     work: n.NodeEvent | n.WriteShard | n.WriteFragment | n.SendCopy | n.DeleteFolder | n.CheckPeer
     file: str = ""  # of a WriteShard
-    at_s: float = 0.0  # not before that
-    is_silent: bool = False  # a copy whose peer gives no sign of life
+    at_s: float = 0.0  # delivered no earlier
+    is_silent: bool = False  # the peer of the copy gives no sign of life
 
 
 @dataclass(frozen=True, slots=True)
 class Replied:
-    """A reply to whoever waits under this token."""
+    """A reply to the caller that waits with this token."""
 
     token: Token
     value: object
@@ -176,7 +176,7 @@ class Replied:
 
 
 Message: TypeAlias = Order | Report | Answer | Create | Work | Local | Replied
-NETWORK = (Order, Report, Work)  # may be lost and doubled
+NETWORK = (Order, Report, Work)  # messages that may be lost or doubled
 
 
 def file_entry(attempt: AttemptId, name: str) -> FileEntry:
@@ -184,7 +184,7 @@ def file_entry(attempt: AttemptId, name: str) -> FileEntry:
 
 
 def fragment_on_disk(fragment: Fragment) -> StoredFragment:
-    """What an inventory tells of a fragment that has been written."""
+    """Return the entry of a written fragment in an inventory."""
     own = file_entry(fragment.attempt, fragment_file(fragment.node_index, fragment.num_nodes))
     return StoredFragment(
         attempt=fragment.attempt,

@@ -1,8 +1,8 @@
-"""Schedules of silence: a group saves at its pace while a node does not reach another one for some time.
+"""Schedules of silence: a group saves regularly while a node does not reach another one for some time.
 
-Here time passes evenly, copies take a while and nothing else goes wrong, so that it can be judged how soon
-commits come: `play(seed)` checks that besides all other promises. The schedules of `schedules` cut links
-among all other faults, and judge no times.
+Time passes evenly, copies take a while and nothing else goes wrong. So `play(seed)` can also check how soon
+commits come, besides all other promises. The schedules of `schedules` cut links among all other faults, and
+check no times.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ray_ckpt.transport.pulse import SILENT_S
 from ray_ckpt.types import Level
 
 HOME = "east"
-STEP_S = 1.0  # of time; agents and coordinators hear of each other within it
+STEP_S = 1.0  # of time; messages arrive within it
 START_STEPS = 20  # until a group trains
-PROMPT_S = 3 * STEP_S  # for messages: stored, told, ordered
-HEALED_S = 30.0  # after it all copies are there
+PROMPT_S = 3 * STEP_S  # for three messages: stored, reported, ordered
+HEALED_S = 30.0  # after the silence, until all copies are there
 INTERVALS_S = (1.0, 1.0, 4.0, 4.0, 30.0)  # between saves
 SILENCES_S = (35.0, 35.0, 70.0, 130.0)
-COPIES_S = (0.2, 1.0, 3.0)  # what a copy takes
+COPIES_S = (0.2, 1.0, 3.0)  # durations of a copy
 
 
 @dataclass(slots=True)
 class _Save:
     at_s: float
-    is_in_silence: bool  # it, or the copies of it, may be the ones that find out
+    is_in_silence: bool  # its copies may be the first to meet the silent peer
 
 
 class _Silence:
@@ -39,9 +39,9 @@ class _Silence:
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
-        self.saves: dict[int, _Save] = {}  # by step, until a copy of it or of a newer one is in the log
+        self.saves: dict[int, _Save] = {}  # by step, until it or a newer one is logged as replicated
         self.story: list[str] = []
-        self.committed_s = 0.0  # when the last commit came
+        self.committed_s = 0.0  # time of the last commit
         self.num_commits = 0
         num_nodes = chance.choice([2, 3, 3, 4, 5])
         self.options = RunOptions(
@@ -51,13 +51,13 @@ class _Silence:
         self.size = chance.randint(2, min(num_nodes, 3))
         self.interval_s = chance.choice(INTERVALS_S)
         self.silence_s = chance.choice(SILENCES_S)
-        self.goes_on = chance.random() < 0.5  # saves come also after the silence
+        self.goes_on = chance.random() < 0.5  # the group also saves after the silence
         self.world.copy_s = chance.choice(COPIES_S)
         self.world.silent_s = SILENT_S
         self.launcher = Launcher("driver", HOME)
         self.world.launchers = {self.launcher.name: self.launcher}
 
-    # -- what happens ----------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------
 
     def play(self) -> None:
         group, world, chance = self._start(), self.world, self.chance
@@ -99,7 +99,7 @@ class _Silence:
         return launcher.group
 
     def _cuts(self) -> list[tuple[str, str]]:
-        """One node is not reached by another one or by any, does not reach it, or both."""
+        """Choose links to cut: to one node, from it, or both, for one other node or for all."""
         chance, nodes = self.chance, sorted(self.world.nodes)
         silent = chance.choice(nodes)
         others = [node for node in nodes if node != silent]
@@ -116,7 +116,7 @@ class _Silence:
         self.saves[group.steps[-1]] = _Save(now_s, is_in_silence=now_s < found_s)
 
     def _rest(self) -> None:
-        """Everything that may arrive does, then time passes."""
+        """Deliver everything that can arrive, then let time pass."""
         world = self.world
         for _ in range(2):
             while (index := next((i for i, x in enumerate(world.wire) if world.can_deliver(x)), -1)) >= 0:
@@ -126,7 +126,7 @@ class _Silence:
                     world.tick(process.name)
         world.wait(STEP_S)
 
-    # -- what must hold --------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------
 
     def _judge(self, *, is_silent: bool) -> None:
         oracle, now_s = self.world.oracle, self.world.now_s
@@ -142,7 +142,8 @@ class _Silence:
         reached = max((c.step for c in oracle.history.live() if c.level >= Level.REPLICATED), default=0)
         self.saves = {step: save for step, save in self.saves.items() if step > reached}
         if is_silent and not self._can_replicate():
-            self.saves = dict.fromkeys(self.saves, _Save(now_s, is_in_silence=True))  # from the end on
+            # Their time counts from the end of the silence.
+            self.saves = dict.fromkeys(self.saves, _Save(now_s, is_in_silence=True))
         copy_s = self.world.copy_s
         for step, save in self.saves.items():
             allowed_s = 3 * copy_s + PROMPT_S + (SILENT_S + copy_s) * save.is_in_silence
@@ -151,7 +152,7 @@ class _Silence:
             must(now_s - save.at_s <= allowed_s, "P7", f"step {step} has no copies after {allowed_s} s")
 
     def _can_replicate(self) -> bool:
-        """Each node of the group gets answers from as many others as there are to be copies."""
+        """Return True if each node of the group gets answers from enough others for its copies."""
         assert self.launcher.group is not None
         wanted = min(self.options.replicas, len(self.world.nodes) - 1)
         return all(
@@ -161,7 +162,7 @@ class _Silence:
         )
 
     def _judge_copies(self) -> None:
-        """What is kept has all its copies again, and what the log says of it is so."""
+        """Check that each kept checkpoint has all its copies again, and the log agrees."""
         world, wanted = self.world, min(self.options.replicas + 1, len(self.world.nodes))
         in_cluster = [c for c in world.oracle.history.live() if c.level < Level.DURABLE]
         for checkpoint in in_cluster:

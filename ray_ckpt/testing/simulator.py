@@ -1,8 +1,8 @@
 """A world in which real machines run: clusters with nodes, agents and coordinators on one storage path.
 
-Whoever schedules calls the methods under "what can happen"; each is one step, after which the oracle has
-looked at everything. What was sent lies in `wire` until it is delivered, in any order, twice, or not at all.
-A world knows neither chance nor a clock: the scheduler passes both in. It can be pickled, for copies.
+A scheduler calls the methods under "events"; each is one step, after which the oracle has checked everything.
+Messages lie in `wire` until the scheduler delivers them, in any order, twice, or not at all. A world has no
+chance and no clock: the scheduler passes both in. It can be pickled, for copies.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from ray_ckpt.types import AttemptId, RankRestore
 class World(Coordinators):
     """See the module."""
 
-    # -- what can happen: messages ---------------------------------------------------------------------
+    # -- events: messages ------------------------------------------------------------------------------
 
-    def deliver(self, index: int, fate: Fate = "heard", *, twice: bool = False) -> None:
-        """Carry out a message of the wire; `twice`: it stays, and comes again."""
+    def deliver(self, index: int, fate: Fate = "delivered", *, twice: bool = False) -> None:
+        """Carry out a message of the wire; with `twice` it stays and can be delivered again."""
         message = self.wire[index] if twice else self.wire.pop(index)
         self.clock += 1
         match message:
@@ -54,7 +54,7 @@ class World(Coordinators):
             case Report():
                 self._report(message, fate)
             case Answer(coordinator=name, events=events):
-                self._tell(name, *events)
+                self._feed(name, *events)
             case Create():
                 self._create(message, fate)
             case Work(coordinator=name, effect=effect):
@@ -66,7 +66,7 @@ class World(Coordinators):
         self.oracle.check(self)
 
     def can_deliver(self, message: Message) -> bool:
-        """A frozen process hears nothing, and what only it can do is not done."""
+        """Return False for messages to a frozen process, and for work that cannot end yet."""
         match message:
             case Answer(coordinator=name):
                 return not self.coordinators[name].is_frozen
@@ -83,28 +83,28 @@ class World(Coordinators):
             case _:
                 return True
 
-    # -- what can happen: time and coordinators --------------------------------------------------------
+    # -- events: time and coordinators -----------------------------------------------------------------
 
     def wait(self, seconds: float) -> None:
         self.clock += 1
         self.now_s += seconds
 
     def tick(self, name: str) -> None:
-        """A coordinator looks at the clock and at its nodes."""
+        """Let a coordinator look at the clock and at its nodes."""
         self.clock += 1
         process = self.coordinators[name]
         live = self.live(process.service)
         if process.is_ready:
             seen = frozenset(live) & process.opened
-            self._tell(name, self._seen(seen))
+            self._feed(name, self._seen(seen))
             for node in sorted(live - process.opened):
                 self._open_later(process, node)
         else:
-            self._tell(name)
+            self._feed(name)
         self.oracle.check(self)
 
     def start_coordinator(self, service: str) -> None:
-        """Ray starts a process under the service's name again; it looks for agents with open runs."""
+        """Start a process under the service's name, as Ray does; it looks for agents with open runs."""
         self.clock += 1
         agents = [a for node in sorted(self.live(service)) if (a := self.nodes[node].agent) is not None]
         plans = [a.machine.plan for a in agents if a.machine.plan is not None]
@@ -115,7 +115,7 @@ class World(Coordinators):
         self.oracle.check(self)
 
     def take_over(self, name: str, absent: frozenset[str] = frozenset()) -> None:
-        """An opened coordinator finds the group that an earlier one left; `absent` agents do not answer."""
+        """Let an open coordinator find the group of an earlier one; `absent` agents do not answer."""
         self.clock += 1
         process = self.coordinators[name]
         process.takes_over = False
@@ -135,10 +135,10 @@ class World(Coordinators):
         self.oracle.check(self)
 
     def kill_coordinator(self, name: str) -> None:
-        """What it sent stays on its way; who waits for it is told that it is gone."""
+        """Kill a coordinator: its messages stay on their way, and its callers get an error."""
         self.clock += 1
         self.coordinators[name].is_up = False
-        self._lose_tokens(name, Unavailable("The coordinator died."))
+        self._fail_tokens(name, Unavailable("The coordinator died."))
         self.wire = [
             Create(w.coordinator, w.record, is_late=True)
             if isinstance(w, Create) and w.coordinator == name
@@ -159,10 +159,10 @@ class World(Coordinators):
         self.clock += 1
         self.coordinators[name].wall_skew_s = wall_skew_s
 
-    # -- what can happen: nodes ------------------------------------------------------------------------
+    # -- events: nodes ---------------------------------------------------------------------------------
 
     def lose_node(self, name: str, *, disk: Literal["destroyed", "kept"]) -> None:
-        """A machine goes, for good or until its disk comes back."""
+        """Remove a machine, for good or until its disk comes back."""
         self.clock += 1
         node = self.nodes[name]
         node.is_alive, node.agent = False, None
@@ -175,7 +175,7 @@ class World(Coordinators):
         self.oracle.check(self)
 
     def return_disk(self, name: str) -> None:
-        """The machine of a node that was away comes back, as another node."""
+        """Bring the machine of a lost node back, as another node."""
         self.join(self.nodes[name].service, self.nodes[name].disk)
 
     def crash_agent(self, name: str) -> None:
@@ -186,30 +186,30 @@ class World(Coordinators):
             member.busy = set()
 
     def restart_agent(self, name: str) -> None:
-        """A rank has found that its agent is gone."""
+        """Let a rank report that its agent is gone."""
         self.clock += 1
         process = self.process_of(self.nodes[name].service)
         if process is not None:
             self._open_later(process, name)
 
     def corrupt(self, name: str, copy: Copy) -> None:
-        """Bytes of a copy go bad."""
+        """Damage bytes of a copy."""
         self.clock += 1
         disk = self.nodes[name].disk
         disk.rotten.add(copy)
         self.oracle.corrupted(disk, copy)
 
-    # -- what can happen: launchers and ranks ----------------------------------------------------------
+    # -- events: launchers and ranks -------------------------------------------------------------------
 
     def launch(self, name: str, size: int, absent: frozenset[str] = frozenset()) -> None:
-        """A launcher takes its next step towards a new group of `size` nodes; its old ranks have ended."""
+        """Let a launcher take its next step towards a new group of `size` nodes; its old ranks have ended."""
         self.clock += 1
         launcher = self.launchers[name]
         self._end_group(launcher)
         launcher.state = "idle"
         process = self.process_of(launcher.service)
         if process is not None and process.machine.is_closing and not process.is_frozen:
-            process.is_up = False  # what it has asked of nodes is still on its way
+            process.is_up = False  # its orders to nodes are still on their way
         if process is None or not process.is_up:
             if not self.storage.is_away:
                 try:
@@ -226,7 +226,7 @@ class World(Coordinators):
         self.launchers[name].state = "dead"
 
     def miss_launcher(self, name: str) -> None:
-        """The coordinator has seen for a while that a launcher is dead."""
+        """Let the coordinator notice that a launcher has been dead for a while."""
         self.clock += 1
         launcher = self.launchers[name]
         process = self.process_of(launcher.service)
@@ -234,13 +234,13 @@ class World(Coordinators):
             self.wire.append(Answer(process.name, (m.OwnerDied(owner=name),)))
 
     def kill_ranks(self, name: str) -> None:
-        """A worker dies; the group ends, its launcher lives."""
+        """Kill a worker: the group ends, its launcher lives."""
         self.clock += 1
         self._end_group(self.launchers[name])
         self.launchers[name].state = "idle"
 
     def read_state(self, member: Member, owner: str) -> None:
-        """The ranks of a node read what their agent says, and report."""
+        """Let the ranks of a node restore by the plan of their agent, and report."""
         self.clock += 1
         agent = self.nodes[member.node].agent
         plan = agent.machine.plan if agent is not None else None
@@ -257,18 +257,18 @@ class World(Coordinators):
         self.wire.append(Report(self.nodes[member.node].service, event, token))
 
     def save(self, group: Group, member: Member, gap: int) -> None:
-        """The ranks of a node capture the group's next save; the first of them names the step."""
+        """Let the ranks of a node capture the group's next save; the first member chooses the step."""
         self.clock += 1
         agent = self.nodes[member.node].agent
         assert member.plan is not None
-        shown = agent.shown if agent is not None else None
+        signal = agent.signal if agent is not None else None
         if member.saved == len(group.steps):
             last = group.steps[-1] if group.steps else _resumed_step(member.plan)
-            is_ahead = shown is not None and last < shown.step <= last + gap
-            group.steps.append(shown.step if shown is not None and is_ahead else last + gap)
+            is_ahead = signal is not None and last < signal.step <= last + gap
+            group.steps.append(signal.step if signal is not None and is_ahead else last + gap)
         step = group.steps[member.saved]
-        if shown is not None and shown.step < step:
-            member.missed = shown.word
+        if signal is not None and signal.step < step:
+            member.missed = signal.word
         member.saved += 1
         attempt = make_attempt(
             run_uid=member.plan.run_uid,
@@ -290,21 +290,20 @@ class World(Coordinators):
             self.wire.append(Local(member.node, agent.number, event))
 
     def finish(self, name: str, *, ends_group: bool = False) -> None:
-        """A launcher wants the last checkpoint on the storage path, perhaps because its training is over."""
+        """Let a launcher request the last checkpoint on the storage path, perhaps at the end of training."""
         self.clock += 1
         launcher = self.launchers[name]
         process = self.process_of(launcher.service)
         if process is not None and not process.is_frozen:
             token = self._token()
             self.waiting[token] = (process.name, launcher)
-            asked = m.FinishRequested(token=token, ends_group=ends_group)
-            self.wire.append(Answer(process.name, (asked,)))
+            self.wire.append(Answer(process.name, (m.FinishRequested(token=token, ends_group=ends_group),)))
         if ends_group:
             self._end_group(launcher)
             launcher.state = "done"
 
     def pin(self, service: str, attempt: str, expires_at_s: float | None) -> None:
-        """Somebody wants a checkpoint kept."""
+        """Let a user pin a checkpoint."""
         self.clock += 1
         process = self.process_of(service)
         if process is not None:
@@ -314,7 +313,7 @@ class World(Coordinators):
             self.wire.append(Answer(process.name, (event,)))
 
     def unpin(self, service: str, token: Token) -> None:
-        """And does not need it any more."""
+        """Let a user remove a pin."""
         self.clock += 1
         process = self.process_of(service)
         if process is not None:
@@ -323,7 +322,7 @@ class World(Coordinators):
             self.wire.append(Answer(process.name, (event,)))
 
     def annotate(self, service: str, step: int, metric: str) -> None:
-        """Somebody has validated a step, or one that is still being saved."""
+        """Let a user add a metric to a step, which may still be on its way to the log."""
         self.clock += 1
         process = self.process_of(service)
         if process is not None:
@@ -334,7 +333,7 @@ class World(Coordinators):
             self.wire.append(Answer(process.name, (event,)))
 
     def drill(self, service: str, attempt: str, *, passed: bool) -> None:
-        """Somebody has read a checkpoint to see whether it would survive a loss."""
+        """Let a user report a drill of a checkpoint."""
         self.clock += 1
         process = self.process_of(service)
         if process is not None:
@@ -351,7 +350,7 @@ class World(Coordinators):
             self.wire.append(Answer(process.name, (m.DrillEnded(token=token, result=drilled),)))
 
     def write_aside(self, step: int, owner: str) -> None:
-        """Somebody pins the newest checkpoint of a step on the log alone, or it is not there any more."""
+        """Let a user pin the newest checkpoint of a step, if it still exists, by writing to the log alone."""
         self.clock += 1
         log, history = self.storage.log, self.oracle.history
         known = set(log.objects)
@@ -365,7 +364,7 @@ class World(Coordinators):
         self.oracle.check(self)
 
     def report_progress(self, launcher: Launcher) -> None:
-        """The ranks of a group say how far they are."""
+        """Let the ranks of a group report their progress."""
         self.clock += 1
         assert launcher.group is not None
         steps = launcher.group.steps
@@ -391,7 +390,7 @@ class World(Coordinators):
                 self.wire.append(Report(launcher.service, event))
 
     def meet(self, member: Member) -> None:
-        """The ranks of a node come to their next barrier, or ask again because nobody has answered."""
+        """Let the ranks of a node reach their next barrier, or repeat the call if it has no answer."""
         self.clock += 1
         assert member.plan is not None
         token = self._token()
@@ -403,7 +402,7 @@ class World(Coordinators):
         self.wire.append(Report(self.nodes[member.node].service, event, token))
 
     def wait_to_restore(self, member: Member) -> None:
-        """Some ranks of a node have read their state, and wait for the others."""
+        """Let some ranks of a node finish reading their state before the others."""
         self.clock += 1
         if member.plan is not None:
             event = m.RanksRestored(
@@ -412,13 +411,13 @@ class World(Coordinators):
             self.wire.append(Report(self.nodes[member.node].service, event))
 
     def upload_late(self, attempt: AttemptId, *, age_s: float = 0.0) -> None:
-        """A file comes to the storage path that nobody waits for any more."""
+        """Put a file on the storage path that nobody waits for."""
         self.clock += 1
         self.storage.put(attempt, 0, self.now_s - age_s)
         self.oracle.stale = True
 
     def trim_log(self) -> None:
-        """Somebody writes a snapshot of the log; what the one before covers goes a day later."""
+        """Write a snapshot of the log, and delete what the previous snapshot covers, as a day later."""
         self.clock += 1
         if self.oracle.history.next_seq:
             wall_s = START_S + self.now_s
@@ -429,7 +428,7 @@ class World(Coordinators):
     # -- ranks and launchers ---------------------------------------------------------------------------
 
     def _damage(self, plan: SessionPlan, reader: str) -> Iterator[str]:
-        """Fragments of which the ranks find no intact source."""
+        """Yield the fragments of which the ranks find no intact source."""
         if plan.resume is None or self.storage.holds(plan.resume.checkpoint):
             return
         attempt = plan.resume.checkpoint.id.attempt
@@ -441,14 +440,15 @@ class World(Coordinators):
                 yield f"fragment {index}"
 
     def _replied(self, message: Replied) -> None:
-        asked = self.waiting.pop(message.token, None)
-        if message.token in self.pins and message.error is None:
-            self.oracle.told_pinned(*self.pins[message.token])
-        if message.token in self.drills and message.error is None:
-            self.oracle.told_drilled(message.token)
-        if message.token in self.annotations and message.error is None:
-            self.oracle.told_annotated(*self.annotations[message.token])
-        match asked:
+        waiting = self.waiting.pop(message.token, None)
+        if message.error is None:
+            if message.token in self.pins:
+                self.oracle.pin_acknowledged(*self.pins[message.token])
+            if message.token in self.drills:
+                self.oracle.drill_acknowledged(message.token)
+            if message.token in self.annotations:
+                self.oracle.annotation_acknowledged(*self.annotations[message.token])
+        match waiting:
             case (_, Launcher() as launcher) if launcher.state != "dead":
                 self._launcher_answered(launcher, message)
             case (_, Member() as member) if member.state != "ended":
@@ -472,7 +472,7 @@ class World(Coordinators):
             self.oracle.finished(message.value)
 
     def _refused(self, launcher: Launcher, error: CheckpointError) -> None:
-        """Another launcher has the run: wait for it, or name it dead."""
+        """Note that another launcher has the run; if that one is dead, the next try names it."""
         owner = str(error.fields.get("owner", ""))
         other = self.launchers.get(owner)
         launcher.state, launcher.error = "idle", error
@@ -493,9 +493,9 @@ class World(Coordinators):
             self.oracle.go(member.plan)
 
     def _met(self, member: Member, barrier: m.BarrierReached, message: Replied) -> None:
-        """An error ends nothing: the ranks ask again."""
-        is_of_now = member.plan is not None and member.plan.session_key == barrier.session_key
-        if isinstance(message.value, m.BarrierAnswer) and is_of_now and barrier.number == member.met + 1:
+        """Note the answer to a barrier; after an error the ranks repeat the call."""
+        is_current = member.plan is not None and member.plan.session_key == barrier.session_key
+        if isinstance(message.value, m.BarrierAnswer) and is_current and barrier.number == member.met + 1:
             member.met = barrier.number
             member.went = member.went if message.value.missing else barrier.number
 

@@ -1,4 +1,4 @@
-"""What outlives processes: disks of nodes, and the storage path with its log. Faults come from outside."""
+"""Storage that outlives processes: disks of nodes, and the storage path with its log."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ray_ckpt.types import AttemptId, CheckpointInfo
 Copy: TypeAlias = tuple[str, int]  # attempt, fragment
 
 START_S = 1_790_000_000.0  # Unix time at which the world begins
-FILE_BYTES = 100  # of every file here
+FILE_BYTES = 100  # of every file
 
 
 @dataclass(slots=True)
 class Disk:
-    """A machine's staging folder. What is here is fsynced; what is being written is seen by nobody."""
+    """A machine's staging folder. All of it is fsynced; files appear once they are written."""
 
     name: str
     folders: dict[str, set[str]] = field(default_factory=dict)  # directory -> files
     fragments: dict[Copy, StoredFragment] = field(default_factory=dict)
-    since: dict[Copy, int] = field(default_factory=dict)  # number of the event that made a copy complete
-    rotten: set[Copy] = field(default_factory=set)  # copies with damaged bytes; only reading finds out
+    since: dict[Copy, int] = field(default_factory=dict)  # number of the event that completed the copy
+    rotten: set[Copy] = field(default_factory=set)  # copies with damaged bytes; only a read finds them
     epoch: int = 0
     is_destroyed: bool = False
 
@@ -35,12 +35,12 @@ class Disk:
         self.folders.setdefault(directory, set()).update(files)
 
     def put(self, held: StoredFragment) -> None:
-        """The fragment's own file; its ranks' files are written apart."""
+        """Add a fragment's own file; the files of its ranks are written separately."""
         self.write(held.attempt.directory, held.files[-1].name)
         self.fragments[held.attempt.attempt, held.node_index] = held
 
     def has(self, copy: Copy) -> bool:
-        """The fragment and all files that it names are here; what an inventory tells."""
+        """Return True if the fragment and all files that it names are here, damaged or not."""
         held = self.fragments.get(copy)
         if held is None:
             return False
@@ -75,7 +75,7 @@ class Disk:
         return DiskSpace(free_bytes=max(0, total_bytes - used), total_bytes=total_bytes)
 
     def inventory(self, *, leaving: frozenset[str] = frozenset()) -> Inventory:
-        """What is complete here; attempts in `leaving` are being deleted."""
+        """Return the complete fragments and all folders; attempts in `leaving` are being deleted."""
         return Inventory(
             fragments=tuple(
                 held for copy, held in self.fragments.items() if copy[0] not in leaving and self.has(copy)
@@ -87,7 +87,7 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Parts of a fragment's file that nobody has put together."""
+    """An unfinished upload of a fragment's file."""
 
     directory: str
     index: int
@@ -96,19 +96,19 @@ class Upload:
 
 @dataclass(slots=True)
 class Storage:
-    """The storage path: a log of records, fragments with their descriptions, and what uploads left behind."""
+    """The storage path: a log of records, fragments with their descriptions, and unfinished uploads."""
 
     log: MemoryLogStore = field(default_factory=MemoryLogStore)
-    records: list[tuple[LogRecord, str]] = field(default_factory=list)  # the same, decoded, with digests
+    records: list[tuple[LogRecord, str]] = field(default_factory=list)  # of `log`, decoded, with digests
     fragments: dict[str, set[int]] = field(default_factory=dict)  # attempt -> its fragments
     described: set[str] = field(default_factory=set)
-    written_s: dict[str, float] = field(default_factory=dict)  # directory -> when its newest object was put
+    written_s: dict[str, float] = field(default_factory=dict)  # directory -> time of its newest object
     uploads: dict[str, Upload] = field(default_factory=dict)  # unfinished ones, by id
     num_uploads: int = 0
     is_away: bool = False
 
     def create(self, record: LogRecord) -> tuple[Literal["ok", "exists"], bool]:
-        """The store's answer, and whether the record is a new fact."""
+        """Create a record; return the store's answer, and True if the record is new."""
         data = encode_record(record)
         is_new = record_file(record.seq) not in self.log.objects
         outcome = create_record(self.log, record.seq, data)
@@ -118,14 +118,14 @@ class Storage:
         return ("ok" if outcome is CreateResult.OK else "exists"), False
 
     def opened(self, *, run_name: str, fresh_uid: str) -> LogOpened:
-        """What a coordinator reads."""
+        """Return the log as a coordinator reads it."""
         if not self.log.list(SNAPSHOT_PREFIX):
             return LogOpened(records=tuple(self.records), run_name=run_name, fresh_uid=fresh_uid)
         history, records = read_run(self.log)
         return LogOpened(records=records, history=history, run_name=run_name, fresh_uid=fresh_uid)
 
     def holds(self, checkpoint: CheckpointInfo) -> bool:
-        """All of it is here, and says so."""
+        """Return True if all fragments and the description are here."""
         name = checkpoint.id.attempt
         return name in self.described and self.fragments.get(name) == set(range(checkpoint.num_nodes))
 
@@ -138,7 +138,7 @@ class Storage:
         self.written_s[checkpoint.directory] = now_s
 
     def leave_upload(self, attempt: AttemptId, index: int, now_s: float) -> None:
-        """An agent has died in the middle of it; nobody knows its id any more."""
+        """Leave the upload of an agent that has died; nobody else knows the upload's id."""
         self.num_uploads += 1
         self.uploads[f"upload-{self.num_uploads}"] = Upload(attempt.directory, index, now_s)
 

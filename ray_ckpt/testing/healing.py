@@ -1,0 +1,172 @@
+"""Healing after a schedule: faults are over, a last group trains, and nothing may be left over (P7, P8)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ray_ckpt.errors import RestoreError
+from ray_ckpt.testing.oracle import DAY_S, Violation, must
+from ray_ckpt.testing.parts import Launcher
+from ray_ckpt.types import Level
+
+if TYPE_CHECKING:
+    from ray_ckpt.testing.schedules import Schedule
+
+HOME = "east"  # the cluster of the last group
+LONG_S = 70.0  # beyond all time-outs of a save
+A_DAY_S = DAY_S + 3_600.0  # beyond the age of an orphan, and the time until the next listing
+ROUNDS = 60  # of delivering everything and waiting; a world that needs more does not come to rest
+DAYS_TO_SWEEP = 3  # until an orphan is old, listed, and deleted
+MAX_TIDYING = 4  # groups, after which every orphan has had a group that deletes it
+MAX_DELIVERIES = 4_000  # in a round
+
+
+class Healing:
+    """The end of a schedule: one driver opens the run, everything works, and leftovers are deleted."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._world = schedule.world
+
+    def heal(self) -> None:
+        """End all faults, train once more, and check that the run comes to its end."""
+        self._schedule.faults = 0.0
+        world = self._world
+        world.storage.is_away = False
+        world.silent.clear()
+        for process in world.coordinators.values():
+            world.thaw(process.name)
+        for node in world.nodes.values():
+            node.is_draining = False
+        for _ in range(4):
+            for service in self._schedule.launchers:
+                if world.process_of(service) is None:
+                    world.start_coordinator(service)
+            self._rest(LONG_S)
+            for process in list(world.coordinators.values()):
+                if process.is_up and process.takes_over and process.machine.is_open:
+                    world.take_over(process.name, frozenset())
+            self._rest(LONG_S)
+        self._check_zombies()
+        for name in list(world.launchers):
+            world.kill_launcher(name)
+        last = world.launchers["last"] = Launcher("last", HOME)
+        attempt = self._train(last)
+        world.finish(last.name)
+        for _ in range(ROUNDS):
+            self._rest(LONG_S)
+            if last.finished:
+                break
+        self._check_end(last, attempt)
+
+    def _check_zombies(self) -> None:
+        """Check that a group that has lost the run ends with its next save."""
+        world = self._world
+        for _, group, member in world.members():
+            member.saved = len(group.steps)  # a save is whole only if all members make it
+        for _, group, member in world.members():
+            if world.can_save(group, member):
+                world.save(group, member, 1)
+        self._rest(LONG_S)
+        for launcher, group, member in world.members():
+            is_whole = all(x.state == "training" and world.nodes[x.node].agent for x in group.members)
+            if is_whole and member.plan is not None and world.oracle.is_over(member.plan):
+                raise Violation(f"P7: {launcher.name} trains on {member.node} in an ended session")
+
+    def _train(self, launcher: Launcher) -> str:
+        """Let a group open and save twice; return the attempt of its last save."""
+        world = self._world
+        for _ in range(ROUNDS):
+            members = launcher.group.members if launcher.group is not None else []
+            if launcher.state == "done":
+                break
+            if members and all(member.state == "training" for member in members):
+                return self._save_twice(launcher)
+            if launcher.state == "idle" or any(member.state == "ended" for member in members):
+                errors = (launcher.error, *(member.error for member in members))
+                if any(isinstance(error, RestoreError) for error in errors):
+                    launcher.resume = "never"  # no intact checkpoint is left
+                world.launch(launcher.name, 2)
+            for member in members:
+                if member.state == "waiting":
+                    world.read_state(member, launcher.name)
+            self._rest(2.0)
+        raise Violation(f"P7: nobody trains: {launcher.state}, {launcher.error!r}")
+
+    def _save_twice(self, launcher: Launcher) -> str:
+        group = launcher.group
+        assert group is not None
+        for _ in range(2):
+            for member in group.members:
+                self._world.save(group, member, 1)
+            self._rest()
+        return next(reversed(self._world.oracle.plans))
+
+    def _check_end(self, launcher: Launcher, attempt: str) -> None:
+        world, history = self._world, self._world.oracle.history
+        known = history.checkpoints.get(attempt)
+        must(launcher.finished, "P7", f"the run does not finish: {launcher.error}")
+        must(known is not None, "P7", "the last save is not in the log")
+        assert known is not None
+        must(known.level is Level.DURABLE, "P7", f"the last save is {known.level.label}")
+        for _ in range(6):
+            self._rest(LONG_S)
+        left = [c.step for c in history.checkpoints.values() if c.state == "retired"]
+        must(not left, "P8", f"steps {left} are retired and never collected")
+        for _ in range(MAX_TIDYING):
+            if not (orphans := self._orphans()):
+                break
+            world.kill_ranks(launcher.name)  # the next group deletes what the last one had to leave
+            self._train(launcher)
+            self._rest(LONG_S)
+        must(not orphans, "P8", f"folders stay on nodes: {orphans}")
+        self._check_remote()
+        self._check_put_away(launcher)
+        world.oracle.check_log(world)
+
+    def _check_put_away(self, launcher: Launcher) -> None:
+        """Check that nodes keep nothing of a finished run but its only copies and what options keep."""
+        world = self._world
+        world.finish(launcher.name, ends_group=True)
+        for _ in range(ROUNDS):
+            self._rest(LONG_S)
+            if world.process_of(HOME) is None:
+                break
+        must(world.process_of(HOME) is None, "P8", "a finished run is not put away")
+        only = {c.directory for c in world.oracle.history.live() if c.level < Level.DURABLE}
+        nodes = [world.nodes[name] for name in sorted(world.live(HOME))]
+        left = {directory for node in nodes for directory in node.disk.folders}
+        if not world.options.keep_local_at_end:
+            must(left <= only, "P8", f"a finished run leaves folders on nodes: {left}")
+
+    def _check_remote(self) -> None:
+        """Check that orphans on the storage path go in a day, and files of another log stay."""
+        world = self._world
+        world.upload_late(self._schedule.unknown_attempt())
+        for _ in range(DAYS_TO_SWEEP):
+            self._rest(A_DAY_S)
+        self._rest()
+        storage = world.storage
+        must(not storage.uploads, "P8", f"uploads stay unfinished: {storage.uploads}")
+        orphans = world.oracle.orphans(world)
+        must(not orphans, "P8", f"orphans stay on the storage path: {orphans}")
+        must(self._schedule.foreign.directory in storage.written_s, "P5", "files of another log are gone")
+
+    def _orphans(self) -> list[tuple[str, str]]:
+        """Return the folders on live nodes that belong to no live checkpoint."""
+        live = {c.directory for c in self._world.oracle.history.live()}
+        nodes = [self._world.nodes[name] for name in sorted(self._world.live(HOME))]
+        return [(node.name, d) for node in nodes for d in node.disk.folders if d not in live]
+
+    def _rest(self, seconds: float = 0.0) -> None:
+        """Deliver everything, then let time pass."""
+        world = self._world
+        for _ in range(MAX_DELIVERIES):
+            index = next((i for i, message in enumerate(world.wire) if world.can_deliver(message)), None)
+            if index is None:
+                break
+            world.deliver(index)
+        else:
+            must(False, "P7", f"the world does not come to rest: {world.wire[:4]}")
+        world.wait(seconds)
+        self._schedule.tick_all()
