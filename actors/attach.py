@@ -1,7 +1,7 @@
-"""A process outside of the cluster, such as the command line, and the service of a cluster.
+"""Attach a process outside of the cluster, such as the command line, to the service of a cluster.
 
-Each wait has a limit. Ray itself waits for minutes for a cluster that is not there and ends the process then,
-so its address is tried first.
+Each wait has a limit. Ray itself waits minutes for a missing cluster and then ends the process, so the
+address is tried first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ray_ckpt.actors.messages import ServiceView
 from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
 
 CONNECT_S = 5.0  # until the cluster's port answers
-HELLO_S = 10.0  # until what listens there says that it is Ray
-ANSWER_S = 60.0  # of the coordinator, which may be looking for agents that do not answer
-END_S = 30.0  # for agents to end by themselves, and for Ray to take note of the end of an actor
-LOOK_S = 0.2  # between looks at that
+HELLO_S = 10.0  # until that process has answered as Ray does
+ANSWER_S = 60.0  # for the coordinator, which may be looking for agents that do not answer
+END_S = 30.0  # for agents to exit, and for Ray to notice the end of an actor
+POLL_S = 0.2  # between checks of that
 
 _SERVICE = re.compile(r"coordinator-v(\d+)")
 _TOKEN_HINT = (
@@ -39,18 +39,18 @@ _TOKEN_HINT = (
 
 @contextlib.contextmanager
 def attached(address: str | None = None) -> Iterator[str]:
-    """This process is a driver of the cluster at `address`, or of the one that is found; as it was, if it is
-    one already. Gives the cluster's address. ConfigError if there is no cluster, Unavailable if it does not
-    answer.
+    """Make this process a driver of the cluster at `address`, or of the one that is found.
 
-    Meanwhile stdout goes to stderr: Ray prints there whenever a process of the cluster dies.
+    Yields the cluster's address. A process that is a driver already stays one. ConfigError if there is no
+    cluster, Unavailable if it does not answer. Meanwhile stdout goes to stderr, since Ray prints there
+    whenever a process of the cluster dies.
     """
     with contextlib.redirect_stdout(sys.stderr), _driver(address) as where:
         yield where
 
 
 def is_named(address: str | None) -> bool:
-    """Whether somebody has said which cluster it is, by `address` or RAY_ADDRESS; else one is looked for."""
+    """Return whether `address` or RAY_ADDRESS names the cluster; otherwise one is looked for."""
     return any(name not in (None, "", "auto") for name in (address, os.environ.get("RAY_ADDRESS")))
 
 
@@ -68,7 +68,7 @@ def _driver(address: str | None) -> Iterator[str]:
     _check_answers(where)
     try:
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
-    except (Exception, SystemExit) as error:  # it ends the process if it cannot get what it needs
+    except (Exception, SystemExit) as error:  # Ray ends the process if it cannot connect
         raise Unavailable(
             f"Ray does not connect to the cluster at {where}: {error}",
             hint="Run it on a node of the cluster, with the cluster's versions of Ray and Python.",
@@ -80,8 +80,8 @@ def _driver(address: str | None) -> Iterator[str]:
 
 
 def _check_answers(where: str) -> None:
-    """A Ray cluster listens there. ConfigError, Unavailable."""
-    hint = "Is it running? `ray status` tells. --address HOST:PORT and RAY_ADDRESS name one."
+    """Check that a Ray cluster listens at an address. ConfigError, Unavailable."""
+    hint = "Check with `ray status` that it runs. Name another one with --address HOST:PORT or RAY_ADDRESS."
     host, _, port = where.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"{where!r} is no address of a Ray cluster.", hint="Give HOST:PORT.")
@@ -90,7 +90,7 @@ def _check_answers(where: str) -> None:
     except (OSError, OverflowError) as error:
         raise Unavailable(f"No Ray cluster answers at {where}: {error}.", hint=hint) from None
     try:
-        _log_connected(where, host.strip("[]"))
+        _check_is_ray(where, host.strip("[]"))
     except PermissionError as error:
         raise Unavailable(f"The Ray cluster at {where} wants its token: {error}.", hint=_TOKEN_HINT) from None
     except ConnectionError as error:
@@ -98,8 +98,8 @@ def _check_answers(where: str) -> None:
         raise Unavailable(message, hint=hint) from None
 
 
-def _log_connected(where: str, host: str) -> None:
-    """PermissionError, ConnectionError. The token of this user goes to a cluster of this machine unasked."""
+def _check_is_ray(where: str, host: str) -> None:
+    """Raise PermissionError or ConnectionError. A cluster on this machine gets the token of this user."""
     try:
         ray_state.check_answers(where, HELLO_S)
     except PermissionError:
@@ -109,7 +109,7 @@ def _log_connected(where: str, host: str) -> None:
 
 
 def _is_here(host: str) -> bool:
-    """Whether `host` is an address of this machine: somebody can listen there."""
+    """Return whether `host` is an address of this machine, where a process can listen."""
     try:
         socket.create_server((host, 0)).close()
     except OSError:
@@ -118,7 +118,7 @@ def _is_here(host: str) -> bool:
 
 
 def find_service() -> Any | None:
-    """The coordinator of this cluster's service, None if there is none.
+    """Return the coordinator of this cluster's service, or None if there is none.
 
     ServiceError if there is one of another protocol version.
     """
@@ -129,7 +129,7 @@ def find_service() -> Any | None:
 
 
 def check_versions(actors: Iterable[str]) -> None:
-    """ServiceError if among the names of `actors` are services, and none of this protocol version."""
+    """Raise ServiceError if the names of `actors` include services, but none of this protocol version."""
     found = {int(service[1]) for name in actors if (service := _SERVICE.fullmatch(name))}
     if found and names.PROTOCOL_VERSION not in found:
         spoken = ", ".join(map(str, sorted(found)))
@@ -140,16 +140,16 @@ def check_versions(actors: Iterable[str]) -> None:
 
 
 def overview(service: Any) -> ServiceView:
-    """What the service tells of itself. Unavailable."""
+    """Return the view of the service. Unavailable."""
     view: ServiceView = get_result(service.overview.remote(), ANSWER_S)
     return view
 
 
 def stop(service: Any, *, force: bool) -> ServiceView:
-    """End the agents, then the coordinator. Returns what there was.
+    """End the agents, then the coordinator. Return the view from before.
 
-    ServiceError, and nothing has changed, if it is in use, unless `force`. Agents that do not end in END_S
-    are ended by Ray; what they were writing is left unfinished, as after a crash.
+    ServiceError, and nothing has changed, if the service is in use, unless `force`. Agents that do not exit
+    in END_S are killed by Ray; their unfinished files are left as after a crash.
     """
     view: ServiceView = get_result(service.shut_down.remote(force), ANSWER_S)
     agents = _wait_gone(names.AGENT_PREFIX)
@@ -163,16 +163,16 @@ def stop(service: Any, *, force: bool) -> ServiceView:
 
 
 def _wait_gone(prefix: str) -> tuple[str, ...]:
-    """Actors of such names that are still there after END_S."""
+    """Return the actors with such names that are left after END_S."""
     until_s = time.monotonic() + END_S
     while True:
         found = tuple(sorted(name for name in _actor_names() if name.startswith(prefix)))
         if not found or time.monotonic() > until_s:
             return found
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def _actor_names() -> tuple[str, ...]:
-    """Of the service's actors, of all versions."""
+    """Return the names of the service's actors, of all versions."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return tuple(actor["name"] for actor in actors if actor["namespace"] == names.NAMESPACE)

@@ -1,4 +1,4 @@
-"""The composition root: find or start the service, open a run, and link a rank to its agent."""
+"""Find or start the service, open a run, and link a rank to the agent of its node."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _signal: TermSignal | None = None  # of this process's connection
 
 OPEN_S = 300.0  # starting agents on all nodes of a cold cluster
 CALL_S = 120.0
-AWAITED_S = 5.0  # for words about ranks that are missing: nobody waits longer for words
+AWAITED_S = 5.0  # for the missing ranks, which only an error message names
 OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
 
 
 def coordinator() -> Any:
-    """The service's coordinator, started on the head node if there is none."""
+    """Return the service's coordinator, started on the head node if there is none."""
     options: dict[str, Any] = {
         "name": names.COORDINATOR,
         "namespace": names.NAMESPACE,
@@ -66,7 +66,7 @@ def coordinator() -> Any:
 
 
 def get_result(call: Any, timeout_s: float | None) -> Any:
-    """The answer of an actor; its own CheckpointError as it was, anything else as Unavailable."""
+    """Wait for a call to an actor. Its CheckpointError is raised as it is, any other error as Unavailable."""
     try:
         return ray.get(call, timeout=timeout_s)
     except ray.exceptions.RayTaskError as error:
@@ -76,9 +76,9 @@ def get_result(call: Any, timeout_s: float | None) -> Any:
 
 
 def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -> RunSpec:
-    """Open a run for a launcher: its log, an agent on each node, every path checked.
+    """Open a run for a launcher: open its log, start an agent on each node, check every path.
 
-    ConfigError says what is wrong; RunInUse and RunSuperseded, that somebody else has the run.
+    ConfigError if a path or an option is wrong; RunInUse or RunSuperseded if another launcher has the run.
     """
     check_run_name(name)
     location = Location.parse(storage_path)
@@ -90,7 +90,7 @@ def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -
 
 
 def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
-    """Begin a group whose rank k runs on `nodes[k]`: its checkpoint is chosen, its session logged."""
+    """Begin a group whose rank k runs on `nodes[k]`: choose its checkpoint, log its session."""
     group = group_nodes(nodes)
     for attempt in range(OPEN_TRIES):
         try:
@@ -109,7 +109,7 @@ def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
 
 
 def finish_run(spec: RunSpec, *, has_failed: bool = False) -> CheckpointInfo | None:
-    """The run is over, or given up: wait until its last checkpoint is on the storage path."""
+    """End the run, or give it up; wait until its last checkpoint is on the storage path, and return it."""
     timeout_s = spec.options.finish_timeout_s
     finished = coordinator().finish.remote(spec.key, timeout_s, has_failed)
     newest: CheckpointInfo | None = get_result(finished, timeout_s + CALL_S)
@@ -117,50 +117,50 @@ def finish_run(spec: RunSpec, *, has_failed: bool = False) -> CheckpointInfo | N
 
 
 def exposure(*, run: str, storage_path: str) -> tuple[Exposure, ...]:
-    """What the death of each node of the run's group would cost right now. Unavailable if it is not open."""
+    """Return the loss if a node died now, for each node of the run's group. Unavailable if it is not open."""
     key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
     found: tuple[Exposure, ...] = get_result(coordinator().exposure.remote(key), CALL_S)
     return found
 
 
 def pin(*, run: str, storage_path: str, step: int, owner: str, expires_in_s: float | None = None) -> None:
-    """Keep a checkpoint whatever retention says, until it expires or is unpinned.
+    """Keep a checkpoint, whatever the retention policy is, until the pin expires or is removed.
 
     ConfigError if the run has no live checkpoint of that step, Unavailable if the service has not opened it.
     """
-    _of_checkpoint("pin", run, storage_path, step, owner, expires_in_s)
+    _call_for_checkpoint("pin", run, storage_path, step, owner, expires_in_s)
 
 
 def unpin(*, run: str, storage_path: str, step: int, owner: str) -> None:
-    """End what `pin` began."""
-    _of_checkpoint("unpin", run, storage_path, step, owner)
+    """Remove a pin."""
+    _call_for_checkpoint("unpin", run, storage_path, step, owner)
 
 
 def annotate(*, run: str, storage_path: str, step: int, metrics: Mapping[str, float]) -> None:
-    """Add metrics to the checkpoint of a step, such as a validation's; of one name the later value counts.
+    """Add metrics to the checkpoint of a step, such as a validation's; a later value of a name replaces it.
 
-    The newest live checkpoint of that step on the lineage is meant; a save of it that is on its way is waited
-    for. ConfigError if there is none, if a value is no number, or beyond MAX_METRICS names; Unavailable if
-    that save fails, or the service has not opened the run.
+    The checkpoint is the newest live one of that step on the lineage; a save of it in progress is waited for.
+    ConfigError if there is none, if a value is no number, or beyond MAX_METRICS names; Unavailable if that
+    save fails, or the service has not opened the run.
     """
-    _of_checkpoint("annotate", run, storage_path, step, _numbers(metrics))
+    _call_for_checkpoint("annotate", run, storage_path, step, _numbers(metrics))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as the log takes them; names are cut as those of a save are."""
+    """Return metrics for the log; names are cut as those of a save are."""
     try:
         return {str(name)[:MAX_METRIC_NAME]: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(f"A metric is not a number: {error}.", hint="Use float(...) of it.") from error
 
 
-def _of_checkpoint(method: str, run: str, storage_path: str, step: int, *args: Any) -> None:
+def _call_for_checkpoint(method: str, run: str, storage_path: str, step: int, *args: Any) -> None:
     key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
     get_result(getattr(coordinator(), method).remote(key, step, *args), CALL_S)
 
 
-def _own_errors(call: Any) -> Future[Any]:
-    """The answer of an actor to come, with errors as `get_result` raises them."""
+def _future_of(call: Any) -> Future[Any]:
+    """Return the future of a call to an actor, with errors as `get_result` raises them."""
     answer: Future[Any] = Future()
 
     def pass_on(done: Future[Any]) -> None:
@@ -176,7 +176,7 @@ def _own_errors(call: Any) -> Future[Any]:
 
 
 def _can_open(path: str) -> bool:
-    """Whether this process may open memory of its agent, which is below /proc."""
+    """Return whether this process may open memory of its agent, which is below /proc."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
@@ -202,8 +202,8 @@ class RayLink:
         self._uid, self._rank, self._node = joined.run_uid, rank, node
         self._origin = joined.origin
         self._handle: Any = None
-        self._answer: Any = None  # to a progress that was sent
-        self._missing = ""  # what the last answer has said
+        self._answer: Any = None  # to an earlier progress report
+        self._missing = ""  # on the storage path, by the last answer
 
     @property
     def _agent(self) -> Any:
@@ -223,14 +223,14 @@ class RayLink:
         return None if self._origin is None else self._origin.ticket(session, epoch)
 
     def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
-        return _own_errors(self._agent.report_restored.remote(self._uid, session, report))
+        return _future_of(self._agent.report_restored.remote(self._uid, session, report))
 
     def awaited(self) -> tuple[Awaited, ...]:
         found: tuple[Awaited, ...] = get_result(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
         return found
 
     def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
-        return _own_errors(self._agent.await_barrier.remote(self._uid, session, self._rank, number))
+        return _future_of(self._agent.await_barrier.remote(self._uid, session, self._rank, number))
 
     def fetch(
         self, session: int, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
@@ -241,7 +241,7 @@ class RayLink:
         return shared
 
     def reserve(self, size_bytes: int) -> None:
-        named = not _can_open(self.signal_page())  # the agent's memory is reached by a file in /dev/shm then
+        named = not _can_open(self.signal_page())  # if not, memory is shared by files in /dev/shm
         get_result(self._agent.reserve.remote(self._uid, self._rank, size_bytes, named), CALL_S)
 
     def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
@@ -267,7 +267,7 @@ class RayLink:
             self._agent.skip.remote(self._uid, attempt, self._rank, reason)
 
     def progress(self, session: int, progress: RankProgress) -> None:
-        """Send it, and log what the answer to an earlier one says of the storage path."""
+        """Send progress, and log what is missing on the storage path by the answer to an earlier report."""
         with contextlib.suppress(Unavailable, ray.exceptions.RayError):
             if self._answer is None:
                 self._answer = self._agent.report_progress.remote(self._uid, session, self._rank, progress)
@@ -309,19 +309,19 @@ def connect(
 ) -> None:
     """Connect this process to a run without Ray Train; every rank of the group calls it, from a Ray worker.
 
-    Rank 0 opens the run and the group, so it needs to know where the others are: with `world_size > 1`
-    torch.distributed must be initialised. Afterwards build Checkpointers as usual. A process that alone holds
-    all state that is to be saved (rank 0 of replicas) connects by itself, as rank 0 of 1.
+    Rank 0 opens the run and the group with the nodes of all ranks: with `world_size > 1` torch.distributed
+    must be initialised. Afterwards build Checkpointers as usual. A process that alone holds all state that is
+    to be saved (rank 0 of replicas) connects by itself, as rank 0 of 1.
 
     `parts` are several worker groups that commit one checkpoint together, such as an actor and a critic: the
-    number of ranks of each by name, the same everywhere; `part` is the one that this process is of. `rank`,
-    `world_size` and torch.distributed are those of the part then. All parts save the same steps, under items
-    of different names. Waits until the others have come, at most PARTS_WAIT_S.
+    number of ranks of each by name, the same in all processes; `part` is the part of this process. `rank`,
+    `world_size` and torch.distributed are then those of the part. All parts save the same steps, under items
+    of different names. Waits for the other parts at most PARTS_WAIT_S.
     """
     run_options = RunOptions.parse(**{"ray_report": False, **options})
     group = _parts_of(part, parts, world_size)
     nodes = _nodes_of(rank, world_size)
-    joined = _first_opens(
+    joined = _open_on_first(
         rank, world_size, partial(_open, run, storage_path, run_options, nodes, part, group)
     )
     first = ranks_of(group, part, world_size).start
@@ -329,12 +329,12 @@ def connect(
     known = get_connection().link
     if known is not None and known.identity.run_uid != link.identity.run_uid and link.identity.rank == 0:
         log.warning(
-            "this process was connected to run %s, now to %s; its Checkpointers of before save to the former",
+            "this process was connected to run %s, now to %s; earlier Checkpointers still save to the former",
             known.identity.run_name,
             link.identity.run_name,
         )
     set_connection(Connection(link=link))
-    _heed_signals(link)
+    _watch_signals(link)
 
 
 def _parts_of(part: str, parts: Mapping[str, int] | None, world_size: int) -> tuple[GroupPart, ...]:
@@ -343,8 +343,8 @@ def _parts_of(part: str, parts: Mapping[str, int] | None, world_size: int) -> tu
     if parts.get(part) != world_size or not all(name.isidentifier() for name in parts):
         named = ", ".join(f"{name} with {size}" for name, size in parts.items()) or "none"
         raise ConfigError(
-            f"This process is of part {part!r} with {world_size} ranks, and the parts are {named}.",
-            hint="Give all processes the same parts, names with their numbers of ranks, and each its own.",
+            f"This process is in part {part!r} with {world_size} ranks, and the parts are {named}.",
+            hint="Give all processes the same `parts`, names with numbers of ranks, and each its `part`.",
         )
     return tuple(GroupPart(name=name, world_size=size) for name, size in parts.items())
 
@@ -367,7 +367,7 @@ def _open(
 
 
 def _nodes_of(rank: int, world_size: int) -> list[str]:
-    """The node of each rank, on all of them."""
+    """Return the node of each rank; all ranks call this."""
     node = ray.get_runtime_context().get_node_id()
     if world_size == 1:
         return [node]
@@ -375,7 +375,7 @@ def _nodes_of(rank: int, world_size: int) -> list[str]:
 
     if not dist.is_initialized() or dist.get_world_size() != world_size or dist.get_rank() != rank:
         raise ServiceError(
-            f"rank {rank} of {world_size} is not what torch.distributed says.",
+            f"rank {rank} of {world_size} is not the rank in torch.distributed.",
             hint="Call torch.distributed.init_process_group() before ray_ckpt.connect().",
         )
     nodes: list[Any] = [None] * world_size
@@ -383,15 +383,15 @@ def _nodes_of(rank: int, world_size: int) -> list[str]:
     return nodes
 
 
-def _first_opens(rank: int, world_size: int, opens: Callable[[], Joined]) -> Joined:
-    """What rank 0 gets, on all ranks; its CheckpointError likewise."""
+def _open_on_first(rank: int, world_size: int, opens: Callable[[], Joined]) -> Joined:
+    """Call `opens` on rank 0, and return its result, or raise its error, on all ranks."""
     answer: list[Any] = [None]
     if rank == 0:
         try:
             answer = [opens()]
         except CheckpointError as error:
             answer = [error]
-        except Exception as error:  # the others wait for an answer, whatever happened
+        except Exception as error:  # whatever it was, the other ranks wait for an answer
             answer = [ServiceError(f"The group could not be opened: {error}")]
     if world_size > 1:
         import torch.distributed as dist
@@ -403,8 +403,8 @@ def _first_opens(rank: int, world_size: int, opens: Callable[[], Joined]) -> Joi
     return joined
 
 
-def _heed_signals(link: RayLink) -> None:
-    """SIGTERM has all ranks save before this process ends."""
+def _watch_signals(link: RayLink) -> None:
+    """On SIGTERM, have all ranks save before this process ends."""
     global _signal
     if _signal is not None:
         _signal.uninstall()

@@ -1,4 +1,4 @@
-"""A run that a service has open, as another process reads what its nodes hold, and its recovery drills."""
+"""Read the copies that the nodes of a live run hold, and run recovery drills on them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ MAX_TEXT = 2000  # characters of a result in the log: some problems; the report 
 
 
 class LiveRun:
-    """A run of the service of this process's cluster; `key` is `<storage_path>/<run>`.
+    """A run that the service of this process's cluster has open; `key` is `<storage_path>/<run>`.
 
-    It is read at no more than `max_bytes_per_s`, all streams together; None: as fast as it can.
-
-    ConfigError if the cluster has no service, Unavailable if that has not opened the run.
+    Files are read at no more than `max_bytes_per_s`, all streams together; None: without a limit.
+    ConfigError if the cluster has no service, Unavailable if the service has not opened the run.
     """
 
     def __init__(self, key: str, *, max_bytes_per_s: float | None = None) -> None:
@@ -41,10 +40,10 @@ class LiveRun:
         return self._reach_of(self.sources)
 
     def again(self, known: LiveCheckpoint) -> tuple[LiveCheckpoint, Coverage] | None:
-        """What there is of a live checkpoint by now, and how to read it; None once it is retired."""
+        """Return the present state of a live checkpoint, and how to read it; None once it is retired."""
         try:
             sources = self._ask()
-        except CheckpointError:  # what was found stands, if nobody can say more
+        except CheckpointError:  # what is known already stands
             return known, self.reach
         found = (c for c in sources.live if c.checkpoint.id == known.checkpoint.id)
         return next(((c, self._reach_of(sources)) for c in found), None)
@@ -63,30 +62,30 @@ class LiveRun:
 
 
 class RunDrills(LiveRun):
-    """Its recovery drills."""
+    """A live run, with recovery drills."""
 
     def __init__(self, key: str, *, max_bytes_per_s: float | None = None) -> None:
         super().__init__(key, max_bytes_per_s=max_bytes_per_s)
-        self.unrecorded: list[str] = []  # results that did not come into the log, and why
+        self.unrecorded: list[str] = []  # results that are not in the log, and why
         self._is_silent = False
 
     def drill(
         self, scenario: Scenario, *, step: int | None = None, progress: ProgressCallback | None = None
     ) -> DrillReport:
-        """Rehearse a loss for all live checkpoints, or those of one step, and note the results in the log."""
+        """Drill a loss for all live checkpoints, or those of one step, and log the results."""
         return drill(
             self.sources.live,
             scenario,
             self.reach,
             step=step,
-            last_step=self.sources.last_step or None,  # 0: no rank has told of one
+            last_step=self.sources.last_step or None,  # 0: no rank has reported one
             again=self.again,
             record=lambda result: self._record(scenario, result),
             progress=progress,
         )
 
     def _record(self, scenario: Scenario, result: CheckpointDrill) -> None:
-        """Once the log does not answer, nothing more is told to it: each would wait as long."""
+        """Record a result, unless the log was silent before: each further one would wait as long."""
         if self._is_silent:
             return
         drilled = Drilled(
@@ -99,6 +98,6 @@ class RunDrills(LiveRun):
         )
         try:
             get_result(self._service.record_drill.remote(self._key, drilled), CALL_S)
-        except CheckpointError as error:  # such as a log that does not answer: what was read counts
+        except CheckpointError as error:  # the drill itself has been done
             self._is_silent = isinstance(error, Unavailable)
             self.unrecorded.append(f"step {result.checkpoint.step}: {error}")

@@ -1,4 +1,4 @@
-"""Control messages between ranks, agents and the coordinator. Small; tensors never travel here."""
+"""Control messages between ranks, agents and the coordinator. They are small; none has tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ray_ckpt.types import CheckpointInfo, Exposure, GroupPart, RankRestore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """What a run is: its name, where its log lives, and how it is protected."""
+    """The definition of a run: its name, its storage path, its options."""
 
     name: str
     storage_path: str
@@ -42,7 +42,7 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRun:
-    """The coordinator to an agent: this run is open now."""
+    """Order of the coordinator to an agent: open a run."""
 
     spec: RunSpec
     run_uid: str
@@ -52,7 +52,7 @@ class OpenRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutAwayRun:
-    """The coordinator to an agent, which may not know the run: it has finished, forget it but for `kept`."""
+    """Order of the coordinator to an agent, with or without the run: delete a finished run except `kept`."""
 
     spec: RunSpec
     run_uid: str
@@ -62,7 +62,7 @@ class PutAwayRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceCard:
-    """An agent to a restarted coordinator: whose it is, and its runs that are open or to be put away."""
+    """Report of an agent to a restarted coordinator: its service, runs that are open or to be put away."""
 
     keys: ServiceKeys
     service: str
@@ -71,7 +71,7 @@ class ServiceCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentCard:
-    """An agent about itself."""
+    """An agent's address and staging folders."""
 
     node_id: str
     endpoint: str
@@ -80,17 +80,17 @@ class AgentCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """An agent to a restarted coordinator: a run that is open here, and the group that is at work."""
+    """A run in a ServiceCard, and the group that is at work."""
 
     spec: RunSpec
     run_uid: str
     plan: SessionPlan | None
-    epoch: int  # the highest that has spoken there
+    epoch: int  # the highest that the agent has had an order of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStart:
-    """The coordinator to the agents of a group: the plan, and how to reach its nodes."""
+    """Order of the coordinator to the agents of a group: the plan, and the addresses of its nodes."""
 
     plan: SessionPlan
     spec: RunSpec
@@ -100,37 +100,37 @@ class SessionStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """What a rank needs to know to link up with its agent."""
+    """Answer to a rank that joins: the run, and the nodes whose agents serve the ranks."""
 
     run_uid: str
     spec: RunSpec
     world_size: int
     nodes: Mapping[int, str]  # rank -> node id
     parts: tuple[GroupPart, ...] = ()  # of the group, in the order of their ranks; () if it is one
-    origin: Origin | None = None  # what it begins with, if the run has no checkpoint
+    origin: Origin | None = None  # checkpoint of another run to begin with, if this one has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """For people and tests: what the coordinator knows of a run."""
+    """State of a run, for the command line and tests."""
 
     run_uid: str
     records: tuple[LogRecord, ...]
     newest: CheckpointInfo | None
     holders: Mapping[str, Mapping[int, tuple[str, ...]]]
     nodes: tuple[SessionNode, ...]  # of the current group
-    restores: tuple[RankRestore, ...]  # how the current group got its state
+    restores: tuple[RankRestore, ...]  # of the current group
     agents: tuple[AgentCard, ...] = field(default_factory=tuple)
-    exposure: tuple[Exposure, ...] = ()  # what the death of each node of the group would cost now
+    exposure: tuple[Exposure, ...] = ()  # loss if a node of the group died now, for each node
     copies_missing: int = 0  # fragment copies that repair has yet to make
 
 
-# What people see of a service. Ages are seconds by the coordinator's clock when it was asked.
+# Views of a service. Ages are seconds by the coordinator's clock at the time of the call.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestView:
-    """The newest checkpoint of the lineage that has reached `level`, and how far training is beyond it."""
+    """The newest checkpoint of the lineage that has reached `level`, and the steps since."""
 
     level: str
     step: int
@@ -150,7 +150,7 @@ class DiskView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """A node that has to do with a run: ranks of its group run there, or copies are there."""
+    """A node with ranks of a run's group, or with copies of its checkpoints."""
 
     node_id: str
     ranks: tuple[int, ...]
@@ -183,28 +183,28 @@ class RunView:
     owner: str  # the launcher of its group, "" without one
     session: int | None
     world_size: int
-    step: int  # the last that a rank has told of
-    step_s: float  # that a step takes, of late; 0: not known
-    interval_s: float  # between saves, as they are due now; 0: not known
-    newest: tuple[NewestView, ...]  # by level, lowest first; without what nothing has reached
+    step: int  # the last that a rank has reported
+    step_s: float  # time of a recent step; 0: not known
+    interval_s: float  # between saves, at present; 0: not known
+    newest: tuple[NewestView, ...]  # by level, lowest first; levels that none has reached are left out
     nodes: tuple[NodeView, ...]
     saves: tuple[SaveUnderway, ...]
     drains: tuple[DrainUnderway, ...]
-    sent_bytes: Mapping[str, int]  # by drains, of the fragments that are on their way; by attempt
+    sent_bytes: Mapping[str, int]  # of unfinished uploads, by attempt
     copies_missing: int
     records_waiting: int  # for the log
     live: int  # checkpoints
     in_cluster_only: tuple[int, ...]  # steps of live checkpoints that are not on the storage path
-    needed_in_cluster: tuple[int, ...]  # of these: newer than what is there, pinned, or on the way there
+    needed_in_cluster: tuple[int, ...]  # of these: newer than any there, pinned, or being uploaded
     warning: str  # the last one, "" if there was none
     warning_age_s: float | None
-    is_put_away: bool = False  # it has finished, and this service has given up what it had of it
-    awaited: tuple[Awaited, ...] = ()  # ranks that others wait for, to restore, save or report
+    is_put_away: bool = False  # it has finished, and its files on the nodes are deleted
+    awaited: tuple[Awaited, ...] = ()  # ranks that others wait for, to restore, save or report progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainingView:
-    """A node that is about to go, by the word of a cloud's service or of a signal."""
+    """A node that is about to go, as a cloud's service or a signal announces."""
 
     node_id: str
     source: str
@@ -213,7 +213,7 @@ class DrainingView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceView:
-    """The service of a cluster, for people: plain values, no secrets."""
+    """The service of a cluster: plain values, no secrets."""
 
     version: str  # of ray_ckpt, where the coordinator runs
     protocol: int
@@ -230,11 +230,11 @@ class ServiceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillSources:
-    """What drills and proofs read: the live checkpoints, where they are, and how a peer of the run reads."""
+    """Input of drills and verification: live checkpoints, where they are, and credentials to read them."""
 
     live: tuple[LiveCheckpoint, ...]
     endpoints: Mapping[str, str]  # of the agents, by node
     domains: Mapping[str, str]  # of all live nodes; "" if not known
     credentials: Credentials = field(repr=False)
     storage: RemoteRef
-    last_step: int  # that the run has completed, or 0
+    last_step: int  # completed by the run, or 0

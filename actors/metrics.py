@@ -1,8 +1,8 @@
-"""Recording metrics: the catalogue of `ray_ckpt.telemetry` through `ray.util.metrics`.
+"""Record the metrics of `ray_ckpt.telemetry` through `ray.util.metrics`.
 
-Ray adds `ray_` to each name and exports what a process has recorded, from an endpoint of its node. A gauge
-is gone 20 s after it was last set, and one that is NaN is not exported at all (seen in Ray 2.60); so gauges
-are set again and again as long as they are true, and what is not known is not set.
+Ray adds `ray_` to each name, and exports the values of a process from an endpoint of its node. A gauge
+vanishes 20 s after it was last set, and NaN is not exported (seen in Ray 2.60); so gauges are set again as
+long as they hold, and unknown values are not set.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ray_ckpt.telemetry import METRICS, Metric, Sample
 
 log = logging.getLogger("ray_ckpt.meters")
 
-GAUGES_EVERY_S = 5.0  # between two times that gauges are set; Ray exports them every 10 s
+GAUGES_EVERY_S = 5.0  # Ray exports gauges every 10 s
 
 
 class Meters:
-    """One per process; its methods never raise: a metric that cannot be recorded costs no save."""
+    """One per process. Its methods never raise: a metric that cannot be recorded costs no save."""
 
     def __init__(self) -> None:
         self._meters: dict[str, Any] = {}

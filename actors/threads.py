@@ -1,4 +1,4 @@
-"""Threads that are there only while they have work: a run that rests, or waits for days, keeps none."""
+"""Threads that exist only while they have work: an idle run has none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def in_thread(pool: Executor, work: Callable[..., T], *args: Any) -> T:
 
 
 class BriefThreads:
-    """At most `count` threads at a time, for one run. Work that hangs keeps its thread, and others wait.
+    """At most `count` threads at a time. Work that hangs keeps its thread, and other work waits.
 
     `initializer` runs first in each thread. May be called from several threads.
     """
@@ -25,12 +25,12 @@ class BriefThreads:
         self._count = count
         self._name = name
         self._initializer = initializer
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # of the fields below
         self._pool: ThreadPoolExecutor | None = None
-        self._pending = 0  # work that has not ended, whether or not somebody still waits for it
+        self._pending = 0  # work that has not ended, awaited or not
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """`work(*args)` in one of the threads."""
+        """Return `work(*args)`, run in one of the threads."""
         return await asyncio.wrap_future(self._submit(work, *args))
 
     def _submit(self, work: Callable[..., T], *args: Any) -> Future[T]:

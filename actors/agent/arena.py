@@ -1,8 +1,8 @@
-"""Arenas on the agent's side: shared memory that ranks map, checked against what the node can give.
+"""Arenas on the agent's side: shared memory that ranks map, within the limits of the node.
 
 An arena is a memfd, which needs no name and no room in /dev/shm; ranks map it through /proc. Where they may
-not look into the agent (ptrace rules, another PID namespace) it is a file in /dev/shm. Its size is fixed and
-never shrinks, and a file in /dev/shm has its blocks allocated at once, so that no rank can be killed by
+not open the agent's files there (ptrace rules, another PID namespace) it is a file in /dev/shm. The size of
+an arena is fixed, and a file in /dev/shm has its blocks allocated at once, so that no rank is killed by
 SIGBUS.
 """
 
@@ -29,14 +29,14 @@ from ray_ckpt.types import ARENA_PAGE_BYTES
 
 log = logging.getLogger("ray_ckpt.agent")
 
-MEMORY_RESERVE = 0.05  # share of free memory that arenas never take
-DOUBLE_SHARE = 0.25  # `auto` takes two buffers if both fit into this share of free memory,
-SINGLE_SHARE = 0.7  # one if it fits into this one, and a ring otherwise: data loaders start after us
+MEMORY_RESERVE = 0.05  # share of free memory that arenas leave
+DOUBLE_SHARE = 0.25  # `auto` takes two buffers if both fit into this share of free memory
+SINGLE_SHARE = 0.7  # `auto` takes one buffer if it fits into this one, else a ring: data loaders start later
 STREAM_POLL_S = 0.001  # a block takes some milliseconds to fill
-STREAM_STALL_S = 60.0  # no block of a stream is filled for so long: the rank is dead or stuck
+STREAM_STALL_S = 60.0  # without a new block of a stream; then the rank is dead or stuck
 SHM_FOLDER = Path("/dev/shm")
-ARENA_GIVEN_BYTES = 1 << 20  # beyond what was asked for, so that a header that grows a little still fits
-_BESIDES_BYTES = ARENA_GIVEN_BYTES + ARENA_PAGE_BYTES  # what a buffer takes besides the shard
+ARENA_GIVEN_BYTES = 1 << 20  # beyond the requested size, so that a header that grows a little still fits
+_BESIDES_BYTES = ARENA_GIVEN_BYTES + ARENA_PAGE_BYTES  # of a buffer, besides the shard
 _MODES: Mapping[str, ArenaMode] = {"double": "double", "single": "single", "stream": "stream"}
 _COPIES: Mapping[ArenaMode, int] = {"double": 2, "single": 1, "stream": 0}
 
@@ -58,11 +58,11 @@ class ArenaMemory:
 
     @property
     def is_named(self) -> bool:
-        """It is a file in /dev/shm."""
+        """The memory is a file in /dev/shm."""
         return self._named is not None
 
     def populate(self) -> None:
-        """Put memory behind all of it; ends early when it is closed. Takes a second per GB or more."""
+        """Allocate all pages, at a second per GB or more; end early when the memory is closed."""
         with self._lock:
             if self._is_closed:
                 return
@@ -79,13 +79,13 @@ class ArenaMemory:
                     self._release()
 
     def data(self, layout: ShardLayout) -> memoryview:
-        """The shard file's bytes."""
+        """Return the bytes of the shard file."""
         return self.memory[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + layout.size_bytes]
 
     def stream(self, layout: ShardLayout, attempt: str) -> Iterator[memoryview]:
-        """The shard file's bytes in blocks, as the rank fills the ring; the last one is cut to size.
+        """Yield the bytes of the shard file in blocks, as the rank fills the ring; the last is cut to size.
 
-        A block is the rank's again once the next one has been asked for. Unavailable if the rank gives
+        The rank may overwrite a block once the next one has been requested. Unavailable if the rank gives
         up or stalls.
         """
         left, index = layout.size_bytes, 0
@@ -94,7 +94,7 @@ class ArenaMemory:
             take = min(left, RING_BLOCK_BYTES)
             yield self.memory[ring_block(index)][:take]
             left, index = left - take, index + 1
-            self._check_stream(attempt)  # the ring is another stream's by now: its counters are not ours
+            self._check_stream(attempt)  # or the counters of the ring would be another stream's
             self.page.done_blocks = index
 
     def _await_block(self, index: int, attempt: str, *, is_last: bool) -> None:
@@ -113,7 +113,7 @@ class ArenaMemory:
             raise Unavailable("The rank gave up the stream of its state.")
 
     def close(self) -> None:
-        """Give it up. The memory goes with the last who has mapped it or still uses a part of it here."""
+        """Drop the memory; it is freed when no process maps it or uses a part of it here."""
         with self._lock:
             if self._is_closed:
                 return
@@ -125,22 +125,22 @@ class ArenaMemory:
                 self._release()
 
     def _release(self) -> None:
-        self.page.populated_bytes = len(self.memory)  # there is nothing to wait for any more
+        self.page.populated_bytes = len(self.memory)  # so that nobody waits for more
         os.close(self._file)
 
 
 class SignalPage:
-    """The word of the agreed step, which this node's ranks map and read (`format/agreed.py`)."""
+    """The page of the save signal, which this node's ranks map and read (`format/save_signal.py`)."""
 
     def __init__(self, *, named: bool = False) -> None:
         self._file, self.path = _named_file(0, PAGE_BYTES) if named else _memfd(0, PAGE_BYTES)
         self._memory = map_shared(self._file, 0, PAGE_BYTES, writable=True)
 
-    def show(self, word: int) -> None:
-        write_flag(self._memory, word)
+    def show(self, flag: int) -> None:
+        write_flag(self._memory, flag)
 
     def close(self) -> None:
-        """Nobody is to find it any more; who has mapped it keeps it."""
+        """Drop the page; ranks that have mapped it keep it."""
         os.close(self._file)
 
 
@@ -157,17 +157,17 @@ class RankArena:
 
     @property
     def named_bytes(self) -> int:
-        """Of files in /dev/shm."""
+        """Bytes in /dev/shm."""
         return sum(len(buffer.memory) for buffer in self.buffers if buffer.is_named)
 
     def chunks(self, buffer: ArenaMemory, attempt: str) -> Iterable[memoryview]:
-        """The shard file's bytes, to be written; of an arena they can be read again."""
+        """Return the bytes of the shard file; those of a stream can be read once."""
         layout = buffer.layout
         assert layout is not None
         return buffer.stream(layout, attempt) if self.mode == "stream" else [buffer.data(layout)]
 
     def check(self, buffer: ArenaMemory, attempt: str) -> None:
-        """Unavailable unless `buffer` holds that attempt, laid out as the agent has been told."""
+        """Raise Unavailable unless `buffer` holds that attempt with the layout that the rank has sent."""
         if buffer.page.sealed != attempt:
             raise Unavailable(f"The rank captured into its arena again before {attempt} was written.")
         header = buffer.layout.header if buffer.layout is not None else b""
@@ -175,7 +175,7 @@ class RankArena:
             raise Unavailable(f"The rank laid its arena out anew before {attempt} was written.")
 
     def find(self, attempt: str) -> ArenaMemory | None:
-        """The buffer that holds a complete capture of that attempt, to be read from."""
+        """Return the buffer that holds a complete capture of that attempt."""
         if self.mode == "stream":
             return None
         return next((b for b in self.buffers if b.layout is not None and b.page.sealed == attempt), None)
@@ -185,7 +185,7 @@ class RankArena:
             try:
                 for buffer in self.buffers:
                     buffer.populate()
-            except OSError as error:  # the first save takes the page faults, or fails for want of memory
+            except OSError as error:  # the first save takes the page faults, or fails without memory
                 log.warning("an arena has no memory yet: %s", error)
 
         threading.Thread(target=work, name="ray_ckpt-populate", daemon=True).start()
@@ -206,16 +206,16 @@ def make_arena(
     ranks: int = 1,
     taken_bytes: int = 0,
 ) -> RankArena:
-    """Memory for one rank, where all `ranks` of the node will need `all_bytes` of the `free_bytes` there are.
+    """Make the memory of one rank; all `ranks` of the node will need `all_bytes` of `free_bytes`.
 
     `mode` is the option `memory`. `named`: in /dev/shm, of which arenas of these ranks have `taken_bytes`
-    already. InsufficientSpace if what it asks for is not there, and with `auto` if nothing fits.
+    already. InsufficientSpace if the mode does not fit, or with `auto` if no mode does.
     """
-    room = ShmRoom.look(taken_bytes) if named else None
+    room = ShmRoom.measure(taken_bytes) if named else None
     chosen = choose_mode(mode, all_bytes=all_bytes, free_bytes=free_bytes, ranks=ranks, room=room)
     modes = _SMALLER[chosen] if mode == "auto" else (chosen,)
     failure = OSError()
-    for candidate in modes:  # other processes take memory, too
+    for candidate in modes:  # another process may have taken the memory meanwhile
         size = RING_BYTES if candidate == "stream" else size_bytes + ARENA_GIVEN_BYTES
         try:
             return RankArena(candidate, _buffers(rank, size, 2 if candidate == "double" else 1, named=named))
@@ -231,7 +231,7 @@ def make_arena(
 
 
 def _buffers(rank: int, size: int, count: int, *, named: bool) -> tuple[ArenaMemory, ...]:
-    """All of them, or an OSError and none."""
+    """Make all buffers; on an OSError none is left."""
     made: list[ArenaMemory] = []
     try:
         while len(made) < count:
@@ -248,7 +248,7 @@ _SMALLER: Mapping[ArenaMode, tuple[ArenaMode, ...]] = {
     "single": ("single", "stream"),
     "stream": ("stream",),
 }
-"""What `auto` tries, one after another."""
+"""Modes that `auto` tries, one after another."""
 SHM_HINT = (
     "Enlarge /dev/shm (docker run --shm-size, a volume with medium: Memory in Kubernetes, mount -o "
     "remount,size=...). Or let ranks open the memory of their agent below /proc, which needs none of it: "
@@ -258,13 +258,13 @@ SHM_HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmRoom:
-    """What arenas of a run may take of /dev/shm, with what they have there."""
+    """Space in /dev/shm for the arenas of a run, including what they have there."""
 
     free_bytes: int
     size_bytes: int
 
     @classmethod
-    def look(cls, taken_bytes: int = 0) -> ShmRoom:
+    def measure(cls, taken_bytes: int = 0) -> ShmRoom:
         found = os.statvfs(SHM_FOLDER)
         free_bytes = found.f_bavail * found.f_frsize + taken_bytes
         return cls(free_bytes=free_bytes, size_bytes=found.f_blocks * found.f_frsize)
@@ -276,16 +276,16 @@ class ShmRoom:
 def choose_mode(
     mode: str, *, all_bytes: int, free_bytes: int, ranks: int = 1, room: ShmRoom | None = None
 ) -> ArenaMode:
-    """What `auto` means on a node whose `ranks` save `all_bytes` altogether; other modes are checked.
+    """Return the mode for a node whose `ranks` save `all_bytes` in total; `mode` is "auto", or is checked.
 
-    `room`: of /dev/shm, if the memory has to be there. InsufficientSpace if it does not fit.
+    `room`: space in /dev/shm, if the memory has to be there. InsufficientSpace if the mode does not fit.
     """
     needed: Mapping[ArenaMode, int] = {
         "double": 2 * (all_bytes + ranks * _BESIDES_BYTES),
         "single": all_bytes + ranks * _BESIDES_BYTES,
         "stream": ranks * (RING_BYTES + ARENA_PAGE_BYTES),
     }
-    found = _smallest_that_fits(needed, all_bytes, free_bytes, room) if mode == "auto" else _MODES[mode]
+    found = _mode_that_fits(needed, all_bytes, free_bytes, room) if mode == "auto" else _MODES[mode]
     if room is not None and needed[found] > room.free_bytes:
         raise InsufficientSpace(
             f"memory={mode!r} needs {needed[found]:,} bytes for the captures of this node's ranks in {room}. "
@@ -306,15 +306,15 @@ def choose_mode(
     return found
 
 
-def _smallest_that_fits(
+def _mode_that_fits(
     needed: Mapping[ArenaMode, int], all_bytes: int, free_bytes: int, room: ShmRoom | None
 ) -> ArenaMode:
-    """The largest that leaves enough of both memory and /dev/shm; else what takes least of /dev/shm."""
+    """Return the largest mode that leaves enough memory and /dev/shm, else the smallest for /dev/shm."""
     if room is None:
         if 2 * all_bytes <= DOUBLE_SHARE * free_bytes:
             return "double"
         return "single" if all_bytes <= SINGLE_SHARE * free_bytes else "stream"
-    shm_bytes = SINGLE_SHARE * room.free_bytes  # data loaders and NCCL have files there, too
+    shm_bytes = SINGLE_SHARE * room.free_bytes  # data loaders and NCCL use it too
     if 2 * all_bytes <= DOUBLE_SHARE * free_bytes and needed["double"] <= shm_bytes:
         return "double"
     if all_bytes <= SINGLE_SHARE * free_bytes and needed["single"] <= shm_bytes:
@@ -337,12 +337,12 @@ def _memfd(rank: int, size: int) -> tuple[int, str]:
 
 
 def _named_file(rank: int, size: int) -> tuple[int, str]:
-    """A file in /dev/shm whose blocks are there already. OSError if there is too little room."""
+    """Make a file in /dev/shm with all blocks allocated. OSError if there is too little room."""
     sweep_named_files()
     path = SHM_FOLDER / f"ray_ckpt-{os.getuid()}-rank{rank}-{secrets.token_hex(8)}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that its agent lives
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held as long as the agent lives
         os.posix_fallocate(fd, 0, size)
     except OSError:
         os.close(fd)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from functools import partial
 
-from ray_ckpt.actors.agent.files import answers, send_copy, store_shard
+from ray_ckpt.actors.agent.files import peer_answers, send_copy, store_shard
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.priority import trim_heaps
 from ray_ckpt.actors.agent.restoring import error_text
@@ -170,5 +170,5 @@ class NodeEffects:
         is_there = False
         while not is_there and not run.is_over and time.monotonic() < end_s:
             await asyncio.sleep(PROBE_EVERY_S)
-            is_there = await in_thread(self._node.probe_io, answers, run, peer, credentials, PROBE_S)
+            is_there = await in_thread(self._node.probe_io, peer_answers, run, peer, credentials, PROBE_S)
         await self.handle(run, n.PeerReturned(peer=peer))

@@ -1,4 +1,4 @@
-"""What an agent does with files of a run: write shards, copy, upload, check them. Blocks; for threads."""
+"""Write, copy, upload and check the files of a run. All functions block; call them from threads."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ray_ckpt.transport.sending import Outgoing, send_files
 from ray_ckpt.transport.wire import FileName, PutRequest
 from ray_ckpt.types import AttemptId, FileEntry, ManifestRow
 
-COPY_BLOCK_BYTES = 8 << 20  # of an arena, between two looks at whether it still holds what is being sent
-DRAIN_SPREAD_S = 0.5  # by chance, before each: nodes that failed together do not come back together
+COPY_BLOCK_BYTES = 8 << 20  # of an arena, between checks that it still holds the attempt
+DRAIN_SPREAD_S = 0.5  # longest random wait before an upload: nodes that failed together retry apart
 
 
 def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
-    """Hash and write a rank's two files. The rows cover each byte of both."""
+    """Hash and write the two files of a rank. The rows cover each byte of both."""
     attempt, buffer = shard.attempt, run.memory.buffer_of(shard)
     if buffer is None or buffer.layout is None:
         raise Unavailable(f"the arena of rank {shard.rank} is gone")
@@ -47,7 +47,7 @@ def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...]
         size_bytes=layout.size_bytes,
         spans=spans,
     )
-    arena.check(buffer, attempt.attempt)  # nobody has captured into it meanwhile
+    arena.check(buffer, attempt.attempt)  # the rank has not captured into it meanwhile
     stored = run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
     rows = [
         ManifestRow(
@@ -78,8 +78,8 @@ def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...]
 
 
 def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies: ActiveCopies) -> int:
-    """Copy a fragment and its files to a peer. Returns how many bytes were sent."""
-    if not run.machine.reaches(effect.holder):  # found out while this copy waited for its turn
+    """Copy a fragment and its files to a peer, and return the bytes sent."""
+    if not run.machine.reaches(effect.holder):  # found out while this copy was queued
         raise Unavailable("it has not answered since an earlier copy.", unreachable=True)
     held = holding(run, effect.attempt, effect.node_index)
     directory, endpoint = effect.attempt.directory, run.endpoints[effect.holder]
@@ -89,18 +89,21 @@ def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies
         request = PutRequest(name=name, size_bytes=file.size_bytes, digest=file.digest)
         return Outgoing(request=request, chunks=partial(_wanted_bytes, run, effect.attempt, file.name))
 
-    for batch in (held.fragment.files, (held.entry,)):  # a fragment says that its files are there
+    for batch in (
+        held.fragment.files,
+        (held.entry,),
+    ):  # the fragment implies that its files are there
         files = [outgoing(file) for file in batch]
         with copies.one():
             try:
                 send_files(endpoint, credentials, files, limiter=run.limiter)
-            except _Recaptured:  # from the disk then
+            except _Recaptured:  # then it is sent from the disk
                 send_files(endpoint, credentials, files, limiter=run.limiter)
     return sum(file.size_bytes for file in (*held.fragment.files, held.entry))
 
 
-def answers(run: NodeRun, peer: str, credentials: Credentials, within_s: float) -> bool:
-    """Return whether a peer answers within that time. One whose address is not known has to be tried."""
+def peer_answers(run: NodeRun, peer: str, credentials: Credentials, within_s: float) -> bool:
+    """Return whether a peer answers within that time; True if its address is not known."""
     endpoint = run.endpoints.get(peer)
     if endpoint is None:
         return True
@@ -109,9 +112,9 @@ def answers(run: NodeRun, peer: str, credentials: Credentials, within_s: float) 
 
 
 def upload(run: NodeRun, attempt: AttemptId, node_index: int, copies: ActiveCopies) -> int:
-    """Bring a fragment and its files to the storage path, after the copies that are on their way.
+    """Upload a fragment and its files to the storage path; copies to peers go first.
 
-    Returns how many bytes of files were uploaded.
+    Returns the bytes of the files that were uploaded.
     """
     time.sleep(random.uniform(0.0, DRAIN_SPREAD_S))
     held = holding(run, attempt, node_index)
@@ -119,7 +122,7 @@ def upload(run: NodeRun, attempt: AttemptId, node_index: int, copies: ActiveCopi
     pace = run.uploads[key] = DrainRateLimiter(run.drain_limiter, copies)
     try:
         for file in (*held.fragment.files, held.entry):
-            if run.machine.is_deleted(attempt.attempt):  # or it would come back on the storage path
+            if run.machine.is_deleted(attempt.attempt):  # or the step would reappear on the storage path
                 raise Unavailable(f"step {attempt.step} is being deleted here")
             path = run.staging.path(run.run_uid, attempt.directory, file.name)
             run.remote.put_file(attempt.directory, file, path, pace=pace, level=run.spec.options.compress)
@@ -129,7 +132,7 @@ def upload(run: NodeRun, attempt: AttemptId, node_index: int, copies: ActiveCopi
 
 
 def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:
-    """Compare a fragment's files with their digests, and move bad ones aside. Returns what is wrong."""
+    """Compare a fragment's files with their digests, quarantine bad ones, and return what is wrong."""
     try:
         num_nodes = holding(run, attempt, node_index).fragment.num_nodes
     except Unavailable:
@@ -142,7 +145,7 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:
 
 
 def holding(run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:
-    """Unavailable if this node does not have all of that fragment."""
+    """Return a complete fragment on this node, else raise Unavailable."""
     for held in run.staging.holdings(run.run_uid):
         if held.fragment.attempt == attempt and held.fragment.node_index == node_index:
             return held
@@ -150,7 +153,7 @@ def holding(run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:
 
 
 def held_fragment(held: Holding) -> StoredFragment:
-    """What the coordinator is told of it."""
+    """Return the entry of the inventory for a fragment."""
     fragment = held.fragment
     return StoredFragment(
         attempt=fragment.attempt,
@@ -168,7 +171,7 @@ class _Recaptured(Exception):
 
 
 def _wanted_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memoryview]:
-    """A file's bytes for as long as its checkpoint is not being deleted: the way is for newer ones then."""
+    """Yield a file's bytes. Unavailable once its checkpoint is being deleted: newer ones need the link."""
     for block in _stored_bytes(run, attempt, file):
         if run.machine.is_deleted(attempt.attempt):
             raise Unavailable(f"step {attempt.step} is being deleted here")
@@ -176,10 +179,10 @@ def _wanted_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memor
 
 
 def _stored_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memoryview]:
-    """A file's bytes, from its arena while that holds them, which spares the disk, else from the disk.
+    """Yield a file's bytes from its arena while that holds them, which spares the disk, else from the disk.
 
-    A rank may capture again in the middle: what has not been sent comes from the disk, and _Recaptured is
-    raised if it may have changed while it was being sent.
+    If the rank captures again meanwhile, the rest comes from the disk, and _Recaptured is raised if a block
+    may have changed while it was sent.
     """
     offset = 0
     for rank, arena in list(run.memory.arenas.items()):

@@ -19,9 +19,9 @@ class RankMemory:
 
     def __init__(self) -> None:
         self.arenas: dict[int, RankArena] = {}
-        self._reserved: dict[int, int] = {}  # bytes that each rank has asked for
+        self._reserved: dict[int, int] = {}  # bytes of each rank's coming arena
         self._opening = asyncio.Lock()  # or another rank's memory would be neither free nor taken
-        self._page: SignalPage | None = None  # made when the first rank asks for it
+        self._page: SignalPage | None = None  # made on the first request
         self._signal = 0  # shown on the page
 
     def reserve(self, rank: int, size_bytes: int, *, ranks: Collection[int], mode: str, named: bool) -> None:
@@ -32,7 +32,7 @@ class RankMemory:
             all_bytes=sum(self._reserved.values()),
             free_bytes=self._free_bytes(),
             ranks=len(self._reserved),
-            room=ShmRoom.look(self._named_bytes()) if named else None,
+            room=ShmRoom.measure(self._named_bytes()) if named else None,
         )
 
     async def open(
@@ -97,7 +97,7 @@ class RankMemory:
     def take_layout(self, shard: SealedShard) -> bool:
         """Keep the layout of a capture. Return False if the memory or its layout is not known here.
 
-        That happens if this agent was started after the rank got its arena, or a message was lost.
+        It is unknown if this agent was started after the rank got its arena, or a message was lost.
         """
         buffer = self.buffer_of(shard)
         if buffer is None:

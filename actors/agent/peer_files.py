@@ -1,4 +1,4 @@
-"""What an agent serves its peers."""
+"""Serve files of this node to peers, and store the copies that they send."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ray_ckpt.storage.local.files import size_of
 from ray_ckpt.transport.wire import FileName, PutRequest
 
 MAX_SERVED = 16  # files that peers read here at a time, each with its blocks of read-ahead
-SERVE_WAIT_S = 30.0  # for one of them to end; then the peer is told to come again
+SERVE_WAIT_S = 30.0  # for one of them to end; then the peer gets an error and retries
 
 
 class PeerFiles:
-    """Files of the runs that are open on this node, read and stored in the server's threads."""
+    """Files of the runs that are open on this node. Methods run in the server's threads."""
 
     def __init__(self, runs: dict[str, NodeRun]) -> None:
         self._runs = runs
@@ -46,14 +46,14 @@ class PeerFiles:
         return written.digest
 
     def _check_wanted(self, run: NodeRun, name: FileName) -> None:
-        """A copy must not land in a folder that is being deleted and be counted; asked before and after."""
+        """Raise Unavailable if the folder is being deleted. Before and after: no lost copy may be counted."""
         if run.machine.is_deleted(attempt_of(name.directory)):
             raise Unavailable(f"{name.directory} is being deleted here")
 
     def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[memoryview]:
         path = self._run(name).staging.path(name.run_uid, name.directory, name.file)
         if not self._readers.acquire(timeout=SERVE_WAIT_S):
-            raise Unavailable(f"{MAX_SERVED} others read here; come again")
+            raise Unavailable(f"{MAX_SERVED} others read here; try again")
         try:
             yield from read_blocks_direct(path, offset, nbytes)
         finally:

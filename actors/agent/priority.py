@@ -1,4 +1,4 @@
-"""What keeps the agent out of the training's way on its own node."""
+"""Keep the agent out of the way of the training on its node: cores, disks, memory, network."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ray_ckpt.transport.sending import Limiter
 
 log = logging.getLogger("ray_ckpt.agent")
 
-NICENESS = 10  # a tenth of a core where training wants all of them, all of it where it does not
-IO_PRIORITY = 7  # the lowest of the best-effort class; an idle class could be starved for good
-MAX_HEAPS = 2  # of malloc; each thread with one of its own would keep what it has freed
-DRAIN_YIELDS_S = 0.25  # of a block of 8 MiB to copies between nodes: a drain goes on at 32 MB/s beside them
+NICENESS = 10  # a tenth of a core while training uses all of them
+IO_PRIORITY = 7  # the lowest of the best-effort class; the idle class could starve
+MAX_HEAPS = 2  # of malloc; a heap per thread would keep the memory that the thread frees
+DRAIN_YIELDS_S = 0.25  # of each block of 8 MiB, to copies between nodes: drains still get 32 MB/s
 _M_ARENA_MAX = -8  # malloc.h
 
 
@@ -33,21 +33,21 @@ def yield_to_training() -> None:
 
 
 def limit_heaps() -> None:
-    """Keep memory that has been freed in few heaps, so that it is found again. Before threads are started."""
+    """Keep freed memory in few heaps, so that it is used again. Call it before threads start."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every libc
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, MAX_HEAPS)
 
 
 def trim_heaps() -> None:
-    """Give freed memory back to the machine; what a run has taken is more than the next one needs."""
+    """Give freed memory back to the machine."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in every libc
     if trim is not None:
         trim(0)
 
 
 class ActiveCopies:
-    """Counts what is going on. Safe to use from many threads."""
+    """Count of copies in flight. Safe to use from many threads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -70,16 +70,16 @@ class ActiveCopies:
 
 
 class DrainRateLimiter:
-    """When bytes may leave for the storage path: after copies to other nodes, and not faster than allowed.
+    """Rate limit of an upload to the storage path; copies to other nodes go first.
 
-    A copy makes a checkpoint survive a node within seconds; a drain has minutes.
+    A copy protects a checkpoint against the loss of a node within seconds; a drain has minutes.
     """
 
     def __init__(self, limiter: Limiter, copies: ActiveCopies, *, yields_s: float = DRAIN_YIELDS_S) -> None:
         self._limiter = limiter
         self._copies = copies
         self._yields_s = yields_s
-        self.sent_bytes = 0  # that it has let through
+        self.sent_bytes = 0
 
     def wait(self, nbytes: int) -> None:
         self._copies.wait_until_none(self._yields_s)

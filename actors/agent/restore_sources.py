@@ -1,4 +1,4 @@
-"""Where a node can read a checkpoint from: its arenas, its disk, peers, the storage path, in that order."""
+"""Find the sources of a checkpoint: the node's arenas, its disk, peers, the storage path, in this order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level
 
 
 class SourceFinder:
-    """Makes the ticket of a restore, once for all ranks of a node."""
+    """Make the ticket of a restore for all ranks of a node."""
 
     def __init__(
         self,
@@ -93,8 +93,10 @@ class SourceFinder:
         return tuple(found)
 
     def _manifest(self, resume: ResumePoint) -> list[FragmentVersion]:
-        """Each fragment, by index, as it was committed. Holders are asked for more versions if the first that
-        can be read are not what the log has."""
+        """Return each fragment, by index, as it was committed.
+
+        If the first readable versions do not have the log's root digest, those of all sources are read.
+        """
         checkpoint = resume.checkpoint
         first: list[FragmentVersion] = []
         for index in range(len(resume.holders)):
@@ -122,7 +124,7 @@ class SourceFinder:
         return [found[chosen[name]] for name, found in versions.items()]
 
     def _versions(self, resume: ResumePoint, index: int) -> Iterator[FragmentVersion]:
-        """A fragment from each source whose bytes decode. NewerFormat if only newer ones are there."""
+        """Yield a fragment from each source where it decodes. NewerFormat if all are of a newer format."""
         newer: NewerFormat | None = None
         is_there = False
         checkpoint = resume.checkpoint

@@ -34,7 +34,7 @@ class _Barrier:
 
 
 class NodeSession:
-    """What the ranks of one session report and wait for. A new session gets a new object."""
+    """The reports and waits of the ranks of one session. A new session gets a new object."""
 
     def __init__(self, node: Node, run: NodeRun) -> None:
         self.awaited: tuple[Awaited, ...] = ()  # ranks that the group waits for, by the last answer

@@ -1,13 +1,13 @@
-"""What several ranks of a node restore alike is read once: the agent reads it into memory that they map.
+"""Read rows that several ranks of a node restore once, into memory that these ranks map.
 
-Each rank asks for its shared rows in the order of their places in the checkpoint's files, and says with each
-question which ones it has copied since the last. A row is read, and verified, when the first rank asks for
-it, and its memory is used again when every rank that wants it has copied it. Memory is bounded; what does
-not fit has to wait for ranks that are behind.
+Each rank requests its shared rows in the order of the checkpoint's files; a request also lists the rows that
+the rank has copied since its last one. A row is read and verified when the first rank requests it, and its
+memory is reused when every rank that wants the row has copied it. Memory is bounded; rows that do not fit
+wait for slower ranks.
 
-That cannot hang: a rank holds nothing while it asks, and it is only made to wait for memory if none of that
-memory waits for it. So whoever is waited for is copying, or has not come yet; and after SPACE_WAIT_S, or for
-a row that is too large, a rank is told to read by itself, which is always right and only slower.
+There is no deadlock: a rank holds nothing while it requests, and waits for memory only if no row in memory
+waits for that rank. So all ranks that it waits for are copying, or have not started. After SPACE_WAIT_S, or
+for a row that is too large, the rank reads by itself, which is always correct and only slower.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from ray_ckpt.types import ManifestRow, Tier
 
 log = logging.getLogger("ray_ckpt.agent")
 
-MAX_SHARED_BYTES = 4 << 30  # a large row has to fit as a whole; only what is used is ever touched
-SHARED_MEMORY_PART = 8  # and at most this part of the memory that is free, since arenas need the rest
-LOAD_BYTES = 64 << 20  # read before the ranks are told: they copy one while the next is being read
-SPACE_WAIT_S = 15.0  # for ranks that are behind: they may still be building their model
+MAX_SHARED_BYTES = 4 << 30  # a large row has to fit as a whole; unused memory is never touched
+SHARED_MEMORY_PART = 8  # at most one such part of free memory, since arenas need the rest
+LOAD_BYTES = 64 << 20  # of a batch: ranks copy one while the next is being read
+SPACE_WAIT_S = 15.0  # for slower ranks: they may still be building their model
 ALIGNMENT_BYTES = 64  # of a row in memory: a cache line
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row that has memory; `waiting` are the ranks that have not copied it yet."""
+    """A row with memory; `waiting` are the ranks that have not copied it yet."""
 
     row: ManifestRow
     offset: int
     waiting: set[int]
     is_ready: bool = False
-    is_bad: bool = False  # no source had it intact
+    is_bad: bool = False  # no source has it intact
 
 
 @dataclass(slots=True)
 class _Space:
-    """Memory by first fit, the lowest first, so that no more of it is touched than is needed at a time."""
+    """Memory by first fit, the lowest first, so that little of it is touched."""
 
     size_bytes: int
     free: list[tuple[int, int]] = field(default_factory=list)  # (offset, size), ascending, never adjacent
@@ -94,8 +94,8 @@ class SharedReads:
         self._space = _Space(max(ALIGNMENT_BYTES, capacity - capacity % ALIGNMENT_BYTES))
         self._fd = os.memfd_create("ray_ckpt-shared", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, self._space.size_bytes)
-        self._huge_bytes = 0  # as far as huge pages have been asked for
-        self._lock = threading.Lock()  # of the descriptor, which a thread may be using when it is closed
+        self._huge_bytes = 0  # size of the part with huge pages
+        self._lock = threading.Lock()  # of the descriptor, which a thread may use while it is closed
         self._memory: Bytes = np.frombuffer(mmap.mmap(self._fd, self._space.size_bytes), np.uint8)
         self._rows: dict[RowKey, _Row] = {}
         self._refused: dict[RowKey, set[int]] = {}
@@ -111,32 +111,32 @@ class SharedReads:
     async def fetch(
         self, rank: int, wants: Mapping[RowKey, tuple[int, ...]], taken: Sequence[RowKey]
     ) -> SharedRows:
-        """Some of the rows that `rank` wants, each with the ranks that want it; see FetchRows."""
+        """Return some of the rows in `wants`, which has the ranks that want each row; see FetchRows."""
         self._take(rank, taken)
-        never = tuple(place for place in wants if not self._can_hold(place))
+        never = tuple(key for key in wants if not self._can_hold(key))
         if never:
             return SharedRows(refused=never)
         deadline_s = _now_s() + self._space_wait_s
         while wants and not self._is_closed:
-            asked = self._join(rank, wants)
-            bad = [place for place, row in asked.items() if row.is_bad]
-            ready = {place: row for place, row in asked.items() if row.is_ready}
+            found = self._join(rank, wants)
+            bad = [key for key, row in found.items() if row.is_bad]
+            ready = {key: row for key, row in found.items() if row.is_ready}
             if bad or ready:
                 self._take(rank, bad)
                 return self._answer(ready, bad)
-            if not asked:
+            if not found:
                 if self._waits_for(rank):
                     break
                 if _now_s() >= deadline_s:
-                    self._space_wait_s = 0.0  # a rank is stuck or gone: nobody waits for it again
+                    self._space_wait_s = 0.0  # a rank is stuck or dead: the others do not wait for it again
                     break
-            await self._change(deadline_s if not asked else None)
-        for place in wants:
-            self._refused.setdefault(place, set()).add(rank)
+            await self._change(deadline_s if not found else None)
+        for key in wants:
+            self._refused.setdefault(key, set()).add(rank)
         return SharedRows(refused=tuple(wants))
 
     def close(self) -> None:
-        """Give everything up; whoever still asks has to read by itself."""
+        """Free the memory; ranks that still request rows read by themselves."""
         if not self._is_closed:
             self._is_closed = True
             self._queue.clear()
@@ -145,45 +145,45 @@ class SharedReads:
             self._memory = np.empty(0, np.uint8)
             self._report()
 
-    def _can_hold(self, place: RowKey) -> bool:
-        known = self._known.get(place)
+    def _can_hold(self, key: RowKey) -> bool:
+        known = self._known.get(key)
         return known is not None and 0 < known.nbytes <= self._space.size_bytes
 
     def _join(self, rank: int, wants: Mapping[RowKey, tuple[int, ...]]) -> dict[RowKey, _Row]:
-        """The wanted rows that have memory; new ones get it in order, up to the first that does not fit."""
-        asked: dict[RowKey, _Row] = {}
+        """Return the wanted rows with memory; new ones get it in order, up to the first that does not fit."""
+        found: dict[RowKey, _Row] = {}
         is_full = False
-        for place, ranks in wants.items():
-            row = self._rows.get(place)
+        for key, ranks in wants.items():
+            row = self._rows.get(key)
             if row is None and not is_full:
-                row = self._add(place, {*ranks, rank})
+                row = self._add(key, {*ranks, rank})
                 is_full = row is None
             if row is not None:
                 row.waiting.add(rank)
-                asked[place] = row
-        return asked
+                found[key] = row
+        return found
 
-    def _add(self, place: RowKey, ranks: set[int]) -> _Row | None:
-        known = self._known[place]
+    def _add(self, key: RowKey, ranks: set[int]) -> _Row | None:
+        known = self._known[key]
         offset = self._space.take(known.nbytes)
         if offset is None:
             return None
-        waiting = ranks - self._refused.get(place, set())
-        row = self._rows[place] = _Row(row=known, offset=offset, waiting=waiting)
+        waiting = ranks - self._refused.get(key, set())
+        row = self._rows[key] = _Row(row=known, offset=offset, waiting=waiting)
         self._queue.append(row)
         if self._loader is None or self._loader.done():
             self._loader = asyncio.ensure_future(self._load())
         return row
 
-    def _take(self, rank: int, places: Iterable[RowKey]) -> None:
-        """The rank has these; a row that all have gives its memory back."""
-        for place in places:
-            row = self._rows.get(place)
+    def _take(self, rank: int, keys: Iterable[RowKey]) -> None:
+        """Take note that the rank has copied rows; a row that all have copied gives its memory back."""
+        for key in keys:
+            row = self._rows.get(key)
             if row is None:
                 continue
             row.waiting.discard(rank)
             if not row.waiting:
-                del self._rows[place]
+                del self._rows[key]
                 self._space.give(row.offset, row.row.nbytes)
                 self._report()
 
@@ -194,13 +194,13 @@ class SharedReads:
         self.bytes_served += sum(row.row.nbytes for row in ready.values())
         return SharedRows(
             path=f"/proc/{os.getpid()}/fd/{self._fd}",
-            offsets={place: row.offset for place, row in ready.items()},
-            origin={place[0]: self._origin[place[0]] for place in ready},
+            offsets={key: row.offset for key, row in ready.items()},
+            origin={key[0]: self._origin[key[0]] for key in ready},
             refused=tuple(bad),
         )
 
     async def _load(self) -> None:
-        """Read what is queued, in the order in which it was asked for."""
+        """Read the queued rows in the order of the requests."""
         while self._queue:
             batch = [self._queue.popleft()]
             size = batch[0].row.nbytes
@@ -219,22 +219,22 @@ class SharedReads:
             self._report()
 
     def _read(self, memory: Bytes, batch: Sequence[_Row]) -> set[RowKey]:
-        """The places of the rows that are in memory now, verified. Runs in a thread."""
+        """Read rows into memory, and return the keys of those that were verified. Runs in a thread."""
         self._make_huge(max(row.offset + row.row.nbytes for row in batch))
-        places = {row_key(row.row): memory[row.offset : row.offset + row.row.nbytes] for row in batch}
+        parts = {row_key(row.row): memory[row.offset : row.offset + row.row.nbytes] for row in batch}
         good: set[RowKey] = set()
         ticket = self._ticket
         reader = SourceReader(
             self._attempt, ticket.sources, credentials=ticket.credentials, remote=ticket.remote
         )
-        reader.read([row.row for row in batch], lambda row: _Landed(places[row_key(row)], row_key(row), good))
+        reader.read([row.row for row in batch], lambda row: _Landed(parts[row_key(row)], row_key(row), good))
         for part in sorted(reader.parts, key=lambda part: part.size_bytes):
             self._origin[part.file] = (part.tier, part.where)
         self.bytes_read += sum(part.size_bytes for part in reader.parts)
         return good
 
     def _make_huge(self, end: int) -> None:
-        """Memory is cheaper in huge pages, to fill and for each rank to map; more of it than one batch."""
+        """Use huge pages for the next batches: they are cheaper to fill, and to map in each rank."""
         with self._lock:
             if end > self._huge_bytes and not self._is_closed:
                 end = min(self._space.size_bytes, end + LOAD_BYTES)
@@ -242,7 +242,7 @@ class SharedReads:
                 self._huge_bytes = end
 
     async def _change(self, deadline_s: float | None) -> None:
-        """Until something is different, or the time is up."""
+        """Wait until a row has changed, or the deadline."""
         changed = self._changed
         timeout_s = None if deadline_s is None else max(0.0, deadline_s - _now_s())
         with contextlib.suppress(TimeoutError):
@@ -254,15 +254,15 @@ class SharedReads:
 
 
 class _Landed(FlatSink):
-    """A row's memory; notes when the row is there."""
+    """The memory of a row; `finish` adds the row to `good`."""
 
-    def __init__(self, destination: Bytes, place: RowKey, good: set[RowKey]) -> None:
+    def __init__(self, destination: Bytes, key: RowKey, good: set[RowKey]) -> None:
         super().__init__(destination)
-        self._place = place
+        self._key = key
         self._good = good
 
     def finish(self) -> None:
-        self._good.add(self._place)
+        self._good.add(self._key)
 
 
 def _aligned(size: int) -> int:

@@ -33,7 +33,7 @@ STORE_TIMEOUT_S = 30.0  # for a create; one that takes longer has the outcome "u
 DRAIN_SLACK_S = 900.0  # of a drain, besides the time for its bytes: one part at a time on a poor link
 LEAST_DRAIN_BYTES_PER_S = 1 << 20  # of a node; a slower one counts as stuck
 REMOTE_THREADS = 4  # deletes and descriptions on storage paths, over all runs
-INVENTORY_AGAIN_S = 1.0  # before nodes are asked again
+INVENTORY_AGAIN_S = 1.0  # between two inventories
 
 Work: TypeAlias = (
     m.Append

@@ -33,9 +33,9 @@ class Run:
         # Threads of the run's own, so that a hanging store delays no other run.
         self.log_threads = BriefThreads(LOG_THREADS, f"ray_ckpt-log-{spec.name[:32]}")
         self.opened: set[str] = set()  # nodes whose agent has this run open
-        self.opening: set[str] = set()  # nodes that are not asked again: asked already, failed, or idle
+        self.opening: set[str] = set()  # nodes that are skipped: just opening, failed, or idle
         self.was_open = False  # the fence of this coordinator has been in the log
-        self.is_ready = False  # the nodes have been asked to open the run
+        self.is_ready = False  # the run has been opened on the nodes
         self.is_released = False  # the launcher has ended the run, and the agents know
         self.dead_owner: tuple[str, float] = ("", math.inf)  # a dead launcher, and when it was found so
         self.disks: dict[str, DiskSpace] = {}  # by node, since the machine last got them

@@ -20,7 +20,7 @@ from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core.loss_scenarios import live_checkpoints
 from ray_ckpt.storage.log_store import read_run
 
-MAX_REQUESTED = 64  # agents that one overview asks for their uploads
+MAX_REQUESTED = 64  # agents that one overview calls for their uploads
 
 
 class StatusReader:

@@ -1,4 +1,4 @@
-"""What a coordinator does on a storage path, in threads: descriptions, listings, deletes."""
+"""Write descriptions, list and delete on a storage path. Functions block; call them from threads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
             data = remote.read_whole(checkpoint.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
         except FileNotFoundError:
             if not remote.is_there():
-                raise  # a mount that is away, say; the checkpoint may be intact
+                raise  # for example a mount that is away; the checkpoint may be intact
             raise CorruptionError(f"{checkpoint.directory}/{name} is gone from the storage path.") from None
         files += [
             *decode_fragment(data).files,
@@ -52,7 +52,7 @@ def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
 
 
 def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry]) -> None:
-    """Every file is there and as long as it should be. CorruptionError, OSError."""
+    """Check that every file is there with its size. CorruptionError, OSError."""
     stored = remote.settle(directory)
     for file in files:
         found = stored.get(file.name)
@@ -66,7 +66,7 @@ def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry])
 
 
 def list_remote(remote: RemoteTier, order: m.SweepRemote) -> m.RemoteListed:
-    """What lies on the storage path, with ages by its own clock."""
+    """Return the checkpoint directories and unfinished uploads, with ages by the clock of the store."""
     now_s = remote.now_s()
     uploads = []
     try:
@@ -77,14 +77,14 @@ def list_remote(remote: RemoteTier, order: m.SweepRemote) -> m.RemoteListed:
     except OSError as error:
         if order.uploads_only:
             raise
-        log.info("what lies on the storage path is listed without unfinished uploads: %s", error)
+        log.info("the storage path is listed without unfinished uploads: %s", error)
     directories = {} if order.uploads_only else remote.directories()
     ages = {directory: now_s - newest_s for directory, newest_s in directories.items()}
     return m.RemoteListed(number=order.number, directories=ages, uploads=tuple(uploads))
 
 
 def delete_all(remote: RemoteTier, effect: m.DeleteOrphans) -> None:
-    """What no checkpoint needs. OSError; what is left then is found by the next listing."""
+    """Delete orphans. OSError; the next listing finds those that are left."""
     for upload in effect.uploads:
         remote.abort(upload.directory, upload.file, upload.upload_id)
     for directory in effect.directories:

@@ -1,4 +1,4 @@
-"""What the coordinator knows of agents: those that were replaced, and those that nobody needs."""
+"""The coordinator's record of agents: replaced ones, and ones that are no longer needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make() -> Agents:
     return Agents(ServiceKeys.make(datetime.now(UTC), encrypt=False), ThreadPoolExecutor(1))
 
 
-def test_the_card_of_an_agent_that_was_replaced_meanwhile_is_not_kept() -> None:
+def test_the_late_card_of_a_replaced_agent_is_dropped() -> None:
     """Its successor would be given the address of a dead process, for copies and restores."""
 
     async def read(is_replaced: bool) -> dict[str, AgentCard]:
@@ -36,7 +36,7 @@ def test_the_card_of_an_agent_that_was_replaced_meanwhile_is_not_kept() -> None:
     assert asyncio.run(read(is_replaced=True)) == {}
 
 
-def test_an_agent_ends_once_it_has_not_been_needed_for_so_long() -> None:
+def test_an_agent_ends_when_it_has_been_idle_long_enough() -> None:
     agents, ended = make(), list[str]()
     for node in ("a", "b"):
         exit_ = SimpleNamespace(remote=lambda node=node: ended.append(node))

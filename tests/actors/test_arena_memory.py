@@ -136,7 +136,7 @@ def test_a_rank_cannot_be_cut_off_from_its_memory() -> None:
 
 
 def in_small_dev_shm(script: str) -> str:
-    """What a program prints in a mount namespace of its own, with a /dev/shm of 64 MB as in containers."""
+    """Return the output of a program in a new mount namespace, with a /dev/shm of 64 MB as in containers."""
     preface = f"""
 import sys
 sys.path.insert(0, {str(Path.cwd())!r})
@@ -158,7 +158,7 @@ from ray_ckpt.errors import InsufficientSpace
 
 
 def test_too_little_room_in_dev_shm_is_an_error_at_once_and_leaves_nothing() -> None:
-    said = in_small_dev_shm("""
+    lines = in_small_dev_shm("""
 arena = make_arena(0, 256 << 20, mode="single", all_bytes=1, free_bytes=1 << 40, named=False)
 arena.buffers[0].populate()
 assert arena.buffers[0].page.populated_bytes == len(arena.buffers[0].memory)
@@ -169,24 +169,24 @@ for mode, all_bytes in ("single", 1), ("single", 256 << 20), ("auto", 256 << 20)
         print("refused:", error)
 assert not list(SHM_FOLDER.glob("ray_ckpt-*"))
 """).splitlines()
-    assert said[0].startswith(
+    assert lines[0].startswith(
         "refused: There is no shared memory of 269,484,032 bytes for rank 0 in /dev/shm"
     )
-    assert said[1].startswith("refused: memory='single' needs 269,488,128 bytes")
-    assert said[2].startswith("refused: memory='auto' needs 134,221,824 bytes")
-    assert len(said) == 3 and all("--shm-size" in line and "ptrace_scope" in line for line in said)
+    assert lines[1].startswith("refused: memory='single' needs 269,488,128 bytes")
+    assert lines[2].startswith("refused: memory='auto' needs 134,221,824 bytes")
+    assert len(lines) == 3 and all("--shm-size" in line and "ptrace_scope" in line for line in lines)
 
 
 def test_auto_uses_dev_shm_as_far_as_it_goes() -> None:
-    """Of two ranks each has its part; what others have taken in the meantime leaves a smaller mode."""
-    said = in_small_dev_shm("""
+    """Two ranks share it; memory that other processes have taken meanwhile leaves a smaller mode."""
+    lines = in_small_dev_shm("""
 size = 14 << 20
 both = {"mode": "auto", "all_bytes": 2 * size, "free_bytes": 1 << 40, "named": True, "ranks": 2}
 first = make_arena(0, size, **both)
 second = make_arena(1, size, **both, taken_bytes=first.named_bytes)
 print(first.mode, second.mode, first.named_bytes)
 first.close(), second.close()
-del first, second  # the last who has mapped them
+del first, second  # the last references to the mappings
 alone = make_arena(0, size, mode="auto", all_bytes=size, free_bytes=1 << 40, named=True)
 print(alone.mode)
 alone.close()
@@ -194,7 +194,7 @@ del alone
 (SHM_FOLDER / "ballast").write_bytes(bytes(36 << 20))
 print(make_arena(0, size, mode="auto", all_bytes=1, free_bytes=1 << 40, named=True).mode)
 """).splitlines()
-    assert said == ["single single 15732736", "double", "single"]
+    assert lines == ["single single 15732736", "double", "single"]
 
 
 def test_files_of_dead_agents_are_swept_and_those_of_live_ones_are_not() -> None:

@@ -1,4 +1,4 @@
-"""What the coordinator makes of notices that a node is about to go."""
+"""The coordinator's record of notices that a node is about to go."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ray_ckpt.actors.coordinator.draining_nodes import MAX_NOTICE_S, NOTICE_HOLD
 from ray_ckpt.preemption.notice import Notice
 
 
-def reported(*notices: Notice) -> DrainingNodes:
-    leaving = DrainingNodes()
+def draining_by(*notices: Notice) -> DrainingNodes:
+    draining = DrainingNodes()
     for notice in notices:
-        leaving.add("n", notice)
-    return leaving
+        draining.add("n", notice)
+    return draining
 
 
 def test_of_several_notices_the_soonest_counts_whatever_their_order() -> None:
@@ -23,36 +23,36 @@ def test_of_several_notices_the_soonest_counts_whatever_their_order() -> None:
         Notice("aws", "", now_s + 120),
         Notice("gcp", "", None),
     )
-    assert reported(soon, late, vague).left_s({})["n"] < 26
-    assert reported(vague, late, soon).left_s({})["n"] < 26
-    assert reported(late).left_s({"n": 3.0, "m": 4.0}) == {"n": 3.0, "m": 4.0}  # Ray knows better
+    assert draining_by(soon, late, vague).left_s({})["n"] < 26
+    assert draining_by(vague, late, soon).left_s({})["n"] < 26
+    assert draining_by(late).left_s({"n": 3.0, "m": 4.0}) == {"n": 3.0, "m": 4.0}  # Ray knows better
 
 
-def test_a_time_in_ten_years_is_forgotten_unless_it_is_said_again() -> None:
-    leaving = reported(Notice("aws", "", time.time() + 3e8))
-    (view,) = leaving.views()
+def test_a_deadline_in_ten_years_expires_unless_it_is_repeated() -> None:
+    draining = draining_by(Notice("aws", "", time.time() + 3e8))
+    (view,) = draining.views()
     assert view.in_s is not None and view.in_s > 2e8
-    (told_,) = leaving._notified.values()
-    assert told_.until_s <= time.time() + MAX_NOTICE_S + NOTICE_HOLDS_S
+    (notified,) = draining._notified.values()
+    assert notified.until_s <= time.time() + MAX_NOTICE_S + NOTICE_HOLDS_S
 
 
-def test_a_node_that_is_gone_or_that_nobody_speaks_of_any_more_is_forgotten() -> None:
-    leaving = reported(Notice("aws", "", time.time() + 5))
-    leaving.expire({"n"})
-    assert leaving.nodes == {"n"}
-    leaving.expire({"m"})
-    assert not leaving.nodes
-    leaving = reported(Notice("aws", "", None))
-    (key,) = leaving._notified
-    leaving._notified[key] = replace(leaving._notified[key], until_s=time.time() - 1)
-    leaving.expire({"n"})
-    assert not leaving.nodes
+def test_nodes_that_are_gone_and_notices_that_are_not_repeated_expire() -> None:
+    draining = draining_by(Notice("aws", "", time.time() + 5))
+    draining.expire({"n"})
+    assert draining.nodes == {"n"}
+    draining.expire({"m"})
+    assert not draining.nodes
+    draining = draining_by(Notice("aws", "", None))
+    (key,) = draining._notified
+    draining._notified[key] = replace(draining._notified[key], until_s=time.time() - 1)
+    draining.expire({"n"})
+    assert not draining.nodes
 
 
-def test_a_signal_to_a_process_of_the_last_group_says_nothing_of_the_next_one() -> None:
+def test_a_signal_to_a_process_of_the_last_group_does_not_count_for_the_next() -> None:
     now_s = time.time()
-    leaving = reported(Notice("sigterm", "", now_s + 25), Notice("aws", "", now_s + 120))
-    leaving.forget_signals({"m"})
-    assert len(leaving.views()) == 2
-    leaving.forget_signals({"n"})
-    assert [view.source for view in leaving.views()] == ["aws"]
+    draining = draining_by(Notice("sigterm", "", now_s + 25), Notice("aws", "", now_s + 120))
+    draining.forget_signals({"m"})
+    assert len(draining.views()) == 2
+    draining.forget_signals({"n"})
+    assert [view.source for view in draining.views()] == ["aws"]

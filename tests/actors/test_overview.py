@@ -1,4 +1,4 @@
-"""What people are told of a service: values of its machines, no secrets, and what keeps it from its end."""
+"""Views of a service: values of its machines, no secrets; and the objections to its end."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_run_at_work() -> None:
     run.drain_all([*run.save(10), *run.save(20)])
     run.save(30)
     run.tick(60.0)
-    said = {k: RankProgress(step=36, saved_step=30, step_s=0.5) for k in (0, 1)}
-    run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=said))
+    ranks = {k: RankProgress(step=36, saved_step=30, step_s=0.5) for k in (0, 1)}
+    run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks))
     disk = DiskSpace(free_bytes=50, total_bytes=1000)
     view = view_of(run, disks={"a": disk})
     assert (view.state, view.session, view.world_size, view.step, view.step_s) == ("training", 1, 2, 36, 0.5)
@@ -68,7 +68,7 @@ def test_a_run_at_work() -> None:
     assert (view.live, view.in_cluster_only, view.needed_in_cluster) == (3, (10, 30), (30,))
 
 
-def test_it_has_no_secrets_and_is_json() -> None:
+def test_a_view_has_no_secrets_and_is_json() -> None:
     run = trained()
     run.save(10)
     text = json.dumps(dataclasses.asdict(service(view_of(run))), allow_nan=False)
@@ -110,7 +110,7 @@ def test_nothing_stops_the_end_of_a_service_that_is_not_needed() -> None:
     assert objections(service(view_of(run, owner_lives=False))) == ()
 
 
-def test_a_group_at_work_and_what_only_nodes_have_stop_it() -> None:
+def test_a_group_at_work_and_checkpoints_on_nodes_only_stop_the_end() -> None:
     run = trained(remote_every=2)
     first = run.save(10)
     run.drain_all([*first, *run.save(20)])
@@ -122,7 +122,7 @@ def test_a_group_at_work_and_what_only_nodes_have_stop_it() -> None:
     assert only == "run gpt has step 30 in the cluster only"
 
 
-def test_what_is_pinned_or_on_its_way_is_needed() -> None:
+def test_pinned_and_draining_checkpoints_are_needed() -> None:
     run = trained(remote_every=2)
     run.save(10)
     drains = of(run.save(20), m.Drain)

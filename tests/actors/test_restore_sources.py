@@ -26,7 +26,7 @@ def saved() -> SampleCheckpoint:
 
 
 def ticket(nodes: Nodes, saved: SampleCheckpoint) -> RestoreTicket:
-    """Of a restore on C, which has no file of it."""
+    """Return the ticket of a restore on C, which has no file of the checkpoint."""
     there = live(saved)
     resume = ResumePoint(checkpoint=there.checkpoint, holders=there.holders)
     plan = SessionPlan(run_uid=UID, session=2, world_size=2, nodes=(), resume=resume)
@@ -44,7 +44,7 @@ def ticket(nodes: Nodes, saved: SampleCheckpoint) -> RestoreTicket:
 
 
 def other_manifest(nodes: Nodes, saved: SampleCheckpoint, holder: str, index: int) -> None:
-    """One that can be read and is not what was committed."""
+    """Replace a manifest by a readable one that was not committed."""
     data = encode_fragment(replace(saved.fragments[index], metrics={"loss": 7.0}))
     (nodes.folder(holder, saved) / fragment_file(index, 2)).write_bytes(data)
 
@@ -60,7 +60,7 @@ def test_each_file_has_the_holders_of_its_fragment(nodes: Nodes, saved: SampleCh
 
 def test_an_intact_copy_of_a_manifest_is_taken_wherever_it_is(nodes: Nodes, saved: SampleCheckpoint) -> None:
     both(nodes, saved)
-    other_manifest(nodes, saved, A, 0)  # which is asked first
+    other_manifest(nodes, saved, A, 0)  # the first source
     assert ticket(nodes, saved).fragments == saved.fragments
     other_manifest(nodes, saved, B, 1)
     assert ticket(nodes, saved).fragments == saved.fragments
