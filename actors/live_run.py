@@ -12,7 +12,7 @@ from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import ProgressCallback
-from ray_ckpt.verify.drill import CheckpointDrill, Coverage, DrillReport, drill
+from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, ReadAccess, drill
 
 MAX_TEXT = 2000  # characters of a result in the log: some problems; the report has more
 
@@ -36,10 +36,10 @@ class LiveRun:
         self.sources = self._ask()
 
     @property
-    def reach(self) -> Coverage:
+    def reach(self) -> ReadAccess:
         return self._reach_of(self.sources)
 
-    def again(self, known: LiveCheckpoint) -> tuple[LiveCheckpoint, Coverage] | None:
+    def again(self, known: LiveCheckpoint) -> tuple[LiveCheckpoint, ReadAccess] | None:
         """Return the present state of a live checkpoint, and how to read it; None once it is retired."""
         try:
             sources = self._ask()
@@ -52,8 +52,8 @@ class LiveRun:
         sources: DrillSources = get_result(self._service.drill_sources.remote(self._key), CALL_S)
         return sources
 
-    def _reach_of(self, sources: DrillSources) -> Coverage:
-        return Coverage(
+    def _reach_of(self, sources: DrillSources) -> ReadAccess:
+        return ReadAccess(
             endpoints=sources.endpoints,
             credentials=sources.credentials,
             remote=sources.storage.open(),
@@ -79,7 +79,7 @@ class RunDrills(LiveRun):
             self.reach,
             step=step,
             last_step=self.sources.last_step or None,  # 0: no rank has reported one
-            again=self.again,
+            retry=self.again,
             record=lambda result: self._record(scenario, result),
             progress=progress,
         )

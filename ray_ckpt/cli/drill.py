@@ -22,7 +22,7 @@ from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import Tier
-from ray_ckpt.verify.drill import CheckpointDrill, Coverage, DrillReport, TierRead, choose
+from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, ReadAccess, TierRead, choose
 from ray_ckpt.verify.drill import drill as read_what_is_left
 
 _TIERS: tuple[Tier, ...] = ("local", "peer", "remote")
@@ -116,16 +116,16 @@ def _without_cluster(
     catalog = Catalog(path, options)
     remote = RemoteTier(locate(catalog.where), options)
     live = _live(catalog)
-    reach = Coverage(remote=remote, limiter=Limiter(max_bytes_per_s))
+    reach = ReadAccess(remote=remote, limiter=Limiter(max_bytes_per_s))
 
-    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Coverage] | None:
+    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, ReadAccess] | None:
         catalog.refresh()
         found = (c for c in _live(catalog) if c.checkpoint.id == known.checkpoint.id)
         return next(((c, reach) for c in found), None)
 
     with readable(remote.root), byte_bar("drilling", _size(choose(live, step))) as bar:
         return read_what_is_left(
-            live, REMOTE_ONLY, reach, step=step, last_step=None, again=again, progress=bar.advance
+            live, REMOTE_ONLY, reach, step=step, last_step=None, retry=again, progress=bar.advance
         )
 
 

@@ -150,7 +150,7 @@ def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> _
         if not all:
             chosen = (tuple(known for known in chosen if known.on_lineage) or chosen)[-1:]
         with count_bar("verifying copies", sum(map(num_copies, chosen))) as bar:
-            return _each(chosen, lambda c: verify_copies(c, run.reach, again=run.again, progress=bar.advance))
+            return _each(chosen, lambda c: verify_copies(c, run.reach, retry=run.again, progress=bar.advance))
 
 
 def _reports(targets: Iterable[_Target], look: Callable[[_Target], R]) -> _Found[R]:

@@ -1,8 +1,8 @@
-"""Reading every byte of a checkpoint against its digests, wherever it lies.
+"""Read every byte of a checkpoint and compare it with its digests, wherever it lies.
 
-Never raises for damage: whatever is wrong becomes a `Damage` that names file and place. What a newer version
-wrote is no damage: it is a NewerFormat, as nothing can be said of it. Works on a directory
-that was copied elsewhere, with the log's root digest or without.
+Damage is not raised: each finding becomes a `Damage` that names file and place. A file of a newer version is
+not damage but raises NewerFormat, as this version cannot judge it. A directory that was copied elsewhere can
+be verified too, with the log's root digest or without.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from ray_ckpt.format.manifest import (
     MAX_DESCRIPTION_BYTES,
     MAX_FRAGMENT_BYTES,
     CheckpointDescription,
-    check_coverage,
     decode_checkpoint,
     decode_fragment,
+    uncovered,
 )
 from ray_ckpt.location import StoragePath
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles, SavedFiles, files_at, is_fragment
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
 
-MAX_MISSING = 1000  # fragments that are named; one that is there may say that it is of a million
-FILES_AT_A_TIME = 4  # read by a thread each, with 72 MiB on their way at most: answers come late
+MAX_MISSING = 1000  # fragments that are reported; a damaged one may claim to be one of a million
+FILES_AT_A_TIME = 4  # read by a thread each, with 72 MiB in flight at most: stores answer late
+
+ALL_FRAGMENTS = "manifest-*.parquet"
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,10 +43,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing wrong with a checkpoint's files.
+    """One finding in a checkpoint's files.
 
     `where` is the label of the damaged byte range, such as `model.blocks.0.weight[0:64, 0:128]`, `header` or
-    `state`; or what is wrong with the whole file: `missing`, `size`, `digest`, `content`, `unreadable`,
+    `state`; or the finding about the whole file: `missing`, `size`, `digest`, `content`, `unreadable`,
     `unlisted`, `attempt`, `files`, `ranks`, `coverage`, `root digest`.
     """
 
@@ -55,7 +57,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What a pass over a checkpoint's files found. Sizes are saved bytes that were read."""
+    """The result of a pass over a checkpoint's files. Sizes are saved bytes that were read."""
 
     where: str
     num_files: int
@@ -71,17 +73,14 @@ class VerifyReport:
 def check_group(
     description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
 ) -> Iterator[Damage]:
-    """That the fragments belong together, and if all are there, that they have all ranks."""
+    """Check that the fragments belong together and, if all are there, that they have all ranks."""
     if not fragments:
         return
     first = description or next(iter(fragments.values()))
+    group = (first.attempt, first.world_size, first.num_nodes)
     for name, f in fragments.items():
-        same = (f.attempt, f.world_size, f.num_nodes) == (
-            first.attempt,
-            first.world_size,
-            first.num_nodes,
-        )
-        if not same or name != names.fragment_file(f.node_index, f.num_nodes):
+        is_same = (f.attempt, f.world_size, f.num_nodes) == group
+        if not is_same or name != names.fragment_file(f.node_index, f.num_nodes):
             yield Damage(file=name, where="attempt", detail="It belongs to another checkpoint or node.")
     if len(fragments) != first.num_nodes:
         return
@@ -91,6 +90,18 @@ def check_group(
         yield Damage(file=ALL_FRAGMENTS, where="ranks", detail=detail)
 
 
+def is_complete(fragments: Mapping[str, Fragment]) -> bool:
+    """Return True if there is a fragment of each node."""
+    return bool(fragments) and len(fragments) == next(iter(fragments.values())).num_nodes
+
+
+def check_tensors(fragments: Mapping[str, Fragment]) -> Iterator[Damage]:
+    """Report each tensor that is not covered exactly once, if all fragments are there."""
+    if is_complete(fragments):
+        for detail in uncovered(row for fragment in fragments.values() for row in fragment.rows):
+            yield Damage(file=ALL_FRAGMENTS, where="coverage", detail=detail)
+
+
 def verify_directory(
     path: StoragePath,
     storage_options: Mapping[str, str] | None = None,
@@ -98,8 +109,9 @@ def verify_directory(
     root_digest: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> VerifyReport:
-    """`verify_files` of a checkpoint's directory, or of a copy of it under any name. ConfigError if there can
-    be no such place, or no credentials for it.
+    """Call `verify_files` for a checkpoint's directory, or a copy of it under any name.
+
+    Raises ConfigError if the path is invalid, or without credentials for it.
     """
     return verify_files(files_at(path, storage_options), root_digest=root_digest, progress=progress)
 
@@ -109,17 +121,17 @@ def verify_files(
 ) -> VerifyReport:
     """Read every byte of a checkpoint and report all that differs from its digests.
 
-    Never raises for damage; NewerFormat for a manifest of a newer version. A few files are read at a time, in
-    blocks; only the manifest is held whole. `root_digest` is the one in the log; without it the files are
-    checked against themselves, which a copy elsewhere allows. If `checkpoint.json` is damaged, the fragments
-    that can be read say what should be there.
+    Raises NewerFormat for a manifest of a newer version, but nothing for damage. A few files are read at a
+    time, in blocks; only the manifest is held whole. `root_digest` is the one in the log; without it, as for
+    a copy elsewhere, the files are checked against each other. If `checkpoint.json` is damaged, the fragments
+    that can be read list the expected files.
     """
     check = Verification(files, progress or (lambda nbytes: None))
     description = check.read_description()
     fragments = check.read_fragments(description)
     check.refuse_newer()
     check.damages += check_group(description, fragments)
-    check.check_coverage(fragments)
+    check.damages += check_tensors(fragments)
     check.read_files(description, fragments)
     check.check_root(description, root_digest)
     if description is not None or fragments:
@@ -135,13 +147,13 @@ def verify_files(
 
 @dataclass(slots=True)
 class Checked:
-    """What one thread of a `Verification` has found of one file."""
+    """The findings of one thread of a `Verification` about one file."""
 
     name: str
-    found: FileEntry | None = None  # as it is; None if it cannot be read
+    found: FileEntry | None = None  # its actual size and digest; None if it cannot be read
     fragment: Fragment | None = None
-    num_rows: int = 0  # that are there entirely, damaged or not
-    num_slices: int = 0  # of them
+    num_rows: int = 0  # present in full, damaged or not
+    num_slices: int = 0  # of these rows
     damages: list[Damage] = field(default_factory=list)
     newer: NewerFormat | None = None
 
@@ -149,7 +161,7 @@ class Checked:
         self.damages.append(Damage(file=self.name, where=where, detail=detail))
 
     def compare(self, entry: FileEntry) -> bool:
-        """Whether the file is what `entry` says; else what differs is reported."""
+        """Return True if the file is as in `entry`; otherwise report the difference."""
         assert self.found is not None
         if self.found.size_bytes != entry.size_bytes:
             self.report("size", f"{self.found.size_bytes} bytes, not {entry.size_bytes}.")
@@ -159,11 +171,11 @@ class Checked:
 
 
 class Verification:
-    """One pass over the files at a place. `found` has each that was read as it is, `expected` all names."""
+    """One pass over the files at a location. `found` has the files as they are, `expected` all names."""
 
     def __init__(self, files: SavedFiles, progress: ProgressCallback) -> None:
         self.damages: list[Damage] = []
-        self.newer: NewerFormat | None = None  # the first file of a newer version; it is a damage, too
+        self.newer: NewerFormat | None = None  # of the first file of a newer version; also a damage
         self.found: dict[str, FileEntry] = {}
         self.expected: set[str] = set()
         self.num_slices = 0
@@ -188,7 +200,7 @@ class Verification:
         return description
 
     def read_fragments(self, description: CheckpointDescription | None) -> dict[str, Fragment]:
-        """The fragments that are intact, by file name."""
+        """Read the intact fragments, by file name."""
         if description is not None:
             return self.read_named([(f.name, f) for f in description.files if is_fragment(f.name)])
         there = [name for name in self._names_there() if is_fragment(name)]
@@ -199,7 +211,7 @@ class Verification:
         return read | self.read_named([(name, None) for name in missing if name not in there])
 
     def read_named(self, wanted: Sequence[tuple[str, FileEntry | None]]) -> dict[str, Fragment]:
-        """Those of these fragments that are intact and, where that is known, what they should be."""
+        """Read those of these fragments that are intact and, if there is an entry, equal to it."""
         read: dict[str, Fragment] = {}
         for checked in self._each(self._check_fragment, wanted):
             self._take(checked)
@@ -207,25 +219,16 @@ class Verification:
                 read[checked.name] = checked.fragment
         return read
 
-    def check_coverage(self, fragments: Mapping[str, Fragment]) -> None:
-        """If all fragments are there, that they describe whole tensors."""
-        if not fragments or len(fragments) != next(iter(fragments.values())).num_nodes:
-            return
-        try:
-            check_coverage(row for f in fragments.values() for row in f.rows)
-        except FormatError as error:
-            self.report(ALL_FRAGMENTS, "coverage", str(error))
-
     def read_files(
         self, description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
     ) -> None:
-        """Shards and state files, against their rows where a fragment has them, else against their digest."""
+        """Compare shards and state files with their rows in a fragment, or else with their digest."""
         listed = {f.name: f for f in description.files if not is_fragment(f.name)} if description else {}
         rows: dict[str, list[ManifestRow]] = {}
         for name, fragment in fragments.items():
             for entry in fragment.files:
                 if entry.name in rows or (description and listed.get(entry.name) != entry):
-                    self.report(name, "files", f"It lists {entry.name} otherwise than the others do.")
+                    self.report(name, "files", f"It lists {entry.name} differently from the others.")
                 listed.setdefault(entry.name, entry)
                 rows.setdefault(entry.name, [])
             for row in fragment.rows:
@@ -241,7 +244,7 @@ class Verification:
             self._take(checked)
 
     def check_root(self, description: CheckpointDescription | None, expected: str | None) -> None:
-        """That these are the files that the log committed; said only if no other damage shows it."""
+        """Compare the files with those that the log committed, unless other damage explains a difference."""
         files = [f for f in self.found.values() if f.name != names.CHECKPOINT_JSON]
         if description is not None:
             actual = description.root_digest
@@ -253,7 +256,7 @@ class Verification:
             self.report(names.CHECKPOINT_JSON, "root digest", f"It is {actual}; the log has {expected}.")
 
     def check_unlisted(self) -> None:
-        """Files that a stock reader of safetensors would take for part of the checkpoint."""
+        """Report files that a stock reader of safetensors would take for part of the checkpoint."""
         for name in self._names_there():
             if name not in self.expected and (names.is_file_name(name) or name.endswith(".safetensors")):
                 self.report(name, "unlisted", "It is not part of this checkpoint.")
@@ -261,7 +264,7 @@ class Verification:
     # -- threads -----------------------------------------------------------------------------------------
 
     def _each(self, check: Callable[[T], R], things: Sequence[T]) -> list[R]:
-        """`check` of each, a few at a time; in order."""
+        """Call `check` with each, a few at a time. Results are in order."""
         return list(
             map_in_order(check, things, threads=FILES_AT_A_TIME, name="verify", stopped=self._stopped)
         )
@@ -279,7 +282,7 @@ class Verification:
             self.size_bytes += nbytes
             self._progress(nbytes)
 
-    # -- files; those below run in several threads -------------------------------------------------------
+    # -- files; the methods below run in several threads -----------------------------------------------------
 
     def _names_there(self) -> Sequence[str]:
         try:
@@ -353,14 +356,14 @@ class Verification:
     def _check_rows(
         self, checked: Checked, blocks: Iterator[memoryview], rows: Sequence[ManifestRow]
     ) -> None:
-        """Read all of `blocks`, count the rows that are there entirely, and report each damaged one."""
+        """Read all of `blocks`, count the rows that are present in full, and report each damaged one."""
         for row, found in zip(rows, _row_digests(blocks, rows), strict=False):
             checked.num_rows += 1
             checked.num_slices += row.slice is not None
             if found != row.digest:
                 span = f"bytes {row.byte_offset} to {row.byte_offset + row.nbytes}"
                 checked.report(row.label, f"The {span} differ from their digest {row.digest}.")
-        for _ in blocks:  # what no row describes still counts for the digest of the file
+        for _ in blocks:  # bytes outside of rows still count for the digest of the file
             pass
 
     def _counted(self, blocks: Iterable[memoryview], whole: Digester) -> Iterator[memoryview]:
@@ -372,16 +375,13 @@ class Verification:
                 return
 
 
-ALL_FRAGMENTS = "manifest-*.parquet"
-
-
 def _cut_off(rows: Sequence[ManifestRow], num_rows: int) -> str:
-    """What cannot be read if only the first rows can."""
+    """Name the rows that are lost if only the first `num_rows` are there."""
     return f" {rows[num_rows].label} and what follows are cut off." if num_rows < len(rows) else ""
 
 
 def _row_digests(blocks: Iterator[memoryview], rows: Iterable[ManifestRow]) -> Iterator[str]:
-    """The digest of the bytes of each of `rows`, which follow one another; ends early where the bytes do."""
+    """Yield the digest of the bytes of each of `rows`, which are adjacent; end early where the bytes do."""
     cutter = BlockCutter(blocks)
     for row in rows:
         state = Digester()

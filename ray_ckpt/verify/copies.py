@@ -1,7 +1,7 @@
-"""Proving a live checkpoint restorable where it is: on nodes, and on the storage path if it is there by now.
+"""Prove that a live checkpoint can be restored from where it is: nodes, and the storage path if it is there.
 
-Every copy of each fragment with its files is looked at, since any of them may be the one that a failure
-leaves: the fragment, the sizes of the files, their headers. No tensor's bytes move; a drill reads them all.
+Every copy of each fragment and its files is checked, since any copy may be the one that a failure leaves: the
+fragment, the sizes of the files, their headers. No tensor's bytes are read; a drill reads them all.
 """
 
 from __future__ import annotations
@@ -21,59 +21,60 @@ from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Level, ProgressCallback
-from ray_ckpt.verify.content import Damage, check_group
-from ray_ckpt.verify.drill import Coverage, Retry
+from ray_ckpt.verify.content import Damage, check_group, check_tensors
+from ray_ckpt.verify.drill import ReadAccess, Retry
 from ray_ckpt.verify.plan import (
     Holder,
     PlanReport,
     PlanVerification,
     check_listed,
-    check_tensors,
     plan_report,
 )
 
-HOLDERS_AT_A_TIME = 8  # one that is frozen takes 30 s, and the others need not wait for it
+HOLDERS_AT_A_TIME = 8  # a frozen holder takes 30 s, for which the others need not wait
 
 R = TypeVar("R")
 
 
 def verify_copies(
-    live: LiveCheckpoint, reach: Coverage, *, again: Retry, progress: ProgressCallback | None = None
+    live: LiveCheckpoint, access: ReadAccess, *, retry: Retry, progress: ProgressCallback | None = None
 ) -> PlanReport | None:
     """Prove that a live checkpoint can be restored, and that each holder has what it should.
 
-    It can be, if the fragments are the log's, cover every element exactly once, and each file is somewhere
-    with its size and header. A holder that lacks something is told also then, and so is a fragment that
-    fewer nodes hold than its level promises. What is not as it should be is looked at once more, with what
-    `again` says by then. None if the checkpoint has been retired meanwhile. Never raises for damage or for
-    nodes that do not answer; NewerFormat if no copy of a fragment can be read and one is of a newer version.
+    It can be restored if the fragments are those of the log, cover every element exactly once, and each file
+    is at some holder with its size and header. Other findings are reported even then: a holder that lacks
+    something, a fragment that fewer nodes hold than its level promises. If there are findings, the checkpoint
+    is checked once more as `retry` finds it by then. Returns None if it has been retired in the meantime.
+
+    Raises NewerFormat if no copy of a fragment can be read and one is of a newer version, but nothing for
+    damage or for nodes that do not answer.
     """
-    report = _look(live, reach, progress or (lambda num_copies: None))
+    report = _check(live, access, progress or (lambda num_copies: None))
     if report.ok:
         return report
-    found = again(live)
-    return None if found is None else _look(*found, lambda num_copies: None)
+    found = retry(live)
+    return None if found is None else _check(*found, lambda num_copies: None)
 
 
 def num_copies(live: LiveCheckpoint) -> int:
-    """That there are to look at."""
+    """Count the copies of fragments that `verify_copies` checks."""
     on_storage = live.checkpoint.num_nodes if live.checkpoint.level >= Level.DURABLE else 0
     return sum(map(len, live.holders)) + on_storage
 
 
-def _look(live: LiveCheckpoint, reach: Coverage, progress: ProgressCallback) -> PlanReport:
+def _check(live: LiveCheckpoint, access: ReadAccess, progress: ProgressCallback) -> PlanReport:
     info = live.checkpoint
     wanted = tuple(names.fragment_file(index, info.num_nodes) for index in range(info.num_nodes))
-    places = tuple(_places(live, wanted, reach))
+    holders = tuple(_holders(live, wanted, access))
     versions: dict[str, dict[str, FragmentVersion]] = {}  # of each fragment, by digest
-    for read in _each(_Place.read_fragments, places):
+    for read in _each(_HolderCheck.read_fragments, holders):
         for name, version in read.items():
             versions.setdefault(name, {}).setdefault(version[0].digest, version)
-    for place in places:
+    for holder in holders:
         if not versions.keys() >= set(wanted):
-            place.check.refuse_newer()
+            holder.check.refuse_newer()
     chosen = _choose(versions, info.root_digest)
-    for count in _each(lambda place: place.check_files(chosen), places):
+    for count in _each(lambda holder: holder.check_files(chosen), holders):
         progress(count)
     fragments = {name: fragment for name, (_, fragment) in chosen.items()}
     found = {name: entry for name, (entry, _) in chosen.items()}
@@ -81,45 +82,45 @@ def _look(live: LiveCheckpoint, reach: Coverage, progress: ProgressCallback) -> 
         *check_group(None, fragments),
         *check_tensors(fragments),
         *check_listed(None, fragments, found, info.root_digest),
-        *(damage for name in wanted for damage in _lost(name, fragments.get(name), places)),
+        *(damage for name in wanted for damage in _lost(name, fragments.get(name), holders)),
     ]
     return plan_report(
         fragments,
         where=info.directory,
         is_restorable=not fatal,
-        read_bytes=sum(place.check.size_bytes for place in places),
+        read_bytes=sum(holder.check.size_bytes for holder in holders),
         damages=[*fatal, *_too_few(live, wanted)],
-        holders=[place.report(wanted) for place in places],
+        holders=[holder.report(wanted) for holder in holders],
     )
 
 
-def _places(live: LiveCheckpoint, wanted: Sequence[str], reach: Coverage) -> Iterator[_Place]:
-    """Each node that holds a fragment of those `wanted`, and the storage path if all are there."""
+def _holders(live: LiveCheckpoint, wanted: Sequence[str], access: ReadAccess) -> Iterator[_HolderCheck]:
+    """Yield a check for each node that holds a `wanted` fragment, and for the storage path at `durable`."""
     info = live.checkpoint
     for node in sorted({node for nodes in live.holders for node in nodes}):
         held = [name for name, nodes in zip(wanted, live.holders, strict=True) if node in nodes]
-        files = _HeldFiles(held, info.id, reach.credentials, reach.endpoints.get(node, ""))
-        yield _Node(node, held, files)
-    if info.level >= Level.DURABLE and reach.remote is not None:
-        yield _Storage(reach.remote, info, wanted)
+        files = _HeldFiles(held, info.id, access.credentials, access.endpoints.get(node, ""))
+        yield _NodeCheck(node, held, files)
+    if info.level >= Level.DURABLE and access.remote is not None:
+        yield _StorageCheck(access.remote, info, wanted)
 
 
-def _each(look: Callable[[_Place], R], places: Sequence[_Place]) -> Iterator[R]:
-    """`look` at each, a few at a time; in order. No connection is kept for later."""
+def _each(look: Callable[[_HolderCheck], R], holders: Sequence[_HolderCheck]) -> Iterator[R]:
+    """Call `look` with each, a few at a time; results are in order. Each closes its connections."""
 
-    def check_once(place: _Place) -> R:
+    def check_once(holder: _HolderCheck) -> R:
         try:
-            return look(place)
+            return look(holder)
         finally:
-            place.hang_up()
+            holder.close()
 
-    return map_in_order(check_once, places, threads=HOLDERS_AT_A_TIME, name="verify")
+    return map_in_order(check_once, holders, threads=HOLDERS_AT_A_TIME, name="verify")
 
 
 def _choose(
     versions: Mapping[str, Mapping[str, FragmentVersion]], expected: str
 ) -> dict[str, FragmentVersion]:
-    """Of each fragment the version that makes the root digest with the others; else the first."""
+    """Choose for each fragment the version that makes the root digest with the others, or else the first."""
     files = {
         name: {digest: version_files(version) for digest, version in found.items()}
         for name, found in versions.items()
@@ -128,32 +129,32 @@ def _choose(
     return {name: versions[name][digest] for name, digest in chosen.items()}
 
 
-def _lost(name: str, fragment: Fragment | None, places: Iterable[_Place]) -> Iterator[Damage]:
-    """A fragment and its files, as far as no holder has them as they should be."""
-    holders = [place for place in places if name in place.fragments]
-    if not holders:
+def _lost(name: str, fragment: Fragment | None, holders: Iterable[_HolderCheck]) -> Iterator[Damage]:
+    """Report a fragment and those of its files that no holder has intact."""
+    having = [holder for holder in holders if name in holder.fragments]
+    if not having:
         yield Damage(file=name, where="copies", detail="No live node holds it and its files.")
         return
     files = {name} | {file.name for file in (fragment.files if fragment is not None else ())}
-    for file in sorted(files.difference(*(place.intact(files) for place in holders))):
+    for file in sorted(files.difference(*(holder.intact(files) for holder in having))):
         yield Damage(file=file, where="copies", detail="No holder has it intact.")
 
 
 def _too_few(live: LiveCheckpoint, wanted: Sequence[str]) -> Iterator[Damage]:
-    """Fragments that fewer nodes hold than the level promises, such as after the loss of a node."""
+    """Report fragments that fewer nodes hold than the level promises, as after the loss of a node."""
     info = live.checkpoint
     promised = {Level.LOCAL: 1, Level.REPLICATED: 1 + info.replicas, Level.DURABLE: 0}[info.level]
     for name, nodes in zip(wanted, live.holders, strict=True):
-        if 0 < len(nodes) < promised:  # if nobody has it, it is lost
+        if 0 < len(nodes) < promised:  # without any holder it is lost, which `_lost` reports
             detail = f"{len(nodes)} of {promised} nodes that should hold it and its files are there."
             yield Damage(file=name, where="copies", detail=detail)
 
 
-# Places
+# Holders
 
 
-class _Place:
-    """A place that should have some fragments of a checkpoint, and what was found there."""
+class _HolderCheck:
+    """The check of one holder that should have some fragments of a checkpoint."""
 
     node = ""  # its id, if it is a node
 
@@ -161,15 +162,15 @@ class _Place:
         self.where = where
         self.fragments = tuple(fragments)
         self.check = PlanVerification(files, lambda nbytes: None)
-        self._read: dict[str, FileEntry] = {}  # the fragments that are readable here
+        self._read: dict[str, FileEntry] = {}  # the readable fragments
 
     @property
     def is_silent(self) -> bool:
-        """It does not answer, so nothing is known of what it has."""
+        """The holder does not answer, so its files are unknown."""
         return False
 
     def read_fragments(self) -> dict[str, FragmentVersion]:
-        """Those that are readable here."""
+        """Read the readable fragments of this holder."""
         read = self._read_fragments()
         self._read = {name: self.check.found[name] for name in read}
         return {name: (self._read[name], fragment) for name, fragment in read.items()}
@@ -178,7 +179,7 @@ class _Place:
         return self.check.read_named([(name, None) for name in self.fragments])
 
     def check_files(self, chosen: Mapping[str, FragmentVersion]) -> int:
-        """Compare what is here with the manifest that was `chosen`. How many copies that is."""
+        """Compare the files here with the manifest that was `chosen`. Return the number of copies."""
         mine = {name: chosen[name] for name in self.fragments if name in chosen}
         for name, (entry, _) in mine.items():
             if self._read.get(name, entry) != entry:
@@ -188,21 +189,21 @@ class _Place:
         return len(self.fragments)
 
     def intact(self, files: Iterable[str]) -> set[str]:
-        """Those of `files`, which should be here, that are in order; fragments only if they were read."""
+        """Return the `files` that are in order of those that should be here; fragments only if read."""
         if self.is_silent:
             return set()
         unread = set(self.fragments).difference(self._read)
         return set(files) - unread - {damage.file for damage in self.check.damages}
 
-    def hang_up(self) -> None:
-        """Close connections; they are made again when they are needed."""
+    def close(self) -> None:
+        """Close connections; they are reopened when needed."""
 
     def report(self, wanted: Sequence[str]) -> Holder:
         found = tuple(index for index, name in enumerate(wanted) if name in self.fragments)
         return Holder(where=self.where, node=self.node, fragments=found, damages=tuple(self.check.damages))
 
 
-class _Node(_Place):
+class _NodeCheck(_HolderCheck):
     def __init__(self, node: str, fragments: Sequence[str], files: _HeldFiles) -> None:
         super().__init__(f"node {node[:12]}", fragments, files)
         self.node = node
@@ -212,12 +213,12 @@ class _Node(_Place):
     def is_silent(self) -> bool:
         return self._files.is_silent
 
-    def hang_up(self) -> None:
-        self._files.hang_up()
+    def close(self) -> None:
+        self._files.close()
 
 
-class _Storage(_Place):
-    """The storage path, which should have all."""
+class _StorageCheck(_HolderCheck):
+    """The check of the storage path, which should have all fragments."""
 
     def __init__(self, tier: RemoteTier, info: CheckpointInfo, fragments: Sequence[str]) -> None:
         where = str(tier.root / names.CHECKPOINTS_DIR / info.directory)
@@ -244,7 +245,7 @@ class _Storage(_Place):
 
 
 def _listed(tier: RemoteTier, directory: str, where: str) -> SavedFiles:
-    """The files once they are listed. If they cannot be, as without credentials, each reports the reason."""
+    """List the files. If that fails, as without credentials, opening a file reports the reason."""
     try:
         files = files_on(tier, directory)
         _ = files.names
@@ -254,7 +255,7 @@ def _listed(tier: RemoteTier, directory: str, where: str) -> SavedFiles:
 
 
 class _Unlisted(SavedFiles):
-    """What is at a place that cannot be listed: nobody knows, and it is asked no more."""
+    """Files at a location that cannot be listed: unknown, and not requested again."""
 
     def __init__(self, where: str, reason: str) -> None:
         self._where = where
@@ -276,12 +277,12 @@ class _Unlisted(SavedFiles):
 
 
 class _HeldFiles(SavedFiles):
-    """What a node holds of a checkpoint. Once its agent does not answer, it is asked no more."""
+    """The files of a checkpoint on a node. Once its agent does not answer, it gets no more requests."""
 
     def __init__(
         self, fragments: Iterable[str], attempt: AttemptId, credentials: Credentials | None, endpoint: str
     ) -> None:
-        """`endpoint` is that of its agent, "" if it has none."""
+        """`endpoint` is that of the node's agent, "" if there is none."""
         self._fragments = tuple(fragments)
         self._attempt = attempt
         self._peers = Peers(credentials)
@@ -294,7 +295,7 @@ class _HeldFiles(SavedFiles):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The fragments that it is said to hold: agents do not list files."""
+        """The fragments that it should hold: agents do not list files."""
         return self._fragments
 
     def place(self, name: str) -> str:
@@ -313,12 +314,12 @@ class _HeldFiles(SavedFiles):
             raise ConnectionError(error.message) from error
         return None if size is None else CheckpointFile(size_bytes=size, read=partial(self._read, file))
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         self._peers.close()
 
     def _read(self, file: FileName, ranges: Sequence[tuple[int, int]]) -> Generator[memoryview, None, None]:
         try:
             with self._peers.acquire(self._endpoint) as peer:
                 yield from peer.read(file, ranges)
-        except Unavailable as error:  # of the kind that readers of files expect
+        except Unavailable as error:  # the error that readers of files expect
             raise ConnectionError(error.message) from error

@@ -1,10 +1,10 @@
-"""Recovery drills: live checkpoints are read from what a loss would leave of them, and nothing is kept.
+"""Recovery drills: read live checkpoints from what a loss would leave of them, and keep nothing.
 
-Each byte comes the way that a restore takes it, with its tries and its next sources, and is compared with its
-digest; then it is dropped. At the end the slices have to cover each tensor exactly. What nodes hold is read
-from their agents, as a peer reads it. Nothing is written, and no node learns of a drill. Memory is bounded by
-the manifest of one node, by as many slices as one may have, and by what the few threads of a `SourceReader`
-have in hand, whatever the size of the checkpoint.
+Each byte is read as a restore reads it, with its retries and further sources, compared with its digest, and
+dropped. At the end the slices must cover each tensor exactly. The files of nodes are read from their agents,
+as a peer reads them. Nothing is written, and nodes do not notice a drill. Whatever the size of the
+checkpoint, memory is bounded by the manifest of one node, by as many slices as a manifest may have, and by
+the buffers of the few threads of a `SourceReader`.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from ray_ckpt.types import (
     Tier,
 )
 
-MAX_PROBLEMS = 20  # named of one checkpoint; the rest would say the same
-MAX_SLICES = MAX_ROWS  # in hand, to see what they cover; of more, some tensors at a time: see `_uncovered`
+MAX_PROBLEMS = 20  # listed for one checkpoint; more would add nothing new
+MAX_SLICES = MAX_ROWS  # in memory, to check coverage; more take several turns: see `_uncovered`
 
 Verdict: TypeAlias = Literal["passed", "failed", "not covered", "retired"]
 """`failed`: it must survive the loss and does not. `not covered`: it does not survive, and need not.
-`retired`: it was given up while it was read."""
+`retired`: it was retired while it was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRead:
-    """What came from a tier, and how long it took. `local` is what a node holds for its own ranks."""
+    """Bytes from a tier, and the time that they took. `local` is what a node holds for its own ranks."""
 
     size_bytes: int = 0
     seconds: float = 0.0
@@ -70,8 +70,11 @@ class TierRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDrill:
-    """What came of one checkpoint. `problems` are what no source had intact, `notes` bad sources of what
-    another one had; both name file, tensor and node."""
+    """The drill of one checkpoint.
+
+    `problems` are parts that no source had intact, `notes` are bad sources of parts that another source had;
+    both name file, tensor and node.
+    """
 
     checkpoint: CheckpointInfo
     verdict: Verdict
@@ -84,22 +87,22 @@ class CheckpointDrill:
 
     @property
     def read_bytes(self) -> dict[str, float]:
-        """By tier."""
+        """Bytes by tier."""
         return {tier: float(read.size_bytes) for tier, read in self.reads.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillReport:
-    """What came of a drill. `last_step` is the last step that the run has completed, None if not known."""
+    """The result of a drill. `last_step` is the last step that the run has completed, None if unknown."""
 
     scenario: Scenario
     results: tuple[CheckpointDrill, ...]
     last_step: int | None
-    is_whole: bool  # of all live checkpoints, not of one step's alone
+    is_whole: bool  # all live checkpoints were read, not those of one step only
 
     @property
     def passed(self) -> bool:
-        """Something has survived the loss, and every checkpoint that must."""
+        """At least one checkpoint has survived the loss, and every one that must."""
         return not self.failed and any(result.verdict == "passed" for result in self.results)
 
     @property
@@ -109,39 +112,43 @@ class DrillReport:
 
     @property
     def is_covered(self) -> bool:
-        """There is a checkpoint that must survive the loss; else no promise is tried."""
+        """There is a checkpoint that must survive the loss; otherwise no promise is tested."""
         return any(result.is_covered for result in self.results if result.verdict != "retired")
 
     @property
     def is_conclusive(self) -> bool:
-        """It tells what a run would go on from: it is whole, and nothing newer than what is left of the
-        lineage was retired while it was read."""
+        """The drill shows which checkpoint a run would continue from.
+
+        All were read, and nothing newer than what is left of the lineage was retired in the meantime.
+        """
         newest = self._newest_left()
         return self.is_whole and (newest is None or newest.verdict == "passed")
 
     @property
     def resume(self) -> CheckpointInfo | None:
-        """What a run would go on from after that loss; None if nothing is left, or it does not tell."""
+        """The checkpoint that a run would continue from; None if nothing is left, or it is inconclusive."""
         newest = self._newest_left()
         return newest.checkpoint if self.is_conclusive and newest is not None else None
 
     @property
     def steps_lost(self) -> int | None:
-        """Completed steps that would have to be done again, at least so many if the last one is not known;
-        None if it does not tell."""
+        """Completed steps that would have to be repeated; a lower bound if the last step is unknown.
+
+        None if the drill is inconclusive.
+        """
         if not self.is_conclusive:
             return None
         newest = max((r.checkpoint.step for r in self.results if r.on_lineage), default=0)
         return max(self.last_step or 0, newest) - (self.resume.step if self.resume else 0)
 
     def _newest_left(self) -> CheckpointDrill | None:
-        """Of the lineage, what was retired included."""
+        """Return the newest that is left of the lineage; one retired in the meantime counts."""
         left = [r for r in self.results if r.on_lineage and r.verdict in ("passed", "retired")]
         return max(left, key=lambda r: r.checkpoint.seq, default=None)
 
     @property
     def reads(self) -> dict[Tier, TierRead]:
-        """Of all checkpoints."""
+        """Sums over all checkpoints, by tier."""
         total: dict[Tier, TierRead] = {}
         for result in self.results:
             for tier, read in result.reads.items():
@@ -150,9 +157,11 @@ class DrillReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coverage:
-    """How to read what is left: the agents of nodes, with a peer's credentials, and the storage path; and how
-    fast, all of it together."""
+class ReadAccess:
+    """Access to the copies that are left: agents of nodes, with a peer's credentials, and the storage path.
+
+    `limiter` bounds the rate of all reads together.
+    """
 
     endpoints: Mapping[str, str] = field(default_factory=dict)  # by node
     credentials: Credentials | None = field(default=None, repr=False)
@@ -160,47 +169,42 @@ class Coverage:
     limiter: Limiter = field(default_factory=Limiter, compare=False)
 
 
-Retry: TypeAlias = Callable[[LiveCheckpoint], tuple[LiveCheckpoint, Coverage] | None]
-"""What there is of a live checkpoint by now, and how to read it; None once it is retired."""
+Retry: TypeAlias = Callable[[LiveCheckpoint], tuple[LiveCheckpoint, ReadAccess] | None]
+"""Returns the current state of a live checkpoint, and the access to it; None once it is retired."""
 
 
 def choose(live: Iterable[LiveCheckpoint], step: int | None) -> tuple[LiveCheckpoint, ...]:
-    """All of them, or those of one step. ConfigError if there are none."""
+    """Return all of them, or those of one step. Raises ConfigError if there are none."""
     live = tuple(live)
     found = tuple(c for c in live if step is None or c.checkpoint.step == step)
     if not found:
-        what = (
-            "The run has no live checkpoint"
-            if step is None
-            else f"There is no live checkpoint of step {step}"
-        )
-        raise ConfigError(f"{what}.", hint="`ray-ckpt ls` shows them.")
+        of_step = "" if step is None else f" of step {step}"
+        raise ConfigError(f"The run has no live checkpoint{of_step}.", hint="`ray-ckpt ls` shows them.")
     return found
 
 
 def drill(
     live: Iterable[LiveCheckpoint],
     scenario: Scenario,
-    reach: Coverage,
+    access: ReadAccess,
     *,
     step: int | None = None,
     last_step: int | None,
-    again: Retry,
+    retry: Retry,
     record: Callable[[CheckpointDrill], None] | None = None,
     progress: ProgressCallback | None = None,
 ) -> DrillReport:
-    """Rehearse the loss for each of `live`, or those of one step, one after the other; newest first, so that
-    what matters most is known first.
+    """Rehearse the loss for each of `live`, or those of one step, newest first, as it matters most.
 
-    What fails and is held elsewhere by now, as `again` says, is read once more. `record` gets each result
-    that says something of a promise. ConfigError if there are none, or all were retired while they
-    were read.
+    A checkpoint that fails and is held elsewhere by now, as `retry` finds it, is read once more. `record`
+    gets each result that tests a promise. Raises ConfigError if there are no checkpoints, or all were retired
+    while they were read.
     """
     live = tuple(live)
     chosen, results = choose(live, step), list[CheckpointDrill]()
     for known in sorted(chosen, key=lambda c: -c.checkpoint.seq):
-        result = dry_run(known, scenario, reach, progress)
-        if result.problems and (found := again(known)) != (known, reach):
+        result = dry_run(known, scenario, access, progress)
+        if result.problems and (found := retry(known)) != (known, access):
             result = replace(result, verdict="retired")
             if found is not None:
                 result = dry_run(found[0], scenario, found[1], progress)
@@ -209,7 +213,7 @@ def drill(
         results.append(result)
     if all(result.verdict == "retired" for result in results):
         raise ConfigError(
-            "What there was has been retired while it was read.", hint="`ray-ckpt ls` shows what is live."
+            "All checkpoints were retired while they were read.", hint="`ray-ckpt ls` shows what is live."
         )
     return DrillReport(
         scenario=scenario, results=tuple(results), last_step=last_step, is_whole=len(chosen) == len(live)
@@ -217,9 +221,9 @@ def drill(
 
 
 def dry_run(
-    live: LiveCheckpoint, scenario: Scenario, reach: Coverage, progress: ProgressCallback | None = None
+    live: LiveCheckpoint, scenario: Scenario, access: ReadAccess, progress: ProgressCallback | None = None
 ) -> CheckpointDrill:
-    """Read a checkpoint from what `scenario` leaves of it. Damage and silent peers are told, not raised."""
+    """Read a checkpoint from what `scenario` leaves of it. Damage and silent peers are not raised."""
     left = leftovers(live, scenario)
     result = CheckpointDrill(
         checkpoint=left.checkpoint,
@@ -229,45 +233,45 @@ def dry_run(
         problems=left.problems,
     )
     if not result.problems:
-        result = _TemporaryFolder(left, reach, progress or (lambda nbytes: None)).read(result)
+        result = _CheckpointReading(left, access, progress or (lambda nbytes: None)).read(result)
     if result.problems:
         return replace(result, verdict="failed" if left.is_covered else "not covered")
     return result
 
 
-class _TemporaryFolder:
+class _CheckpointReading:
     """The reading of one checkpoint, fragment after fragment."""
 
     def __init__(
         self,
         left: Leftovers,
-        reach: Coverage,
+        access: ReadAccess,
         progress: ProgressCallback,
         committed: Mapping[str, str] | None = None,
     ) -> None:
-        """`committed` are digests of fragments, by name, once it is known that holders have others, too."""
+        """`committed` are the digests of fragments by name, if holders have several versions."""
         self._left = left
         self._committed = committed
         self._attempt = left.checkpoint.id
-        self._reach = reach
+        self._access = access
         self._progress = progress
         self._lock = threading.Lock()
-        self._sources: dict[str, tuple[FileSource, ...]] = {}  # of the files of the fragments until now
+        self._sources: dict[str, tuple[FileSource, ...]] = {}  # of the files of the fragments read so far
         self._reader = SourceReader(
             self._attempt,
             self._sources,
-            credentials=reach.credentials,
-            remote=reach.remote,
-            limiter=reach.limiter,
+            credentials=access.credentials,
+            remote=access.remote,
+            limiter=access.limiter,
         )
         self._reads: dict[Tier, TierRead] = {}
-        self._bad_fragments: list[str] = []  # notes about them
+        self._bad_fragments: list[str] = []  # notes about bad copies
         self._lost: list[str] = []  # fragments that no source has
         self._num_slices = 0
-        self._slices: list[ManifestRow] = []  # all of them, none if they are too many
+        self._slices: list[ManifestRow] = []  # all, or none if they are too many
 
     def read(self, result: CheckpointDrill) -> CheckpointDrill:
-        """`result` with what reading it has shown."""
+        """Read the checkpoint and add the findings to `result`."""
         start_s = time.monotonic()
         entries: list[FileEntry] = []
         for index in range(len(self._left.holders)):
@@ -276,24 +280,24 @@ class _TemporaryFolder:
                 break
         is_other = not self._lost and root_digest(entries) != self._left.checkpoint.root_digest
         if is_other and self._committed is None and (chosen := self._choose()) is not None:
-            return _TemporaryFolder(self._left, self._reach, self._progress, chosen).read(result)
+            return _CheckpointReading(self._left, self._access, self._progress, chosen).read(result)
         damage = [*self._lost, *self._reader.damage]
         if not damage and is_other:
             damage.append("the manifest is not the one that was committed")
         if not damage:
             damage = [*self._uncovered(), *self._lost]
         notes = [*self._bad_fragments, *self._reader.rejected]
-        said = [line for line in damage if not any(note.startswith(line) for note in notes)]
+        unnoted = [line for line in damage if not any(note.startswith(line) for note in notes)]
         return replace(
             result,
             seconds=time.monotonic() - start_s,
             reads=self._reads,
-            problems=_bounded([*notes, *said]) if damage else (),
+            problems=_bounded([*notes, *unnoted]) if damage else (),
             notes=() if damage else _bounded(notes),
         )
 
     def _read_fragment(self, index: int) -> list[FileEntry]:
-        """Its files' entries, once their bytes have been compared; [] if no source has it."""
+        """Compare the bytes of a fragment's files. Return their entries, [] if no source has the fragment."""
         found = self._version(index)
         if found is None:
             return []
@@ -314,9 +318,9 @@ class _TemporaryFolder:
             self._slices.clear()
 
     def _uncovered(self) -> Iterator[str]:
-        """Tensors that the slices do not cover exactly once.
+        """Report tensors that the slices do not cover exactly once.
 
-        If they are too many, the manifest is read again and again, each time for another part of the tensors.
+        If there are too many slices, the manifest is read several times, each time for some of the tensors.
         """
         num_turns = -(-self._num_slices // MAX_SLICES)
         if num_turns <= 1:
@@ -336,19 +340,19 @@ class _TemporaryFolder:
             yield from _slices(found[1])
 
     def _sources_of(self, index: int) -> tuple[FileSource, ...]:
-        """Where a fragment and its files are read, in a restore's order."""
-        endpoints = self._reach.endpoints
+        """Return the sources of a fragment and its files, in a restore's order."""
+        endpoints = self._access.endpoints
         found = [
             FileSource(tier="peer", where=_short(node), endpoint=endpoints[node])
             for node in self._left.holders[index]
             if node in endpoints
         ]
-        if self._left.is_remote and self._reach.remote is not None:
-            found.append(FileSource(tier="remote", where=self._reach.remote.where))
+        if self._left.is_remote and self._access.remote is not None:
+            found.append(FileSource(tier="remote", where=self._access.remote.where))
         return tuple(found)
 
     def _version(self, index: int) -> FragmentVersion | None:
-        """A fragment from the first source that has it intact; if none has, it is lost."""
+        """Read a fragment from the first source that has it intact; if none has, note it as lost."""
         found = next(self._versions(index), None)
         if found is None:
             name = fragment_file(index, self._left.checkpoint.num_nodes)
@@ -356,12 +360,12 @@ class _TemporaryFolder:
         return found
 
     def _versions(self, index: int) -> Iterator[FragmentVersion]:
-        """A fragment from each source that has it intact, in a restore's order.
+        """Yield a fragment from each source that has it intact, in a restore's order.
 
-        NewerFormat if none has, and one is of a newer version, of which nothing can be said.
+        Raises NewerFormat if none has, and one is of a newer version, which cannot be judged.
         """
         newer: NewerFormat | None = None
-        is_there = False
+        is_found = False
         name, home = fragment_file(index, self._left.checkpoint.num_nodes), self._left.live.home(index)
         for source in self._sources_of(index):
             start_s = time.monotonic()
@@ -375,19 +379,19 @@ class _TemporaryFolder:
                 self._note(f"{name} on {source.tier} {source.where}: {error}")
                 continue
             self._add(source.tier, source.where, home, len(data), time.monotonic() - start_s)
-            self._reach.limiter.wait(len(data))
+            self._access.limiter.wait(len(data))
             self._count(len(data))
             entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
             if self._committed is not None and entry.digest != self._committed[name]:
                 self._note(f"{name} on {source.tier} {source.where}: it is not the one that was committed")
                 continue
-            is_there = True
+            is_found = True
             yield entry, fragment
-        if newer is not None and not is_there:
+        if newer is not None and not is_found:
             raise newer
 
     def _choose(self) -> dict[str, str] | None:
-        """The digests of the fragments that make the log's root digest, as a restore finds them."""
+        """Choose the digests of fragments that make the log's root digest, as a restore does."""
         versions = {
             fragment_file(index, self._left.checkpoint.num_nodes): {
                 version[0].digest: version_files(version) for version in self._versions(index)
@@ -397,23 +401,23 @@ class _TemporaryFolder:
         return choose_fragments(versions, self._left.checkpoint.root_digest)
 
     def _note(self, note: str) -> None:
-        """Of a bad fragment, once."""
+        """Note a bad copy of a fragment, once."""
         if note not in self._bad_fragments:
             self._bad_fragments.append(note)
 
     def _read_whole(self, name: str, source: FileSource) -> bytes:
-        directory, reach = self._attempt.directory, self._reach
+        directory, access = self._attempt.directory, self._access
         if source.tier == "remote":
-            assert reach.remote is not None
-            return reach.remote.read_whole(directory, name, max_bytes=MAX_FRAGMENT_BYTES)
-        if reach.credentials is None:
+            assert access.remote is not None
+            return access.remote.read_whole(directory, name, max_bytes=MAX_FRAGMENT_BYTES)
+        if access.credentials is None:
             raise ConfigError("There are no credentials for peers.")
         file = FileName(run_uid=self._attempt.run_uid, directory=directory, file=name)
-        with PeerClient(source.endpoint, credentials=reach.credentials) as peer:
+        with PeerClient(source.endpoint, credentials=access.credentials) as peer:
             return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)
 
     def _tally(self, parts: Sequence[RestoredPart], seconds: float, home: str) -> None:
-        """`seconds` are shared among tiers by the time that their parts took, side by side."""
+        """Add parts that took `seconds` in parallel; a tier's share is by the time of its parts."""
         total_s = sum(part.seconds for part in parts)
         for part in parts:
             share_s = seconds * part.seconds / total_s if total_s else 0.0
@@ -435,7 +439,7 @@ class _TemporaryFolder:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """Where bytes go that nobody wants."""
+    """A sink that counts bytes and drops them."""
 
     count: ProgressCallback
 
@@ -451,13 +455,12 @@ def _slices(fragment: Fragment) -> list[ManifestRow]:
 
 
 def _turn_of(row: ManifestRow, num_turns: int) -> int:
-    """In which of so many turns the tensor of a slice is looked at."""
+    """Return the turn, of so many, in which the tensor of a slice is checked."""
     assert row.slice is not None
     return crc32(f"{row.slice.item}\0{row.slice.key}".encode()) % num_turns
 
 
 def _short(node: str) -> str:
-    """A node id as a person reads it."""
     return node[:12]
 
 

@@ -1,8 +1,8 @@
-"""Proving a checkpoint restorable without moving its bytes: manifest, sizes, headers.
+"""Prove that a checkpoint can be restored without reading its bytes: by manifest, sizes, headers.
 
-What is proven holds for any number of ranks: a restore plans by global tensors, so it is enough that every
-element of each is in the files exactly once. Flipped bits inside of tensors are not seen; `verify_files`
-reads them all.
+The proof holds for any number of ranks: a restore plans by global tensors, so it is enough that every element
+of each is in the files exactly once. Flipped bits inside tensors are not found; `verify_files` reads them
+all.
 """
 
 from __future__ import annotations
@@ -17,29 +17,36 @@ from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format import names
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.digest import root_digest as digest_of_files
-from ray_ckpt.format.manifest import CheckpointDescription, by_tensor, uncovered
+from ray_ckpt.format.manifest import CheckpointDescription, by_tensor
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles, is_fragment
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
-from ray_ckpt.verify.content import ALL_FRAGMENTS, Checked, Damage, Verification, check_group
+from ray_ckpt.verify.content import (
+    Checked,
+    Damage,
+    Verification,
+    check_group,
+    check_tensors,
+    is_complete,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCoverage:
-    """What the manifest has of one item. Bytes and elements of a region that several ranks saved count once.
+    """One item in the manifest. Bytes and elements of a region that several ranks saved count once.
 
-    `num_differing`: regions that were saved more than once, with different bytes; each rank restores its own.
+    `num_differing`: regions that several ranks saved with different bytes; each rank restores its own.
     """
 
     item: str
     num_tensors: int
     num_slices: int
     size_bytes: int
-    num_elements: int  # that its tensors have
-    num_covered: int  # of them, in slices
+    num_elements: int  # of its tensors
+    num_covered: int  # elements in slices
     num_differing: int
 
     def __add__(self, other: ItemCoverage) -> ItemCoverage:
-        """Of both, which are of one item."""
+        """Add the counts of more tensors of the same item."""
         return ItemCoverage(
             item=self.item,
             num_tensors=self.num_tensors + other.num_tensors,
@@ -53,7 +60,7 @@ class ItemCoverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePart:
-    """What one node has saved: its files, without the fragment."""
+    """The files that one node has saved, without the fragment."""
 
     node_index: int
     ranks: tuple[int, ...]
@@ -63,35 +70,35 @@ class NodePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A place that should have some of a checkpoint, a node or the storage path, and what is wrong there."""
+    """A node or the storage path that should hold parts of a checkpoint, and the findings there."""
 
     where: str
     node: str  # its id; "" for the storage path
-    fragments: tuple[int, ...]  # that it should have, with their files: the indices of the nodes that saved
+    fragments: tuple[int, ...]  # indices of the nodes whose fragment and files it should hold
     damages: tuple[Damage, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """Whether a checkpoint can be restored, as far as that can be told without its bytes.
+    """The answer whether a checkpoint can be restored, as far as it can be given without its bytes.
 
-    Ranks of any number together read `tensor_bytes` of tensors, and more where several want the same; the
+    Any number of ranks together read `tensor_bytes` of tensors, and more where several want the same; the
     rest of `size_bytes` are headers, further copies, and the state file of each rank that saved.
 
-    It may be `is_restorable` and not `ok`: a file is there that is none of its own, or `checkpoint.json`,
+    A checkpoint may be `is_restorable` and not `ok`: a foreign file is in its folder, or `checkpoint.json`,
     which the restore of a run does not read, is bad. A live checkpoint has `holders`. It can be restored from
-    them together, also if a copy is bad, or there are fewer than were promised.
+    them together, even if a copy is bad, or there are fewer copies than were promised.
     """
 
     where: str
     is_restorable: bool
     world_size: int
     num_files: int
-    size_bytes: int  # of these files, as the manifest has them
+    size_bytes: int  # of these files, by the manifest
     read_bytes: int  # for this report
     items: tuple[ItemCoverage, ...]
     nodes: tuple[NodePart, ...]
-    damages: tuple[Damage, ...]  # of the whole, not of one holder
+    damages: tuple[Damage, ...]  # of the checkpoint as a whole, not of one holder
     holders: tuple[Holder, ...] = ()
 
     @property
@@ -110,16 +117,16 @@ class PlanReport:
 def verify_plan(
     files: CheckpointFiles, *, root_digest: str | None = None, progress: ProgressCallback | None = None
 ) -> PlanReport:
-    """Prove that a checkpoint can be restored, without moving its bytes.
+    """Prove that a checkpoint can be restored, without reading its bytes.
 
     Reads the manifest, the list of files, and the header of each shard. Shows that the slices cover every
-    element of every tensor exactly once, on all ranks' word for shapes and dtypes, so that it can be restored
-    at any world size; that each file is there with its size; and that these are the files that `root_digest`
-    was made of. Damage inside of a file is not seen: `verify_files` reads it all. Never raises for damage;
-    NewerFormat for a manifest of a newer version.
+    element of every tensor exactly once, so that it can be restored at any world size; that each file is
+    there with its size; and that these are the files that `root_digest` was made of. Damage inside a file is
+    not found: `verify_files` reads it all. Raises NewerFormat for a manifest of a newer version, but nothing
+    for damage.
 
-    `root_digest` is the one in the log, which the fragments have to make; without it `checkpoint.json` says
-    what was committed.
+    `root_digest` is the one in the log, which the fragments must produce; without it `checkpoint.json` lists
+    the committed files.
     """
     check = PlanVerification(files, progress or (lambda nbytes: None))
     description = check.read_description()
@@ -151,7 +158,7 @@ def plan_report(
     damages: Sequence[Damage],
     holders: Sequence[Holder] = (),
 ) -> PlanReport:
-    """What `fragments` say of a checkpoint, and what was found of it."""
+    """Combine the content of `fragments` with the findings."""
     entries = [entry for fragment in fragments.values() for entry in fragment.files]
     return PlanReport(
         where=where,
@@ -176,22 +183,14 @@ def _node_part(fragment: Fragment) -> NodePart:
     )
 
 
-def check_tensors(fragments: Mapping[str, Fragment]) -> Iterator[Damage]:
-    """If all fragments are there, each tensor that is not covered exactly once."""
-    if not _is_complete(fragments):
-        return
-    for detail in uncovered(_rows(fragments)):
-        yield Damage(file=ALL_FRAGMENTS, where="coverage", detail=detail)
-
-
 def check_listed(
     description: CheckpointDescription | None,
     fragments: Mapping[str, Fragment],
     found: Mapping[str, FileEntry],
     expected: str | None,
 ) -> Iterator[Damage]:
-    """That the fragments, which were `found` so, list the files that were committed; said only of all."""
-    if not _is_complete(fragments):
+    """Check that all fragments, `found` so, together list the committed files."""
+    if not is_complete(fragments):
         return
     entries = [entry for fragment in fragments.values() for entry in fragment.files]
     actual = digest_of_files([*entries, *(found[name] for name in fragments)])
@@ -203,13 +202,12 @@ def check_listed(
 
 
 class PlanVerification(Verification):
-    """One pass over what describes a checkpoint, or some of its fragments, at one place."""
+    """One pass over manifest, sizes and headers of a checkpoint, or of some fragments, at a location."""
 
     def read_committed(
         self, description: CheckpointDescription | None, root_digest: str | None
     ) -> dict[str, Fragment]:
-        """The fragments by file name. What is intact is said by the log's `root_digest`, else by
-        `description`."""
+        """Read the intact fragments by file name, as decided by `root_digest`, or else by `description`."""
         if description is None or root_digest is None:
             return self.read_fragments(description)
         listed = [entry for entry in description.files if is_fragment(entry.name)]
@@ -225,9 +223,9 @@ class PlanVerification(Verification):
         fragments: Mapping[str, Fragment],
         root_digest: str | None,
     ) -> bool:
-        """Whether `fragments` are what was committed, and each of their files is in order."""
+        """Return True if `fragments` are those that were committed, and each of their files is in order."""
         witness = description if root_digest is None else None
-        if not _is_complete(fragments) or (witness is None and root_digest is None):
+        if not is_complete(fragments) or (witness is None and root_digest is None):
             return False
         files = {entry.name for fragment in fragments.values() for entry in fragment.files}
         return not (
@@ -239,7 +237,7 @@ class PlanVerification(Verification):
     def check_sizes(
         self, description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
     ) -> None:
-        """Each data file is there with its size, and the header of each shard is as it was saved."""
+        """Check that each data file is there with its size, and each shard has the header that was saved."""
         headers = {r.file: r for f in fragments.values() for r in f.rows if r.kind == "header"}
         listed = {f.name: f for f in description.files if not is_fragment(f.name)} if description else {}
         listed |= {file.name: file for fragment in fragments.values() for file in fragment.files}
@@ -248,7 +246,6 @@ class PlanVerification(Verification):
             self._take(checked)
 
     def _check_outline(self, wanted: tuple[FileEntry, ManifestRow | None]) -> Checked:
-        """A data file's size and header."""
         entry, header = wanted
         checked = Checked(entry.name)
         try:
@@ -279,13 +276,7 @@ def _items(fragments: Mapping[str, Fragment]) -> tuple[ItemCoverage, ...]:
     return tuple(items.values())
 
 
-def _is_complete(fragments: Mapping[str, Fragment]) -> bool:
-    """There is one of each node."""
-    return bool(fragments) and len(fragments) == next(iter(fragments.values())).num_nodes
-
-
 def _tensor_coverage(item: str, rows: Sequence[ManifestRow]) -> ItemCoverage:
-    """Of one tensor."""
     slices = [row.slice for row in rows if row.slice is not None]
     regions = {(part.offset, part.shape): (part, row) for part, row in zip(slices, rows, strict=True)}
     versions = {(part.offset, part.shape, row.digest) for part, row in zip(slices, rows, strict=True)}

@@ -15,7 +15,7 @@ from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.types import CheckpointInfo, Level
-from ray_ckpt.verify.drill import Coverage
+from ray_ckpt.verify.drill import ReadAccess
 from tests.support.sample_run import SampleCheckpoint, make_checkpoint
 from tests.transport.peers import KEYS, UID, Folder
 
@@ -43,9 +43,9 @@ class Nodes:
         return base / saved.attempt.directory
 
     @property
-    def reach(self) -> Coverage:
+    def reach(self) -> ReadAccess:
         remote = RemoteTier(Location.parse(self.root / "remote"))
-        return Coverage(endpoints=self.endpoints, credentials=KEYS.credentials(UID), remote=remote)
+        return ReadAccess(endpoints=self.endpoints, credentials=KEYS.credentials(UID), remote=remote)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ray_ckpt.transport import client
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import Level
 from ray_ckpt.verify.copies import num_copies, verify_copies
-from ray_ckpt.verify.drill import Coverage
+from ray_ckpt.verify.drill import ReadAccess
 from ray_ckpt.verify.plan import PlanReport
 from tests.support.peer_nodes import A, B, C, Nodes, both, flip, live
 from tests.support.sample_run import SampleCheckpoint, make_checkpoint
@@ -38,9 +38,9 @@ def saved() -> SampleCheckpoint:
     return make_checkpoint(make_attempt(run_uid=UID, session=1, step=10, attempt=0), rows=4096)
 
 
-def look(nodes: Nodes, known: LiveCheckpoint, reach: Coverage | None = None) -> PlanReport:
+def look(nodes: Nodes, known: LiveCheckpoint, reach: ReadAccess | None = None) -> PlanReport:
     reach = reach or nodes.reach
-    report = verify_copies(known, reach, again=lambda known: (known, reach))
+    report = verify_copies(known, reach, retry=lambda known: (known, reach))
     assert report is not None
     return report
 
@@ -63,7 +63,7 @@ def other_manifest(path: Path, saved: SampleCheckpoint) -> None:
 
 def test_every_copy_is_looked_at_and_no_tensor_moves(nodes: Nodes, saved: SampleCheckpoint) -> None:
     there, counted = both(nodes, saved), list[int]()
-    report = verify_copies(there, nodes.reach, again=lambda known: None, progress=counted.append)
+    report = verify_copies(there, nodes.reach, retry=lambda known: None, progress=counted.append)
     assert report is not None and report.ok and report.is_restorable
     assert [(h.where, h.node, h.fragments) for h in report.holders] == [
         (NODE_A, A, (0, 1)),
@@ -295,14 +295,14 @@ def test_what_moves_is_looked_at_where_it_is_and_what_is_retired_not(
     nodes.put(A, saved, 0, 1)
     asked: list[LiveCheckpoint] = []
 
-    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Coverage]:
+    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, ReadAccess]:
         asked.append(known)
         return moved, nodes.reach
 
     before = live(saved, (B, C), (B, C))
-    report = verify_copies(before, nodes.reach, again=again)
+    report = verify_copies(before, nodes.reach, retry=again)
     assert report is not None and report.ok and asked == [before]
-    assert verify_copies(before, nodes.reach, again=lambda known: None) is None
+    assert verify_copies(before, nodes.reach, retry=lambda known: None) is None
 
 
 def test_a_copy_is_looked_at_and_left_as_it_is(nodes: Nodes, saved: SampleCheckpoint) -> None:

@@ -29,7 +29,7 @@ from ray_ckpt.transport import client
 from ray_ckpt.transport.client import CALL_BASE_S, SLOWEST_BYTES_PER_S
 from ray_ckpt.transport.sending import BURST_S, MAX_SHARING, Limiter
 from ray_ckpt.types import Level, ManifestRow
-from ray_ckpt.verify.drill import CheckpointDrill, Coverage, DrillReport, choose, drill, dry_run
+from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, ReadAccess, choose, drill, dry_run
 from tests.servers.stores import bucket_url
 from tests.servers.strict_store import StrictStore
 from tests.support.peer_nodes import A, B, C, Nodes, both, flip, live, sample
@@ -250,7 +250,7 @@ def run_drill(
     nodes: Nodes, known: Sequence[LiveCheckpoint], scenario: Scenario = LOSE_A, **options: object
 ) -> DrillReport:
     reach = nodes.reach
-    settings: dict[str, object] = {"last_step": 35, "again": lambda c: (c, reach), **options}
+    settings: dict[str, object] = {"last_step": 35, "retry": lambda c: (c, reach), **options}
     return drill(known, scenario, reach, **settings)  # type: ignore[arg-type]
 
 
@@ -290,7 +290,7 @@ def test_what_no_promise_covers_fails_no_drill_and_is_not_recorded(nodes: Nodes)
 
 def test_what_is_retired_while_it_is_read_fails_nothing(nodes: Nodes, saved: SampleCheckpoint) -> None:
     there = live(sample(5))  # and no file is there any more
-    report = run_drill(nodes, [both(nodes, saved), there], again=lambda known: None)
+    report = run_drill(nodes, [both(nodes, saved), there], retry=lambda known: None)
     assert report.passed and [r.verdict for r in report.results] == ["passed", "retired"]
 
 
@@ -307,7 +307,7 @@ def test_a_drill_of_one_step_does_not_tell_what_a_run_would_go_on_from(nodes: No
 
 def test_what_is_left_is_not_told_if_the_newest_was_retired_meanwhile(nodes: Nodes) -> None:
     older, newest = both(nodes, sample(10)), live(sample(30))
-    report = run_drill(nodes, [older, newest], again=lambda known: None)
+    report = run_drill(nodes, [older, newest], retry=lambda known: None)
     assert [r.verdict for r in report.results] == ["retired", "passed"] and report.passed
     assert not report.is_conclusive and (report.resume, report.steps_lost) == (None, None)
 
@@ -315,14 +315,14 @@ def test_what_is_left_is_not_told_if_the_newest_was_retired_meanwhile(nodes: Nod
 def test_a_drill_of_what_was_all_retired_has_not_passed(nodes: Nodes, saved: SampleCheckpoint) -> None:
     there = both(nodes, saved)
     flip(nodes.folder(B, saved) / shard_file(0, 2))
-    with pytest.raises(ConfigError, match="has been retired while it was read"):
-        run_drill(nodes, [there], again=lambda known: None)
+    with pytest.raises(ConfigError, match="were retired while they were read"):
+        run_drill(nodes, [there], retry=lambda known: None)
 
 
 def test_a_promise_that_was_retired_is_no_promise_tried(nodes: Nodes, saved: SampleCheckpoint) -> None:
     unsafe = live(sample(20), (A,), (B,), level=Level.LOCAL)
     report = run_drill(
-        nodes, [live(saved), unsafe], again=lambda known: None if known != unsafe else (unsafe, nodes.reach)
+        nodes, [live(saved), unsafe], retry=lambda known: None if known != unsafe else (unsafe, nodes.reach)
     )
     assert [r.verdict for r in report.results] == ["not covered", "retired"]
     assert not report.passed and not report.failed and not report.is_covered
@@ -331,7 +331,7 @@ def test_a_promise_that_was_retired_is_no_promise_tried(nodes: Nodes, saved: Sam
 def test_what_moves_while_it_is_read_is_read_where_it_is(nodes: Nodes, saved: SampleCheckpoint) -> None:
     nodes.put(C, saved, 0, 1)
     moved = live(saved, (A, C), (A, C))
-    report = run_drill(nodes, [live(saved)], again=lambda known: (moved, nodes.reach))
+    report = run_drill(nodes, [live(saved)], retry=lambda known: (moved, nodes.reach))
     assert report.passed and report.results[0].read_bytes == {"peer": saved.size_bytes}
 
 
@@ -340,11 +340,11 @@ def test_an_agent_that_has_moved_is_asked_where_it_is(nodes: Nodes, saved: Sampl
     gone = replace(before, endpoints={**before.endpoints, B: "grpc+tls://127.0.0.1:1"})
     asked: list[LiveCheckpoint] = []
 
-    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, Coverage]:
+    def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, ReadAccess]:
         asked.append(known)
         return known, before
 
-    report = drill([there], LOSE_A, gone, last_step=10, again=again)
+    report = drill([there], LOSE_A, gone, last_step=10, retry=again)
     assert report.passed and report.results[0].verdict == "passed" and asked == [there]
 
 
@@ -466,7 +466,7 @@ def test_a_run_that_is_all_retired_while_it_is_read_is_no_proof(
     with pytest.raises(SystemExit) as caught:
         main(["drill", str(run.folder), "--remote-only"])
     found = capsys.readouterr()
-    assert caught.value.code == 2 and "has been retired while it was read" in found.err and not found.out
+    assert caught.value.code == 2 and "were retired while they were read" in found.err and not found.out
 
 
 def test_nothing_to_prove_is_said(tmp_path: Path) -> None:
