@@ -4,7 +4,7 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 SERVERS := .venv-servers
 
-.PHONY: check test test-slow soak demo demo-s3 bench clean
+.PHONY: check test test-slow soak demo demo-s3 bench docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -17,6 +17,10 @@ $(SERVERS)/.ready: tests/servers/requirements.txt tests/servers/constraints.txt 
 	$(PYTHON) -m venv $(SERVERS)
 	$(SERVERS)/bin/python -m pip install --quiet --disable-pip-version-check \
 	    -c tests/servers/constraints.txt -r tests/servers/requirements.txt
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.ready docs/requirements.txt  ## mkdocs, which nothing else needs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r docs/requirements.txt
 	touch $@
 
 check: $(VENV)/.ready  ## ruff, mypy strict, import rules
@@ -44,6 +48,9 @@ demo: $(VENV)/.ready  ## train, kill a node, resume, compare bit for bit
 demo-s3: $(VENV)/.ready  ## train with S3, lose the whole cluster, go on from the bucket, compare bit for bit
 	$(BIN)/python -m jobs.demo.s3
 
+docs: $(VENV)/.docs  ## the documentation, as a site in site/; nothing is downloaded
+	$(BIN)/python -m mkdocs build --strict
+
 SIZE  ?= 2GiB
 PEERS ?= --peers
 bench: $(VENV)/.ready $(SERVERS)/.ready  ## speed in numbers, each beside its limit and beside peers; half an hour, PEERS= leaves them out
@@ -53,4 +60,4 @@ bench: $(VENV)/.ready $(SERVERS)/.ready  ## speed in numbers, each beside its li
 	    --json bench-out/results.json --plot bench-out/results.png --results bench-out/RESULTS.md
 
 clean:
-	rm -rf $(VENV) $(SERVERS) .venv-peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out bench-out
+	rm -rf $(VENV) $(SERVERS) .venv-peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out bench-out site

@@ -38,7 +38,7 @@ log = logging.getLogger("ray_ckpt")
 _signal: TermSignal | None = None  # of this process's connection
 
 OPEN_S = 300.0  # starting agents on all nodes of a cold cluster
-CALL_S = 120.0
+CALL_S = 120.0  # for an answer of the coordinator
 AWAITED_S = 5.0  # for the missing ranks, which only an error message names
 OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
 

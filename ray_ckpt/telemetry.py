@@ -1,7 +1,7 @@
 """The metrics of a service: their names, labels and meaning. `ray_ckpt.actors.metrics` records them.
 
-Ray exports each as `ray_ckpt_<name>`, a counter with `_total` at its end, from every node (see "Metrics" in
-actors/README.md). Every metric has the label `run`, the name of the run.
+Ray exports each as `ray_ckpt_<name>`, a counter with `_total` at its end, from every node (see
+docs/operations/metrics.md). Every metric has the label `run`, the name of the run.
 """
 
 from __future__ import annotations

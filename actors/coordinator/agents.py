@@ -25,7 +25,7 @@ from ray_ckpt.transport.credentials import ServiceKeys
 log = logging.getLogger("ray_ckpt.coordinator")
 
 AGENT_START_S = 120.0  # a cold node imports torch first
-AGENT_CALL_S = 60.0
+AGENT_CALL_S = 60.0  # for the answer of an agent
 CARD_S = 5.0  # for calls whose results only status shows
 
 

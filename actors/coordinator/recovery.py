@@ -17,7 +17,7 @@ from ray_ckpt.errors import CheckpointError, RunConflict, RunSuperseded
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-TAKE_OVER_AGAIN_S = 5.0
+TAKE_OVER_AGAIN_S = 5.0  # until a restarted coordinator tries again to open a log
 
 
 class Recovery:

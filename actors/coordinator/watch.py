@@ -23,7 +23,7 @@ from ray_ckpt.errors import CheckpointError
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-TICK_S = 0.5
+TICK_S = 0.5  # between two ticks of each run machine
 LOOK_EVERY_S = 10.0  # between checks of the nodes' file systems and of launchers
 
 

@@ -8,7 +8,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
 
 SNAPSHOT_EVERY = 1000  # records between two snapshots of the log: what a reader opens one by one
-SNAPSHOT_RETRY_S = 60.0
+SNAPSHOT_RETRY_S = 60.0  # after a snapshot that could not be written
 
 
 class LogSnapshots:

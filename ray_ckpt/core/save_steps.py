@@ -22,7 +22,7 @@ from ray_ckpt.format.save_signal import NUMBERS, SaveSignal
 from ray_ckpt.types import AttemptId
 
 REACH_S = 1.0  # a word gets to the pages of all nodes in that time; twice that after a miss, and so on
-MAX_REACH_S = 32.0
+MAX_REACH_S = 32.0  # REACH_S doubles up to this after each step that came too late
 REPORT_DELAY_S = 1.0  # what a node gathers before it tells where its ranks are
 LEAST_AHEAD = 2  # steps; the next one may be ending right now
 OVERDUE_S = 120.0  # past its time; Ray Train waits as long for a node whose time is not known

@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 
 PAGE_BYTES = 4096  # what a mapping needs at least
-MAX_STEP = (1 << 48) - 1
+MAX_STEP = (1 << 48) - 1  # the signal has 48 bits for the step
 NUMBERS = 1 << 15  # then they begin again; two words in a row differ in any case
 _WORD = struct.Struct("<Q")
 

@@ -40,8 +40,8 @@ MAX_SILENT = 5  # polls in a row without an answer before a warning, which is lo
 
 AWS_TOKEN_TTL_S = 21_600  # the longest that Amazon gives
 AWS_STALE_S = 300.0  # past its time: then an interruption has failed, and Amazon leaves the item in place
-GCP_PREEMPTED_S = 30.0
-GCP_MAINTENANCE_S = 60.0
+GCP_PREEMPTED_S = 30.0  # from Google's notice of a preemption to the end of the machine
+GCP_MAINTENANCE_S = 60.0  # from Google's notice of maintenance to the stop of the machine
 AZURE_PLANNED_S = 300.0  # before its time, from when a planned event counts; Azure may list it days ahead
 AZURE_API = "2020-07-01"
 _AZURE_NAME = re.compile(r"[\w.-]{1,80}", re.ASCII)  # 64 characters, and a number in a scale set

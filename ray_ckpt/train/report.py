@@ -24,7 +24,7 @@ from ray_ckpt.types import AttemptId
 
 log = logging.getLogger("ray_ckpt")
 
-REPORT_EVERY_S = 60.0
+REPORT_EVERY_S = 60.0  # a report is a barrier of all ranks
 FIRST_STEPS = 10  # from the first report, before which no pace is known, to the second
 WRITE_TIMEOUT_S = 30.0  # a store that takes longer gets no pointer this time
 

@@ -17,7 +17,7 @@ log = logging.getLogger("ray_ckpt")
 
 CHECK_S = 5.0  # between requests for the ranks that the group waits for
 REPEAT_S = 15.0  # until the same warning is logged again; twice that after each time
-MAX_REPEAT_S = 600.0
+MAX_REPEAT_S = 600.0  # REPEAT_S doubles up to this
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 SILENT_S = 5.0  # without a sign of life: five beats, or one message (2 MiB) at 400 KB/s
-BEAT_S = 1.0
+BEAT_S = 1.0  # between two heartbeats of a holder
 BEAT = b"."  # no digest
 
 

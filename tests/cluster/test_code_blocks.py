@@ -24,19 +24,19 @@ from ray_ckpt.data import GlobalBatchSampler
 from tests.cluster.ranks import Rank
 from tests.support.code_blocks import find, run_python
 
-README, RUNBOOK = "README.md", "actors/README.md"
-TRAINING = (README, "from ray.train.torch import TorchTrainer\nimport ray_ckpt")
-RESULT = (README, "open_checkpoint(result.checkpoint)")
-CHECK = (README, "ray_ckpt.check_resume(")
-ACTORS = (README, "@ray.remote(num_gpus=1)")
-PART = (README, 'part="critic"')
-SAMPLER = (README, "GlobalBatchSampler(len(dataset)")
-LOCK = (README, "ckpt.lock()")
-WHILE_IT_RUNS = (README, "ray_ckpt.exposure(**run)")
-FIND_ACTORS = (RUNBOOK, 'names.agent_name("<node id>")')
-STATUS = (RUNBOOK, "coordinator().status")
-FINISH = (RUNBOOK, "finish_run(")
-STOP = (RUNBOOK, "ray.kill(")
+GUIDES, OPERATIONS = "docs/guides", "docs/operations"
+TRAINING = (f"{GUIDES}/training-loop.md", "from ray.train.torch import TorchTrainer\nimport ray_ckpt")
+RESULT = (f"{GUIDES}/ray-train.md", "open_checkpoint(result.checkpoint)")
+CHECK = (f"{GUIDES}/resume.md", "ray_ckpt.check_resume(")
+ACTORS = (f"{GUIDES}/launchers.md", "@ray.remote(num_gpus=1)")
+PART = (f"{GUIDES}/launchers.md", 'part="critic"')
+SAMPLER = (f"{GUIDES}/resume.md", "GlobalBatchSampler(len(dataset)")
+LOCK = (f"{GUIDES}/memory.md", "ckpt.lock()")
+WHILE_IT_RUNS = (f"{OPERATIONS}/watching.md", "ray_ckpt.exposure(**run)")
+FIND_ACTORS = (f"{OPERATIONS}/service.md", 'names.agent_name("<node id>")')
+STATUS = (f"{OPERATIONS}/service.md", "coordinator().status")
+FINISH = (f"{OPERATIONS}/runbook.md", "finish_run(")
+STOP = (f"{OPERATIONS}/service.md", "ray.kill(")
 PARTS = (
     TRAINING,
     RESULT,

@@ -18,14 +18,12 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     "README.md",
     "ARCHITECTURE.md",
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))),
-    "actors/README.md",
-    "actors/TROUBLESHOOTING.md",
+    "CONTRIBUTING.md",
     "ray_ckpt/format/FORMAT.md",
     "ray_ckpt/core/PROTOCOL.md",
     *(
         str(path.relative_to(ROOT))
-        for folder in ("jobs", "notebooks", "ray_ckpt/design")
+        for folder in ("docs", "jobs", "notebooks", "ray_ckpt/design")
         for path in sorted((ROOT / folder).rglob("*.md"))
     ),
 )

@@ -1,4 +1,4 @@
-"""A loop that calls back, as frameworks have it: the README's callback in a small one, resumed."""
+"""A loop that calls back, as frameworks have it: the guide's callback in a small one, resumed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class Trainer:
 @pytest.fixture
 def protect() -> Iterator[Any]:
     given = {"ray_ckpt": ray_ckpt, "Callback": object}
-    yield run_python(find("README.md", "ckpt.restore_random_state()"), given, {})["Protect"]
+    block = find("docs/guides/training-loop.md", "ckpt.restore_random_state()")
+    yield run_python(block, given, {})["Protect"]
     set_connection(Connection())
 
 

@@ -36,7 +36,7 @@ ZOOM_BELOW = 1 / 3  # of the whole: a part that is longer is not drawn on its ow
 ZOOM_INTERVALS = 4.0  # usual times between two saves, drawn before and after what it is about
 MORE_S, MORE_PART = 300.0, 0.25  # of silence that are drawn after the last thing known
 TICK_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
-MAX_TICKS = 9
+MAX_TICKS = 9  # labels of the time axis; more would overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from ray_ckpt.types import FileEntry, Fragment
 
 MARK_FILE = "run.json"  # <staging>/<run uid>/run.json: whose files these are, and the highest epoch heard of
 DISK_FILE = "disk"  # <staging>/disk: the name of the folder
-MAX_MARK_BYTES = 1 << 16
+MAX_MARK_BYTES = 1 << 16  # a mark has some hundred
 _MARK_FIELDS = frozenset(("run_uid", "run_name", "storage_path", "epoch"))
 _DISK_NAME = re.compile(r"[0-9a-f]{32}\Z")
 QUARANTINE_DIR = "quarantine"

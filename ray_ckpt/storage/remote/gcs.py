@@ -34,9 +34,9 @@ from ray_ckpt.storage.remote.object_store import (
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 ENDPOINT = "https://storage.googleapis.com"
 EMULATOR_ENV = "STORAGE_EMULATOR_HOST"  # of Google's own client libraries; without credentials
-REQUEST_S = 30.0
+REQUEST_S = 30.0  # for a request without a body
 BACKOFF_S = 0.2  # doubled for each try: 6 s in all
-UPLOADS_PER_PAGE = 1000
+UPLOADS_PER_PAGE = 1000  # the most that GCS lists at once
 
 
 class GcsBucket:

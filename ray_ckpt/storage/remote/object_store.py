@@ -53,11 +53,11 @@ DELETES = 8  # of one call at a time: a checkpoint of a thousand ranks has thous
 PUT_S = 900  # for a part: 16 of them share a node's link, which may have 300 KB/s
 GET_S = 600  # for a range
 STALL_S = 30  # of a range without a byte; a part is answered when all of it has arrived
-CONNECT_S = 5
+CONNECT_S = 5  # until a connection is open
 MAX_TRIES = 6  # of one request, with waits that double, by chance; then the drain as a whole is repeated
 RETRY_S = 60  # for all tries of a request
 LOG_REQUEST_S = 10  # records are small; the coordinator calls a create unclear after 30 s
-LOG_RETRY_S = 15
+LOG_RETRY_S = 15  # for all tries of a request of the log
 MAX_ERROR_CHARS = 300  # of a server's words in ours
 
 

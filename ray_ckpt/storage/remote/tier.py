@@ -30,7 +30,7 @@ from ray_ckpt.types import FileEntry
 
 CLOCK_FILE = "clock.probe"  # written to see the store's time
 PROBE_FILE = "shared.probe"  # beside the log: what the coordinator left there for the nodes to find
-MAX_PROBE_BYTES = 1 << 10
+MAX_PROBE_BYTES = 1 << 10  # a probe has some hundred
 MAX_OPEN = 16  # tiers that a process keeps open: runs of one service, or of one notebook
 MAX_READERS = 256  # of compressed files, kept for the next read
 MAX_READER_FRAMES = 4 << 20  # of all of them: 16 TiB of raw files, or 32 MiB of tables
