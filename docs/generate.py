@@ -1,6 +1,6 @@
 """Generate the parts of the documentation that repeat what the code says.
 
-`expand` replaces lines such as `<!-- generated: options -->` of a page; `docs/hooks.py` does so for mkdocs, and
+`expand` replaces lines such as `<!-- generated: options -->`, and `docs/hooks.py` calls it for mkdocs.
 `python -m docs.generate docs/reference/options.md` prints one page.
 """
 
