@@ -12,8 +12,8 @@ from ray_ckpt.actors.agent.priority import trim_heaps
 from ray_ckpt.actors.agent.restoring import error_text
 from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.messages import ReplicaEnded
 from ray_ckpt.errors import Fenced, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
@@ -85,19 +85,10 @@ class NodeEffects:
                     run.session.fail(error)
                 await run.end_session(session, error)
             case n.ReportStored():
-                await node.report(
-                    "node_stored",
-                    effect.attempt,
-                    effect.node_index,
-                    node.node_id,
-                    effect.files,
-                    effect.replicated,
-                    effect.metrics,
-                    effect.epoch,
-                    run.captures.facts(effect.attempt),
-                )
+                await node.report("node_stored", self._stored(run, effect))
             case n.ReportRefused(attempt=attempt, ranks=ranks, reason=reason):
-                await node.report("save_refused", attempt, ranks, reason)
+                refused = m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
+                await node.report("save_refused", refused)
 
     async def _write_shard(self, run: NodeRun, effect: n.WriteShard) -> None:
         shard = run.captures.begin_write(effect.attempt, effect.rank)
@@ -153,8 +144,20 @@ class NodeEffects:
         )
         await self.handle(run, event)
 
-    def _replica_ended(self, copied: n.ReportCopied) -> ReplicaEnded:
-        return ReplicaEnded(
+    def _stored(self, run: NodeRun, stored: n.ReportStored) -> m.NodeStored:
+        return m.NodeStored(
+            attempt=stored.attempt,
+            node_index=stored.node_index,
+            node_id=self._node.node_id,
+            files=stored.files,
+            replicated=stored.replicated,
+            metrics=stored.metrics,
+            epoch=stored.epoch,
+            facts=run.captures.facts(stored.attempt),
+        )
+
+    def _replica_ended(self, copied: n.ReportCopied) -> m.ReplicaEnded:
+        return m.ReplicaEnded(
             attempt=copied.attempt,
             node_index=copied.node_index,
             holder=copied.holder,

@@ -11,6 +11,7 @@ from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.shared_reads import SharedReads
 from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable, named_text
 from ray_ckpt.plan.restore import RowKey
@@ -24,9 +25,11 @@ RESTORED_AGAIN_S = 2.0  # between reports of the ranks that wait with their rest
 
 
 class NodeRestore:
-    """`report_awaited(method, ...)` calls the coordinator, and keeps the ranks that the group waits for."""
+    """`report_awaited(method, event)` calls the coordinator, and keeps the ranks that the group waits for."""
 
-    def __init__(self, node: Node, run: NodeRun, report_awaited: Callable[..., Awaitable[None]]) -> None:
+    def __init__(
+        self, node: Node, run: NodeRun, report_awaited: Callable[[str, m.Event], Awaitable[None]]
+    ) -> None:
         self._node = node
         self._run = run
         self._report_awaited = report_awaited
@@ -117,7 +120,8 @@ class NodeRestore:
             if self._decision.done():
                 return
             ranks = tuple(sorted(self._restored))
-            await self._report_awaited("ranks_restored", plan.session_key, self._node.node_id, ranks)
+            event = m.RanksRestored(session_key=plan.session_key, node_id=self._node.node_id, ranks=ranks)
+            await self._report_awaited("ranks_restored", event)
 
     async def _report_restored(self, plan: SessionPlan, ranks: tuple[RankRestore, ...]) -> None:
         """Report that all ranks of this node have restored, and take the group's decision."""

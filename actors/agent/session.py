@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.restoring import NodeRestore
+from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.barriers import BARRIER_S
 from ray_ckpt.core.values import RankProgress, SessionPlan
@@ -67,13 +68,18 @@ class NodeSession:
         ranks, self._progress = self._progress, {}
         plan = self._run.machine.plan
         if plan is not None and plan.session == session:
-            captured = self._run.machine.incomplete()
-            await self._report_awaited("ranks_progressed", plan.session_key, ranks, captured, self._met)
+            event = m.RanksProgressed(
+                session_key=plan.session_key,
+                ranks=ranks,
+                captured=self._run.machine.incomplete(),
+                met=self._met,
+            )
+            await self._report_awaited("ranks_progressed", event)
 
-    async def _report_awaited(self, method: str, *args: Any) -> None:
+    async def _report_awaited(self, method: str, event: m.Event) -> None:
         """Report to the coordinator, and keep the ranks that the group waits for."""
         try:
-            self.awaited = await self._node.request(method, self._run.run_uid, *args)
+            self.awaited = await self._node.request(method, self._run.run_uid, event)
         except CheckpointError as error:
             log.warning("the coordinator did not take %s: %s", method, error)
 

@@ -1,8 +1,8 @@
 """The coordinator: one detached Ray actor per service, for many runs. Its decisions are the RunMachine's.
 
 The methods of this class are the calls of agents, launchers and the command line. `Engine` runs the machines,
-`RunOpener` and `Recovery` open runs, `Watch` looks at nodes, `StatusReader` reads. Each run's log has threads
-of its own, so that a hanging store delays no other run.
+`RunOpener` and `Recovery` open runs, `ClusterWatch` looks at nodes, `StatusReader` reads. The log of each run
+has threads of its own, so that a hanging store delays no other run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ray_ckpt.actors.coordinator.overview import objections
 from ray_ckpt.actors.coordinator.recovery import Recovery
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.coordinator.status import StatusReader
-from ray_ckpt.actors.coordinator.watch import Watch
+from ray_ckpt.actors.coordinator.watch import ClusterWatch
 from ray_ckpt.actors.messages import DrillSources, Joined, RunSpec, RunStatus, ServiceView
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.catalog.uri import Origin, find_origin
@@ -32,20 +32,17 @@ from ray_ckpt.config import is_encrypted
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.log_requests import checkpoint_to_pin, checkpoint_to_unpin
-from ray_ckpt.core.values import Captured, GroupNode, RankProgress, SessionKey
+from ray_ckpt.core.values import GroupNode, SessionKey
 from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.types import (
-    AttemptId,
     CheckpointInfo,
     Exposure,
-    FileEntry,
     GroupPart,
     Level,
     RankRestore,
-    SaveFacts,
 )
 
 log = logging.getLogger("ray_ckpt.coordinator")
@@ -68,7 +65,7 @@ class Coordinator:
         keys = ServiceKeys.make(datetime.now(UTC), encrypt=encrypt)
         self._engine = Engine(keys, self.restart_agent)
         self._launchers = Launchers(self._engine)
-        self._watch = Watch(self._engine, self._launchers)
+        self._watch = ClusterWatch(self._engine, self._launchers)
         self._opener = RunOpener(self._engine, self._watch.start)
         self._recovery = Recovery(self._engine, self._opener)
         self._status = StatusReader(self._engine, self._launchers)
@@ -257,61 +254,29 @@ class Coordinator:
 
     # -- agents --------------------------------------------------------------------------------------
 
-    async def node_stored(
-        self,
-        attempt: AttemptId,
-        node_index: int,
-        node_id: str,
-        files: tuple[FileEntry, ...],
-        replicated: tuple[str, ...],
-        metrics: Mapping[str, float] | None,
-        epoch: int,
-        facts: SaveFacts,
-    ) -> None:
-        event = m.NodeStored(
-            attempt=attempt,
-            node_index=node_index,
-            node_id=node_id,
-            files=files,
-            replicated=replicated,
-            metrics=metrics,
-            epoch=epoch,
-            facts=facts,
-        )
-        self._engine.handle(self._engine.runs.by_uid(attempt.run_uid), event)
+    async def node_stored(self, event: m.NodeStored) -> None:
+        self._handle(event.attempt.run_uid, event)
 
     async def replica_ended(self, event: m.ReplicaEnded) -> None:
-        self._engine.handle(self._engine.runs.by_uid(event.attempt.run_uid), event)
+        self._handle(event.attempt.run_uid, event)
 
-    async def save_refused(self, attempt: AttemptId, ranks: tuple[int, ...], reason: str) -> None:
-        event = m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
-        self._engine.handle(self._engine.runs.by_uid(attempt.run_uid), event)
+    async def save_refused(self, event: m.SaveRefused) -> None:
+        self._handle(event.attempt.run_uid, event)
 
-    async def ranks_progressed(
-        self,
-        run_uid: str,
-        session_key: SessionKey,
-        ranks: Mapping[int, RankProgress],
-        captured: tuple[Captured, ...],
-        met: int,
-    ) -> tuple[Awaited, ...]:
+    async def ranks_progressed(self, run_uid: str, event: m.RanksProgressed) -> tuple[Awaited, ...]:
         """Take the progress of a node's ranks, and return the ranks that the group waits for."""
-        event = m.RanksProgressed(session_key=session_key, ranks=ranks, captured=captured, met=met)
-        return await self._report(run_uid, event)
-
-    async def ranks_restored(
-        self, run_uid: str, session_key: SessionKey, node_id: str, ranks: tuple[int, ...]
-    ) -> tuple[Awaited, ...]:
-        """Take the ranks of a node that have restored, and return the ranks that the group waits for."""
-        return await self._report(
-            run_uid, m.RanksRestored(session_key=session_key, node_id=node_id, ranks=ranks)
-        )
-
-    async def _report(self, run_uid: str, event: m.Event) -> tuple[Awaited, ...]:
         await self._recovery.ready()
+        return self._handle(run_uid, event).machine.view.awaited()
+
+    async def ranks_restored(self, run_uid: str, event: m.RanksRestored) -> tuple[Awaited, ...]:
+        """Take the ranks of a node that have restored, and return the ranks that the group waits for."""
+        await self._recovery.ready()
+        return self._handle(run_uid, event).machine.view.awaited()
+
+    def _handle(self, run_uid: str, event: m.Event) -> Run:
         run = self._engine.runs.by_uid(run_uid)
         self._engine.handle(run, event)
-        return run.machine.view.awaited()
+        return run
 
     async def ranks_met(
         self, run_uid: str, session_key: SessionKey, number: int, ranks: tuple[int, ...]

@@ -27,7 +27,7 @@ TICK_S = 0.5  # between two ticks of each run machine
 LOOK_EVERY_S = 10.0  # between checks of the nodes' file systems and of launchers
 
 
-class Watch:
+class ClusterWatch:
     """The periodic work of a coordinator: nodes, disks, launchers, idle agents, gauges."""
 
     def __init__(self, engine: Engine, launchers: Launchers) -> None:

@@ -19,7 +19,7 @@ from ray_ckpt.actors.coordinator.gauges import Gauges
 from ray_ckpt.actors.coordinator.launchers import OWNER_DEAD_S, Launchers
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.coordinator.runs import Runs
-from ray_ckpt.actors.coordinator.watch import Watch
+from ray_ckpt.actors.coordinator.watch import ClusterWatch
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
@@ -135,7 +135,7 @@ def test_agents_release_a_run_once_it_has_ended_however_late(monkeypatch: pytest
     harness, run = trained(), Run(SPEC, "east")
     run.machine, run.is_ready, run.opened = harness.machine, True, {"a", "b"}
     engine = make_engine(run)
-    watch = Watch(engine, Launchers(engine))
+    watch = ClusterWatch(engine, Launchers(engine))
     monkeypatch.setattr(engine, "handle", lambda run, event: None)
     monkeypatch.setattr(engine, "send", lambda run, node, method, *args: sent.append((node, method)))
     seen = ray_cluster.NodesNow(live=("a", "b"), draining=frozenset(), left_s={}, domains={})
