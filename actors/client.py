@@ -95,9 +95,8 @@ def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
     for attempt in range(OPEN_TRIES):
         try:
             handle = coordinator()
-            get_result(
-                handle.open_run.remote(spec, owner), OPEN_S
-            )  # again: the coordinator may be a restarted one
+            # The run may have been opened before, by a coordinator that was restarted since.
+            get_result(handle.open_run.remote(spec, owner), OPEN_S)
             call = handle.open_group.remote(spec.key, group, spec.options.resume, owner)
             joined: Joined = get_result(call, OPEN_S + spec.options.inventory_wait_s)
             break

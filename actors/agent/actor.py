@@ -334,7 +334,7 @@ class NodeAgent:
 
         options = run.spec.options
         limit_s = options.attempt_timeout_s + options.goal_timeout_s + OUTCOME_SLACK_S
-        return await asyncio.wait_for(run.await_outcome(find), limit_s)
+        return await asyncio.wait_for(run.wait_for(find), limit_s)
 
     async def await_session_end(self, run_uid: str, session: int) -> CheckpointError:
         """Wait until the session is over, and return why."""

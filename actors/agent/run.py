@@ -13,7 +13,6 @@ from ray_ckpt.actors.agent.priority import DrainRateLimiter, yield_to_training
 from ray_ckpt.actors.agent.session import NodeSession
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.actors.threads import BriefThreads
-from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.values import SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
@@ -121,13 +120,10 @@ class NodeRun:
 
     async def await_end(self, session: int) -> CheckpointError:
         """Wait until a session has ended, and return why."""
-        return await self._wait(lambda: self._end[1] if self._end and self._end[0] >= session else None)
+        return await self.wait_for(lambda: self._end[1] if self._end and self._end[0] >= session else None)
 
-    async def await_outcome(self, find: Callable[[], n.SaveOutcome | None]) -> n.SaveOutcome:
-        """Wait until `find` returns the outcome of a save."""
-        return await self._wait(find)
-
-    async def _wait(self, find: Callable[[], T | None]) -> T:
+    async def wait_for(self, find: Callable[[], T | None]) -> T:
+        """Wait until `find` returns an outcome, or the end of a session."""
         async with self._changed:
             await self._changed.wait_for(lambda: find() is not None)
             return require(find())

@@ -48,7 +48,7 @@ class RunNodes:
             elif answer is not None:
                 inventories[node] = answer
         run.opened, run.opening, run.is_ready = set(inventories), set(), True
-        found = await self.look(run)
+        found = await self.nodes_now(run)
         return inventories, self.seen(found, frozenset(inventories))
 
     async def open_on(self, run: Run, node: str) -> Inventory | None:
@@ -57,7 +57,7 @@ class RunNodes:
         inventory: Inventory | None = await self.agents.request(node, "open_run", order)
         return inventory
 
-    async def look(self, run: Run) -> ray_cluster.NodesNow:
+    async def nodes_now(self, run: Run) -> ray_cluster.NodesNow:
         """Return the cluster's nodes, with the failure domains of the run's options."""
         return await in_thread(self.control_io, ray_cluster.nodes_now, run.spec.options.failure_domain)
 

@@ -69,7 +69,7 @@ class StatusReader:
 
     async def drill_sources(self, run: Run) -> DrillSources:
         agents, machine = self._engine.agents, run.machine
-        nodes = await self._engine.nodes.look(run)
+        nodes = await self._engine.nodes.nodes_now(run)
         return DrillSources(
             live=live_checkpoints(machine.history, machine.view.holders, machine.plan),
             endpoints=agents.endpoints,

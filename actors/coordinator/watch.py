@@ -67,7 +67,7 @@ class ClusterWatch:
     async def _tick(self) -> None:
         engine = self._engine
         for run in engine.runs:
-            self.tick_run(run, await engine.nodes.look(run))
+            self.tick_run(run, await engine.nodes.nodes_now(run))
         live = frozenset(await engine.agents.live_nodes())
         for node in engine.agents.nodes - live:
             engine.agents.forget(node)
