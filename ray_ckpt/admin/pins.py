@@ -1,8 +1,8 @@
-"""Pins on the log alone, without a cluster: what a coordinator would write, by the rules of a rollback.
+"""Pin and unpin on the log, without a cluster: write what a coordinator would, by the rules of a rollback.
 
-An `epoch` record comes first, so that whoever has the run notices. It is in the name of the service that had
-the last one: a pin changes nothing about whose the run is. A coordinator of that service that is at work
-after all finds its record taken, starts again and goes on; its training does not end.
+An `epoch` record comes first, so that a running service notices. It has the name of the service of the last
+epoch: a pin does not change the run's owner. If a coordinator of that service is running after all, it finds
+its record taken, restarts and continues; its training does not end.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def pin(
 ) -> CheckpointInfo:
     """Keep the newest live checkpoint of `step` for `owner`, until Unix time `expires_at_s` or for good.
 
-    `history` is the log as it was read. Returns what the log says of it then. ConfigError if there
-    is none, or it was retired or lost; else the errors of `rollback.write_ops`.
+    `history` is the log as it was read. Returns the checkpoint with the pin. Raises ConfigError if there is
+    none, or it was retired or lost; otherwise the errors of `rollback.write_ops`.
     """
     attempt = checkpoint_to_pin(history, step).id.attempt
     op = r.Pin(attempt=attempt, owner=owner, expires_at_s=expires_at_s)
@@ -48,8 +48,9 @@ def unpin(
     now_s: float,
     pause: Callable[[float], None] = time.sleep,
 ) -> CheckpointInfo:
-    """End what `pin` began. Nothing is written if `owner` does not hold it. ConfigError if the step has never
-    had a checkpoint; else the errors of `rollback.write_ops`.
+    """Remove the pin of `owner`. Writes nothing if there is none.
+
+    Raises ConfigError if the step has never had a checkpoint; otherwise the errors of `rollback.write_ops`.
     """
     checkpoint = checkpoint_to_unpin(history, step, owner)
     if owner not in checkpoint.pins:

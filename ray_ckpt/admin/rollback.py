@@ -1,10 +1,10 @@
-"""Going back: opens the next session of a run from an older checkpoint, on a new branch of its lineage.
+"""Roll back: open the next session of a run from an older checkpoint, on a new branch of its lineage.
 
-It works on the log alone, without a cluster, and writes two records: an `epoch`, which fences whoever has the
-run, and a `session` that nobody trains in. The next group that opens the run goes on from its checkpoint,
-which is the newest of the lineage then. What came after stays live, off the lineage; retention gives it up
-after the first commit of that group, but for what is pinned. A log is no proof that nobody is at work;
-`is_at_work` guesses from its last record.
+A rollback works on the log alone, without a cluster. It writes two records: an `epoch`, which fences the
+service that has the run, and a `session` in which nobody trains. The next group that opens the run continues
+from the checkpoint of that session, the newest of the lineage then. Later checkpoints stay live, off the
+lineage; retention retires them after the first commit of that group, except pinned ones. A log cannot prove
+that no training is running; `is_at_work` guesses from its last record.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ray_ckpt.storage.log_store import CreateResult, LogStore, create_record, re
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import ROLLBACK_PREFIX, CheckpointInfo, Level
 
-QUIET_S = 120.0  # without a record, before a run is taken to be idle: some saves of most trainings
-PIN_WRITER = "pin-"  # how the writers of pins on the log alone begin; they are no sign of a training
-CREATE_TRIES = 5  # of a record whose create the store does not answer; each time it is looked at
-CREATE_PAUSE_S = 2.0  # between them, as a coordinator does
+QUIET_S = 120.0  # without a record until a run counts as idle: the time of some saves of most trainings
+PIN_WRITER = "pin-"  # prefix of writers of pins on the log alone, which are no sign of a training
+CREATE_TRIES = 5  # attempts to create a record while the store does not answer
+CREATE_PAUSE_S = 2.0  # between attempts, as in a coordinator
 MAX_NAMED = 5  # steps in a hint
 
 
@@ -38,16 +38,17 @@ MAX_NAMED = 5  # steps in a hint
 class LogTail:
     """A run's log as it was read. `last_s` is the Unix time of its last record, None if that is trimmed.
 
-    Pins that somebody has written on the log alone do not count.
+    Pins that were written on the log alone do not count.
     """
 
     history: RunHistory
     last_s: float | None
 
     def is_at_work(self, now_s: float, quiet_s: float = QUIET_S) -> bool:
-        """Somebody has written in the last `quiet_s` seconds, and it was no rollback: perhaps a training.
+        """Return True if a record other than a rollback's is younger than `quiet_s`: perhaps a training's.
 
-        One that saves less often is not seen. A record from the future tells of a wrong clock, and counts.
+        A training that saves less often is not seen. A record from the future is due to a wrong clock, and
+        counts.
         """
         if self.last_s is None or is_rollback(self.history.service):
             return False
@@ -56,7 +57,7 @@ class LogTail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """What going back comes to, by a log as it was read. `left_aside` is on the lineage only until then."""
+    """The plan of a rollback, by a log as it was read. `left_aside` will leave the lineage."""
 
     history: RunHistory
     checkpoint: CheckpointInfo
@@ -66,12 +67,12 @@ class Rollback:
 
     @property
     def session(self) -> int:
-        """The number of the session that goes on from the checkpoint."""
+        """The number of the session that continues from the checkpoint."""
         last = self.history.session.session if self.history.session else 0
         return last if self.is_done else last + 1
 
     def notes(self) -> Iterator[str]:
-        """What else a person should know of it."""
+        """Yield warnings about the plan, for people."""
         found = self.checkpoint
         if found.level < Level.DURABLE:
             yield (
@@ -85,7 +86,7 @@ class Rollback:
 def open_log(
     path: StoragePath, storage_options: Mapping[str, str] | None = None
 ) -> tuple[RemoteTier, LogTail]:
-    """The run at `path`, `<storage_path>/<run>`, and its log to the end. Errors as those of `Catalog`."""
+    """Open the run at `path`, `<storage_path>/<run>`, and read its log. Raises the errors of `Catalog`."""
     where = locate(Catalog(path, storage_options).where)  # the run is there, and its log has no gap
     tier = RemoteTier(where, storage_options)
     with readable(where):
@@ -93,23 +94,24 @@ def open_log(
 
 
 def read_tail(log: LogStore) -> LogTail:
-    """The whole history of a log with records. FormatError if it is damaged, OSError if it cannot be read."""
+    """Read a log that has records. Raises FormatError if it is damaged, OSError if it cannot be read."""
     history, found = read_run(log)
     for record, record_digest in found:
         history.apply(record, record_digest)
     counted = [record for record, _ in found if not record.writer.startswith(PIN_WRITER)]
     last = counted[-1] if counted else None
-    before = names.record_file(history.next_seq - 1 - len(found))  # the snapshot has it, too
+    before = names.record_file(history.next_seq - 1 - len(found))  # the snapshot covers it
     if last is None and (data := log.read(before)):
         last = r.decode_record(data)
     return LogTail(history=history, last_s=last.time_s if last else None)
 
 
 def plan_rollback(history: RunHistory, *, before: int | None = None, to: int | None = None) -> Rollback:
-    """Go back to the newest checkpoint of the lineage with a step below `before`, or to step `to`.
+    """Plan a rollback to the newest checkpoint of the lineage with a step below `before`, or to step `to`.
 
-    `to` takes the newest of that step on the lineage, or else on another branch: so a rollback is undone.
-    Live ones count. ConfigError if there is none, or if not exactly one of the two is given.
+    `to` takes the newest of that step on the lineage, or else on another branch, which undoes a rollback.
+    Only live checkpoints count. Raises ConfigError if there is none, or unless exactly one of the two is
+    given.
     """
     lineage = history.lineage()
     if (before is None) == (to is None):
@@ -144,17 +146,18 @@ def plan_rollback(history: RunHistory, *, before: int | None = None, to: int | N
 
 def _nearest(steps: Iterable[int], step: int) -> str:
     nearest = sorted(sorted(steps, key=lambda known: abs(known - step))[:MAX_NAMED])
-    return f"It has steps {', '.join(map(str, nearest))}." if nearest else "It has none at all."
+    return f"It has steps {', '.join(map(str, nearest))}." if nearest else "It has none."
 
 
 def roll_back(
     log: LogStore, rollback: Rollback, *, now_s: float, pause: Callable[[float], None] = time.sleep
 ) -> SessionInfo:
-    """Write it to the log at Unix time `now_s`: the session that the next group goes on from.
+    """Write the plan to the log at Unix time `now_s`; return the session that the next group continues from.
 
-    Right behind the record that the plan was made on, so that nobody has written in between; nothing if it is
-    done already. Fenced if somebody else was faster, Unavailable if the store does not answer CREATE_TRIES
-    times (then a second call finds out), StoragePathError if it cannot hold a log.
+    The records come right after the last one that the plan is based on, so that nobody can have written in
+    between. Writes nothing if the rollback is done already. Raises Fenced if another writer was faster,
+    Unavailable if the store does not answer CREATE_TRIES times (then a second call finds the outcome),
+    StoragePathError if it cannot hold a log.
     """
     after = rollback.history
     if not rollback.is_done:
@@ -175,9 +178,9 @@ def write_ops(
     now_s: float,
     pause: Callable[[float], None] = time.sleep,
 ) -> RunHistory:
-    """Write an `epoch` and what follows it to the log right behind `history`; what it says then.
+    """Append an `epoch` and the operations after it to the log right behind `history`; return the result.
 
-    Whoever has the run is fenced by the first. Errors as those of `roll_back`.
+    The first one fences the service that has the run. Raises the errors of `roll_back`.
     """
     after = history.copy()
     for number, (seq, data) in enumerate(_records(after, ops, writer=writer, now_s=now_s)):
@@ -188,7 +191,7 @@ def write_ops(
 
 
 def _ops(history: RunHistory, checkpoint: CheckpointInfo, service: str, reason: str) -> tuple[r.Op, r.Op]:
-    """What a rollback writes behind `history`."""
+    """Return the operations that a rollback writes behind `history`."""
     last = history.session
     session = r.Session(
         session=last.session + 1 if last else 1,
@@ -198,7 +201,7 @@ def _ops(history: RunHistory, checkpoint: CheckpointInfo, service: str, reason: 
         retention=last.retention if last else "",
         after=last.session if last else None,
         resumed_from=checkpoint.id.attempt,
-        world_size=checkpoint.world_size,  # nobody trains in it; a size must be there
+        world_size=checkpoint.world_size,  # required, though nobody trains in this session
         num_nodes=checkpoint.num_nodes,
     )
     return r.Epoch(service=service), session
@@ -207,7 +210,7 @@ def _ops(history: RunHistory, checkpoint: CheckpointInfo, service: str, reason: 
 def _records(
     history: RunHistory, ops: Iterable[r.Op], *, writer: str, now_s: float
 ) -> Iterator[tuple[int, bytes]]:
-    """`ops` as the records of the next epoch behind `history`, which is taken along: number and bytes."""
+    """Encode `ops` as records of the next epoch, and apply them to `history`. Yields number and bytes."""
     epoch = history.epoch + 1
     for op in ops:
         record = r.LogRecord(
@@ -219,7 +222,7 @@ def _records(
 
 
 def _create(log: LogStore, seq: int, data: bytes, pause: Callable[[float], None]) -> CreateResult:
-    """An unknown answer is resolved by the same create again: it tells what is there."""
+    """Create a record; after an unknown answer repeat the create, whose result shows what is there."""
     for _ in range(CREATE_TRIES - 1):
         outcome = create_record(log, seq, data)
         if outcome is not CreateResult.UNKNOWN:
@@ -229,23 +232,23 @@ def _create(log: LogStore, seq: int, data: bytes, pause: Callable[[float], None]
 
 
 def _error(outcome: CreateResult, seq: int, run_name: str, *, is_fenced: bool) -> CheckpointError:
-    """Why record `seq` is not written; `is_fenced`: the epoch before it is."""
+    """Return the error for record `seq`, which is not written; `is_fenced`: the epoch before it is."""
     done = "The training that had it is fenced, and nothing else was changed."
     so_far = done if is_fenced else "Nothing was changed."
     if outcome is CreateResult.EXISTS:
         return Fenced(
-            f"Somebody else has written record {seq} of run {run_name} meanwhile. {so_far}",
-            hint="Look at `ray-ckpt ls`, then run it again if it is still wanted.",
+            f"Another writer has written record {seq} of run {run_name} in the meantime. {so_far}",
+            hint="Check `ray-ckpt ls`, then run the command again if it is still wanted.",
             seq=seq,
         )
     if outcome is CreateResult.UNSUPPORTED:
         return StoragePathError(
-            f"The log of run {run_name} cannot be written: its store does not create a name only once.",
+            f"The log of run {run_name} cannot be written: its store cannot create a file exclusively.",
             hint="Run it where the training can write its log.",
         )
-    so_far = done if is_fenced else "Whether anything was changed is not known."
+    so_far = done if is_fenced else "It is unknown if anything was changed."
     return Unavailable(
-        f"The store does not say whether it has record {seq} of run {run_name}. {so_far}",
-        hint="Run it again when the storage path answers: it finds out.",
+        f"The store does not answer whether it has record {seq} of run {run_name}. {so_far}",
+        hint="Run the command again when the storage path answers: it finds the outcome.",
         seq=seq,
     )

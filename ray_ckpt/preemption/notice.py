@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """This machine or process is about to end."""
+    """An announcement that this machine or process is about to end."""
 
     source: str
     """aws, gcp, azure or sigterm."""

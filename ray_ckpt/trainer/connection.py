@@ -38,13 +38,13 @@ class StepObserver:
         return False
 
     def restored(self, items: Mapping[str, Item], step: int | None, warnings: Sequence[str] = ()) -> None:
-        """Called when this run's checkpoint of `step` is in place; None: the run has none."""
+        """Handle the end of the restore of this run's checkpoint of `step`; None: the run has none."""
 
     def begun(self, step: int, items: Mapping[str, Item]) -> None:
-        """Called before the loop's body does `step`."""
+        """Handle the begin of the loop's body for `step`."""
 
     def ended(self, step: int, items: Mapping[str, Item]) -> None:
-        """Called when `step` is complete and has been saved if that was due."""
+        """Handle the end of `step`, which has been saved if that was due."""
 
 
 @dataclass(frozen=True, slots=True)

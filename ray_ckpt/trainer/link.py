@@ -37,7 +37,7 @@ class Identity:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """This rank and those that may hold the same tensors: the ranks of its part, or all."""
+        """The ranks that may hold the same tensors, this one included: those of its part, or all."""
         return tuple(ranks_of(self.parts, self.part, self.world_size))
 
 

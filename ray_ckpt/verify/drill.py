@@ -249,7 +249,7 @@ class _CheckpointReading:
         progress: ProgressCallback,
         committed: Mapping[str, str] | None = None,
     ) -> None:
-        """`committed` are the digests of fragments by name, if holders have several versions."""
+        """Take with `committed` the digests of fragments by name, if holders have several versions."""
         self._left = left
         self._committed = committed
         self._attempt = left.checkpoint.id

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from math import prod
 
 from ray_ckpt.errors import CorruptionError
@@ -47,15 +47,8 @@ class ItemCoverage:
 
     def __add__(self, other: ItemCoverage) -> ItemCoverage:
         """Add the counts of more tensors of the same item."""
-        return ItemCoverage(
-            item=self.item,
-            num_tensors=self.num_tensors + other.num_tensors,
-            num_slices=self.num_slices + other.num_slices,
-            size_bytes=self.size_bytes + other.size_bytes,
-            num_elements=self.num_elements + other.num_elements,
-            num_covered=self.num_covered + other.num_covered,
-            num_differing=self.num_differing + other.num_differing,
-        )
+        counts = [field.name for field in fields(self) if field.name != "item"]
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in counts})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

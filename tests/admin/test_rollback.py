@@ -130,7 +130,7 @@ def test_without_a_target_it_says_what_there_is(target: dict[str, int], message:
 
 
 def test_a_run_without_checkpoints_has_nothing_to_go_back_to() -> None:
-    with pytest.raises(ConfigError, match="It has none at all"):
+    with pytest.raises(ConfigError, match="It has none"):
         plan_rollback(read_tail(trained().store).history, before=5)
 
 
@@ -380,7 +380,7 @@ def test_answers_that_are_lost_are_asked_for_again(record: int, is_written: bool
     assert len(pauses) == 2 and len(run.store.objects) == seq + 2
 
 
-@pytest.mark.parametrize(("record", "message"), [(0, "is not known"), (1, "is fenced")])
+@pytest.mark.parametrize(("record", "message"), [(0, "It is unknown"), (1, "is fenced")])
 def test_a_store_that_stays_silent_ends_it_and_a_second_try_finds_out(record: int, message: str) -> None:
     run = trained(10, 20)
     plan, seq = planned(run)
@@ -402,7 +402,7 @@ def test_a_store_that_cannot_create_once_is_refused() -> None:
     run = trained(10, 20)
     plan, seq = planned(run)
     store = Between(run.store.objects, seq, lambda name, data: CreateResult.UNSUPPORTED)
-    with pytest.raises(StoragePathError, match="does not create a name only once"):
+    with pytest.raises(StoragePathError, match="cannot create a file exclusively"):
         roll_back(store, plan, now_s=START_S, pause=refuse)
 
 

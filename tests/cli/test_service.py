@@ -404,7 +404,7 @@ def test_somebody_who_was_faster_is_told(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     history = read_tail(run.log.store).history
     pins.pin(run.log.store, history, step=10, owner="a", expires_at_s=None, now_s=0.0)
-    with pytest.raises(Fenced, match="Somebody else has written record"):
+    with pytest.raises(Fenced, match="Another writer has written record"):
         pins.pin(run.log.store, history, step=10, owner="b", expires_at_s=None, now_s=0.0)
 
 
