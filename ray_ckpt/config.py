@@ -130,8 +130,9 @@ class RunOptions:
     shards are stored uncompressed. None: all are. Stock readers need the files decompressed first."""
     storage_options: Mapping[str, str] | None = None
     """Options to open a storage path that is a URL. They must not be secrets; `env:NAME` stands for the value
-    of an environment variable of each node. S3: profile, endpoint_url, region, anonymous, checksum, sse,
-    sse_kms_key_id; GCS: endpoint_url, anonymous; others: the options of their fsspec file system."""
+    of an environment variable of each node. S3: backend, profile, endpoint_url, region, anonymous, checksum,
+    sse, sse_kms_key_id; GCS: backend, endpoint_url, anonymous; others: the options of their fsspec file
+    system. backend: "obstore" (default), or "fsspec" for s3fs and gcsfs."""
     staging: str | tuple[str, ...] | None = None
     """Local folder on each node, best on NVMe, or a tuple with a folder on each of several disks. `{node_id}`
     in it is replaced; the environment variable RAY_CKPT_STAGING of a node overrides it. Default:

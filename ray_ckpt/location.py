@@ -19,12 +19,16 @@ from urllib.parse import parse_qsl, urlencode
 
 from ray_ckpt.errors import ConfigError
 
-_VALUES = {"anonymous": ("true", "false"), "sse": ("AES256", "aws:kms", "aws:kms:dsse")}
+_VALUES = {
+    "backend": ("obstore", "fsspec"),
+    "anonymous": ("true", "false"),
+    "sse": ("AES256", "aws:kms", "aws:kms:dsse"),
+}
 _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}  # other names of a scheme
 _QUERY = ("endpoint_override", "scheme", "region")  # of pyarrow's URLs, as far as they name no secret
 BUCKETS: Mapping[str, tuple[str, ...]] = {  # schemes with a client of this package, and its options
-    "s3": ("profile", "endpoint_url", "region", "anonymous", "checksum", "sse", "sse_kms_key_id"),
-    "gs": ("endpoint_url", "anonymous"),
+    "s3": ("backend", "profile", "endpoint_url", "region", "anonymous", "checksum", "sse", "sse_kms_key_id"),
+    "gs": ("backend", "endpoint_url", "anonymous"),
 }
 ENV_PREFIX = "env:"  # before the name of an environment variable of the process that opens the store
 _SECRET = re.compile(

@@ -124,6 +124,13 @@ def test_options_that_hold_secrets_are_refused_and_not_repeated(url: str, option
     assert caught.value.hint and "hunter2" not in f"{caught.value}{caught.value!r}{caught.value.fields}"
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x"])
+def test_a_backend_that_is_not_known_is_refused(url: str) -> None:
+    assert storage_options(Location.parse(url), {"backend": "fsspec"}) == {"backend": "fsspec"}
+    with pytest.raises(ConfigError, match="option backend is not one of obstore, fsspec"):
+        storage_options(Location.parse(url), {"backend": "boto3"})
+
+
 def test_options_may_name_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     options = storage_options(
         Location.parse("sftp://host/x"), {"password": "env:SFTP_PASSWORD", "port": "22"}

@@ -87,6 +87,8 @@ def open_store(
         "moto": lambda: stores.s3_store("moto", request.getfixturevalue("moto")),
         "strict-s3": lambda: stores.s3_store("strict-s3", strict_url()),
         "strict-gcs": lambda: stores.gcs_store("strict-gcs", strict_url()),
+        "fsspec-s3": lambda: stores.s3_store("fsspec-s3", strict_url(), {"backend": "fsspec"}),
+        "fsspec-gcs": lambda: stores.gcs_store("fsspec-gcs", strict_url(), {"backend": "fsspec"}),
         "s3fs": lambda: stores.fsspec_store("s3fs", request.getfixturevalue("ministack")),
         "gcsfs": lambda: stores.fsspec_store("gcsfs", strict_url()),
     }

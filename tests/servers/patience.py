@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import gcsfs.retry
 import pytest
+import s3fs
 
 from ray_ckpt.storage.remote import gcs, object_store, s3
 
@@ -14,7 +18,10 @@ REQUEST_S = 1  # for a request: a hanging one costs as much
 
 
 def lose_patience(monkeypatch: pytest.MonkeyPatch, *, tries: int = TRIES) -> None:
-    """For stores that are opened from now on. What fsspec's file systems do is theirs, but for botocore's."""
+    """For stores that are opened from now on, by either backend."""
+
+    async def wait(seconds: float) -> None:
+        await asyncio.sleep(0.002)
 
     def retry_config(retry_s: int) -> dict[str, Any]:
         first, most = timedelta(milliseconds=2), timedelta(milliseconds=20)
@@ -29,4 +36,6 @@ def lose_patience(monkeypatch: pytest.MonkeyPatch, *, tries: int = TRIES) -> Non
     monkeypatch.setattr(gcs, "MAX_TRIES", tries)
     monkeypatch.setattr(gcs, "BACKOFF_S", 0.002)
     monkeypatch.setattr(s3, "RETRIES", {"max_attempts": min(tries, 2)})
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", tries)
+    monkeypatch.setattr(gcsfs.retry, "asyncio", SimpleNamespace(sleep=wait))  # it tries six times, always
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")

@@ -233,19 +233,21 @@ class Store:
         if (scheme := QUICK.get(self.location.scheme)) is not None:
             url = bucket_url(scheme, self.options["endpoint_url"], self.location.key)
             files, _ = open_objects(Location.parse(url), {})
+        elif "backend" in self.options:
+            files, _ = open_objects(self.location, {})
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda name: files.put(name, [b"1"], max_bytes=1), names))
 
 
-def s3_store(name: str, endpoint: str) -> Store:
+def s3_store(name: str, endpoint: str, options: Mapping[str, str] | None = None) -> Store:
     make_bucket(endpoint)
     location = Location.parse(bucket_url("s3", endpoint, f"runs/{name}"))
-    return Store(name=name, location=location, stranger=S3Stranger(endpoint))
+    return Store(name=name, location=location, options=options or {}, stranger=S3Stranger(endpoint))
 
 
-def gcs_store(name: str, endpoint: str) -> Store:
+def gcs_store(name: str, endpoint: str, options: Mapping[str, str] | None = None) -> Store:
     location = Location.parse(bucket_url("gs", endpoint, f"runs/{name}"))
-    return Store(name=name, location=location, stranger=GcsStranger(endpoint))
+    return Store(name=name, location=location, options=options or {}, stranger=GcsStranger(endpoint))
 
 
 def fsspec_location(

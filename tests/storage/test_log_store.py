@@ -20,7 +20,6 @@ from ray_ckpt.errors import FormatError, StoragePathError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import record_file, record_seq, snapshot_file
-from ray_ckpt.location import Location
 from ray_ckpt.storage import log_store
 from ray_ckpt.storage.log_store import (
     TRIM_AFTER_S,
@@ -172,7 +171,7 @@ class KeepsAll(CreatesOnce):
 
 def on(fs: MemoryFileSystem) -> ObjectLogStore:
     """The log store on a file system of fsspec."""
-    return ObjectLogStore(FsspecStore(Location.parse("memory://bucket/runs/gpt/ray_ckpt"), {}, fs), "log")
+    return ObjectLogStore(FsspecStore("memory://bucket", fs, "bucket/runs/gpt/ray_ckpt"), "log")
 
 
 class ClientError(Exception):

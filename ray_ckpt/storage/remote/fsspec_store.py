@@ -1,7 +1,8 @@
-"""Any other store that fsspec knows and that the probe lets through. S3 and GCS have clients of their own.
+"""A file system of fsspec as a store: for URLs that ray_ckpt has no client for.
 
-A put goes to the name itself in one stream: whoever reads it before its end finds the wrong size or digest,
-and a checkpoint exists only once the log says so.
+`fsspec_buckets` builds the optional backend of S3 and GCS on it. A put writes to the name itself in one
+stream: a reader that comes too early finds the wrong size or digest, and a checkpoint exists only once the
+log has its record.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from http import HTTPStatus
 from typing import Any
 
 import fsspec
+import numpy as np
+import numpy.typing as npt
 from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 from typing_extensions import Buffer
@@ -23,51 +26,73 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upload
 from ray_ckpt.storage.remote.object_log import Unsupported
-from ray_ckpt.storage.remote.object_store import short_error, too_large
+from ray_ckpt.storage.remote.object_store import Checksum, part_size, short_error, too_large
 
-BLOCK_BYTES = 16 << 20  # gathered by fsspec before it sends them
 READ_BYTES = 8 << 20  # asked for at a time
+UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}  # users may have instances of their own
 
 
 class FsspecStore:
-    """`FileStore` and `SmallObjects` below one root."""
+    """`FileStore` and `SmallObjects` below the folder `root` of a file system."""
 
-    def __init__(
-        self, location: Location, options: Mapping[str, str], fs: AbstractFileSystem | None = None
-    ) -> None:
-        self.where = location.bare
-        if fs is None:
-            fs, self._root = _open(location, options)
-        else:
-            self._root = location.path
+    def __init__(self, where: str, fs: AbstractFileSystem, root: str) -> None:
+        self.where = where
         self._fs = fs
+        self._root = root
+
+    @classmethod
+    def open(cls, location: Location, options: Mapping[str, str]) -> FsspecStore:
+        """Open the file system that fsspec knows for the scheme of `location`. Raise ConfigError."""
+        try:
+            fs, root = fsspec.core.url_to_fs(str(location), **UNCACHED, **options)
+        except (ImportError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"The storage path {location.scheme}:// cannot be opened: {error}.",
+                hint="Install the fsspec implementation of that scheme on every node, or check "
+                "storage_options.",
+            ) from None
+        return cls(location.bare, fs, str(root))
 
     # -- FileStore ---------------------------------------------------------------------------------------
 
     def put(self, name: str, blocks: Iterable[Buffer], *, max_bytes: int) -> int:
-        path, sent = self._path(name), 0
-        with _os_errors(self.where, name):
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            file = self._fs.open(path, "wb", block_size=BLOCK_BYTES)
+        path, sent, checksum = self._path(name), 0, self._checksum()
+        with self._errors(name):
+            self._make_parent(path)
+            file = self._fs.open(path, "wb", block_size=part_size(max_bytes))
         try:
             for block in blocks:
-                with _os_errors(self.where, name):
-                    sent += file.write(memoryview(block).cast("B"))
-            with _os_errors(self.where, name):
+                view = memoryview(block).cast("B")
+                if checksum is not None and view.nbytes:
+                    checksum.update(_read_only(view))
+                with self._errors(name):
+                    sent += file.write(view)
+            with self._errors(name):
                 file.close()
         except BaseException:
-            self._throw_away(file, path)
+            self._discard(file, path)
             raise
-        size = self.size(name)
-        if size != sent:
-            raise OSError(f"{self.where}/{name}: the store has {size} bytes of {sent} that were sent.")
+        info = self._info(name)
+        size = None if info is None else info["size"]
+        if info is None or size != sent or not self._has_checksum(info, checksum):
+            raise OSError(f"{self.where}/{name}: the store has {size} bytes, or other ones, of {sent} sent.")
         return sent
 
-    def _throw_away(self, file: Any, path: str) -> None:
-        """A file that is not written to its end."""
+    def _make_parent(self, path: str) -> None:
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    def _checksum(self) -> Checksum | None:
+        """Return a checksum to compare with the store's own; None if there is none to compare."""
+        return None
+
+    def _has_checksum(self, info: Mapping[str, Any], checksum: Checksum | None) -> bool:
+        return True
+
+    def _discard(self, file: Any, path: str) -> None:
+        """Remove a file that was not written to its end."""
         with contextlib.suppress(Exception):
             if isinstance(file, AbstractBufferedFile):
-                file.closed = True  # closing it would put what there is of it in place of what was there
+                file.closed = True  # closing it would replace the stored file by its beginning
                 file.discard()
             else:
                 file.close()
@@ -80,9 +105,9 @@ class FsspecStore:
                 yield memoryview(self._get(name, start, min(start + READ_BYTES, end)))
 
     def _get(self, name: str, start: int, stop: int) -> bytes:
-        """Some stores refuse a range that begins beyond the end, each in its own way."""
+        """Read one range. Stores refuse a range beyond the end, each with an error of its own."""
         try:
-            with _os_errors(self.where, name):
+            with self._errors(name):
                 data: bytes = self._fs.cat_file(self._path(name), start=start, end=stop)
         except FileNotFoundError:
             raise
@@ -96,36 +121,40 @@ class FsspecStore:
         return data
 
     def size(self, name: str) -> int | None:
-        self._fs.invalidate_cache()
-        try:
-            with _os_errors(self.where, name):
-                size = self._fs.info(self._path(name))["size"]
-                return None if size is None else int(size)
-        except FileNotFoundError:
-            return None
+        info = self._info(name)
+        return None if info is None or info["size"] is None else int(info["size"])
 
     def modified_s(self, name: str) -> float:
+        if (info := self._info(name)) is None:
+            raise FileNotFoundError(f"{self.where}/{name} is not there")
+        return _modified_s(info)
+
+    def _info(self, name: str) -> Mapping[str, Any] | None:
         self._fs.invalidate_cache()
-        with _os_errors(self.where, name):
-            return _modified_s(self._fs.info(self._path(name)))
+        try:
+            with self._errors(name):
+                info: Mapping[str, Any] = self._fs.info(self._path(name))
+        except FileNotFoundError:
+            return None
+        return info
 
     def list(self, folder: str = "") -> Iterator[StoredFile]:
         self._fs.invalidate_cache()
-        with _os_errors(self.where, folder):
-            try:
+        try:
+            with self._errors(folder):
                 found = self._fs.find(self._path(folder), detail=True)
-            except FileNotFoundError:
-                return
+        except FileNotFoundError:
+            return
         for path, info in found.items():
             yield self._stored(path, info)
 
     def children(self, folder: str = "") -> Children:
         self._fs.invalidate_cache()
-        with _os_errors(self.where, folder):
-            try:
+        try:
+            with self._errors(folder):
                 found = self._fs.ls(self._path(folder), detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                return Children(folders=(), files=())
+        except (FileNotFoundError, NotADirectoryError):
+            return Children(folders=(), files=())
         return Children(
             folders=tuple(self._name(info["name"]) for info in found if info["type"] == "directory"),
             files=tuple(self._stored(info["name"], info) for info in found if info["type"] == "file"),
@@ -136,7 +165,7 @@ class FsspecStore:
             self.remove(name)
 
     def uploads(self, folder: str = "") -> Iterator[Upload]:
-        yield from ()  # fsspec does not tell
+        yield from ()  # fsspec does not list them
 
     def abort(self, upload: Upload) -> None:
         pass
@@ -146,22 +175,24 @@ class FsspecStore:
     def create(self, name: str, data: bytes) -> None:
         if getattr(self._fs.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
             raise Unsupported(f"{self.where}: its file system looks whether a name is taken, then writes it.")
-        with _os_errors(self.where, name):
+        with self._errors(name):
             self._fs.pipe_file(self._path(name), data, mode="create")
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         size = self.size(name) or 0
         if size > max_bytes:
             raise too_large(self.where, name, size, max_bytes)
-        with _os_errors(self.where, name):
+        with self._errors(name):
             return bytes(self._fs.cat_file(self._path(name)))
 
     def names(self, folder: str) -> tuple[str, ...]:
         return tuple(file.name.removeprefix(f"{folder}/") for file in self.list(folder))
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError), _os_errors(self.where, name):
+        with contextlib.suppress(FileNotFoundError), self._errors(name):
             self._fs.rm_file(self._path(name))
+
+    # -- names and errors --------------------------------------------------------------------------------
 
     def _stored(self, path: str, info: Mapping[str, Any]) -> StoredFile:
         size_bytes = int(info.get("size") or 0)
@@ -173,44 +204,54 @@ class FsspecStore:
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}".rstrip("/")
 
+    @contextlib.contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        """Raise every error of the file system as an OSError of the fitting class, in one line."""
+        try:
+            yield
+        except Exception as error:
+            kind = _kind(error)
+            if kind is FileNotFoundError:
+                self._check_root()
+            raise kind(f"{self.where}/{name}: {type(error).__name__}: {short_error(error)}") from None
 
-def _open(location: Location, options: Mapping[str, str]) -> tuple[AbstractFileSystem, str]:
-    try:
-        fs, root = fsspec.core.url_to_fs(str(location), **options)
-    except (ImportError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"The storage path {location.scheme}:// cannot be opened: {error}.",
-            hint="Install the fsspec implementation of that scheme on every node, or check storage_options.",
-        ) from None
-    fs.use_listings_cache = False
-    return fs, str(root)
-
-
-@contextlib.contextmanager
-def _os_errors(where: str, name: str) -> Iterator[None]:
-    """File systems raise what their client libraries raise; the status behind it counts."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        if _is_unsupported(error):
-            raise Unsupported(f"{where}/{name}: {short_error(error)}") from None
-        raise
-    except Exception as error:
-        kind = Unsupported if _is_unsupported(error) else OSError
-        raise kind(f"{where}/{name}: {type(error).__name__}: {short_error(error)}") from None
+    def _check_root(self) -> None:
+        """Raise OSError if a file is not found because its bucket is not there."""
 
 
-def _is_unsupported(error: Exception) -> bool:
-    if isinstance(error, NotImplementedError) or getattr(error, "errno", None) == errno.ENOSYS:
-        return True
-    response: Any = getattr(error.__cause__, "response", None)  # of botocore
-    if not isinstance(response, Mapping):
-        return False
-    return bool(response.get("ResponseMetadata", {}).get("HTTPStatusCode") == HTTPStatus.NOT_IMPLEMENTED)
+def _read_only(view: memoryview) -> npt.NDArray[np.uint8]:
+    """Return the same memory as google_crc32c takes it: only as what cannot be written through."""
+    array = np.frombuffer(view, np.uint8)
+    array.flags.writeable = False
+    return array
+
+
+_KINDS = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError)
+_DENIED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+
+
+def _kind(error: Exception) -> type[OSError]:
+    """Return the class that stands for an error: by its own class, else by the HTTP status behind it."""
+    status = _status(error)
+    is_unknown = isinstance(error, NotImplementedError) or getattr(error, "errno", None) == errno.ENOSYS
+    if is_unknown or status == HTTPStatus.NOT_IMPLEMENTED:
+        return Unsupported
+    if status in _DENIED or str(error).startswith("Forbidden:"):  # gcsfs gives a 403 no class of its own
+        return PermissionError
+    return next((kind for kind in _KINDS if isinstance(error, kind)), OSError)
+
+
+def _status(error: Exception) -> int | None:
+    """Return the HTTP status of an error of gcsfs, or of the botocore error behind one of s3fs."""
+    code = getattr(error, "code", None)
+    response: Any = getattr(error.__cause__ or error, "response", None)
+    if isinstance(response, Mapping):
+        code = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return code if isinstance(code, int) else None
 
 
 def _modified_s(info: Mapping[str, Any]) -> float:
-    """By the store's clock; now if it does not tell, which makes everything too young to be an orphan."""
+    """Return the time by the store's clock; now, too young for an orphan, if the store gives none."""
     for key in ("LastModified", "last_modified", "mtime", "modified", "updated", "created"):
         value = info.get(key)
         if isinstance(value, str):

@@ -46,11 +46,7 @@ class GcsBucket:
         self.where = location.bare
         self._bucket = location.bucket
         self._prefix = f"{location.key}/" if location.key else ""
-        emulator = os.environ.get(EMULATOR_ENV)
-        endpoint = location.endpoint or options.get("endpoint_url") or emulator or ENDPOINT
-        is_anonymous = options.get("anonymous") == "true" or endpoint == emulator
-        scheme = "http" if endpoint == emulator else "https"  # a token travels to whatever is no emulator
-        self._endpoint = (endpoint if "://" in endpoint else f"{scheme}://{endpoint}").rstrip("/")
+        self._endpoint, is_anonymous = server_of(location, options)
         self._lock = threading.Lock()
         self._credentials = None if is_anonymous else _credentials(location)
         self._session = requests.Session()
@@ -158,11 +154,24 @@ def _credentials(location: Location) -> Any:
     try:
         return google.auth.default(scopes=[SCOPE])[0]
     except google.auth.exceptions.GoogleAuthError as error:
-        raise ConfigError(
-            f"This process has no Google credentials for {location}: {short_error(error)}",
-            hint="Give every node GOOGLE_APPLICATION_CREDENTIALS, the account of its machine, or log in by "
-            "`gcloud auth application-default login`.",
-        ) from None
+        raise no_credentials(location, error) from None
+
+
+def no_credentials(location: Location, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"This process has no Google credentials for {location}: {short_error(error)}",
+        hint="Give every node GOOGLE_APPLICATION_CREDENTIALS, the account of its machine, or log in by "
+        "`gcloud auth application-default login`.",
+    )
+
+
+def server_of(location: Location, options: Mapping[str, str]) -> tuple[str, bool]:
+    """Return the URL of the server, and whether requests to it go without credentials."""
+    emulator = os.environ.get(EMULATOR_ENV)
+    endpoint = location.endpoint or options.get("endpoint_url") or emulator or ENDPOINT
+    is_anonymous = options.get("anonymous") == "true" or endpoint == emulator
+    scheme = "http" if endpoint == emulator else "https"  # any other server than the emulator gets a token
+    return (endpoint if "://" in endpoint else f"{scheme}://{endpoint}").rstrip("/"), is_anonymous
 
 
 def _children(element: ElementTree.Element, name: str) -> list[ElementTree.Element]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ray_ckpt.location import Location, resolve_options
+from ray_ckpt.location import BUCKETS, Location, resolve_options
 from ray_ckpt.storage.remote.file_store import FileStore
 from ray_ckpt.storage.remote.object_log import SmallObjects
 from ray_ckpt.storage.remote.object_store import Bucket, BucketFiles, BucketObjects
@@ -13,6 +13,10 @@ from ray_ckpt.storage.remote.object_store import Bucket, BucketFiles, BucketObje
 def open_objects(location: Location, options: Mapping[str, str]) -> tuple[FileStore, SmallObjects]:
     """Clients for bulk and for small objects below a location that is no folder."""
     options = resolve_options(options)
+    if location.scheme in BUCKETS and options.get("backend") == "fsspec":
+        from ray_ckpt.storage.remote.fsspec_buckets import open_buckets
+
+        return open_buckets(location, options)
     if location.scheme == "s3":
         from ray_ckpt.storage.remote.s3 import S3Bucket
 
@@ -24,6 +28,6 @@ def open_objects(location: Location, options: Mapping[str, str]) -> tuple[FileSt
     else:
         from ray_ckpt.storage.remote.fsspec_store import FsspecStore
 
-        other = FsspecStore(location, options)
+        other = FsspecStore.open(location, options)
         return other, other
     return BucketFiles(bucket), BucketObjects(bucket)

@@ -75,10 +75,7 @@ class S3Bucket:
         except (botocore.exceptions.BotoCoreError, ValueError, OSError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(
-                f"{location.bare} cannot be opened with this process's AWS settings: {short_error(error)}",
-                hint="Look at ~/.aws/config, the variables AWS_*, and the path's endpoint and region.",
-            ) from None
+            raise unusable_settings(location, error) from None
         self._read_at_s = time.monotonic()
         self._credentials, self._roots, self._client = credentials, roots, client
         self._is_amazon = client.meta.endpoint_url.endswith(AMAZON)
@@ -165,10 +162,7 @@ def _session(profile: str | None) -> Any:
     try:
         session.get_scoped_config()
     except botocore.exceptions.ProfileNotFound:
-        raise ConfigError(
-            f"There is no AWS profile {profile or session.profile!r} here.",
-            hint="Put it into ~/.aws/config of every node, or change AWS_PROFILE or storage option profile.",
-        ) from None
+        raise no_profile(profile or session.profile) from None
     return session
 
 
@@ -181,12 +175,30 @@ def _credentials(session: Any, location: Location) -> Any:
             hint="Ask for them by hand, such as by `aws sts get-caller-identity`, to see why.",
         ) from None
     if found is None:
-        raise ConfigError(
-            f"This process has no AWS credentials for {location.bare}.",
-            hint="Give every node AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile (AWS_PROFILE or "
-            "storage_options['profile']) or a role; in `ray job submit` by runtime_env's env_vars.",
-        )
+        raise no_credentials(location)
     return found
+
+
+def unusable_settings(location: Location, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{location.bare} cannot be opened with this process's AWS settings: {short_error(error)}",
+        hint="Look at ~/.aws/config, the variables AWS_*, and the path's endpoint and region.",
+    )
+
+
+def no_profile(profile: str | None) -> ConfigError:
+    return ConfigError(
+        f"There is no AWS profile {profile!r} here.",
+        hint="Put it into ~/.aws/config of every node, or change AWS_PROFILE or storage option profile.",
+    )
+
+
+def no_credentials(location: Location) -> ConfigError:
+    return ConfigError(
+        f"This process has no AWS credentials for {location.bare}.",
+        hint="Give every node AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile (AWS_PROFILE or "
+        "storage_options['profile']) or a role; in `ray job submit` by runtime_env's env_vars.",
+    )
 
 
 def _config(is_anonymous: bool) -> Any:
