@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.texts import did_you_mean
 
 # Set per node, since disks and networks differ; RAY_CKPT_STAGING overrides the option `staging`.
 STAGING_ENV = "RAY_CKPT_STAGING"  # folders, separated by colons
@@ -339,11 +340,7 @@ class RunOptions:
         """Return RunOptions from keywords; ConfigError with the closest known name for an unknown one."""
         unknown = sorted(set(options) - set(cls.__dataclass_fields__))
         if unknown:
-            from difflib import get_close_matches
-
-            near = get_close_matches(unknown[0], list(cls.__dataclass_fields__), n=1)
-            known = ", ".join(sorted(cls.__dataclass_fields__))
-            hint = f"Did you mean {near[0]}? Known: {known}." if near else f"Known: {known}."
+            hint = did_you_mean(unknown[0], sorted(cls.__dataclass_fields__))
             raise ConfigError(f"Unknown option {unknown[0]!r}.", hint=hint, option=unknown[0])
         return cls(**options)
 

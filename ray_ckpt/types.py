@@ -172,6 +172,11 @@ class CheckpointInfo:
     def directory(self) -> str:
         return self.id.directory
 
+    @property
+    def drain_s(self) -> float | None:
+        """Seconds from the commit until all of it was on the storage path, waiting included."""
+        return None if self.durable_at_s is None else max(0.0, self.durable_at_s - self.committed_at_s)
+
 
 EndCause: TypeAlias = Literal["finished", "process", "node", "preemption", "replaced", "launcher"]
 END_CAUSES: tuple[EndCause, ...] = get_args(EndCause)

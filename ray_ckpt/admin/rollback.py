@@ -25,13 +25,13 @@ from ray_ckpt.location import StoragePath, locate
 from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.log_store import CreateResult, LogStore, create_record, read_run
 from ray_ckpt.storage.remote.tier import RemoteTier
+from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import ROLLBACK_PREFIX, CheckpointInfo, Level
 
 QUIET_S = 120.0  # without a record until a run counts as idle: the time of some saves of most trainings
 PIN_WRITER = "pin-"  # prefix of writers of pins on the log alone, which are no sign of a training
 CREATE_TRIES = 5  # attempts to create a record while the store does not answer
 CREATE_PAUSE_S = 2.0  # between attempts, as in a coordinator
-MAX_NAMED = 5  # steps in a hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,8 @@ def plan_rollback(history: RunHistory, *, before: int | None = None, to: int | N
         known = {c.step for c in history.live()}
     if not found:
         raise ConfigError(
-            f"Run {history.run_name} has no live checkpoint {what}.", hint=_nearest(known, before or to or 0)
+            f"Run {history.run_name} has no live checkpoint {what}.",
+            hint=nearest_steps(known, before or to or 0),
         )
     chosen, session = found[-1], history.session
     after = history.copy()
@@ -142,11 +143,6 @@ def plan_rollback(history: RunHistory, *, before: int | None = None, to: int | N
         and session.resumed_from == chosen.id.attempt,
         reason=reason,
     )
-
-
-def _nearest(steps: Iterable[int], step: int) -> str:
-    nearest = sorted(sorted(steps, key=lambda known: abs(known - step))[:MAX_NAMED])
-    return f"It has steps {', '.join(map(str, nearest))}." if nearest else "It has none."
 
 
 def roll_back(

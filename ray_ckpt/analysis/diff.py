@@ -28,7 +28,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_ckpt.catalog.catalog import CheckpointView
-from ray_ckpt.catalog.lazy_tensor import named
+from ray_ckpt.catalog.lazy_tensor import matching_tensors
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.names import shard_file, state_file
@@ -205,17 +205,7 @@ _COLUMNS: Mapping[str, pa.DataType] = {
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
-    wanted: set[str] = set()
-    for pattern in patterns:
-        fitting = named(pattern, names)
-        if not fitting:
-            items = sorted({name.partition(".")[0] for name in names})
-            raise ConfigError(
-                f"No tensor of the two checkpoints is called {pattern!r}.",
-                hint=f"Items with tensors are {', '.join(items)}; give ITEM.*, say.",
-                pattern=pattern,
-            )
-        wanted.update(fitting)
+    wanted = matching_tensors(patterns, names, " of the two checkpoints")
     return tuple(name for name in names if not patterns or name in wanted)
 
 

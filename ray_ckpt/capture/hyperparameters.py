@@ -21,7 +21,6 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from numbers import Number
 from typing import Any, TypeAlias
@@ -42,9 +41,9 @@ from torch.optim.swa_utils import SWALR
 
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.short import ShortRepr
+from ray_ckpt.texts import did_you_mean
 
 MAX_ELEMENTS = 1_000  # of a tensor that is a setting; larger ones are state
-MAX_NAMED = 20  # names in one hint
 
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Entries of a group that choose an implementation, not what is computed."""
@@ -123,11 +122,9 @@ class Hyperparameters:
         names = self.names
         for entry in keep:
             if not any(fnmatchcase(name, entry) for name in names):
-                near = get_close_matches(entry, names, cutoff=0.4)
-                listed = ", ".join(near or names[:MAX_NAMED]) or "none"
                 raise ConfigError(
                     f"keep={entry!r} matches no hyperparameter of the registered objects.",
-                    hint=f"{'Near it are' if near else 'There are'}: {listed}.",
+                    hint=did_you_mean(entry, names),
                     entry=entry,
                 )
 

@@ -18,8 +18,8 @@ from typing import Any, SupportsIndex
 import pyarrow as pa
 
 from ray_ckpt.catalog.checkpoint import REQUESTS_AT_A_TIME, CheckpointView
-from ray_ckpt.catalog.lazy_tensor import MAX_NEAREST
 from ray_ckpt.catalog.tables import (
+    MAX_HTML_METRICS,
     MAX_HTML_ROWS,
     SHARDS,
     SLICES,
@@ -29,12 +29,9 @@ from ray_ckpt.catalog.tables import (
     TableName,
     checkpoints_table,
     events_table,
-    html_table,
-    metrics_text,
     sessions_table,
     shards_table,
     slices_table,
-    to_datetime,
 )
 from ray_ckpt.core.history import SessionInfo
 from ray_ckpt.errors import CheckpointError, ConfigError, FormatError, missing_package
@@ -45,6 +42,7 @@ from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, r
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.file_store import FileStore
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
+from ray_ckpt.texts import html_table, metrics_text, nearest_steps, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level, ProgressCallback
 from ray_ckpt.verify.content import Damage, VerifyReport, verify_directory
 
@@ -196,10 +194,9 @@ class Catalog:
         step = operator.index(step)  # numpy's integers too, as a table gives them
         if (view := self.find(step)) is not None:
             return self._durable_instead(view)
-        steps = sorted({c.step for c in self.checkpoints}, key=lambda s: abs(s - step))[:5]
         raise ConfigError(
             f"Run {self.run_name} has no live checkpoint of step {step}.",
-            hint=f"The nearest are {', '.join(map(str, sorted(steps)))}." if steps else "It has none at all.",
+            hint=nearest_steps((c.step for c in self.checkpoints), step),
             step=step,
         )
 
@@ -246,7 +243,7 @@ class Catalog:
                 info.world_size,
                 info.size_bytes,
                 to_datetime(info.committed_at_s) or "",
-                metrics_text(info.metrics),
+                metrics_text(info.metrics, most=MAX_HTML_METRICS),
             )
             for info in reversed(shown)
         ]
@@ -387,10 +384,9 @@ class Catalog:
         wanted = None if steps is None else {operator.index(step) for step in steps}  # a Series, a generator
         found = [c for c in self.checkpoints if c.level is Level.DURABLE]
         if missing := sorted((wanted or set()) - {c.step for c in found}):
-            known = ", ".join(map(str, sorted({c.step for c in found})[-MAX_NEAREST:]))
             raise ConfigError(
                 f"Run {self.run_name} has no live durable checkpoint of step {missing[0]}.",
-                hint=f"The newest durable ones are {known}." if known else "None is durable.",
+                hint=nearest_steps((c.step for c in found), missing[0], kind="durable"),
                 step=missing[0],
             )
         return tuple(self._view(c, True) for c in found if wanted is None or c.step in wanted)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import pyarrow as pa
 
 from ray_ckpt.catalog.lazy_tensor import LazyTensor, SavedTensors
-from ray_ckpt.catalog.tables import MAX_HTML_ROWS, drain_s, html_table, metrics_text, to_datetime
+from ray_ckpt.catalog.tables import MAX_HTML_METRICS, MAX_HTML_ROWS
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError
 from ray_ckpt.format import names
 from ray_ckpt.format.digest import digest
@@ -33,6 +33,7 @@ from ray_ckpt.storage.checkpoint_files import CheckpointFiles, files_on, is_frag
 from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteTier
+from ray_ckpt.texts import html_table, metrics_text, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, ProgressCallback
 from ray_ckpt.verify.content import Damage, verify_files
 
@@ -152,7 +153,7 @@ class CheckpointView:
             ("took", _phases_text(info)),
             ("verified at", to_datetime(info.verified_at_s) or ""),
             ("drill", info.drill),
-            ("metrics", metrics_text(info.metrics)),
+            ("metrics", metrics_text(info.metrics, most=MAX_HTML_METRICS)),
             ("pins", ", ".join(islice(sorted(info.pins), MAX_HTML_ROWS))),
             ("root digest", info.root_digest),
             ("where", self.where or "no files on the storage path"),
@@ -190,7 +191,7 @@ def _phases_text(info: CheckpointInfo) -> str:
         "capture": info.capture_s,
         "local": info.local_s,
         "replication": info.replicate_s,
-        "drain": drain_s(info),
+        "drain": info.drain_s,
     }
     return ", ".join(f"{time_s:.3g} s {name}" for name, time_s in phases.items() if time_s is not None)
 

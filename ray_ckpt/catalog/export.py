@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
-from ray_ckpt.catalog.lazy_tensor import LazyTensor, named, nearest
+from ray_ckpt.catalog.lazy_tensor import LazyTensor, matching_tensors
 from ray_ckpt.catalog.load import OpenedRun
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
@@ -135,12 +135,7 @@ def _chosen(view: CheckpointView, item: str | None, only: Sequence[str]) -> dict
     if item is not None and item not in items:
         raise ConfigError(f"There is no item {item!r} with tensors.", hint=f"There are {', '.join(items)}.")
     found = {name: lazy for name, lazy in tensors.items() if item is None or lazy.item == item}
-    wanted: set[str] = set()
-    for pattern in only:
-        fitting = named(pattern, found)
-        if not fitting:
-            raise ConfigError(f"No tensor is called {pattern!r}.", hint=nearest(pattern, sorted(found)))
-        wanted.update(fitting)
+    wanted = matching_tensors(only, sorted(found))
     chosen = {name: lazy for name, lazy in found.items() if not only or name in wanted}
     if not chosen:
         raise ConfigError("The checkpoint has no tensors.")

@@ -7,9 +7,8 @@ result, does not depend on how large a tensor is. torch is loaded with the first
 
 from __future__ import annotations
 
-import difflib
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ray_ckpt.catalog.tables import MAX_HTML_ROWS, html_table
+from ray_ckpt.catalog.tables import MAX_HTML_ROWS
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError
 from ray_ckpt.format.blocks import BlockCutter, merge_ranges
 from ray_ckpt.format.digest import Digester
@@ -28,6 +27,7 @@ from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, plan_restore
 from ray_ckpt.storage.checkpoint_files import PERHAPS_DELETED, CheckpointFile, CheckpointFiles, readable
 from ray_ckpt.storage.parallel import map_in_order
+from ray_ckpt.texts import did_you_mean, html_table
 from ray_ckpt.types import ManifestRow, Slice
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 16 << 20  # copied on at a time: a request to a bucket
 GAP_BYTES = 64 << 10  # between wanted bytes: reading over it costs less than another request
 SLICES_AT_A_TIME = 4  # read by a thread each, with a block and the store's read-ahead: answers come late
-MAX_NEAREST = 5  # names in a hint
-MAX_COMPARED = 10_000  # names among which the nearest are looked for, which takes a tenth of a second
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Index: TypeAlias = Any
@@ -60,7 +58,7 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
 
     def __getitem__(self, name: str) -> LazyTensor:
         if not isinstance(name, str) or name not in self._rows:
-            raise ConfigError(f"No tensor is called {name!r}.", hint=nearest(str(name), sorted(self._rows)))
+            raise unknown_tensor(str(name), sorted(self._rows))
         return LazyTensor(self, name, self._rows[name])
 
     def get(self, name: str, default: Any = None, /) -> Any:
@@ -285,19 +283,26 @@ class LazyTensor:
 _DAMAGED = "Run `ray-ckpt verify` on it, and read another step."
 
 
-def named(pattern: str, names: Collection[str]) -> tuple[str, ...]:
-    """The names that `pattern` means: itself if it is one, as `layers[0].w` may be, else those it matches."""
-    return (pattern,) if pattern in names else tuple(name for name in names if fnmatchcase(name, pattern))
+def matching_tensors(patterns: Iterable[str], names: Sequence[str], where: str = "") -> set[str]:
+    """Return the tensors that match any of `patterns`; a pattern that is a name, such as `layers[0].w`,
+    matches itself. Raise ConfigError for one that matches nothing.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = {pattern} & {*names} or {name for name in names if fnmatchcase(name, pattern)}
+        if not matches:
+            raise unknown_tensor(pattern, names, where)
+        found |= matches
+    return found
 
 
-def nearest(wanted: str, names: Collection[str]) -> str:
-    """A hint: the names that are most like `wanted`, else the items that there are."""
+def unknown_tensor(wanted: str, names: Sequence[str], where: str = "") -> ConfigError:
+    """Return an error with the names most similar to `wanted`, else the items that have tensors."""
     item = wanted.partition(".")[0]
-    same = [name for name in names if name.partition(".")[0] == item] or list(names)
-    found = difflib.get_close_matches(wanted, same[:MAX_COMPARED], n=MAX_NEAREST, cutoff=0.5)
-    if found:
-        return f"The nearest are {', '.join(found)}."
-    return f"Its items with tensors are {', '.join(sorted({name.partition('.')[0] for name in names}))}."
+    same = [name for name in names if name.partition(".")[0] == item] or names
+    items = sorted({f"{name.partition('.')[0]}.*" for name in names})
+    hint = did_you_mean(wanted, same, known=items)
+    return ConfigError(f"No tensor{where} is called {wanted!r}.", hint=hint, pattern=wanted)
 
 
 def _damaged(files: CheckpointFiles, row: ManifestRow, what: str) -> CorruptionError:

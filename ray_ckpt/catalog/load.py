@@ -20,12 +20,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
-from ray_ckpt.catalog.lazy_tensor import MAX_NEAREST, named, nearest
+from ray_ckpt.catalog.lazy_tensor import matching_tensors
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, RestoreError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import TensorRef, decode_state
 from ray_ckpt.location import StoragePath
 from ray_ckpt.restore.reader import FileSource, ProgressLog, SourceReader
+from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
 
 if TYPE_CHECKING:
@@ -152,9 +153,7 @@ class OpenedRun:
         return {c.step for c in self.catalog.checkpoints if c.level is Level.DURABLE}
 
     def _nearest(self, step: int) -> str:
-        """A hint."""
-        nearest = sorted(sorted(self._durable_steps(), key=lambda s: abs(s - step))[:MAX_NEAREST])
-        return f"Durable are the steps {', '.join(map(str, nearest))}." if nearest else "None is durable."
+        return nearest_steps(self._durable_steps(), step, kind="durable")
 
     def _of_attempt(self, attempt: str) -> CheckpointView:
         """What another rank has chosen, whose log may be newer than ours."""
@@ -252,16 +251,7 @@ class _Saved:
     def tensors(self, patterns: Collection[str], rank: int) -> dict[str, torch.Tensor]:
         """Whole tensors by their full names, in the order of these; `rank`'s own where ranks differ."""
         names = sorted({row.slice.key for row in self._rows if row.slice is not None})
-        chosen: set[str] = set()
-        for pattern in patterns:
-            found = named(pattern, names)
-            if not found:
-                raise ConfigError(
-                    f"No tensor of step {self.info.step} is called {pattern!r}.",
-                    hint=nearest(pattern, names),
-                    pattern=pattern,
-                )
-            chosen.update(found)
+        chosen = matching_tensors(patterns, names, f" of step {self.info.step}")
         tree = {name: TensorRef(name) for name in names if name in chosen}
         state: dict[str, torch.Tensor] = self._load({"tensors": tree}, rank)["tensors"].state
         return state

@@ -9,9 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
-from html import escape
-from itertools import islice
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -25,7 +22,7 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.format import records
 from ray_ckpt.format.manifest import rows_table
 from ray_ckpt.format.records import MAX_TIME_S
-from ray_ckpt.texts import tiers_text
+from ray_ckpt.texts import tiers_text, to_datetime
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, ManifestRow
 
 TableName: TypeAlias = Literal["checkpoints", "shards", "slices", "events", "sessions"]
@@ -82,7 +79,7 @@ def checkpoints_table(
         "capture_s": pa.array([c.capture_s for c in known], pa.float64()),
         "local_s": pa.array([c.local_s for c in known], pa.float64()),
         "replicate_s": pa.array([c.replicate_s for c in known], pa.float64()),
-        "drain_s": pa.array(list(map(drain_s, known)), pa.float64()),
+        "drain_s": pa.array([c.drain_s for c in known], pa.float64()),
         "resumed_from_step": pa.array([s["resumed_from_step"] for s in opened], pa.int64()),
         "branch": pa.array([s["branch"] for s in opened], pa.int64()),
         "on_lineage": pa.array([c.seq <= ends.get(c.id.session, -1) for c in known], pa.bool_()),
@@ -103,11 +100,6 @@ def _tiers(info: CheckpointInfo, on_storage: bool) -> tuple[str, ...]:
     """Where a checkpoint is by the log, which does not tell of nodes that have dropped theirs or are gone."""
     nodes = () if info.state != "live" else ("local", "peer") if info.replicas else ("local",)
     return (*nodes, "remote") if on_storage else nodes
-
-
-def drain_s(info: CheckpointInfo) -> float | None:
-    """From the commit until all of it was on the storage path, waiting included."""
-    return None if info.durable_at_s is None else max(0.0, info.durable_at_s - info.committed_at_s)
 
 
 def _pins(info: CheckpointInfo) -> list[dict[str, Any]]:
@@ -435,36 +427,9 @@ class ParquetFile:
 # Times
 
 
-def to_datetime(time_s: float | None) -> datetime | None:
-    """Unix seconds as a time in UTC; None for None, and for what no calendar holds."""
-    if time_s is None or not 0 <= time_s < MAX_TIME_S:
-        return None
-    return datetime.fromtimestamp(time_s, UTC)
-
-
 def _times(times_s: Sequence[float | None]) -> pa.Array:
     """Unix seconds as timestamps; null for None and for what no calendar holds."""
     seconds = np.array(times_s, np.float64)  # None is NaN
     is_known = (seconds >= 0) & (seconds < MAX_TIME_S)
     microseconds = np.round(np.where(is_known, seconds, 0) * 1e6).astype(np.int64)
     return pa.array(microseconds, pa.int64(), mask=~is_known).cast(_TIME)
-
-
-# HTML
-
-
-def html_table(
-    title: str, headers: Iterable[str], rows: Iterable[Iterable[object]], left_out: str = ""
-) -> str:
-    """A small table without styles of its own, and below it what it leaves out; everything is escaped."""
-    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    more = f"<p>{escape(left_out)}</p>" if left_out else ""
-    top = f"<thead><tr>{head}</tr></thead>" if head else ""
-    return f"<table><caption>{escape(title)}</caption>{top}<tbody>{body}</tbody></table>{more}"
-
-
-def metrics_text(metrics: Mapping[str, float]) -> str:
-    """The first few."""
-    text = ", ".join(f"{name} {metrics[name]:.5g}" for name in islice(sorted(metrics), MAX_HTML_METRICS))
-    return text + (", ..." if len(metrics) > MAX_HTML_METRICS else "")

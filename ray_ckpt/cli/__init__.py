@@ -36,9 +36,9 @@ from ray_ckpt.cli import (
     verify,
 )
 from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_REFUSED, EXIT_USAGE
-from ray_ckpt.cli.output import plain
 from ray_ckpt.cli.streams import end_when_unread
 from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, RunInUse
+from ray_ckpt.texts import printable
 
 NAME = "ray-ckpt"
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _fail(text: str, code: int) -> NoReturn:
     if text:
-        print(f"{NAME}: {plain(text)}", file=sys.stderr)
+        print(f"{NAME}: {printable(text)}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -14,10 +14,11 @@ from ray_ckpt.analysis.diff import MAX_VALUES, Status, TensorDiff, ValueDiff, co
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.catalog.uri import CheckpointUri
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, make_table, plain, print_json, stdout
+from ray_ckpt.cli.output import add_row, make_table, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import without_tilde
+from ray_ckpt.texts import printable
 
 _ORDER: Sequence[Status] = (
     "damaged",
@@ -121,7 +122,7 @@ def _print(
 ) -> None:
     console = stdout()
     for label, view in (("A", a), ("B", b)):
-        console.print(plain(f"{label}: step {view.info.step}, {view.where}"), soft_wrap=True)
+        console.print(printable(f"{label}: step {view.info.step}, {view.where}"), soft_wrap=True)
     if tensors:
         table = make_table(
             "tensor",
@@ -148,7 +149,7 @@ def _print(
         console.print(table)
     for found in tensors:
         if found.detail:
-            console.print(plain(f"{found.name}: {found.detail}"), style="red", soft_wrap=True)
+            console.print(printable(f"{found.name}: {found.detail}"), style="red", soft_wrap=True)
 
 
 def _print_summary(tensors: Sequence[TensorDiff], values: Sequence[ValueDiff]) -> None:

@@ -9,17 +9,17 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from ray_ckpt.analysis.report.facts import counted
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.live import run_location
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, rate, store_options
-from ray_ckpt.cli.output import add_row, is_narrow, level_text, make_table, plain, print_json, stdout
+from ray_ckpt.cli.output import add_row, is_narrow, level_text, make_table, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.core.loss_scenarios import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node, lose_rack
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import locate
 from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.remote.tier import RemoteTier
+from ray_ckpt.texts import count_text, printable
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import Tier
 from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, ReadAccess, TierRead, choose
@@ -97,7 +97,7 @@ def drill(
     else:
         print_report(location.name, report)
     for reason in unrecorded:
-        print(f"ray-ckpt: not in the run's log: {plain(reason)}", file=sys.stderr)
+        print(f"ray-ckpt: not in the run's log: {printable(reason)}", file=sys.stderr)
     if report.failed:
         raise typer.Exit(EXIT_DAMAGED)
 
@@ -213,7 +213,7 @@ def print_report(run_name: str, report: DrillReport) -> None:
     verdict = "FAILED" if report.failed else "passed"
     if not report.is_covered:
         verdict = "no checkpoint must survive this loss"
-    console.print(plain(f"run {run_name}  {report.scenario.name}: {verdict}"), soft_wrap=True)
+    console.print(printable(f"run {run_name}  {report.scenario.name}: {verdict}"), soft_wrap=True)
     brief, headers = is_narrow(console), ("step", "level", "verdict", "seconds", *_TIERS)
     table = make_table(*headers, right=(0, 3, 4, 5, 6), whole=(4, 5, 6), gives_way=(3, 1))
     for result in report.results:
@@ -226,7 +226,7 @@ def print_report(run_name: str, report: DrillReport) -> None:
     for result in report.results:
         for line in (*result.problems, *(f"{note} (made good by another copy)" for note in result.notes)):
             style = "red" if result.verdict == "failed" else "yellow"
-            console.print(plain(f"step {result.checkpoint.step}: {line}"), style=style, soft_wrap=True)
+            console.print(printable(f"step {result.checkpoint.step}: {line}"), style=style, soft_wrap=True)
     console.print(_conclusion(report), soft_wrap=True)
 
 
@@ -253,4 +253,4 @@ def _lost_text(num_steps: int, *, is_least: bool) -> str:
     if not num_steps:
         rest = "no saved step would be lost; how many were trained since is not known"
         return rest if is_least else "no step would be lost"
-    return f"{'at least ' if is_least else ''}{counted(num_steps, 'step')} would be lost"
+    return f"{'at least ' if is_least else ''}{count_text(num_steps, 'step')} would be lost"

@@ -12,9 +12,10 @@ import typer
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.catalog.export import export_safetensors, export_torch
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, size, store_options
-from ray_ckpt.cli.output import plain, print_json, stdout
+from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import ConfigError, RestoreError
+from ray_ckpt.texts import printable
 from ray_ckpt.types import Level
 
 
@@ -79,7 +80,7 @@ def export(
                     progress=bar.advance,
                 )
     except RestoreError as error:
-        print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
+        print(f"ray-ckpt: {printable(str(error))}", file=sys.stderr)
         raise typer.Exit(EXIT_DAMAGED) from error
     sizes = [file.stat().st_size for file in files]
     if as_json:
@@ -87,4 +88,4 @@ def export(
         print_json({"run_name": catalog.run_name, "step": view.info.step, "files": rows})
     else:
         for file in files:
-            stdout().print(plain(str(file)), soft_wrap=True)
+            stdout().print(printable(str(file)), soft_wrap=True)

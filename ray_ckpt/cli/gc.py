@@ -19,7 +19,6 @@ from ray_ckpt.cli.output import (
     is_narrow,
     level_text,
     make_table,
-    plain,
     print_json,
     stdout,
     when_text,
@@ -35,6 +34,7 @@ from ray_ckpt.core.retention import (
     to_text,
 )
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.texts import printable
 
 
 def _keep(name: str, text: str, metavar: str | None = None) -> Any:
@@ -150,7 +150,7 @@ def _print_decisions(catalog: Catalog, policies: Iterable[Policy], decisions: Se
             style=None if decision.kept else "red",
         )
     going = [decision.checkpoint for decision in decisions if not decision.kept]
-    console.print(plain(f"run {catalog.run_name}  policy {to_text(policies)}"), soft_wrap=True)
+    console.print(printable(f"run {catalog.run_name}  policy {to_text(policies)}"), soft_wrap=True)
     console.print(table if decisions else "No live checkpoints.")
     if len(decisions) > MAX_ROWS:
         console.print(f"These are the last {MAX_ROWS}; --json gives all.")

@@ -20,12 +20,13 @@ from ray_ckpt.analysis.goodput import (
     estimate_goodput,
     measure_goodput,
 )
-from ray_ckpt.analysis.report.facts import clocks_text, counted, measured_percent, span
+from ray_ckpt.analysis.report.facts import clocks_text, measured_percent
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, make_table, moment_text, plain, print_json, stdout
+from ray_ckpt.cli.output import add_row, make_table, print_json, stdout
 from ray_ckpt.errors import ConfigError, missing_package
 from ray_ckpt.storage.output_file import output_file, whole_file
+from ray_ckpt.texts import count_text, duration_text, local_time_text, printable
 
 MAX_SHOWN = 50  # interruptions in a table, the last ones; JSON has all
 FIGURE_INCHES = (8, 5)
@@ -102,10 +103,10 @@ def _times_json(found: Goodput) -> dict[str, Any]:
 
 
 def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput) -> None:
-    headline = f"run {run_name}  {_share(found)}  wall {span(found.wall_s)}{_told(found)}"
-    console.print(plain(headline), soft_wrap=True)
+    headline = f"run {run_name}  {_share(found)}  wall {duration_text(found.wall_s)}{_told(found)}"
+    console.print(printable(headline), soft_wrap=True)
     pace = "unknown" if found.step_s is None else f"{found.step_s:.3g} s"
-    more = f", {counted(found.steps_lost, 'committed step')} lost" if found.steps_lost else ""
+    more = f", {count_text(found.steps_lost, 'committed step')} lost" if found.steps_lost else ""
     console.print(f"step {found.step}{more}; a step takes {pace}", soft_wrap=True)
     headers = ("cause", "time", "share", "by commits alone", "what")
     table = make_table(*headers, right=(1, 2, 3), whole=(1, 2, 3), gives_way=(3, 4))
@@ -120,7 +121,9 @@ def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput)
         note = "What nobody has told of is estimated, between two bounds; see `ray_ckpt/analysis/goodput.py`."
         console.print(note, soft_wrap=True)
     if found.not_counted_s:
-        console.print(f"not counted: {span(found.not_counted_s)} after it had finished", soft_wrap=True)
+        console.print(
+            f"not counted: {duration_text(found.not_counted_s)} after it had finished", soft_wrap=True
+        )
     if found.interruptions:
         _print_interruptions(console, found)
     if clocks := clocks_text(found):
@@ -142,14 +145,14 @@ def _by_commits(name: str, time: Seconds, found: Goodput) -> str:
 def _print_interruptions(console: Console, found: Goodput) -> None:
     shown = found.interruptions[-MAX_SHOWN:]
     if len(shown) < len(found.interruptions):
-        hidden = counted(len(found.interruptions) - len(shown), "earlier interruption")
+        hidden = count_text(len(found.interruptions) - len(shown), "earlier interruption")
         console.print(f"Without {hidden}; --json has all.", soft_wrap=True)
     headers = ("sessions", "cause", "last known", "next one opened", "steps lost", "time to recover")
     table = make_table(*headers, right=(4, 5), whole=(0, 2, 3, 4), gives_way=(2, 3))
     for each in shown:
         recovery = "none: no steps" if each.recovery is None else _estimate(each.recovery)
         sessions = f"{each.after_session} to {each.session}"
-        moments = (moment_text(each.last_known_s), moment_text(each.opened_at_s))
+        moments = (local_time_text(each.last_known_s), local_time_text(each.opened_at_s))
         cause = "rollback" if each.is_rollback else each.cause or "unknown"
         add_row(table, sessions, cause, *moments, _steps(each), recovery)
     console.print(table)
@@ -181,8 +184,8 @@ def _percent(ratios: Seconds) -> str:
 
 def _estimate(time: Seconds) -> str:
     if time.high - time.low < SAME_S:
-        return span(time.estimate)
-    return f"{span(time.estimate)} ({span(time.low)} to {span(time.high)})"
+        return duration_text(time.estimate)
+    return f"{duration_text(time.estimate)} ({duration_text(time.low)} to {duration_text(time.high)})"
 
 
 def draw(run_name: str, found: Goodput) -> bytes:
@@ -216,7 +219,7 @@ def draw(run_name: str, found: Goodput) -> bytes:
     steps.vlines(openings, 0, 1, transform=whole, color="0.7", linewidth=0.8, linestyle=":")
     steps.set_xlabel(unit, fontsize=8)
     steps.set_ylabel("step", fontsize=8)
-    title = f"{_short(plain(run_name))}\n{_share(found)}{_told(found)}"
+    title = f"{_short(printable(run_name))}\n{_share(found)}{_told(found)}"
     steps.set_title(title.replace("$", r"\$"), fontsize=9)
     left = 0.0
     spent = {"goodput": found.productive, **found.badput}

@@ -14,10 +14,11 @@ from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.text import Text
 
-from ray_ckpt.cli.output import FittedTable, add_row, make_table, plain, span_text
+from ray_ckpt.cli.output import FittedTable, add_row, make_table
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
 from ray_ckpt.format.names import SERVICE_DIR
 from ray_ckpt.location import Location, locate
+from ray_ckpt.texts import age_text, printable
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.messages import AgentCard, DrainingView, NodeView, RunView, ServiceView
@@ -99,9 +100,9 @@ def runs_at(view: ServiceView, path: str) -> tuple[RunView, ...]:
 
 
 def service_line(view: ServiceView) -> str:
-    return plain(
+    return printable(
         f"service  ray_ckpt {view.version}, protocol {view.protocol}, Ray {view.ray_version}; coordinator on "
-        f"node {short(view.coordinator_node)} ({view.coordinator_host}), up {span_text(view.up_s)}; "
+        f"node {short(view.coordinator_node)} ({view.coordinator_host}), up {age_text(view.up_s)}; "
         f"{len(view.agents)} agent(s) on {len(view.nodes)} node(s)"
         + ("" if view.is_encrypted else "; not encrypted")
     )
@@ -164,7 +165,7 @@ def agents_table(agents: Iterable[AgentCard]) -> FittedTable:
 
 
 def leaving_line(node: DrainingView) -> Text:
-    when = "soon" if node.in_s is None else f"in {span_text(max(node.in_s, 0.0))}"
+    when = "soon" if node.in_s is None else f"in {age_text(max(node.in_s, 0.0))}"
     return _line(f"node {short(node.node_id)} is about to go, {when} ({node.source})", "yellow")
 
 
@@ -188,7 +189,7 @@ def print_service(console: Console, view: ServiceView, runs: Sequence[RunView], 
 
 
 def short(node_id: str) -> str:
-    return plain(node_id[:SHORT_ID])
+    return printable(node_id[:SHORT_ID])
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -201,7 +202,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _line(text: str, style: str = "") -> Text:
-    return Text(plain(text), style=style)
+    return Text(printable(text), style=style)
 
 
 def _or_dash(value: object) -> object:
@@ -209,7 +210,7 @@ def _or_dash(value: object) -> object:
 
 
 def _short_span(span_s: float) -> str:
-    return f"{span_s:.3g} s" if span_s < 60 else span_text(span_s)
+    return f"{span_s:.3g} s" if span_s < 60 else age_text(span_s)
 
 
 def _at_work(run: RunView) -> str:
@@ -231,7 +232,7 @@ def _at_work(run: RunView) -> str:
 
 def _newest_text(run: RunView, level: str) -> str:
     found = next((newest for newest in run.newest if newest.level == level), None)
-    return "-" if found is None else f"{found.step}, {span_text(found.age_s)} ago"
+    return "-" if found is None else f"{found.step}, {age_text(found.age_s)} ago"
 
 
 def _risk_text(nodes: Sequence[NodeView]) -> str:
@@ -250,7 +251,7 @@ def _levels_table(run: RunView) -> FittedTable:
         if found is None:
             add_row(table, level, "-", "-", "-")
         else:
-            add_row(table, level, found.step, span_text(found.age_s), found.steps_behind)
+            add_row(table, level, found.step, age_text(found.age_s), found.steps_behind)
     return table
 
 
@@ -297,9 +298,7 @@ def _resume_text(step: int | None, tier: str | None) -> str:
 def _node_note(node: NodeView) -> str:
     notes = [] if node.is_live else ["gone"]
     if node.is_draining:
-        notes.append(
-            "leaves" + ("" if node.gone_in_s is None else f" in {span_text(max(node.gone_in_s, 0))}")
-        )
+        notes.append("leaves" + ("" if node.gone_in_s is None else f" in {age_text(max(node.gone_in_s, 0))}"))
     if node.disk is not None and node.disk.is_full:
         notes.append("disk is full")
     elif node.disk is not None and node.disk.free_bytes < node.disk.reserve_bytes:
@@ -320,7 +319,7 @@ def _saves_table(run: RunView) -> FittedTable:
             f"{save.ranks_stored}/{save.world_size}",
             f"{save.copies}/{copies}" if copies else "-",
             decimal(save.size_bytes),
-            "-" if save.age_s is None else span_text(save.age_s),
+            "-" if save.age_s is None else age_text(save.age_s),
         )
     return table
 
@@ -340,7 +339,7 @@ def _drains_table(run: RunView) -> FittedTable:
             f"{drain.fragments_done}/{drain.fragments}",
             f"{decimal(done)} of {decimal(drain.size_bytes)}",
             f"{decimal(int(rate))}/s" if rate else "-",
-            span_text((drain.size_bytes - done) / rate) if rate else "-",
+            age_text((drain.size_bytes - done) / rate) if rate else "-",
             drain.tries,
             ", ".join(map(short, drain.nodes)) or "-",
             style="red" if drain.state == "failing" else None,
@@ -357,4 +356,4 @@ def _notes(run: RunView) -> Iterator[str]:
     if run.records_waiting > 1:
         yield f"{run.records_waiting} records wait for the log's store"
     if run.warning:
-        yield f"last warning, {span_text(run.warning_age_s or 0.0)} ago: {run.warning}"
+        yield f"last warning, {age_text(run.warning_age_s or 0.0)} ago: {run.warning}"

@@ -21,7 +21,6 @@ from ray_ckpt.cli.output import (
     is_narrow,
     level_text,
     make_table,
-    metrics_text,
     print_json,
     stdout,
     when_text,
@@ -30,6 +29,7 @@ from ray_ckpt.cli.progress import count_bar
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, NewerFormat
 from ray_ckpt.location import Location, without_tilde
 from ray_ckpt.storage.parallel import map_in_order
+from ray_ckpt.texts import metrics_text
 from ray_ckpt.types import CheckpointInfo
 
 

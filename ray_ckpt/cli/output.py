@@ -18,9 +18,10 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from ray_ckpt.catalog.catalog import CheckpointView, Damage, VerifyReport, to_datetime
+from ray_ckpt.catalog.catalog import CheckpointView, Damage, VerifyReport
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
+from ray_ckpt.texts import age_text, local_time_text, printable, to_datetime
 from ray_ckpt.types import CheckpointInfo, Level
 
 PIPE_WIDTH = 1_000_000  # columns where there is no terminal: no line is folded
@@ -31,10 +32,8 @@ MAX_WORD = 24  # columns for a word, which is folded if it is longer
 MIN_WORD = 8  # columns to which words and names are broken before a line is longer than its terminal
 
 MAX_ROWS = 1000  # checkpoints in a table, the newest: each takes 0.6 ms to lay out, and nobody reads more
-MAX_STEPS = 10  # in a line
 
 _NUMBER_OR_ID = re.compile(r"\W*\d|[0-9a-f]{12}\b")  # how such a word begins
-_AGO = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def info_json(view: CheckpointView) -> dict[str, Any]:
@@ -205,12 +204,7 @@ def make_table(
 
 def add_row(table: FittedTable, *cells: object, style: str | None = None) -> None:
     """The last cells may be missing."""
-    table.add([plain(str(cell)) for cell in cells], style)
-
-
-def plain(text: str) -> str:
-    """`text` without control characters: names in a log or manifest must not drive a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    table.add([printable(str(cell)) for cell in cells], style)
 
 
 def is_narrow(console: Console) -> bool:
@@ -225,17 +219,6 @@ def level_text(info: CheckpointInfo, *, brief: bool = False) -> str:
     return f"{info.level.label}{copies}" + (", in cluster" if info.state == "live" and not brief else "")
 
 
-def steps_text(steps: Iterable[int]) -> str:
-    """`20, 40`, each once; of many the newest: `..., 1080, 1090`."""
-    known = sorted(set(steps))
-    shown = ", ".join(map(str, known[-MAX_STEPS:]))
-    return f"..., {shown}" if len(known) > MAX_STEPS else shown
-
-
-def metrics_text(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:.5g}" for name, value in sorted(metrics.items()))
-
-
 def pins_text(info: CheckpointInfo) -> str:
     """`eval, nightly until 2026-09-21 14:13:20+02, old (expired)`."""
     holding = pinned_by(info, time.time())
@@ -244,7 +227,7 @@ def pins_text(info: CheckpointInfo) -> str:
         if owner not in holding
         else owner
         if end_s is None
-        else f"{owner} until {moment_text(end_s)}"
+        else f"{owner} until {local_time_text(end_s)}"
         for owner, end_s in sorted(info.pins.items())
     )
 
@@ -254,21 +237,5 @@ def when_text(time_s: float, *, brief: bool = False) -> str:
     if to_datetime(time_s) is None:
         return "?"
     past_s = time.time() - time_s
-    ago = f"{span_text(past_s)} ago" if past_s >= 0 else f"in {span_text(-past_s)}"  # by a clock ahead
-    return ago if brief else f"{ago}, {moment_text(time_s)}"
-
-
-def span_text(span_s: float) -> str:
-    """`3 min`: rounded down, in the largest unit that it fills."""
-    count, unit = next(((int(span_s // n), unit) for unit, n in _AGO if span_s >= n), (0, "s"))
-    return f"{count} {unit}"
-
-
-def moment_text(time_s: float) -> str:
-    """`2026-09-21 14:13:20+02`: local time and how far it is ahead of UTC, as ISO 8601 has it; `Z` is UTC."""
-    moment = to_datetime(time_s)
-    if moment is None:
-        return "?"
-    zone = f"{moment.astimezone():%z}"  # +0200
-    zone = "Z" if zone == "+0000" else zone[:3] if zone[3:] == "00" else f"{zone[:3]}:{zone[3:]}"
-    return f"{moment.astimezone():%Y-%m-%d %H:%M:%S}{zone}"
+    ago = f"{age_text(past_s)} ago" if past_s >= 0 else f"in {age_text(-past_s)}"  # by a clock ahead
+    return ago if brief else f"{ago}, {local_time_text(time_s)}"

@@ -11,9 +11,10 @@ import typer
 from ray_ckpt.analysis.report import page, read_report, to_json
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
-from ray_ckpt.cli.output import plain, print_json, stdout
+from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.storage.output_file import output_file, whole_file
+from ray_ckpt.texts import printable
 
 
 def report(
@@ -43,4 +44,4 @@ def report(
     if as_json:
         print_json(to_json(found))
     else:
-        stdout().print(plain(str(html)), soft_wrap=True)
+        stdout().print(printable(str(html)), soft_wrap=True)

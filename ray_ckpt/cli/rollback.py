@@ -12,19 +12,10 @@ from rich.console import Console
 
 from ray_ckpt.admin.rollback import QUIET_S, LogTail, Rollback, open_log, plan_rollback, roll_back
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, YesOption, store_options
-from ray_ckpt.cli.output import (
-    add_row,
-    is_narrow,
-    level_text,
-    make_table,
-    metrics_text,
-    plain,
-    print_json,
-    stdout,
-    when_text,
-)
+from ray_ckpt.cli.output import add_row, is_narrow, level_text, make_table, print_json, stdout, when_text
 from ray_ckpt.cli.questions import confirm
 from ray_ckpt.errors import ConfigError, RunInUse
+from ray_ckpt.texts import metrics_text, printable
 from ray_ckpt.types import SessionInfo
 
 
@@ -98,7 +89,7 @@ def _last_record(tail: LogTail) -> str:
 def _print_plan(console: Console, plan: Rollback, notes: Iterable[str]) -> None:
     brief = is_narrow(console)
     history, info = plan.history, plan.checkpoint
-    console.print(plain(f"run {history.run_name}  uid {history.run_uid}"), soft_wrap=True)
+    console.print(printable(f"run {history.run_name}  uid {history.run_uid}"), soft_wrap=True)
     console.print(
         f"session {plan.session} goes on from step {info.step}, {level_text(info)}, saved "
         f"{when_text(info.committed_at_s)}",
@@ -114,7 +105,7 @@ def _print_plan(console: Console, plan: Rollback, notes: Iterable[str]) -> None:
         console.print(table)
         console.print("They are deleted after the first save of the next training, but for pinned ones.")
     for note in notes:
-        console.print(plain(note), soft_wrap=True)
+        console.print(printable(note), soft_wrap=True)
 
 
 def _rollback_json(plan: Rollback, session: SessionInfo, notes: Sequence[str]) -> dict[str, Any]:

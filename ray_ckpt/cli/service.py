@@ -10,9 +10,10 @@ import typer
 
 from ray_ckpt.cli.live import NO_SERVICE, overview_of, service_line
 from ray_ckpt.cli.options import EXIT_REFUSED, AddressOption, JsonOption, YesOption
-from ray_ckpt.cli.output import plain, print_json, stdout
+from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.cli.questions import confirm, is_anybody_there
 from ray_ckpt.errors import ServiceError, Unavailable
+from ray_ckpt.texts import printable
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.messages import ServiceView
@@ -61,16 +62,16 @@ def down(
     from ray_ckpt.actors import attach
 
     with attach.attached(address) as cluster:
-        print(f"ray-ckpt: the Ray cluster at {plain(cluster)}", file=sys.stderr)
+        print(f"ray-ckpt: the Ray cluster at {printable(cluster)}", file=sys.stderr)
         service = attach.find_service()
         if service is not None and not yes and not attach.is_named(address) and is_anybody_there():
-            confirm(f"End the service of the Ray cluster at {plain(cluster)}?")
+            confirm(f"End the service of the Ray cluster at {printable(cluster)}?")
         try:
             view = None if service is None else attach.stop(service, force=force)
         except Unavailable:
             raise
         except ServiceError as error:  # it is in use
-            print(f"ray-ckpt: {plain(f'{cluster}: {error}')}", file=sys.stderr)
+            print(f"ray-ckpt: {printable(f'{cluster}: {error}')}", file=sys.stderr)
             raise typer.Exit(EXIT_REFUSED) from None
     if view is None:
         print_json({"ended": False}) if as_json else stdout().print(NO_SERVICE)
@@ -83,7 +84,7 @@ def down(
     console.print(f"Ended the coordinator and {len(view.agents)} agent(s); nothing was deleted.")
     for where, steps in on_disks.items():
         named = ", ".join(map(str, steps))
-        console.print(plain(f"{where}: only the nodes' disks have step(s) {named}."), soft_wrap=True)
+        console.print(printable(f"{where}: only the nodes' disks have step(s) {named}."), soft_wrap=True)
 
 
 def _service_json(view: ServiceView) -> dict[str, Any]:

@@ -16,14 +16,13 @@ from ray_ckpt.cli.output import (
     info_json,
     level_text,
     make_table,
-    metrics_text,
     pins_text,
-    plain,
     print_json,
     stdout,
     when_text,
 )
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.texts import metrics_text, printable
 
 
 def show(
@@ -75,7 +74,7 @@ def show(
 
 def _tell(console: Console, name: str, value: object) -> None:
     """A line that only the terminal folds, so that ids and paths can be copied from it."""
-    console.print(plain(f"{name:13}  {value}"), soft_wrap=True)
+    console.print(printable(f"{name:13}  {value}"), soft_wrap=True)
 
 
 def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:

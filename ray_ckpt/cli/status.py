@@ -19,8 +19,9 @@ from ray_ckpt.cli.live import (
     service_if_any,
 )
 from ray_ckpt.cli.options import AddressOption, JsonOption, RunArgument, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, make_table, plain, print_json, span_text, stdout, steps_text
+from ray_ckpt.cli.output import add_row, make_table, print_json, stdout
 from ray_ckpt.errors import ServiceError
+from ray_ckpt.texts import age_text, printable, steps_text
 from ray_ckpt.types import Level
 
 
@@ -85,10 +86,10 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
         print_json(document)
         return
     console = stdout()
-    console.print(f"By the log alone: {plain(why)}", soft_wrap=True)
+    console.print(f"By the log alone: {printable(why)}", soft_wrap=True)
     number = "no session yet" if not sessions else f"session {sessions[-1].session}"
     console.print(
-        plain(f"run {catalog.run_name}  uid {catalog.run_uid}  {catalog.where}"),
+        printable(f"run {catalog.run_name}  uid {catalog.run_uid}  {catalog.where}"),
         soft_wrap=True,
     )
     counts = ", ".join(f"{count} {state}" for state, count in document["checkpoints"].items()) or "none"
@@ -100,7 +101,7 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
     ages = {found["level"]: found for found in document["newest"]}
     for level in LEVELS:
         known = ages.get(level)
-        add_row(table, level, known["step"] if known else "-", span_text(known["age_s"]) if known else "-")
+        add_row(table, level, known["step"] if known else "-", age_text(known["age_s"]) if known else "-")
     console.print(table)
     if document["in_cluster_only"]:
         steps = steps_text(document["in_cluster_only"])

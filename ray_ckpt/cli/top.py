@@ -22,8 +22,9 @@ from ray_ckpt.cli.live import (
     service_line,
 )
 from ray_ckpt.cli.options import AddressOption, JsonOption, RunArgument
-from ray_ckpt.cli.output import moment_text, plain, print_json, stdout
+from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.errors import ConfigError, Unavailable
+from ray_ckpt.texts import local_time_text, printable
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.messages import ServiceView
@@ -94,7 +95,7 @@ def _watch(console: Console, service: Any, run: str | None, interval_s: float) -
     with Live(picture, console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
         try:
             while True:
-                note = f"{moment_text(time.time())}  every {interval_s:g} s, Ctrl-C ends it"
+                note = f"{local_time_text(time.time())}  every {interval_s:g} s, Ctrl-C ends it"
                 live.update(Group(Text(note, style="dim"), picture), refresh=True)
                 time.sleep(interval_s)
                 try:
@@ -103,6 +104,6 @@ def _watch(console: Console, service: Any, run: str | None, interval_s: float) -
                     silent += 1
                     if silent >= MAX_SILENT:
                         raise
-                    live.update(Group(Text(plain(str(error)), style="red"), picture), refresh=True)
+                    live.update(Group(Text(printable(str(error)), style="red"), picture), refresh=True)
         except KeyboardInterrupt:
             return

@@ -12,7 +12,8 @@ from rich.tree import Tree
 
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
-from ray_ckpt.cli.output import level_text, plain, print_json, stdout, when_text
+from ray_ckpt.cli.output import level_text, print_json, stdout, when_text
+from ray_ckpt.texts import printable
 from ray_ckpt.types import CheckpointInfo, SessionInfo
 
 MAX_SESSIONS = 100  # that are drawn unless all are asked for: a few screens
@@ -182,4 +183,4 @@ def _session_text(session: SessionInfo, origin: CheckpointInfo | None) -> str:
 
 
 def _text(text: str, style: str | None = None) -> Text:
-    return Text(plain(text), style=style or "", overflow="fold")
+    return Text(printable(text), style=style or "", overflow="fold")

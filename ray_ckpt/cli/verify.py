@@ -11,24 +11,15 @@ from typing import Annotated, Any, Generic, TypeVar
 import typer
 from rich.filesize import decimal
 
-from ray_ckpt.analysis.report.facts import counted
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView, Damage, VerifyReport
 from ray_ckpt.cli.live import run_location
 from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_USAGE, JsonOption, StorageOption, store_options
-from ray_ckpt.cli.output import (
-    add_row,
-    damage_json,
-    make_table,
-    plain,
-    print_json,
-    report_json,
-    stdout,
-    steps_text,
-)
+from ray_ckpt.cli.output import add_row, damage_json, make_table, print_json, report_json, stdout
 from ray_ckpt.cli.progress import byte_bar, count_bar
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
 from ray_ckpt.format import names
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles, files_at, readable
+from ray_ckpt.texts import count_text, printable, steps_text
 from ray_ckpt.types import Level
 from ray_ckpt.verify.content import verify_files
 from ray_ckpt.verify.copies import num_copies, verify_copies
@@ -134,7 +125,7 @@ class _Found(Generic[R]):
     def finish(self) -> None:
         """End the command with the exit code of what was found."""
         for error in self.newer:
-            print(f"ray-ckpt: {plain(str(error))}", file=sys.stderr)
+            print(f"ray-ckpt: {printable(str(error))}", file=sys.stderr)
         if not self.ok:
             raise typer.Exit(EXIT_DAMAGED if any(not r.ok for r in self.reports) else EXIT_USAGE)
 
@@ -284,7 +275,7 @@ def _holder_json(holder: Holder) -> dict[str, Any]:
 def _print_plan(report: PlanReport, nodes: bool) -> None:
     console = stdout()
     console.print(
-        plain(f"{report.where}: {_verdict(report)}; read {decimal(report.read_bytes)}"), soft_wrap=True
+        printable(f"{report.where}: {_verdict(report)}; read {decimal(report.read_bytes)}"), soft_wrap=True
     )
     headers = ("item", "tensors", "slices", "size", "coverage", "notes")
     table = make_table(*headers, right=(1, 2, 3, 4), whole=(3, 4), fold=(0,), gives_way=(1,))
@@ -326,20 +317,20 @@ def _verdict(report: PlanReport) -> str:
     if report.is_restorable:
         what = "copies are bad or missing" if report.holders else "its folder is not as it was saved"
         verdict = f"can be restored; {what}"
-    return f"{verdict} ({counted(report.num_damages, 'finding')})"
+    return f"{verdict} ({count_text(report.num_damages, 'finding')})"
 
 
 def _print_report(report: VerifyReport) -> None:
     console = stdout()
-    verdict = "ok" if report.ok else f"DAMAGED ({counted(len(report.damages), 'finding')})"
+    verdict = "ok" if report.ok else f"DAMAGED ({count_text(len(report.damages), 'finding')})"
     read = f"{report.num_files} files, {report.num_slices} slices, {decimal(report.size_bytes)}"
-    console.print(plain(f"{report.where}: {verdict}; read {read}"), soft_wrap=True)
+    console.print(printable(f"{report.where}: {verdict}; read {read}"), soft_wrap=True)
     _print_damages(report.damages)
 
 
 def _print_left_out(steps: Sequence[int]) -> None:
     if steps:
-        count = counted(len(steps), "step")
+        count = count_text(len(steps), "step")
         stdout().print(f"Not looked at: {count} in the cluster only ({steps_text(steps)}).", soft_wrap=True)
 
 
@@ -347,4 +338,4 @@ def _print_damages(damages: Iterable[Damage], at: str = "") -> None:
     console = stdout()
     for damage in damages:
         line = f"{at}{damage.file}: {damage.where}: {damage.detail}"
-        console.print(plain(line), style="red", soft_wrap=True)
+        console.print(printable(line), style="red", soft_wrap=True)

@@ -17,10 +17,10 @@ from ray_ckpt.core.history import RunHistory, has_room
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.errors import CheckpointError, ConfigError, FormatError, Unavailable
 from ray_ckpt.format import records as r
+from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import CheckpointInfo
 
 MAX_WAITING = 64  # annotations that wait for saves: 8 of each that may be open; the oldest give way
-MAX_NAMED = 10  # steps in an error
 _NOT_THERE = {"live": "off the lineage", "collected": "retired"}  # states in messages to people
 
 Requested: TypeAlias = m.PinRequested | m.UnpinRequested | m.AnnotateRequested | m.DrillEnded
@@ -50,8 +50,7 @@ def checkpoint_to_unpin(history: RunHistory, step: int, owner: str) -> Checkpoin
 
 
 def _not_live(history: RunHistory, step: int, known: Sequence[CheckpointInfo]) -> ConfigError:
-    steps = sorted({c.step for c in history.live()}, key=lambda other: abs(other - step))[:MAX_NAMED]
-    there = f"It has steps {', '.join(map(str, sorted(steps)))}." if steps else "It has none at all."
+    there = nearest_steps((c.step for c in history.live()), step)
     if not known:
         return ConfigError(f"Run {history.run_name} has no live checkpoint of step {step}.", hint=there)
     state = known[-1].state
@@ -178,9 +177,8 @@ class Requests:
         for checkpoint in history.checkpoints.values():
             if checkpoint.step == step:
                 why = f"its checkpoint is {_NOT_THERE.get(checkpoint.state, checkpoint.state)}"
-        steps = ", ".join(str(c.step) for c in history.lineage()[-MAX_NAMED:])
+        there = nearest_steps((c.step for c in history.lineage()), step)
         return ConfigError(
             f"Step {step} cannot be annotated: {why}.",
-            hint=f"Steps that can be annotated: {steps or 'none'}. Retention must keep a checkpoint as long "
-            "as its validation takes.",
+            hint=f"{there} Retention must keep a checkpoint as long as its validation takes.",
         )

@@ -24,9 +24,9 @@ from ray_ckpt.core.values import (
 )
 from ray_ckpt.errors import CheckpointError, RestoreError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
+from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import CheckpointInfo, RankRestore
 
-MAX_NAMED = 20  # steps in an error
 MAX_WAITING_SESSIONS = 8  # begun while the store is away; each is a group that failed
 SLOW_RESTORE_S = 15.0  # that some ranks have waited for others after their restore is worth a word
 
@@ -245,10 +245,9 @@ class Sessions:
         )
 
     def _no_such_step(self, step: int, candidates: list[CheckpointInfo]) -> RestoreError:
-        steps = ", ".join(str(c.step) for c in candidates[:MAX_NAMED]) or "none"
         return RestoreError(
             f"Run {self._context.history.run_name} has no checkpoint of step {step} to go back to.",
-            hint=f"It has steps {steps}.",
+            hint=nearest_steps((c.step for c in candidates), step),
         )
 
     # -- the session is in the log ---------------------------------------------------------------------

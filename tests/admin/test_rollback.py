@@ -104,7 +104,8 @@ def test_what_is_not_live_does_not_count(tmp_path: Path) -> None:
     history = read_tail(run.log.store).history
     assert plan_rollback(history, before=40).checkpoint.step == 10
     for step in (20, 30):
-        with pytest.raises(ConfigError, match=f"no live checkpoint of step {step}. It has steps 10, 40."):
+        hint = "The nearest live steps are 10, 40."
+        with pytest.raises(ConfigError, match=f"no live checkpoint of step {step}. {hint}"):
             plan_rollback(history, to=step)
 
 
@@ -118,8 +119,11 @@ def test_what_is_in_the_cluster_only_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ({"before": 10}, "no live checkpoint before step 10 on its lineage. It has steps 10, 20."),
-        ({"to": 15}, "no live checkpoint of step 15. It has steps 10, 20."),
+        (
+            {"before": 10},
+            "no live checkpoint before step 10 on its lineage. The nearest live steps are 10, 20.",
+        ),
+        ({"to": 15}, "no live checkpoint of step 15. The nearest live steps are 10, 20."),
         ({}, "Give --before STEP or --to STEP."),
         ({"before": 20, "to": 10}, "Give --before STEP or --to STEP."),
     ],
@@ -130,7 +134,7 @@ def test_without_a_target_it_says_what_there_is(target: dict[str, int], message:
 
 
 def test_a_run_without_checkpoints_has_nothing_to_go_back_to() -> None:
-    with pytest.raises(ConfigError, match="It has none"):
+    with pytest.raises(ConfigError, match="no live checkpoint at all"):
         plan_rollback(read_tail(trained().store).history, before=5)
 
 
@@ -517,7 +521,10 @@ def test_no_number_of_seconds_switches_the_look_off(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--before", 5], "no live checkpoint before step 5 on its lineage. It has steps 10, 20, 30, 40."),
+        (
+            ["--before", 5],
+            "no live checkpoint before step 5 on its lineage. The nearest live steps are 10, 20, 30, 40.",
+        ),
         (["--to", 15], "no live checkpoint of step 15"),
         ([], "Give --before STEP or --to STEP."),
         (["--before", 40, "--to", 10], "Give --before STEP or --to STEP."),

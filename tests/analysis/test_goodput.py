@@ -26,9 +26,9 @@ from ray_ckpt.analysis.goodput import (
 )
 from ray_ckpt.cli import app
 from ray_ckpt.cli.goodput import _beginnings, _print, draw
-from ray_ckpt.cli.output import moment_text
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names, records
+from ray_ckpt.texts import local_time_text
 from ray_ckpt.types import END_CAUSES, CheckpointInfo, EndCause, Level, SessionEnd, SessionInfo
 from tests.support.sample_run import START_S, RunLog, make_checkpoint, write_run
 
@@ -885,7 +885,7 @@ def test_a_time_names_its_zone(monkeypatch: pytest.MonkeyPatch, zone: str, text:
         with monkeypatch.context() as patch:
             patch.setenv("TZ", zone)
             tzset()
-            assert moment_text(1_790_000_000.0) == text
+            assert local_time_text(1_790_000_000.0) == text
     finally:
         tzset()
 

@@ -505,12 +505,12 @@ def test_progress_that_an_optimizer_keeps_in_its_groups_is_no_hyperparameter() -
 def test_unknown_names_to_keep_are_an_error_that_names_what_is_near() -> None:
     hyperparameters = Hyperparameters(Run(OLD, cosine).objects)
     hyperparameters.check(["optimizer.lr", "scheduler.*", "*.weight_decay"])
-    with pytest.raises(ConfigError, match=r"'scheduler.T_man'.*Near it are: scheduler\.T_max") as caught:
+    with pytest.raises(ConfigError, match=r"'scheduler.T_man'.*Did you mean scheduler\.T_max") as caught:
         hyperparameters.check(["scheduler.T_max", "scheduler.T_man"])
     assert caught.value.fields["entry"] == "scheduler.T_man"
-    with pytest.raises(ConfigError, match=r"There are: optimizer\.lr, "):
+    with pytest.raises(ConfigError, match=r"Known: optimizer\.lr, "):
         hyperparameters.check(["???????"])
-    with pytest.raises(ConfigError, match="There are: none"):
+    with pytest.raises(ConfigError, match="Known: none"):
         Hyperparameters({}).check(["optimizer.lr"])
 
 

@@ -163,7 +163,7 @@ def test_metrics_that_only_some_checkpoints_have(tmp_path: Path) -> None:
 def test_an_empty_run_has_empty_tables(tmp_path: Path) -> None:
     catalog = Catalog(write_run(tmp_path, steps=()).folder)
     assert catalog.to_arrow().num_rows == 0 and catalog.newest() is None and len(catalog) == 0
-    with pytest.raises(ConfigError, match="none at all"):
+    with pytest.raises(ConfigError, match="no live checkpoint at all"):
         catalog[1]
 
 

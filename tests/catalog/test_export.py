@@ -281,7 +281,7 @@ def rss_anon_bytes() -> int:
     ("args", "message"),
     [
         (("--item", "modle"), "no item 'modle'"),
-        (("--only", "model.blocks.0.weigth"), "nearest are model.blocks.0.weight"),
+        (("--only", "model.blocks.0.weigth"), "Did you mean model.blocks.0.weight"),
         (("--max-file", "0GB"), "--max-file is '0GB'"),
         (("--step", "20"), "in the cluster only"),
     ],

@@ -220,7 +220,7 @@ def test_what_is_deleted_meanwhile_is_said_as_that(run: SampleRun) -> None:
 
 def test_wrong_names_list_the_nearest(run: SampleRun) -> None:
     view = Catalog(run.folder)[30]
-    with pytest.raises(ConfigError, match=r"nearest are model\.blocks\.0\.weight"):
+    with pytest.raises(ConfigError, match=r"Did you mean model\.blocks\.0\.weight"):
         view["model.blocks.0.weigth"]
     assert WEIGHT in view and "nope" not in view
     tensors, default = view.tensors(), object()

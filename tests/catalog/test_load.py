@@ -204,19 +204,22 @@ def test_compressed_shards_are_read_as_any(run: SampleRun, opened: OpenedRun, wh
 
 
 def test_a_step_that_cannot_be_read_from_here_is_named(run: SampleRun, opened: OpenedRun) -> None:
-    with pytest.raises(ConfigError, match=r"step 40 in the cluster only\. Durable are the steps 10, 30, 50"):
+    with pytest.raises(ConfigError, match=r"in the cluster only\. The nearest durable steps are 10, 30, 50"):
         opened.load(step=40)
-    with pytest.raises(ConfigError, match=r"no live checkpoint of step 41\. The nearest are 10, 20, 30, 40"):
+    hint = r"checkpoint of step 41\. The nearest live steps are 10, 20, 30, 40"
+    with pytest.raises(ConfigError, match=hint):
         opened.load(step=41)
 
 
 def test_a_run_with_nothing_durable_says_so(tmp_path: Path) -> None:
     run = write_run(tmp_path, durable=())
-    with pytest.raises(ConfigError, match=r"gpt has no durable checkpoint\. None is durable"):
+    with pytest.raises(
+        ConfigError, match=r"gpt has no durable checkpoint\. The run has no durable checkpoint at all"
+    ):
         ray_ckpt.open(run.folder).load()
     branch = write_run(tmp_path, "branch", durable=(40,), resume_at=10, resumed_steps=(20,))
     opened = ray_ckpt.open(branch.folder)
-    with pytest.raises(ConfigError, match=r"on its lineage\. Durable are the steps 40"):
+    with pytest.raises(ConfigError, match=r"on its lineage\. The nearest durable step is 40"):
         opened.load()
     assert opened.load("scheduler", step=40) == {"last_epoch": 40}
 
@@ -242,9 +245,9 @@ def test_unknown_names_are_answered_with_the_nearest(opened: OpenedRun) -> None:
         ConfigError, match=r"no item 'modle'\. It has loader, model, optimizer, rng, scheduler"
     ):
         opened.load("modle")
-    with pytest.raises(ConfigError, match=r"called 'model\.blcks\.\*'\. The nearest are .*0\.weight"):
+    with pytest.raises(ConfigError, match=r"called 'model\.blcks\.\*'\. Did you mean .*0\.weight"):
         opened.load(["model.*", "model.blcks.*"])
-    with pytest.raises(ConfigError, match="items with tensors are model, optimizer, rank0, rank1"):
+    with pytest.raises(ConfigError, match=r"Known: model\.\*, optimizer\.\*, rank0\.\*, rank1\.\*"):
         opened.load("zzzz.*")
 
 

@@ -84,7 +84,7 @@ def test_ls_marks_the_newest_and_the_lineage(run: SampleRun) -> None:
     assert lines[0].split() == ["run", "gpt", "uid", run.log.run_uid, "sessions", "2"]
     rows = [line.split() for line in lines if "loss" in line]
     assert [row[:2] for row in rows] == [["+", "30"], ["40", "replicated(1),"], ["+", "40"], ["*", "50"]]
-    assert "durable" in rows[-1] and "ago," in rows[-1] and "0.56569" in rows[-1]
+    assert "durable" in rows[-1] and "ago," in rows[-1] and "0.56569," in rows[-1]
     assert "cluster" in rows[1] and "cluster" not in rows[0]
 
 
@@ -405,7 +405,8 @@ def test_show_of_what_is_not_on_the_storage_path(run: SampleRun) -> None:
 
 def test_show_of_an_unknown_step(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = fails(capsys, "show", run.folder, 7)
-    assert (code, out) == (2, "") and "no live checkpoint of step 7. The nearest are 30, 40, 50." in err
+    hint = "no live checkpoint of step 7. The nearest live steps are 30, 40, 50."
+    assert (code, out) == (2, "") and hint in err
 
 
 def test_show_names_pins_and_the_last_verification(run: SampleRun) -> None:

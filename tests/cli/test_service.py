@@ -369,9 +369,10 @@ def test_an_unpin_ends_the_pin_that_its_owner_has(tmp_path: Path) -> None:
     [
         (
             (20, "--owner", "me"),
-            "no live checkpoint of step 20: it is retired. Retirement is final. It has steps 10",
+            "no live checkpoint of step 20: it is retired. Retirement is final. "
+            "The nearest live steps are 10",
         ),
-        ((25, "--owner", "me"), "no live checkpoint of step 25. It has steps 10, 30, 40."),
+        ((25, "--owner", "me"), "no live checkpoint of step 25. The nearest live steps are 10, 30, 40."),
         ((10, "--owner", ""), "An owner is a name."),
         ((10, "--owner", "\x1b[31m"), "An owner is a name."),
         ((10, "--owner", "me", "--for", "soon"), "'soon' is no length of time. Give one such as 7d"),

@@ -68,7 +68,8 @@ def test_a_pointer_whose_step_was_done_again_gives_what_it_was_made_for(
 def test_a_pointer_to_what_is_gone_names_the_nearest_steps_that_are_kept(
     run: SampleRun, step: int, why: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{why} step {step}. Durable are the steps 10, 30, 50") as caught:
+    hint = "The nearest durable steps are 10, 30, 50"
+    with pytest.raises(ConfigError, match=f"{why} step {step}. {hint}") as caught:
         open_checkpoint(pointer_to(run, step))
     assert caught.value.fields["step"] == step
 

@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_ckpt import texts
 from ray_ckpt.analysis.goodput import (
     CLOCK_SLACK_S,
     Goodput,
@@ -27,11 +26,10 @@ from ray_ckpt.analysis.goodput import (
     measure_goodput,
     save_s,
 )
-from ray_ckpt.analysis.report.markup import said
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.catalog.tables import drain_s, to_datetime
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
+from ray_ckpt.texts import count_text, duration_text, short_text, tiers_text, utc_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, EndCause, Level, SessionInfo
 
 MAX_EVENTS = 20_000  # that are taken from the log, the newest; a page draws them in bins anyway
@@ -270,7 +268,7 @@ PHASES: Sequence[tuple[str, str, Callable[[CheckpointInfo], float | None]]] = (
     ("local", "until all nodes had it on disk", lambda info: info.local_s),
     ("replicate", "the commit waited for copies", lambda info: info.replicate_s),
     ("save", "capture, local and replicate together", save_s),
-    ("drain", "from the commit until it was on the storage path", drain_s),
+    ("drain", "from the commit until it was on the storage path", lambda info: info.drain_s),
 )
 
 
@@ -329,7 +327,7 @@ def _protection(report: RunReport) -> Verdict:
         tone: Tone = "bad" if report.checkpoints else "warn"
         head = f"step {report.newest_step} of another run" if report.newest_step else "scratch"
         return Verdict(tone=tone, title=title, head=head, text="The run has no live checkpoint.")
-    age = f"saved {span(report.age_s(newest.committed_at_s))} before this report"
+    age = f"saved {duration_text(report.age_s(newest.committed_at_s))} before this report"
     head = f"step {newest.step}"
     safer = [info for info in report.lineage if info.level > newest.level]
     behind = ""
@@ -360,7 +358,7 @@ def _training(report: RunReport) -> Verdict | None:
     if last.is_rollback:
         source = report.by_attempt.get(last.resumed_from or "")
         head = f"rolled back to step {source.step}" if source else "rolled back"
-        text = f"At {moment(last.opened_at_s)}, and nobody has opened the run since."
+        text = f"At {utc_text(last.opened_at_s)}, and nobody has opened the run since."
         return Verdict(tone="plain", title=title, head=head, text=text)
     ranks = group_text(last)
     if last.ended is None:
@@ -369,19 +367,19 @@ def _training(report: RunReport) -> Verdict | None:
         quiet_s = report.age_s(seen_s)
         usual = report.interval_s
         is_late = quiet_s > (MAX_QUIET_S if usual is None else OVERDUE * usual)
-        rhythm = "" if usual is None else f", where one came about every {span(usual)}"
+        rhythm = "" if usual is None else f", where one came about every {duration_text(usual)}"
         what = "the last checkpoint" if told else "it opened"
-        text = f"{ranks}. {span(quiet_s)} since {what}{rhythm}."
+        text = f"{ranks}. {duration_text(quiet_s)} since {what}{rhythm}."
         text += " It may be stuck, or gone without a word." if is_late else ""
         return Verdict(tone="warn" if is_late else "good", title=title, head="open", text=text)
     end = last.ended
-    at = f" at {moment(end.last_at_s)}" if end.last_at_s is not None else ""
+    at = f" at {utc_text(end.last_at_s)}" if end.last_at_s is not None else ""
     if end.cause not in FAILURES:
         return Verdict(
             tone="good", title=title, head=CAUSE_TEXT[end.cause], text=f"Step {end.step}{at}; {ranks}."
         )
     lost = max(0, end.step - report.newest_step)
-    cost = f"{counted(lost, 'step')} lost" if lost else "no step is lost"
+    cost = f"{count_text(lost, 'step')} lost" if lost else "no step is lost"
     text = f"It came to step {end.step}{at}; {cost}. No session has followed."
     return Verdict(tone="bad", title=title, head=f"down: {CAUSE_TEXT[end.cause]}", text=text)
 
@@ -392,23 +390,23 @@ def _last_trouble(report: RunReport) -> Verdict | None:
         unknown = sum(t.cause is None for t in report.problems)
         text = "No session has failed."
         if unknown:
-            text = f"{counted(unknown, 'session')} ended without a word why."
+            text = f"{count_text(unknown, 'session')} ended without a word why."
         return Verdict(tone="plain", title="Last failure", head="none known", text=text)
     last = failed[-1]
     cause = CAUSE_TEXT[last.cause].capitalize() if last.cause else ""
     lost = "an unknown number of steps"
     if last.steps_lost is not None:
-        number = steps_text(last.steps_lost)
+        number = estimate_text(last.steps_lost)
         lost = f"{number} step{'' if number == '1' else 's'}"
     again = "No commit since."
     tone: Tone = "warn"
     if last.recovery is not None:
-        again = f"Training again after {span(last.recovery.estimate)}."
+        again = f"Training again after {duration_text(last.recovery.estimate)}."
         tone = "plain"
     if last.next_session is None:
         again, tone = "Nothing has followed.", "bad"
     read = f" It read {tiers_text(last.read_bytes)}." if last.read_bytes else ""
-    text = f"{cause} at {moment(last.ended_s)}. {again}{read}"
+    text = f"{cause} at {utc_text(last.ended_s)}. {again}{read}"
     return Verdict(tone=tone, title=f"Last failure, of {len(failed)}", head=f"lost {lost}", text=text)
 
 
@@ -418,8 +416,8 @@ def _share(report: RunReport) -> Verdict | None:
         return None
     worst = max(report.goodput.badput, key=lambda cause: report.goodput.badput[cause].estimate)
     worst_s = report.goodput.badput[worst].estimate
-    text = f"Of {span(report.goodput.wall_s)}. "
-    text += f"Most of the rest: {worst.replace('_', ' ')}, {span(worst_s)}. " if worst_s else ""
+    text = f"Of {duration_text(report.goodput.wall_s)}. "
+    text += f"Most of the rest: {worst.replace('_', ' ')}, {duration_text(worst_s)}. " if worst_s else ""
     share = measured_percent(report.goodput)
     text += "Measured." if share == 100 else f"{share} % measured, the rest estimated."
     text += f" {clocks}" if (clocks := clocks_text(report.goodput)) else ""
@@ -433,33 +431,20 @@ def _checks(report: RunReport) -> Verdict:
         default=None,
     )
     verified = max((info.verified_at_s for info in report.checkpoints if info.verified_at_s), default=None)
-    scrub = "No scrub yet." if verified is None else f"Last scrub {span(report.age_s(verified))} ago."
+    scrub = (
+        "No scrub yet." if verified is None else f"Last scrub {duration_text(report.age_s(verified))} ago."
+    )
     title = "Recovery drill"
     if drilled is None:
         return Verdict(tone="plain", title=title, head="none yet", text=scrub)
     passed = drilled.drill.startswith("passed")
-    at = span(report.age_s(drilled.drilled_at_s or 0.0))
-    text = f"Step {drilled.step}, {at} ago: {said(drilled.drill)}. {scrub}"
+    at = duration_text(report.age_s(drilled.drilled_at_s or 0.0))
+    text = f"Step {drilled.step}, {at} ago: {short_text(drilled.drill)}. {scrub}"
     head = "passed" if passed else "failed"
     return Verdict(tone="good" if passed else "bad", title=title, head=head, text=text)
 
 
 # Words
-
-
-def span(time_s: float) -> str:
-    """`850 ms`, `12.3 s`, `4.5 min`, `6.7 h`, `3.2 d`."""
-    if 0 < time_s < 0.9995:
-        return f"{1000 * time_s:.0f} ms"
-    for unit_s, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
-        if time_s >= 2 * unit_s:
-            return f"{time_s / unit_s:.1f} {unit}"
-    return f"{time_s:.1f} s"
-
-
-def counted(count: int, what: str) -> str:
-    """`1 step`, `1,200 steps`."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def measured_percent(found: Goodput) -> int:
@@ -473,32 +458,21 @@ def clocks_text(found: Goodput) -> str:
     if found.clock_back_s <= CLOCK_SLACK_S:
         return ""
     return (
-        f"Clocks differed or jumped by up to {span(found.clock_back_s)}; "
+        f"Clocks differed or jumped by up to {duration_text(found.clock_back_s)}; "
         "times around there are wrong by up to that much."
     )
 
 
 def group_text(info: SessionInfo) -> str:
     """`16 ranks on 4 nodes`."""
-    return f"{counted(info.world_size, 'rank')} on {counted(info.num_nodes, 'node')}"
+    return f"{count_text(info.world_size, 'rank')} on {count_text(info.num_nodes, 'node')}"
 
 
-def moment(time_s: float) -> str:
-    """`2026-09-21 14:13:20`, in UTC; `?` for what no calendar holds."""
-    found = to_datetime(time_s)
-    return "?" if found is None else f"{found:%Y-%m-%d %H:%M:%S}"
-
-
-def steps_text(steps: Seconds) -> str:
+def estimate_text(steps: Seconds) -> str:
     """`12`, or `12 (10 to 20)` where it is estimated."""
     if steps.low == steps.high:
         return f"{steps.estimate:.0f}"
     return f"{steps.estimate:.0f} ({steps.low:.0f} to {steps.high:.0f})"
-
-
-def tiers_text(read_bytes: Mapping[str, float]) -> str:
-    """`4.0 GB from memory, 1.2 GB from other nodes`. The names of tiers are a log's, of any length."""
-    return texts.tiers_text({said(tier): nbytes for tier, nbytes in read_bytes.items()})
 
 
 # JSON
@@ -546,7 +520,7 @@ def _checkpoint_json(info: CheckpointInfo, report: RunReport) -> dict[str, Any]:
         "committed_at_s": info.committed_at_s,
         "stall_s": info.stall_s,
         "save_s": save_s(info),
-        "drain_s": drain_s(info),
+        "drain_s": info.drain_s,
         "verified_at_s": info.verified_at_s,
         "drilled_at_s": info.drilled_at_s,
         "drill": info.drill,

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from html import escape
 
 VOID = frozenset({"meta", "link"})  # elements of HTML that have no end tag
-MAX_TEXT = 120  # characters of a text that a log gives: a name, a metric, a reason
 
 
 class Html(str):
@@ -31,12 +30,6 @@ def el(name: str, /, *content: str | Html, **attributes: str | float | None) -> 
 
 def join(parts: Iterable[str | Html]) -> Html:
     return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
-
-
-def said(text: str, limit: int = MAX_TEXT) -> str:
-    """What a log says, cut to `limit` characters and without those that drive or break things."""
-    cut = text if len(text) <= limit else text[: limit - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)
 
 
 def _value(value: str | float) -> str:

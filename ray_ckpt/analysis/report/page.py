@@ -22,21 +22,16 @@ from ray_ckpt.analysis.report.facts import (
     RunReport,
     Tone,
     clocks_text,
-    counted,
+    estimate_text,
     group_text,
     measured_percent,
-    moment,
-    span,
-    steps_text,
-    tiers_text,
     verdicts,
 )
-from ray_ckpt.analysis.report.markup import Html, el, join, said
+from ray_ckpt.analysis.report.markup import Html, el, join
 from ray_ckpt.analysis.report.style import STYLE
 from ray_ckpt.analysis.report.timeline import MAX_DRAWN, around_last_failure, draw, part, whole
-from ray_ckpt.catalog.tables import drain_s
 from ray_ckpt.core.retention import pinned_by
-from ray_ckpt.texts import size_text
+from ray_ckpt.texts import count_text, duration_text, short_text, size_text, tiers_text, utc_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 
 MAX_SAVES = 12  # drawn phase by phase, the last ones
@@ -51,7 +46,7 @@ _TONES: Mapping[Tone, str] = {"good": "good", "warn": "warning", "bad": "bad", "
 
 def page(report: RunReport) -> str:
     """The whole page. Its size is bounded whatever the run; where something is left out, it says so."""
-    name = said(report.run_name)
+    name = short_text(report.run_name)
     head = el(
         "head",
         el("meta", charset="utf-8"),
@@ -82,12 +77,14 @@ def page(report: RunReport) -> str:
 
 
 def _header(report: RunReport, name: str) -> Iterator[Html]:
-    counts = f"{counted(len(report.sessions), 'session')}, {counted(len(report.checkpoints), 'checkpoint')}"
+    counts = (
+        f"{count_text(len(report.sessions), 'session')}, {count_text(len(report.checkpoints), 'checkpoint')}"
+    )
     yield el("h1", name)
-    yield el("div", said(report.where, 300), class_="soft")
+    yield el("div", short_text(report.where, 300), class_="soft")
     yield el(
         "div",
-        f"{counts}, {len(report.live):,} live. Report of {moment(report.now_s)}; all times are UTC.",
+        f"{counts}, {len(report.live):,} live. Report of {utc_text(report.now_s)}; all times are UTC.",
         class_="soft",
     )
 
@@ -166,13 +163,12 @@ def _goodput(report: RunReport) -> Html:
     if not found.wall_s:
         return _section("goodput", "Goodput", el("p", "The log has one moment: nothing to measure yet."))
     told = measured_percent(found)
-    about = (
-        f"Goodput is the time of steps whose effect survived, as a part of {span(found.wall_s)} of wall time."
-    )
+    wall = duration_text(found.wall_s)
+    about = f"Goodput is the time of steps whose effect survived, as a part of {wall} of wall time."
     if told < 100:
         about += f" {told} % of the wall time is measured; the rest is estimated, between two bounds."
     if found.not_counted_s:
-        about += f" Not counted: {span(found.not_counted_s)} after it had finished."
+        about += f" Not counted: {duration_text(found.not_counted_s)} after it had finished."
     if clocks := clocks_text(found):
         about += f" {clocks}"
     times = {"productive": found.productive, **found.badput}
@@ -214,7 +210,7 @@ def _bar(name: str, found: Goodput, top: float) -> Iterator[Html]:
     for cause, time in {"productive": found.productive, **found.badput}.items():
         width = whole_w * time.estimate / found.wall_s
         if width > 0:
-            text = f"{cause.replace('_', ' ')}: {span(time.estimate)}"
+            text = f"{cause.replace('_', ' ')}: {duration_text(time.estimate)}"
             text += f", {100 * time.estimate / found.wall_s:.1f} %"
             yield from part(_kind(cause), text, x=x, y=top, width=width, height=BAR_H)
         x += width
@@ -230,8 +226,8 @@ def _keyed(cause: str, text: str) -> Html:
 
 def _time(time: Seconds) -> str:
     if time.high - time.low < SAME_S:
-        return span(time.estimate)
-    return f"{span(time.estimate)} ({span(time.low)} to {span(time.high)})"
+        return duration_text(time.estimate)
+    return f"{duration_text(time.estimate)} ({duration_text(time.low)} to {duration_text(time.high)})"
 
 
 # Interruptions
@@ -254,17 +250,17 @@ def _interruptions(report: RunReport) -> Html:
 
 def _problem(problem: Problem, report: RunReport) -> tuple[str | Html, ...]:
     went_on = "none yet" if problem.next_session is None else str(problem.next_session)
-    lost = "unknown" if problem.steps_lost is None else steps_text(problem.steps_lost)
+    lost = "unknown" if problem.steps_lost is None else estimate_text(problem.steps_lost)
     pace_s = report.goodput.step_s
     if problem.steps_lost is not None and pace_s and problem.steps_lost.estimate:
-        lost += f", {span(problem.steps_lost.estimate * pace_s)} of work"
+        lost += f", {duration_text(problem.steps_lost.estimate * pace_s)} of work"
     return (
         CAUSE_TEXT[problem.cause] if problem.cause else "unknown",
-        moment(problem.ended_s),
+        utc_text(problem.ended_s),
         f"{problem.session} to {went_on}",
         lost,
         _again(problem),
-        "" if problem.restore_s is None else span(problem.restore_s),
+        "" if problem.restore_s is None else duration_text(problem.restore_s),
         tiers_text(problem.read_bytes) if problem.read_bytes else "",
     )
 
@@ -285,7 +281,14 @@ def _saves(report: RunReport) -> Html:
     if not report.phases:
         return _section("saves", "Saves", el("p", "No save has told how long it took."))
     rows = [
-        (p.name, f"{p.count:,}", span(p.median_s), span(p.p99_s), span(p.max_s), p.what)
+        (
+            p.name,
+            f"{p.count:,}",
+            duration_text(p.median_s),
+            duration_text(p.p99_s),
+            duration_text(p.max_s),
+            p.what,
+        )
         for p in report.phases
     ]
     told = [info for info in report.checkpoints[-MAX_SAVES:] if save_s(info) is not None]
@@ -319,15 +322,15 @@ def _save_bars(saves: Sequence[CheckpointInfo]) -> Html:
         for kind, name, read in _SAVE_PHASES:
             took_s = read(info)
             width = room * (took_s or 0.0) / longest_s
-            title = el("title", f"{name} {span(took_s or 0.0)}")
+            title = el("title", f"{name} {duration_text(took_s or 0.0)}")
             parts.append(el("rect", title, x=x, y=top + 2, width=width, height=11, class_=kind))
             x += width
         stall_w = room * min(info.stall_s or 0.0, longest_s) / longest_s
-        title = el("title", f"training was held up for {span(info.stall_s or 0.0)}")
+        title = el("title", f"training was held up for {duration_text(info.stall_s or 0.0)}")
         parts.append(el("rect", title, x=BAR_LEFT, y=top + 14, width=stall_w, height=3.0, class_="c-stalls"))
-        drain = drain_s(info)
-        after = "" if drain is None else f", durable {span(drain)} later"
-        parts.append(el("text", f"{span(save_s(info) or 0.0)}{after}", x=x + 8, y=top + 13))
+        drain = info.drain_s
+        after = "" if drain is None else f", durable {duration_text(drain)} later"
+        parts.append(el("text", f"{duration_text(save_s(info) or 0.0)}{after}", x=x + 8, y=top + 13))
     return el(
         "svg",
         *parts,
@@ -373,24 +376,24 @@ def _checkpoints(report: RunReport) -> Html:
 
 
 def _checkpoint(info: CheckpointInfo, report: RunReport) -> tuple[str | Html, ...]:
-    whole_s, drained_s = save_s(info), drain_s(info)
+    whole_s, drained_s = save_s(info), info.drain_s
     metrics = sorted(info.metrics.items())
-    told = ", ".join(f"{said(name, 40)} {value:.5g}" for name, value in metrics[:MAX_METRICS])
+    told = ", ".join(f"{short_text(name, 40)} {value:.5g}" for name, value in metrics[:MAX_METRICS])
     checked = []
     if info.verified_at_s is not None:
-        checked.append(f"scrubbed {moment(info.verified_at_s)}")
+        checked.append(f"scrubbed {utc_text(info.verified_at_s)}")
     if info.drill:
-        checked.append(f"drill {said(info.drill)}")
-    pins = [said(owner, 40) for owner in sorted(pinned_by(info, report.now_s))]
+        checked.append(f"drill {short_text(info.drill)}")
+    pins = [short_text(owner, 40) for owner in sorted(pinned_by(info, report.now_s))]
     return (
         f"{info.step:,}",
         str(info.id.session),
         _badge(info),
         size_text(info.size_bytes),
-        moment(info.committed_at_s),
-        "" if info.stall_s is None else span(info.stall_s),
-        "" if whole_s is None else span(whole_s),
-        "" if drained_s is None else span(drained_s),
+        utc_text(info.committed_at_s),
+        "" if info.stall_s is None else duration_text(info.stall_s),
+        "" if whole_s is None else duration_text(whole_s),
+        "" if drained_s is None else duration_text(drained_s),
         "; ".join(checked),
         ", ".join(pins[:MAX_METRICS]) + (", ..." if len(pins) > MAX_METRICS else ""),
         told + (", ..." if len(metrics) > MAX_METRICS else ""),
@@ -420,7 +423,7 @@ def _in_cluster(report: RunReport) -> Html:
         title,
         el(
             "p",
-            f"{counted(len(held), 'live checkpoint')}, {total}, on nodes alone: {steps}{more}.",
+            f"{count_text(len(held), 'live checkpoint')}, {total}, on nodes alone: {steps}{more}.",
         ),
         el("p", "They end with the cluster.", class_="soft"),
     )
@@ -434,7 +437,8 @@ def _checks(report: RunReport) -> Html:
     if drilled:
         shown = drilled[-MAX_DRILLS:]
         rows = [
-            (f"{info.step:,}", moment(info.drilled_at_s or 0.0), said(info.drill)) for info in reversed(shown)
+            (f"{info.step:,}", utc_text(info.drilled_at_s or 0.0), short_text(info.drill))
+            for info in reversed(shown)
         ]
         kinds = ["" if info.drill.startswith("passed") else "failed" for info in reversed(shown)]
         parts.append(_table(("step", "drilled", "result"), rows, right=(0,), times=(1,), kinds=kinds))
@@ -501,13 +505,13 @@ def _session(session: SessionInfo, source: CheckpointInfo | None, count: int) ->
     if source is not None:
         way = "to" if session.is_rollback else "from"
         begun = f"{way} step {source.step:,} of session {source.id.session}"
-    name, opened = f"session {session.session}", moment(session.opened_at_s)
+    name, opened = f"session {session.session}", utc_text(session.opened_at_s)
     if session.is_rollback:
         return f"{name}, a rollback {begun}; {opened}; nobody trained in it"
     ended = "no word of its end"
     if session.ended is not None:
         ended = f"{CAUSE_TEXT[session.ended.cause]} at step {session.ended.step:,}"
-    saved = counted(count, "checkpoint")
+    saved = count_text(count, "checkpoint")
     return f"{name}, {begun}; {opened}; {group_text(session)}; {saved}; {ended}"
 
 

@@ -14,9 +14,9 @@ from functools import partial
 from itertools import groupby, pairwise
 
 from ray_ckpt.analysis.goodput import Progress, Tenure
-from ray_ckpt.analysis.report.facts import CAUSE_TEXT, RunReport, moment, span, tiers_text
-from ray_ckpt.analysis.report.markup import Html, el, said
-from ray_ckpt.catalog.tables import to_datetime
+from ray_ckpt.analysis.report.facts import CAUSE_TEXT, RunReport
+from ray_ckpt.analysis.report.markup import Html, el
+from ray_ckpt.texts import duration_text, short_text, tiers_text, to_datetime, utc_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 
 WIDTH = 1120.0  # of the picture, in its own units, about pixels
@@ -185,7 +185,7 @@ def _band(report: RunReport, tenures: Sequence[Tenure], window: Window) -> Itera
 
 def _since(tenure: Tenure, info: SessionInfo, now_s: float, window: Window) -> Iterator[Html]:
     """After all that the last session has told: nothing has followed it, or it is still open."""
-    since = f"since {moment(tenure.closed_s)}"
+    since = f"since {utc_text(tenure.closed_s)}"
     if info.is_rollback:
         text = f"session {info.session}: rolled back, and nobody has opened the run {since}"
         yield from _stretch("down", tenure.closed_s, now_s, text, window)
@@ -217,7 +217,7 @@ def _stretches(tenure: Tenure, info: SessionInfo) -> Iterator[tuple[str, float, 
     )
     for kind, start_s, end_s, text in moments:
         if end_s > start_s:
-            yield kind, start_s, end_s, f"{text}, {span(end_s - start_s)} from {moment(start_s)}"
+            yield kind, start_s, end_s, f"{text}, {duration_text(end_s - start_s)} from {utc_text(start_s)}"
 
 
 def _stretch(kind: str, start_s: float, end_s: float, text: str, window: Window) -> Iterator[Html]:
@@ -256,7 +256,7 @@ def _failures(tenures: Sequence[Tenure], window: Window) -> Iterator[Html]:
             continue
         x, y = window.x(tenure.last_s), BAND_Y + BAND_H + 9
         assert tenure.cause is not None
-        text = f"{CAUSE_TEXT[tenure.cause]}, {moment(tenure.last_s)}, at step {tenure.last_step}"
+        text = f"{CAUSE_TEXT[tenure.cause]}, {utc_text(tenure.last_s)}, at step {tenure.last_step}"
         yield el("line", x1=x, x2=x, y1=BAND_Y, y2=CURVE_Y + CURVE_H, class_="fail-line")
         cross = f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"
         yield el("path", el("title", text), d=cross, class_="cross")
@@ -361,7 +361,7 @@ def _reached(checkpoints: Iterable[CheckpointInfo], level: Level, window: Window
 
 def _reached_text(info: CheckpointInfo, time_s: float) -> str:
     state = "" if info.state == "live" else f", {info.state} since"
-    return f"step {info.step}, {moment(time_s)}{state}"
+    return f"step {info.step}, {utc_text(time_s)}{state}"
 
 
 def reached_s(info: CheckpointInfo, level: Level) -> float | None:
@@ -385,7 +385,7 @@ def _restored_text(info: SessionInfo, source: CheckpointInfo | None) -> str:
     step = "state" if info.origin_step is None else f"step {info.origin_step} of another run"
     if source is not None:
         step = f"step {source.step}"
-    took = "" if info.restore_s is None else f" in {span(info.restore_s)}"
+    took = "" if info.restore_s is None else f" in {duration_text(info.restore_s)}"
     return f"session {info.session}: {step}{took}, {tiers_text(info.read_bytes)}"
 
 
@@ -430,7 +430,7 @@ def _kept(report: RunReport, window: Window) -> Iterator[Mark]:
 
 def _mark(time_s: float, kind: str, text: str, window: Window) -> Iterator[Mark]:
     if time_s in window:
-        yield Mark(time_s=time_s, kind=kind, text=lambda: f"{said(text)}, {moment(time_s)}")
+        yield Mark(time_s=time_s, kind=kind, text=lambda: f"{short_text(text)}, {utc_text(time_s)}")
 
 
 def _lane(title: str, marks: Sequence[Mark], window: Window, top: float) -> Iterator[Html]:
