@@ -1,10 +1,10 @@
-"""One attempt at a save as the coordinator sees it, and when it may be committed."""
+"""One attempt at a save as the coordinator sees it: its life as a table, and its copies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ray_ckpt.core.awaited import ranks_text
 from ray_ckpt.core.messages import NodeStored
@@ -12,45 +12,74 @@ from ray_ckpt.core.values import SessionNode
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.types import AttemptId, FileEntry, SaveFacts
 
-COUNTS = ("/steps", "/saves")  # kinds of what ranks agree on that are counts of steps (`StepCount.mark`)
+AttemptState: TypeAlias = Literal["writing", "copying", "committing", "committed", "dropped"]
+AttemptEvent: TypeAlias = Literal["stored", "stored_by_all", "queued", "withdrawn", "logged", "dropped"]
+
+TRANSITIONS: Mapping[AttemptState, Mapping[AttemptEvent, AttemptState]] = {
+    # until every node has its own files
+    "writing": {"stored": "writing", "stored_by_all": "copying", "dropped": "dropped"},
+    # until the holders have theirs, or the attempt has waited for long enough
+    "copying": {"stored_by_all": "copying", "queued": "committing", "dropped": "dropped"},
+    # while its commit record waits for the log; a record that is not on its way yet can be withdrawn
+    "committing": {"stored_by_all": "committing", "withdrawn": "copying", "logged": "committed"},
+    "committed": {},
+    "dropped": {},
+}
+
+COUNTS = ("/steps", "/saves")  # kinds of common content that are counts of steps (`StepCount.mark`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveUnderway:
-    """A save that is on its way, as others may see it.
+    """A save that is neither committed nor dropped, for status.
 
-    `phase`: "writing" until all nodes have their own files, "copying" until the holders have theirs,
-    "committing" while the record is on its way to the log. `copies` have arrived, `copies_awaited` have not.
+    `phase` is the state of its attempt. `copies` have arrived, `copies_awaited` have not.
     """
 
     step: int
-    phase: Literal["writing", "copying", "committing"]
+    phase: AttemptState
     ranks_captured: int
     ranks_stored: int
     world_size: int
     copies: int = 0
     copies_awaited: int = 0
-    size_bytes: int = 0  # of what is stored so far
-    age_s: float | None = None  # since the first node had stored its part; None: none has
+    size_bytes: int = 0  # of the files that are stored so far
+    age_s: float | None = None  # since the first node had stored its files; None: none has
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """Who has stored what, and which copies are still on their way."""
+    """The nodes that have stored an attempt, and its copies that are still on their way."""
 
     id: AttemptId
     nodes: tuple[SessionNode, ...]
     started_s: float
+    state: AttemptState = "writing"
     stored: dict[int, NodeStored] = field(default_factory=dict)
-    awaited: dict[int, set[str]] = field(default_factory=dict)  # node_index -> who is to get a copy
+    awaited: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes that are to get a copy
     copies: dict[int, set[str]] = field(default_factory=dict)  # node_index -> other nodes that hold it
     failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes that could not
-    committing: bool = False
-    stored_s: float = 0.0  # when the last node had everything of its own
+    stored_s: float = 0.0  # when the last node had its own files
     commit_s: float = 0.0  # when its record was decided
+    story: list[str] = field(default_factory=list)  # its changes of state
+
+    def change(self, event: AttemptEvent) -> None:
+        """Go to the next state. A pair that TRANSITIONS does not list raises, and changes nothing."""
+        state = TRANSITIONS[self.state].get(event)
+        if state is None:
+            story = ", ".join(self.story) or "nothing yet"
+            raise RuntimeError(
+                f"The attempt at step {self.id.step} ({self.id.attempt}) is {self.state} and cannot be "
+                f"{event}. Its story: {story}."
+            )
+        if state != self.state:
+            self.story.append(f"{event} -> {state}")
+            self.state = state
 
     def store(self, event: NodeStored, now_s: float) -> None:
-        """A node has everything of its own, and sends its copies now."""
+        """Note that a node has its own files, and sends its copies now."""
+        is_last = len(self.stored) + (event.node_index not in self.stored) == len(self.nodes)
+        self.change("stored_by_all" if is_last else "stored")
         if event.node_index not in self.stored:
             self.stored_s = now_s
             index = event.node_index  # copies may have ended before this message came
@@ -60,7 +89,7 @@ class Attempt:
         self.stored[event.node_index] = event
 
     def replace(self, node_index: int, holder: str, live: Set[str]) -> str | None:
-        """A copy did not get there, or is gone: the node to try next, None if there is no other."""
+        """Note that a copy did not arrive, or is gone. Return the node to try next, None if there is none."""
         self.failed.setdefault(node_index, set()).add(holder)
         self._ended(node_index, holder)
         self.copies.setdefault(node_index, set()).discard(holder)
@@ -71,14 +100,14 @@ class Attempt:
         return others[0]
 
     def others(self, node_index: int, live: Set[str]) -> list[str]:
-        """Nodes of `live` that may be sent a copy: they hold none, await none and have not failed."""
+        """Return the nodes of `live` that hold no copy, await none and have not failed to take one."""
         taken = (self.failed, self.awaited, self.copies)
         return sorted(
             live - {self.nodes[node_index].node_id}.union(*(t.get(node_index, set()) for t in taken))
         )
 
     def arrive(self, node_index: int, holder: str) -> None:
-        """A copy is fsynced on `holder`."""
+        """Note that a copy is fsynced on `holder`."""
         self._ended(node_index, holder)
         self.copies.setdefault(node_index, set()).add(holder)
 
@@ -90,7 +119,17 @@ class Attempt:
 
     @property
     def is_local(self) -> bool:
-        return len(self.stored) == len(self.nodes)
+        """Every node has its own files."""
+        return self.state != "writing"
+
+    @property
+    def is_committing(self) -> bool:
+        return self.state == "committing"
+
+    @property
+    def is_ready(self) -> bool:
+        """Every node has its own files, and each fragment has all the copies that it can still get."""
+        return self.is_local and not self.awaited
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -98,12 +137,12 @@ class Attempt:
 
     @property
     def disagrees(self) -> bool:
-        """The ranks of a part differ in what each of them takes for common to them; `<what>:<value>`."""
+        """Ranks of one part disagree about the content that they hold in common, `<name>:<value>`."""
         found = {name for stored in self.stored.values() for name in stored.replicated}
         return len(found) > len({name.rpartition(":")[0] for name in found})
 
     def counts(self) -> str:
-        """Counts of steps that differ, as `10 on rank(s) 0, 1; 9 on rank(s) 2`; "" if none do."""
+        """Return counts of steps that differ, as `10 on rank(s) 0, 1; 9 on rank(s) 2`; "" if none do."""
         by_kind: dict[str, dict[int, list[str]]] = {}  # kind -> node_index -> values
         for index, stored in sorted(self.stored.items()):
             for name in sorted(stored.replicated, key=lambda name: (len(name), name)):
@@ -117,16 +156,12 @@ class Attempt:
                     ranks.setdefault(" or ".join(values), []).extend(self.nodes[index].ranks)
         return "; ".join(f"{values} on rank(s) {ranks_text(where)}" for values, where in ranks.items())
 
-    def reaches_goal(self) -> bool:
-        """Local everywhere, and each fragment has all the copies that it can still get."""
-        return self.is_local and not self.awaited
-
     def underway(self, now_s: float) -> SaveUnderway:
-        """What has become of it until monotonic time `now_s`."""
+        """Return the attempt as it is at monotonic time `now_s`."""
         stored = sum(len(n.ranks) for n in self.nodes if n.node_index in self.stored)
         return SaveUnderway(
             step=self.id.step,
-            phase="committing" if self.committing else "copying" if self.is_local else "writing",
+            phase=self.state,
             ranks_captured=stored,
             ranks_stored=stored,
             world_size=sum(len(n.ranks) for n in self.nodes),
@@ -146,7 +181,7 @@ class Attempt:
         return sum(f.size_bytes for f in self.files())
 
     def facts(self) -> SaveFacts:
-        """Times of the slowest nodes; None where one has not said."""
+        """Return the times of the slowest nodes; None where a node has not reported one."""
         return SaveFacts(
             mesh=next((stored.facts.mesh for stored in self.stored.values() if stored.facts.mesh), ""),
             stall_s=_slowest(stored.facts.stall_s for stored in self.stored.values()),

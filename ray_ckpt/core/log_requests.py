@@ -14,7 +14,7 @@ from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.history import RunHistory, has_room
-from ray_ckpt.core.saves import Saves
+from ray_ckpt.core.open_attempts import OpenAttempts
 from ray_ckpt.errors import CheckpointError, ConfigError, FormatError, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.texts import nearest_steps
@@ -95,8 +95,8 @@ class Requests:
         logging = () if self._logging is None else (self._logging,)
         return (*logging, *(request.event for request in self._requests))
 
-    def add(self, event: Requested, saves: Saves) -> Iterator[m.Effect]:
-        attempt = saves.open_at(event.step) if isinstance(event, m.AnnotateRequested) else None
+    def add(self, event: Requested, attempts: OpenAttempts) -> Iterator[m.Effect]:
+        attempt = attempts.open_at(event.step) if isinstance(event, m.AnnotateRequested) else None
         self._requests.append(_Request(event, attempt))
         waiting = [request for request in self._requests if request.attempt is not None]
         for request in waiting[:-MAX_WAITING]:
@@ -104,10 +104,10 @@ class Requests:
             error = Unavailable(f"More than {MAX_WAITING} annotations wait for saves that have not ended.")
             yield m.Fail(token=request.event.token, error=error)
 
-    def decide(self, saves: Saves) -> Iterator[m.Effect]:
+    def decide(self, attempts: OpenAttempts) -> Iterator[m.Effect]:
         """Append the record of the first request that can be decided; called while nothing is pending."""
         for request in list(self._requests):
-            if request.attempt is not None and saves.is_open(request.attempt):
+            if request.attempt is not None and attempts.is_open(request.attempt):
                 continue
             self._requests.remove(request)
             decision = _writable(self._decide(request))

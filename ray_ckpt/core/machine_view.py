@@ -15,7 +15,10 @@ from ray_ckpt.core.exposure import exposure
 from ray_ckpt.core.finishing import Finishing
 from ray_ckpt.core.gauges import gauges
 from ray_ckpt.core.maintenance import Maintenance
+from ray_ckpt.core.missing_ranks import MissingRanks
+from ray_ckpt.core.progress import SessionProgress
 from ray_ckpt.core.save_intervals import SaveIntervals
+from ray_ckpt.core.save_times import SaveTimes
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sessions import Sessions
@@ -32,7 +35,10 @@ class MachineParts:
 
     context: Context
     sessions: Sessions
+    progress: SessionProgress
+    times: SaveTimes
     saves: Saves
+    missing: MissingRanks
     barriers: Barriers
     intervals: SaveIntervals
     session_end: SessionEnd
@@ -87,12 +93,12 @@ class MachineView:
     @property
     def last_step(self) -> int:
         """The last optimizer step that a rank of the group has reported, 0 if none has."""
-        return self._parts.saves.last_step
+        return self._parts.progress.last_step
 
     @property
     def step_s(self) -> float:
         """Seconds that a step of the group took recently; 0: not known."""
-        return self._parts.saves.step_s
+        return self._parts.progress.step_s
 
     @property
     def save_interval_s(self) -> float:
@@ -128,7 +134,7 @@ class MachineView:
         """
         parts, now_s = self._parts, self._parts.context.now_s
         if self._awaited is None or abs(now_s - self._awaited[0]) >= AWAITED_EVERY_S:
-            saves, reported = parts.saves.awaited(), parts.saves.reported()
+            saves, reported = parts.missing.awaited(), parts.progress.by_rank()
             found = (*parts.sessions.awaited(), *saves, *parts.barriers.awaited(reported))
             self._awaited = (now_s, found)
         return self._awaited[1]
@@ -197,7 +203,7 @@ class MachineView:
             exposure=self.exposure(),
         )
         yield Sample(metric=telemetry.INTERVAL, value=self.save_interval_s)
-        yield Sample(metric=telemetry.LATENCY, value=parts.saves.last_save_s)
+        yield Sample(metric=telemetry.LATENCY, value=parts.times.last_save_s)
         yield Sample(metric=telemetry.COPIES_MISSING, value=self.copies_missing)
         yield Sample(metric=telemetry.DRAINS, value=len(parts.drains.attempts))
         damaged = parts.context.holders.bad_remote & {c.id.attempt for c in history.live()}

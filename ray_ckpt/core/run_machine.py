@@ -26,10 +26,14 @@ from ray_ckpt.core.log_requests import Requested, Requests
 from ray_ckpt.core.log_snapshots import LogSnapshots
 from ray_ckpt.core.machine_view import MachineParts, MachineView
 from ray_ckpt.core.maintenance import Maintenance
+from ray_ckpt.core.missing_ranks import MissingRanks
+from ray_ckpt.core.open_attempts import OpenAttempts
 from ray_ckpt.core.ownership import is_rollback
+from ray_ckpt.core.progress import SessionProgress
 from ray_ckpt.core.retirement import Retirement
 from ray_ckpt.core.save_intervals import SaveIntervals
 from ray_ckpt.core.save_steps import SaveSteps
+from ray_ckpt.core.save_times import SaveTimes
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sessions import Sessions
@@ -59,9 +63,15 @@ class RunMachine:
         self._ledger = Ledger(writer=writer, service=service)
         context = self._context = Context(options, self._ledger)
         self._sessions = Sessions(context)
-        self._saves = Saves(context)
+        self._progress = SessionProgress(context)
+        self._times = SaveTimes(context)
+        self._attempts = OpenAttempts(context, progress=self._progress, times=self._times)
+        missing = MissingRanks(context, progress=self._progress, attempts=self._attempts)
+        self._saves = Saves(context, progress=self._progress, attempts=self._attempts, missing=missing)
         self._barriers = Barriers(context)
-        self._save_steps = SaveSteps(context)
+        self._save_steps = SaveSteps(
+            context, progress=self._progress, attempts=self._attempts, times=self._times
+        )
         self._intervals = SaveIntervals(context)
         self._session_end = SessionEnd(context)
         self._drains = Drains(context)
@@ -93,7 +103,10 @@ class RunMachine:
             MachineParts(
                 context=context,
                 sessions=self._sessions,
+                progress=self._progress,
+                times=self._times,
                 saves=self._saves,
+                missing=missing,
                 barriers=self._barriers,
                 intervals=self._intervals,
                 session_end=self._session_end,
@@ -173,7 +186,7 @@ class RunMachine:
         op = self._ledger.settle(event, self._context.now_s)
         if op == "unknown":
             self._context.measure(telemetry.FAILURES, cause="store")
-            yield from self._saves.drop_excess()
+            yield from self._attempts.drop_excess()
             yield from self._context.warn_once(
                 f"The log did not answer for record {event.seq}; trying again."
                 + (f" {event.reason}" if event.reason else "")
@@ -224,9 +237,9 @@ class RunMachine:
             yield from self._refuse(event) if self._fenced else self._on(event)
 
     def _committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
-        yield from self._saves.committed(checkpoint)
+        yield from self._attempts.committed(checkpoint)
         if not self._save_steps.is_urgent(checkpoint.id):  # the time of an urgent save is no measure
-            self._intervals.committed(self._saves.latency_s)
+            self._intervals.committed(self._times.latency_s)
         yield from self._drain_schedule.committed(checkpoint)
         self._retirement.is_due = True
         if self.plan is not None and checkpoint.id.session == self.plan.session:
@@ -443,7 +456,7 @@ class RunMachine:
 
         Called only when inventory has been taken.
         """
-        return self._saves.is_open(attempt) or bool(self._context.holders.anywhere(attempt))
+        return self._attempts.is_open(attempt) or bool(self._context.holders.anywhere(attempt))
 
     def _on_ticked(self, event: m.Ticked) -> Iterator[m.Effect]:
         self._context.now_s, self._context.wall_s = event.now_s, event.wall_s
@@ -452,9 +465,7 @@ class RunMachine:
         yield from self._saves.ticked()
         is_training = self._sessions.is_training
         self._intervals.ticked(is_training=is_training)
-        yield from self._save_steps.ticked(
-            self._saves, is_training=is_training, interval_s=self._intervals.interval_s
-        )
+        yield from self._save_steps.ticked(is_training=is_training, interval_s=self._intervals.interval_s)
         yield from self._sessions.ticked()
         yield from self._barriers.ticked()
         yield from self._retirement.ticked()
@@ -490,17 +501,17 @@ class _Decision(NamedTuple):
 
 _DECISIONS = (  # in this order, after each event that finds no record pending
     _Decision(lambda run: True, lambda run: run._sessions.decide()),
-    _Decision(lambda run: run._requests, lambda run: run._requests.decide(run._saves)),
+    _Decision(lambda run: run._requests, lambda run: run._requests.decide(run._attempts)),
     _Decision(lambda run: run._retirement.is_due, lambda run: run._retirement.decide()),
     _Decision(lambda run: run._maintenance.is_due and run._sessions.owner_has_run, RunMachine._maintain),
     _Decision(lambda run: run._context.draining, lambda run: run._drain_schedule.rescue(), appends=False),
     _Decision(lambda run: True, lambda run: run._sweeps.order_listing(run._context.wall_s), appends=False),
-    _Decision(lambda run: run._finishing and not run._saves, RunMachine._finish),
+    _Decision(lambda run: run._finishing and not run._attempts, RunMachine._finish),
     _Decision(lambda run: run._snapshots.is_due, lambda run: run._snapshots.write()),
     _Decision(
         lambda run: (
             run._closing.is_due
-            and not (run._sessions.owner_has_run or run._finishing or run._requests or run._saves)
+            and not (run._sessions.owner_has_run or run._finishing or run._requests or run._attempts)
         ),
         RunMachine._put_away,
     ),
@@ -522,10 +533,10 @@ _HANDLERS: Mapping[type[m.Event], Callable[[RunMachine, Any], Iterable[m.Effect]
     m.NodeStored: RunMachine._on_node_stored,
     m.ReplicaEnded: RunMachine._on_replica_ended,
     m.SaveRefused: lambda run, event: run._saves.refused(event),
-    m.PinRequested: lambda run, event: run._requests.add(event, run._saves),
-    m.UnpinRequested: lambda run, event: run._requests.add(event, run._saves),
-    m.AnnotateRequested: lambda run, event: run._requests.add(event, run._saves),
-    m.DrillEnded: lambda run, event: run._requests.add(event, run._saves),
+    m.PinRequested: lambda run, event: run._requests.add(event, run._attempts),
+    m.UnpinRequested: lambda run, event: run._requests.add(event, run._attempts),
+    m.AnnotateRequested: lambda run, event: run._requests.add(event, run._attempts),
+    m.DrillEnded: lambda run, event: run._requests.add(event, run._attempts),
     m.DrainRequested: lambda run, event: run._drain_schedule.requested(event),
     m.DrainEnded: lambda run, event: run._drain_schedule.ended(event),
     m.DescriptionWritten: lambda run, event: run._drain_schedule.described(event),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ray_ckpt.config import RunOptions, resume_step
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.messages import BarrierAnswer, BarrierReached, DeleteOrphans, GroupOpened
-from ray_ckpt.core.saves import STAYS_OUT_S
+from ray_ckpt.core.missing_ranks import STAYS_OUT_S
 from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.errors import CheckpointError, FormatError
 from ray_ckpt.format import records as r

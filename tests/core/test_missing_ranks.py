@@ -10,7 +10,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import MAX_NAMED, awaited_restore
 from ray_ckpt.core.barriers import BARRIER_S, MAX_ENDED
 from ray_ckpt.core.captures import MAX_CAPTURES, STALE_S
-from ray_ckpt.core.saves import STAYS_OUT_S
+from ray_ckpt.core.missing_ranks import STAYS_OUT_S
 from ray_ckpt.core.values import Captured, RankProgress
 from ray_ckpt.errors import CheckpointError, RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format.save_signal import SaveSignal
@@ -136,14 +136,14 @@ def test_what_was_told_late_or_twice_opens_nothing_again() -> None:
     other = run.attempt(30)
     run.open("a")
     assert not errors(progress(run, {0: at(31, 30), 1: at(31, 10)}, (other, (0,))))
-    assert not run.machine.view.awaited() and not run.machine._saves
+    assert not run.machine.view.awaited() and not run.machine._attempts
 
 
 def test_captures_that_nobody_tells_of_any_more_are_forgotten_and_bounded() -> None:
     run = opened()
     for step in range(1, 3 * MAX_CAPTURES):
         progress(run, {}, (run.attempt(step), (0,)))
-    assert len(run.machine._saves._captures._found) <= MAX_CAPTURES
+    assert len(run.machine._progress.captures._found) <= MAX_CAPTURES
     run.tick(STALE_S + 1.0)
     assert not run.machine.view.awaited()
 

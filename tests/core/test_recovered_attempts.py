@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.saves import MAX_WAITING_COMMITS
+from ray_ckpt.core.open_attempts import MAX_WAITING_COMMITS
 from ray_ckpt.errors import CollectiveError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import root_digest

@@ -9,7 +9,7 @@ import pytest
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.links import SILENT_FOR_S
-from ray_ckpt.core.saves import MAX_OPEN_ATTEMPTS
+from ray_ckpt.core.open_attempts import MAX_OPEN_ATTEMPTS
 from ray_ckpt.format import records as r
 from ray_ckpt.types import Level
 from tests.core.driver import Harness, StoreMode, of, one, ops

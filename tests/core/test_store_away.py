@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.saves import MAX_WAITING_COMMITS
+from ray_ckpt.core.open_attempts import MAX_WAITING_COMMITS
 from ray_ckpt.core.sessions import MAX_WAITING_SESSIONS
 from ray_ckpt.core.values import RankProgress, SessionPlan
 from ray_ckpt.errors import RunSuperseded, Unavailable

@@ -19,8 +19,8 @@ from ray_ckpt.core.closing import Closing
 from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.log_requests import Requests
 from ray_ckpt.core.node_machine import NodeMachine
+from ray_ckpt.core.open_attempts import MAX_OPEN_ATTEMPTS, OpenAttempts
 from ray_ckpt.core.run_machine import RunMachine
-from ray_ckpt.core.saves import MAX_OPEN_ATTEMPTS, Saves
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sweep import Sweeps
 from ray_ckpt.errors import Unavailable
@@ -176,7 +176,7 @@ def drop_what_is_being_committed(patch: pytest.MonkeyPatch) -> None:
     def change(machine: RunMachine, event: Any, effect: Any) -> Iterator[Any]:
         yield effect
         if isinstance(effect, m.Append) and isinstance(effect.record.op, r.Commit):
-            for attempt in list(machine._saves._attempts.values()):
+            for attempt in machine._attempts:
                 if attempt.id.attempt == effect.record.op.attempt:
                     nodes = tuple(node.node_id for node in attempt.nodes)
                     error = Unavailable("planted")
@@ -238,13 +238,13 @@ def annotate_what_is_retired(patch: pytest.MonkeyPatch) -> None:
 def drop_the_oldest_of_many(patch: pytest.MonkeyPatch) -> None:
     """Of too many open attempts the oldest goes, complete or not."""
 
-    def bound_open(self: Saves) -> Iterator[m.Effect]:
-        waiting = [a for a in self._attempts.values() if not a.committing]
+    def bound(self: OpenAttempts) -> Iterator[m.Effect]:
+        waiting = [a for a in self if not a.is_committing]
         if len(waiting) > MAX_OPEN_ATTEMPTS:
             oldest = min(waiting, key=lambda a: a.id.step)
             yield from self.drop(oldest, Unavailable(f"Step {oldest.id.step} was overtaken by newer saves."))
 
-    patch.setattr(Saves, "_bound_open", bound_open)
+    patch.setattr(OpenAttempts, "bound", bound)
 
 
 def wait_for_silent_holders(patch: pytest.MonkeyPatch) -> None:

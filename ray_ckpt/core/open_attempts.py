@@ -1,0 +1,273 @@
+"""The open attempts of a run: which may be opened, when one is committed, and when one is dropped.
+
+An attempt that all nodes have stored is committed when all of its copies have arrived or `goal_timeout_s` has
+passed (`try_commit`), when too many attempts are open (`bound`), and when its session ends (`Saves`).
+`Attempt` has the table of its life.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ray_ckpt import telemetry
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.attempts import Attempt
+from ray_ckpt.core.context import Context, names_of
+from ray_ckpt.core.progress import SessionProgress
+from ray_ckpt.core.save_times import SaveTimes
+from ray_ckpt.errors import CheckpointError, CollectiveError, Unavailable
+from ray_ckpt.format import records as r
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+
+MAX_OPEN_ATTEMPTS = 8  # one save is in flight per rank; more means ranks that disagree on steps
+MAX_WAITING_COMMITS = 2  # while the store is silent the newest two wait, older ones are dropped
+MAX_DROPPED = 256  # ids of dropped attempts whose late messages are recognised
+
+
+class OpenAttempts:
+    """Attempts that are neither committed nor dropped, in the order in which they were opened."""
+
+    def __init__(self, context: Context, *, progress: SessionProgress, times: SaveTimes) -> None:
+        self._context, self._progress, self._times = context, progress, times
+        self._attempts: dict[str, Attempt] = {}
+        self._dropped: deque[str] = deque(maxlen=MAX_DROPPED)
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def __iter__(self) -> Iterator[Attempt]:
+        """Iterate over the attempts that are open now; they may be committed or dropped on the way."""
+        return iter(list(self._attempts.values()))
+
+    def get(self, attempt: str) -> Attempt | None:
+        return self._attempts.get(attempt)
+
+    def is_open(self, attempt: str) -> bool:
+        """Return True while an attempt is being stored, or its commit is on its way."""
+        return attempt in self._attempts
+
+    def is_dropped(self, attempt: str) -> bool:
+        """Return True for an attempt that this coordinator has dropped."""
+        return attempt in self._dropped
+
+    def is_busy(self, for_s: float) -> bool:
+        """Return True if an attempt is open, and not for longer than that."""
+        return any(self._context.now_s - attempt.started_s < for_s for attempt in self._attempts.values())
+
+    def has_step(self, step: int) -> bool:
+        """Return True if an attempt at that step is open."""
+        return any(attempt.id.step == step for attempt in self._attempts.values())
+
+    def open_at(self, step: int) -> str | None:
+        """Return the newest open attempt at that step, if there is one."""
+        return next((name for name, a in reversed(self._attempts.items()) if a.id.step == step), None)
+
+    # -- opening -------------------------------------------------------------------------------------
+
+    def may_open(self, attempt: AttemptId) -> bool:
+        """Return True for an attempt of the session at work that is neither committed nor dropped."""
+        plan, name = self._context.plan, attempt.attempt
+        if plan is None or not plan.has(attempt):
+            return False
+        return name not in self._context.history.checkpoints and name not in self._dropped
+
+    def find(self, attempt: AttemptId) -> Attempt | None:
+        """Return an attempt, opened now if it is new; None if it may not be open."""
+        if not self.may_open(attempt):
+            return None
+        plan = self._context.plan
+        assert plan is not None
+        if attempt.attempt not in self._attempts:
+            self.add(Attempt(id=attempt, nodes=plan.nodes, started_s=self._context.now_s))
+        return self._attempts[attempt.attempt]
+
+    def add(self, attempt: Attempt) -> None:
+        self._attempts[attempt.id.attempt] = attempt
+
+    def is_unknown(self, attempt: AttemptId) -> bool:
+        """Return True for an attempt of this run that is not open, not dropped and not in the log."""
+        name, history = attempt.attempt, self._context.history
+        known = name in self._attempts or name in self._dropped or name in history.checkpoints
+        return attempt.run_uid == history.run_uid and not known
+
+    def bound(self) -> Iterator[m.Effect]:
+        """Commit the newest complete attempt as it is if too many are open; drop one if none is complete.
+
+        The commit drops the older attempts, and copies that arrive later promote it.
+        """
+        while len(waiting := [a for a in self if not a.is_committing]) > MAX_OPEN_ATTEMPTS:
+            complete = [a for a in waiting if a.is_local and not self._is_overtaken(a)]
+            if complete:
+                yield from self.commit(max(complete, key=lambda a: a.id.step))
+            else:
+                oldest = min(waiting, key=lambda a: a.id.step)
+                error = Unavailable(f"Step {oldest.id.step} was overtaken by newer saves.")
+                yield from self.drop(oldest, error)
+
+    # -- commits -------------------------------------------------------------------------------------
+
+    def try_commit(self, attempt: Attempt) -> Iterator[m.Effect]:
+        """Commit an attempt that has all its copies, or has waited for them long enough."""
+        is_late = self._context.now_s - attempt.started_s > self._context.options.goal_timeout_s
+        if attempt.state == "copying" and (attempt.is_ready or is_late):
+            yield from self.commit(attempt)
+
+    def commit(self, attempt: Attempt) -> Iterator[m.Effect]:
+        """Queue the commit record, at the level reached; drop an attempt that must not be committed."""
+        copies = self._num_copies(attempt)
+        if (error := self._objection(attempt, copies)) is not None:
+            yield from self.drop(attempt, error)
+            return
+        attempt.change("queued")
+        attempt.commit_s = self._context.now_s
+        facts = attempt.facts()
+        self._context.ledger.append(
+            r.Commit(
+                session=attempt.id.session,
+                step=attempt.id.step,
+                attempt=attempt.id.attempt,
+                level=Level.REPLICATED if copies else Level.LOCAL,
+                replicas=copies,
+                world_size=sum(len(n.ranks) for n in attempt.nodes),
+                num_nodes=len(attempt.nodes),
+                size_bytes=attempt.size_bytes(),
+                root_digest=attempt.root(),
+                metrics=attempt.metrics(),
+                mesh=facts.mesh or None,
+                stall_s=facts.stall_s,
+                capture_s=facts.capture_s,
+                local_s=facts.local_s,
+                replicate_s=self._context.now_s - attempt.stored_s,
+            )
+        )
+
+    def _objection(self, attempt: Attempt, copies: int) -> CheckpointError | None:
+        """Return the error that forbids the commit of an attempt with these copies, if there is one."""
+        step = attempt.id.step
+        if counts := attempt.counts():
+            return CollectiveError(
+                f"Step {step} is not the same step on all ranks. Steps counted since the restore: {counts}.",
+                hint="Count completed optimizer steps over the whole run, alike on every rank, and give each "
+                "of them to step, due or save.",
+                step=step,
+            )
+        if attempt.disagrees:
+            return CollectiveError(
+                f"Step {step}: the ranks do not hold the same parameters outside their shards.",
+                hint="Register the same items on every rank. Parameters that differ between ranks must be "
+                "DTensors with a placement (fully_shard, parallelize_module), or one copy would be kept.",
+                step=step,
+            )
+        if self._is_overtaken(attempt):
+            return _overtaken(step)
+        return _on_no_node(step) if copies < 0 else None
+
+    def _num_copies(self, attempt: Attempt) -> int:
+        return self._context.holders.num_copies(attempt.id.attempt, len(attempt.nodes))
+
+    def _is_overtaken(self, attempt: Attempt) -> bool:
+        """Return True if a newer step of the session is committed or being committed."""
+        step, session = attempt.id.step, (attempt.id.epoch, attempt.id.session)
+        newer = [a.id for a in self._attempts.values() if a.is_committing]
+        newer += [c.id for c in self._context.history.live()]
+        return any((a.epoch, a.session) == session and a.step > step for a in newer)
+
+    def committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
+        """Notify the nodes of a commit that is in the log, and drop older attempts that are still open."""
+        attempt = self._attempts.pop(checkpoint.id.attempt)
+        attempt.change("logged")
+        self._progress.attempt_ended(attempt.id)
+        self._times.committed(attempt, checkpoint)
+        nodes = tuple(n.node_id for n in attempt.nodes)
+        yield self.outcome(checkpoint.id, checkpoint.level, None, nodes)
+        self.promote_copies(checkpoint)
+        for older in self:
+            is_same = (older.id.epoch, older.id.session) == (checkpoint.id.epoch, checkpoint.id.session)
+            if is_same and older.id.step < checkpoint.step and not older.is_committing:
+                yield from self.drop(older, _overtaken(older.id.step))
+
+    def promote_copies(self, checkpoint: CheckpointInfo) -> None:
+        """Record copies that arrived after the commit."""
+        context, name = self._context, checkpoint.id.attempt
+        copies = min(context.holders.num_copies(name, checkpoint.num_nodes), context.options.replicas)
+        if copies > checkpoint.replicas and checkpoint.level < Level.DURABLE:
+            op = r.Promote(attempt=name, level=Level.REPLICATED, replicas=copies)
+            if op not in context.ledger.pending:
+                context.ledger.append(op)
+
+    def reconsider(self, attempt: Attempt) -> Iterator[m.Effect]:
+        """Correct a commit that waits for the store after a node has died: it must be true when sent."""
+        queue = self._context.ledger.waiting()
+        op = next((q for q in queue if isinstance(q, r.Commit) and q.attempt == attempt.id.attempt), None)
+        if op is None:
+            return  # on its way already
+        copies = self._num_copies(attempt)
+        is_built_on = any(isinstance(q, r.Session) and q.resumed_from == op.attempt for q in queue)
+        if copies < 0 and not is_built_on:
+            yield from self._withdraw(op, _on_no_node(op.step))
+        elif copies < op.replicas:
+            copies = max(copies, 0)
+            level = Level.REPLICATED if copies else Level.LOCAL
+            self._context.ledger.amend(op, replace(op, level=level, replicas=copies))
+
+    def drop_excess(self) -> Iterator[m.Effect]:
+        """Keep the newest commits that wait for a silent store; drop the others."""
+        queue = self._context.ledger.waiting()
+        built_on = {op.resumed_from for op in queue if isinstance(op, r.Session)}
+        waiting = [op for op in queue if isinstance(op, r.Commit) and op.attempt not in built_on]
+        for op in waiting[:-MAX_WAITING_COMMITS]:
+            error = Unavailable(f"Step {op.step}: the storage path did not take its commit record.")
+            yield from self._withdraw(op, error)
+
+    def _withdraw(self, op: r.Commit, error: CheckpointError) -> Iterator[m.Effect]:
+        self._context.ledger.withdraw(op)
+        self._attempts[op.attempt].change("withdrawn")
+        yield from self.drop(self._attempts[op.attempt], error)
+
+    # -- drops ---------------------------------------------------------------------------------------
+
+    def drop(self, attempt: Attempt, error: CheckpointError) -> Iterator[m.Effect]:
+        """Give an attempt up; its nodes delete the files that they have of it."""
+        context, name = self._context, attempt.id.attempt
+        attempt.change("dropped")
+        nodes = {n.node_id for n in attempt.nodes} | context.holders.may_have(name)
+        nodes = nodes.union(*(n.holders for n in attempt.nodes)) & context.holders.live
+        self._attempts.pop(name, None)
+        self._progress.attempt_ended(attempt.id)
+        context.holders.forget(name)
+        self._progress.captures.forget(name)
+        self._dropped.append(name)
+        context.measure(telemetry.SAVES, outcome="dropped")
+        context.measure(telemetry.FAILURES, cause="save")
+        yield m.Warn(text=f"Step {attempt.id.step} was not saved: {error}")
+        yield self.outcome(attempt.id, None, error, tuple(sorted(nodes)))
+
+    def drop_unopened(
+        self, attempt: AttemptId, error: CheckpointError, nodes: tuple[str, ...]
+    ) -> m.NotifyOutcome:
+        """Give up an attempt that was never open here, or not any more."""
+        self._dropped.append(attempt.attempt)
+        return self.outcome(attempt, None, error, nodes)
+
+    def drop_if_lost(self, attempt: Attempt, lost: frozenset[str]) -> Iterator[m.Effect]:
+        """Drop an attempt that cannot be complete without these nodes."""
+        gone = {n.node_id for n in attempt.nodes if n.node_index not in attempt.stored} & lost
+        if gone or (attempt.is_local and self._num_copies(attempt) < 0):
+            error = Unavailable(f"Node(s) {names_of(gone or lost)} died during the save.")
+            yield from self.drop(attempt, error)
+
+    def outcome(
+        self, attempt: AttemptId, level: Level | None, error: CheckpointError | None, nodes: tuple[str, ...]
+    ) -> m.NotifyOutcome:
+        epoch = self._context.ledger.epoch
+        return m.NotifyOutcome(attempt=attempt, level=level, error=error, nodes=nodes, epoch=epoch)
+
+
+def _overtaken(step: int) -> Unavailable:
+    return Unavailable(f"Step {step} was overtaken by a newer save.")
+
+
+def _on_no_node(step: int) -> Unavailable:
+    return Unavailable(f"Step {step}: a part of it is on no live node.")

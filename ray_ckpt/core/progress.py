@@ -1,0 +1,151 @@
+"""Progress of the session at work: the last report of each rank, and the attempts that have ended.
+
+This is the only record of it. It starts anew with each session.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.captures import Captures
+from ray_ckpt.core.context import Context
+from ray_ckpt.core.values import RankProgress, SessionKey
+from ray_ckpt.types import AttemptId
+
+FRESH_PROGRESS_S = 10.0  # ranks report once a second; older reports prove nothing
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """The last report of a rank, and when it came (monotonic)."""
+
+    progress: RankProgress
+    at_s: float
+
+
+class SessionProgress:
+    """Reports of the ranks of one session. A session that follows begins without any."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._begin((0, 0))
+
+    def _begin(self, session_key: SessionKey) -> None:
+        self._session_key = session_key
+        self._reports: dict[int, RankReport] = {}
+        self._saved_before: set[int] = set()  # ranks that took part in a save
+        self._captures = Captures()
+        self._idle_since_s: dict[int, float] = {}  # idle ranks that others wait for
+        self._ended_step = 0
+        self._num_ended = self._num_skipped = 0
+
+    def _enter(self) -> None:
+        plan = self._context.plan
+        session_key = plan.session_key if plan is not None else (0, 0)
+        if session_key != self._session_key:
+            self._begin(session_key)
+
+    # -- reports -------------------------------------------------------------------------------------
+
+    def progressed(self, event: m.RanksProgressed, may_open: Callable[[AttemptId], bool]) -> bool:
+        """Note a report; return False if it is of another session. `may_open`: as of `OpenAttempts`."""
+        self._enter()
+        plan, now_s = self._context.plan, self._context.now_s
+        if plan is None or event.session_key != plan.session_key:
+            return False
+        self._reports |= {rank: RankReport(progress, now_s) for rank, progress in event.ranks.items()}
+        captured = [found for found in event.captured if may_open(found.attempt)]
+        self._captures.reported(captured, event.ranks, now_s)
+        self._saved_before |= {rank for found in captured for rank in found.ranks}
+        return True
+
+    def took_part(self, ranks: Iterable[int]) -> None:
+        """Note that ranks have saved in this session, or refused to."""
+        self._enter()
+        self._saved_before.update(ranks)
+
+    def attempt_ended(self, attempt: AttemptId) -> None:
+        """Note that an attempt was committed or dropped."""
+        self._enter()
+        if (attempt.epoch, attempt.session) == self._session_key:
+            self._ended_step = max(self._ended_step, attempt.step)
+            self._num_ended += 1
+
+    def attempt_skipped(self) -> tuple[int, int]:
+        """Count an attempt that a rank skipped. Return the number of these, and of all that ended."""
+        self._num_skipped += 1
+        return self._num_skipped, self._num_ended
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    @property
+    def captures(self) -> Captures:
+        """Attempts that only some ranks have captured."""
+        self._enter()
+        return self._captures
+
+    @property
+    def ended_step(self) -> int:
+        """The highest step whose attempt was committed or dropped; 0: none."""
+        self._enter()
+        return self._ended_step
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that a rank has reported, 0 if none has."""
+        return max((report.progress.step for report in self.reports().values()), default=0)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a step took recently; 0 if no rank has reported it."""
+        times_s = [r.progress.step_s for r in self.reports().values() if r.progress.step_s > 0]
+        return statistics.median(times_s) if times_s else 0.0
+
+    def reports(self) -> dict[int, RankReport]:
+        """Return the last report of each rank."""
+        self._enter()
+        return self._reports
+
+    def by_rank(self) -> dict[int, RankProgress]:
+        """Return the progress of each rank by its last report."""
+        return {rank: report.progress for rank, report in self.reports().items()}
+
+    def num_saved(self) -> Counter[int]:
+        """Return the number of ranks whose last save was at each step."""
+        return Counter(report.progress.saved_step for report in self.reports().values())
+
+    # -- one rank ------------------------------------------------------------------------------------
+
+    def has_saved(self, rank: int, step: int) -> bool:
+        """Return True if the rank reports that save; it may still be on its way to its node's disk."""
+        report = self._reports.get(rank)
+        return report is not None and report.progress.saved_step == step and self._takes_part(rank, report)
+
+    def is_idle(self, rank: int) -> bool:
+        """Return True if a rank that lives has neither saved nor completed a step in this session."""
+        report = self._reports.get(rank)
+        if report is None or self._context.now_s - report.at_s > FRESH_PROGRESS_S:
+            return False
+        is_at_start = report.progress.step == report.progress.saved_step
+        return is_at_start and not self._takes_part(rank, report)
+
+    def note_idle(self, since_s: Mapping[int, float]) -> None:
+        """Replace the idle ranks that others wait for, each with the time since when."""
+        known_s, now_s = self._idle_since_s, self._context.now_s
+        self._idle_since_s = {k: min(known_s.get(k, now_s), at_s) for k, at_s in since_s.items()}
+
+    def idle_s(self, rank: int) -> float:
+        """Return for how many seconds others have waited for an idle rank."""
+        return self._context.now_s - self._idle_since_s.get(rank, self._context.now_s)
+
+    def has_passed(self, rank: int, step: int) -> bool:
+        """Return True if a rank will never capture a step, by its last report."""
+        report = self._reports.get(rank)
+        return report is not None and self._captures.has_passed(report.progress, step)
+
+    def _takes_part(self, rank: int, report: RankReport) -> bool:
+        return rank in self._saved_before or report.progress.saved_before is not None
