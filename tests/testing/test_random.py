@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 
@@ -17,18 +18,28 @@ from ray_ckpt.testing.schedules import NUM_EVENTS, play
 
 SOAK_S = float(os.environ.get("RAY_CKPT_SOAK_S", "60"))
 NUM_SCHEDULES = 300  # more: python -m ray_ckpt.testing --seeds 300:20000
+QUICK_SCHEDULES = 150  # the other seeds are slow tests
 CHUNK = 50  # schedules of one test
 NUM_SILENCES = 40  # more: python -m ray_ckpt.testing --silences 40:2000
+QUICK_SILENCES = 20
 CHUNK_OF_SILENCES = 20
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, CHUNK))
+def chunks(num_seeds: int, num_quick: int, chunk: int) -> list[Any]:
+    """Return the first seed of each chunk; those after the quick ones are slow."""
+    return [
+        pytest.param(first, marks=pytest.mark.slow if first >= num_quick else ())
+        for first in range(0, num_seeds, chunk)
+    ]
+
+
+@pytest.mark.parametrize("first", chunks(NUM_SCHEDULES, QUICK_SCHEDULES, CHUNK))
 def test_the_promises_hold_under_any_schedule(first: int) -> None:
     for seed in range(first, first + CHUNK):
         assert play(seed).events.total() == NUM_EVENTS
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SILENCES, CHUNK_OF_SILENCES))
+@pytest.mark.parametrize("first", chunks(NUM_SILENCES, QUICK_SILENCES, CHUNK_OF_SILENCES))
 def test_commits_go_on_while_links_are_silent(first: int) -> None:
     """And copies are complete soon after; see `ray_ckpt.testing.silences`."""
     for seed in range(first, first + CHUNK_OF_SILENCES):
