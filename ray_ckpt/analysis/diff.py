@@ -13,28 +13,26 @@ differences of integers exactly.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, dataclass, fields
-from functools import lru_cache
 from itertools import islice, product
 from math import prod
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from ray_ckpt.analysis.diff_numbers import Array, ElementSums
+from ray_ckpt.analysis.diff_values import ValueDiff, value_diffs
 from ray_ckpt.catalog.catalog import CheckpointView
 from ray_ckpt.catalog.lazy_tensor import matching_tensors
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.format.shard import ITEMSIZE
-from ray_ckpt.format.short import ShortRepr
-from ray_ckpt.format.tree import TensorRef, decode_state, encode_tree
+from ray_ckpt.format.tree import decode_state
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import plan_restore
 from ray_ckpt.storage.checkpoint_files import CheckpointFile
@@ -46,14 +44,10 @@ TENSORS_AT_A_TIME = 4  # by a thread each: answers come late
 CHUNK_ELEMENTS = 256 << 10  # as float64 at a time: 2 MiB, which a cache holds
 READ_TRIES = 2  # a connection may break in the middle of an answer; requests by themselves are repeated below
 MAX_VALUES = 1000  # that differ, of one comparison: more are read by nobody
-MAX_SEQUENCE = 16  # elements of a list that are compared one by one; a longer one is one value
-MAX_VALUE_CHARS = 60  # of a value that is shown
-DIGEST_CHARS = 8  # of two values that only their digests tell apart
 
 _DAMAGED = "`ray-ckpt verify` shows all damage."
 
 Status: TypeAlias = Literal["equal", "changed", "dtype", "shape", "only_a", "only_b", "damaged"]
-Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +83,6 @@ class TensorDiff:
     def is_finite(self) -> bool:
         """Whether neither side is known to have a NaN or an infinity."""
         return not any((self.nan_a, self.nan_b, self.inf_a, self.inf_b))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueDiff:
-    """A plain value of rank 0's state that differs, shortened for people; None: not there."""
-
-    name: str
-    a: str | None
-    b: str | None
 
 
 def compare(
@@ -159,7 +144,7 @@ class Comparison:
 
     def values(self) -> tuple[ValueDiff, ...]:
         """The plain values of rank 0 that differ, at most MAX_VALUES. CorruptionError if they are damaged."""
-        found = _value_diffs(self._a.state(), self._b.state(), "")
+        found = value_diffs(self._a.state(), self._b.state(), "")
         return tuple(islice(found, MAX_VALUES))
 
     def _compare(self, name: str, stopped: threading.Event) -> TensorDiff:
@@ -445,9 +430,9 @@ def _bands(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
             yield (*lead, start, *(0 for _ in rest)), (*(1 for _ in lead), count, *rest)
 
 
-def _compare_bands(a: _Tensor, b: _Tensor, stopped: threading.Event) -> _Sums:
+def _compare_bands(a: _Tensor, b: _Tensor, stopped: threading.Event) -> ElementSums:
     """CorruptionError, OSError or EOFError if a side is damaged."""
-    of_a, of_b, sums = _Bands(a), _Bands(b), _Sums(a.dtype, b.dtype)
+    of_a, of_b, sums = _Bands(a), _Bands(b), ElementSums(a.dtype, b.dtype)
     for band in _bands(a.shape or (1,), max(a.itemsize, b.itemsize)):
         bits_a, bits_b = of_a.read(band), of_b.read(band)
         for start in range(0, bits_a.size, CHUNK_ELEMENTS):
@@ -457,216 +442,3 @@ def _compare_bands(a: _Tensor, b: _Tensor, stopped: threading.Event) -> _Sums:
         if stopped.is_set():
             break
     return sums
-
-
-# Numbers
-
-
-_NUMPY = {"F": "f", "C": "c", "I": "i", "U": "u"}  # kinds of dtypes of safetensors
-_F8 = {
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}
-
-
-def _numbers(bits: Array, dtype: str) -> Array:
-    """Elements as int64, uint64, float64 or complex128, exactly."""
-    if dtype == "BOOL":
-        return np.not_equal(bits, 0).astype(np.int64)
-    if dtype == "BF16":  # the upper half of a float32
-        upper: Array = bits.astype(np.uint32) << 16
-        return upper.view(np.float32).astype(np.float64)
-    if dtype in _F8:
-        values: Array = _f8_values(dtype)[bits]
-        return values
-    found: Array = bits.view(f"{_NUMPY[dtype[0]]}{bits.itemsize}")
-    if dtype == "U64":
-        return found
-    wide = {"f": np.float64, "c": np.complex128, "i": np.int64, "u": np.int64}[found.dtype.kind]
-    return found.astype(wide)
-
-
-@lru_cache
-def _f8_values(dtype: str) -> npt.NDArray[np.float64]:
-    """The value of each byte, by torch, which is loaded only here."""
-    import torch
-
-    every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    values: npt.NDArray[np.float64] = every.view(getattr(torch, _F8[dtype])).to(torch.float64).numpy()
-    return values
-
-
-class _Sums:
-    """What is known of the elements that were compared so far."""
-
-    def __init__(self, dtype_a: str, dtype_b: str) -> None:
-        self._dtypes = dtype_a, dtype_b
-        self.num_different = 0
-        self._norms = {"a": 0.0, "b": 0.0, "diff": 0.0, "both_a": 0.0, "both_b": 0.0}
-        self._max_abs = self._dot = 0.0
-        self._nan, self._inf = [0, 0], [0, 0]
-
-    def add(self, bits_a: Array, bits_b: Array) -> None:
-        """The next elements of both, as unsigned integers of their size."""
-        a, b = _numbers(bits_a, self._dtypes[0]), _numbers(bits_b, self._dtypes[1])
-        if self._dtypes[0] == self._dtypes[1]:
-            different = bits_a != bits_b
-        else:
-            different = (a != b) & ~(np.isnan(a) & np.isnan(b))
-        self.num_different += int(np.count_nonzero(different))
-        if a.dtype == b.dtype and a.dtype.kind in "iu":
-            # The difference of two integers as an unsigned one is exact, although the subtraction may wrap.
-            gap = np.where(a > b, a - b, b - a).view(np.uint64).astype(np.float64)
-            self._add_both(a.astype(np.float64), b.astype(np.float64), gap)
-            return
-        kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
-        a, b = a.astype(kind, copy=False), b.astype(kind, copy=False)
-        finite_a, finite_b = self._count(0, a), self._count(1, b)
-        both = finite_a & finite_b
-        if both.all():
-            self._add_both(a, b, _gap(a, b))
-            return
-        self._add_norm("a", a[finite_a])
-        self._add_norm("b", b[finite_b])
-        a, b = a[both], b[both]
-        self._add_compared(a, b, _gap(a, b))
-
-    def numbers(self) -> dict[str, Any]:
-        """The fields of a TensorDiff."""
-        norms = self._norms
-        size, gap = norms["a"], norms["diff"]
-        return {
-            "num_different": self.num_different,
-            "norm_a": size,
-            "norm_b": norms["b"],
-            "norm_diff": gap,
-            "relative": gap / size if size else math.inf if gap else 0.0,
-            "max_abs": self._max_abs,
-            "cosine": self._cosine(),
-            "nan_a": self._nan[0],
-            "nan_b": self._nan[1],
-            "inf_a": self._inf[0],
-            "inf_b": self._inf[1],
-        }
-
-    def _cosine(self) -> float | None:
-        a, b = self._norms["both_a"], self._norms["both_b"]
-        if not (a and b and math.isfinite(self._dot)):
-            return None
-        found = self._dot / a / b
-        return max(-1.0, min(1.0, found)) if math.isfinite(found) else None
-
-    def _count(self, side: int, values: Array) -> npt.NDArray[np.bool_]:
-        """Which elements are finite; the others are counted."""
-        finite: npt.NDArray[np.bool_] = np.isfinite(values)
-        if not finite.all():
-            nan = int(np.count_nonzero(np.isnan(values)))
-            self._nan[side] += nan
-            self._inf[side] += int(np.count_nonzero(~finite)) - nan
-        return finite
-
-    def _add_both(self, a: Array, b: Array, gap: Array) -> None:
-        self._add_norm("a", a)
-        self._add_norm("b", b)
-        self._add_compared(a, b, gap)
-
-    def _add_compared(self, a: Array, b: Array, gap: Array) -> None:
-        if not gap.size:
-            return
-        self._add_norm("both_a", a)
-        self._add_norm("both_b", b)
-        self._add_norm("diff", gap)
-        self._max_abs = max(self._max_abs, float(gap.max()))
-        with np.errstate(over="ignore", invalid="ignore"):
-            self._dot += float(np.dot(a.view(np.float64), b.view(np.float64)))
-
-    def _add_norm(self, name: str, values: Array) -> None:
-        self._norms[name] = math.hypot(self._norms[name], _norm(values.view(np.float64)))
-
-
-def _gap(a: Array, b: Array) -> Array:
-    with np.errstate(over="ignore"):
-        found: Array = np.abs(b - a)
-    return found
-
-
-def _norm(values: npt.NDArray[np.float64]) -> float:
-    """L2, also where the squares are no float64 any more."""
-    with np.errstate(over="ignore", under="ignore"):
-        square = float(np.dot(values, values))
-    if 1e-280 < square < math.inf or not values.size:
-        return math.sqrt(square)
-    largest = float(np.abs(values).max())
-    if not largest or math.isinf(largest):
-        return largest
-    scaled = values / largest
-    return largest * math.sqrt(float(np.dot(scaled, scaled)))
-
-
-# Values
-
-
-_GONE = object()
-_SHORT = ShortRepr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = MAX_VALUE_CHARS
-
-
-def _value_diffs(a: Any, b: Any, path: str) -> Iterator[ValueDiff]:
-    """The values that differ below `path`, tensors aside."""
-    if isinstance(a, TensorRef) and isinstance(b, TensorRef):
-        return
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in dict.fromkeys((*a, *b)):
-            text = key if isinstance(key, str) else f"[{_SHORT.repr(key)}]"
-            below = f"{path}.{text}" if path and isinstance(key, str) else f"{path}{text}"
-            yield from _value_diffs(a.get(key, _GONE), b.get(key, _GONE), below)
-    elif type(a) is type(b) and isinstance(a, list | tuple) and _is_short(a) and _is_short(b):
-        for index in range(max(len(a), len(b))):
-            one, other = (side[index] if index < len(side) else _GONE for side in (a, b))
-            yield from _value_diffs(one, other, f"{path}[{index}]")
-    elif not _is_same(a, b):
-        text_a, text_b = _shown_apart(a, b)
-        yield ValueDiff(name=path, a=text_a, b=text_b)
-
-
-def _is_short(values: Sequence[Any]) -> bool:
-    """Whether each is compared by itself; a longer list of plain values, such as a random state, is one."""
-    return len(values) <= MAX_SEQUENCE or any(isinstance(v, dict | list | tuple) for v in values)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, np.ndarray):
-        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_is_same, a, b))
-    return bool(a == b) or (a != a and b != b)
-
-
-def _shown(value: Any) -> str | None:
-    if value is _GONE:
-        return None
-    text = f"tensor {value.key}" if isinstance(value, TensorRef) else _SHORT.repr(value)
-    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
-
-
-def _shown_apart(a: Any, b: Any) -> tuple[str | None, str | None]:
-    """Two values that differ; if they look the same when shortened, with the first place that does not."""
-    text_a, text_b = _shown(a), _shown(b)
-    if text_a != text_b:
-        return text_a, text_b
-    if not isinstance(a, list | tuple | str | bytes):
-        return f"{text_a} (digest {_digest_of(a)})", f"{text_b} (digest {_digest_of(b)})"
-    if len(a) != len(b):
-        return f"{text_a} ({len(a)} long)", f"{text_b} ({len(b)} long)"
-    at = next(k for k, pair in enumerate(zip(a, b, strict=True)) if not _is_same(*pair))
-    part_a, part_b = _shown_apart(a[at], b[at])
-    return f"{text_a} ([{at}]: {part_a})", f"{text_b} ([{at}]: {part_b})"
-
-
-def _digest_of(value: Any) -> str:
-    return digest(encode_tree(value))[:DIGEST_CHARS]

@@ -48,21 +48,27 @@ is measured has equal ones. The estimates of goodput and of all causes of badput
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from ray_ckpt.types import END_CAUSES, CheckpointInfo, EndCause, SessionEnd, SessionInfo
+from ray_ckpt.analysis.session_history import (
+    Commit,
+    SessionHistory,
+    StepRate,
+    ratio,
+    session_histories,
+    step_rate,
+)
+from ray_ckpt.types import END_CAUSES, CheckpointInfo, EndCause, SessionInfo
 
 __all__ = [
     "Goodput",
     "Interruption",
-    "Progress",
     "Seconds",
-    "Tenure",
+    "SessionSpan",
+    "StepsOverTime",
     "estimate_goodput",
     "measure_goodput",
 ]
@@ -115,8 +121,6 @@ COLOURS: Mapping[str, str] = {
 """Of each part in pictures, one for each: those of Okabe and Ito, which the colour-blind tell apart, and
 greys for being down."""
 
-CLOCK_SLACK_S = 1.0  # by which clocks of coordinators may differ; what they tell is no finer
-
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
@@ -156,7 +160,7 @@ class Interruption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class StepsOverTime:
     """A moment that the log knows: `step` steps were done at Unix time `time_s`. `survived`: see Goodput."""
 
     session: int
@@ -166,7 +170,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenure:
+class SessionSpan:
     """The time of a session as moments, Unix times in their order; `measured` as opposed to estimated.
 
     It opened, restored, had its state, began its first step, had done the last step that survived, and the
@@ -206,8 +210,8 @@ class Goodput:
     step_s: float | None
     clock_back_s: float
     interruptions: Sequence[Interruption]
-    progress: Sequence[Progress]
-    tenures: Sequence[Tenure]
+    progress: Sequence[StepsOverTime]
+    spans: Sequence[SessionSpan]
     measured_s: float = 0.0
     not_counted_s: float = 0.0
 
@@ -226,69 +230,6 @@ class Goodput:
         return Seconds(*(time_s / self.wall_s for time_s in (p.low, p.estimate, p.high)))
 
 
-class _Commit(NamedTuple):
-    """`lag_s`: by what the commit came after its step; `stall_s`: how long the save held up training."""
-
-    time_s: float
-    step: int
-    lag_s: float | None
-    stall_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tenure:
-    """A session with its commits, times and steps in order. `kept`: how many commits are on the lineage.
-
-    `cause` is that of its end; of a rollback's that of the session before. `is_jumpy`: a clock jumped.
-    """
-
-    session: int
-    opened_s: float
-    restored_s: float | None
-    restore_s: float | None  # how long that took
-    ended_s: float
-    first_step: int
-    commits: tuple[_Commit, ...]
-    kept: int
-    end: SessionEnd | None
-    cause: EndCause | None
-    is_rollback: bool
-    is_jumpy: bool
-
-    @property
-    def ready_s(self) -> float:
-        """When all ranks had their state."""
-        return self.opened_s if self.restored_s is None else self.restored_s
-
-    @property
-    def restoring_s(self) -> float:
-        """When the slowest rank began to restore, as far as that is known."""
-        return max(self.opened_s, self.ready_s - (self.restore_s or 0.0))
-
-    @property
-    def last_step(self) -> int:
-        return self.commits[-1].step if self.commits else self.first_step
-
-    @property
-    def last_s(self) -> float:
-        return self.commits[-1].time_s if self.commits else self.opened_s
-
-    @property
-    def span(self) -> tuple[float, int]:
-        """Seconds and steps between its commits."""
-        if not self.commits:
-            return 0.0, 0
-        return self.last_s - self.commits[0].time_s, self.last_step - self.commits[0].step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pace:
-    """Of the run, between commits: seconds per step and per save; None where nothing was measured."""
-
-    step_s: float | None
-    interval_s: float | None
-
-
 _BEFORE_STEPS = ("group_start", "restore", "startup")  # of a session, by the names of causes
 _Parts: TypeAlias = Mapping[str, Seconds]  # of the time of one session: productive, and causes of badput
 
@@ -297,310 +238,178 @@ def estimate_goodput(sessions: Sequence[SessionInfo], checkpoints: Iterable[Chec
     """The goodput of a run by its sessions and all its checkpoints, whatever has become of them, both in log
     order. Takes time and memory by the number of them.
     """
-    tenures, clock_back_s = _tenures(sessions, {c.id.attempt: c for c in checkpoints})
-    pace = _pace(tenures)
-    parts = [_estimated(t, t.opened_s, pace) for t in tenures]
-    times = [_estimated_times(t, t.opened_s, part) for t, part in zip(tenures, parts, strict=True)]
-    return _goodput(tenures, parts, times, CAUSES, pace, clock_back_s)
+    histories, clock_back_s = session_histories(sessions, {c.id.attempt: c for c in checkpoints})
+    pace = step_rate(histories)
+    parts = [_estimated(t, t.opened_s, pace) for t in histories]
+    times = [_estimated_times(t, t.opened_s, part) for t, part in zip(histories, parts, strict=True)]
+    return _goodput(histories, parts, times, CAUSES, pace, clock_back_s)
 
 
 def measure_goodput(sessions: Sequence[SessionInfo], checkpoints: Iterable[CheckpointInfo]) -> Goodput:
     """As `estimate_goodput`, with what sessions have told of their restores, steps and ends."""
-    tenures, clock_back_s = _tenures(sessions, {c.id.attempt: c for c in checkpoints})
-    pace = _pace(tenures)
-    found_of = [_told(tenure) or _partly_told(tenure, pace) for tenure in tenures]
+    histories, clock_back_s = session_histories(sessions, {c.id.attempt: c for c in checkpoints})
+    pace = step_rate(histories)
+    found_of = [_told(history) or _partly_told(history, pace) for history in histories]
     parts, times = [part for part, _, _ in found_of], [time for _, time, _ in found_of]
-    found = _goodput(tenures, parts, times, MEASURED_CAUSES, pace, clock_back_s)
-    sure = [t.measured and not tenure.is_jumpy for tenure, t in zip(tenures, times, strict=True)]
+    found = _goodput(histories, parts, times, MEASURED_CAUSES, pace, clock_back_s)
+    sure = [t.measured and not history.is_jumpy for history, t in zip(histories, times, strict=True)]
     steps = sum(t.last_step - t.first_step for t in compress(times, sure))
     trained_s = sum(t.last_s - t.first_s for t in compress(times, sure))
     stalled_s = sum(part.get("stalls", ZERO).estimate for part in compress(parts, sure))
     return replace(
         found,
-        step_s=_ratio(trained_s - stalled_s, steps) or found.step_s,
+        step_s=ratio(trained_s - stalled_s, steps) or found.step_s,
         measured_s=sum(
-            known_s for tenure, (_, _, known_s) in zip(tenures, found_of, strict=True) if not tenure.is_jumpy
+            known_s
+            for history, (_, _, known_s) in zip(histories, found_of, strict=True)
+            if not history.is_jumpy
         ),
-        tenures=[replace(t, measured=is_sure) for t, is_sure in zip(times, sure, strict=True)],
+        spans=[replace(t, measured=is_sure) for t, is_sure in zip(times, sure, strict=True)],
     )
 
 
 def _goodput(
-    tenures: Sequence[_Tenure],
+    histories: Sequence[SessionHistory],
     parts: Sequence[_Parts],
-    times: Sequence[Tenure],
+    times: Sequence[SessionSpan],
     causes: Iterable[str],
-    pace: _Pace,
+    pace: StepRate,
     clock_back_s: float,
 ) -> Goodput:
-    whole = list(zip(tenures, parts, times, strict=True))
-    idle_s = sum(new.opened_s - old.ended_s for old, new in pairwise(tenures))
+    whole = list(zip(histories, parts, times, strict=True))
+    idle_s = sum(new.opened_s - old.ended_s for old, new in pairwise(histories))
     return Goodput(
-        wall_s=tenures[-1].ended_s - tenures[0].opened_s - idle_s if tenures else 0.0,
+        wall_s=histories[-1].ended_s - histories[0].opened_s - idle_s if histories else 0.0,
         productive=sum((part["productive"] for part in parts), ZERO),
         badput={cause: sum((part.get(cause, ZERO) for part in parts), ZERO) for cause in causes},
-        step=next((_kept_step(t) for t in reversed(tenures) if t.kept), 0),
-        steps_lost=sum(t.last_step - _kept_step(t) for t in tenures),
+        step=next((_kept_step(t) for t in reversed(histories) if t.kept), 0),
+        steps_lost=sum(t.last_step - _kept_step(t) for t in histories),
         step_s=pace.step_s,
         clock_back_s=clock_back_s,
         interruptions=[_interruption(*pair, pace) for pair in pairwise(whole)],
-        progress=[point for tenure, _, time in whole for point in _progress(tenure, time)],
-        tenures=times,
+        progress=[point for history, _, time in whole for point in _progress(history, time)],
+        spans=times,
         not_counted_s=idle_s,
-    )
-
-
-def _tenures(
-    sessions: Sequence[SessionInfo], known: Mapping[str, CheckpointInfo]
-) -> tuple[list[_Tenure], float]:
-    """Each session with its commits, and by how much the clock went back at most."""
-    commits: defaultdict[int, list[CheckpointInfo]] = defaultdict(list)
-    for checkpoint in known.values():
-        commits[checkpoint.id.session].append(checkpoint)
-    ends = _branch_points(sessions, known, commits)
-    told_s = list(_moments(sessions, commits))
-    in_order_s, back_s = _in_order(told_s)
-    moved = [abs(b - a) > CLOCK_SLACK_S for a, b in zip(told_s, in_order_s, strict=True)]
-    tenures: list[_Tenure] = []
-    at = 0  # of the session's first moment
-    cause: EndCause | None = None
-    for info in sessions:
-        own = commits[info.session]
-        has_restore = info.restored_at_s is not None
-        count = 1 + has_restore + len(own)
-        times_s = in_order_s[at : at + count]
-        opened_s, is_jumpy = times_s[0], any(moved[at : at + count + 1])  # with the opening of the next one
-        at += count
-        if tenures:
-            tenures[-1] = _until(tenures[-1], opened_s)
-        first = known[info.resumed_from].step if info.resumed_from else info.origin_step or 0
-        done = first
-        points: list[_Commit] = []
-        for checkpoint, time_s in zip(own, times_s[1 + has_restore :], strict=True):
-            done = max(done, checkpoint.step)
-            points.append(_Commit(time_s, done, save_s(checkpoint), checkpoint.stall_s))
-        last_at_s = info.ended.last_at_s if info.ended else None
-        if not info.is_rollback:
-            cause = info.ended.cause if info.ended else None
-        end = ends.get(info.session, -1)
-        tenures.append(
-            _Tenure(
-                session=info.session,
-                opened_s=opened_s,
-                restored_s=times_s[1] if has_restore else None,
-                restore_s=info.restore_s,
-                ended_s=max(times_s[-1], last_at_s or times_s[-1]),
-                first_step=first,
-                commits=tuple(points),
-                kept=sum(c.seq <= end for c in own),
-                end=info.ended,
-                cause=cause,
-                is_rollback=info.is_rollback,
-                is_jumpy=is_jumpy,
-            )
-        )
-    return tenures, back_s
-
-
-def _until(tenure: _Tenure, opened_s: float) -> _Tenure:
-    """It lasts until the next one opens; if it had finished, until the last thing that it did."""
-    is_over = tenure.cause == "finished"
-    return replace(tenure, ended_s=min(tenure.ended_s, opened_s) if is_over else opened_s)
-
-
-def _moments(
-    sessions: Sequence[SessionInfo], commits: Mapping[int, Sequence[CheckpointInfo]]
-) -> Iterable[float]:
-    """All that the log tells of its sessions, in its order: opening, restore and commits of each."""
-    for info in sessions:
-        yield info.opened_at_s
-        if info.restored_at_s is not None:
-            yield info.restored_at_s
-        yield from (checkpoint.committed_at_s for checkpoint in commits.get(info.session, ()))
-
-
-def _in_order(told_s: Sequence[float]) -> tuple[list[float], float]:
-    """Moments by a clock that never goes back, and by how much theirs did at most.
-
-    One that is ahead of the next two, where these are not before the one before it, was stamped by a clock
-    that was wrong: it is the next one's.
-    """
-    times_s: list[float] = []
-    back_s, newest_s = 0.0, -math.inf
-    for number, time_s in enumerate(told_s):
-        back_s, newest_s = max(back_s, newest_s - time_s), max(newest_s, time_s)
-        last_s, later_s = (times_s[-1] if times_s else -math.inf), told_s[number + 1 : number + 3]
-        if later_s and last_s <= min(later_s) and max(later_s) < time_s:
-            time_s = later_s[0]
-        times_s.append(max(last_s, time_s))
-    return times_s, back_s
-
-
-def save_s(info: CheckpointInfo) -> float | None:
-    """Seconds from a save's beginning, which is its step's end, to its commit; None if they are not known."""
-    if info.capture_s is None or info.local_s is None:
-        return None
-    return info.capture_s + info.local_s + (info.replicate_s or 0.0)
-
-
-def _branch_points(
-    sessions: Sequence[SessionInfo],
-    known: Mapping[str, CheckpointInfo],
-    commits: Mapping[int, Sequence[CheckpointInfo]],
-) -> dict[int, float]:
-    """The last session and its ancestors, each with its last record that the newest state comes from.
-
-    -1 for those behind it of which nothing is left.
-    """
-    by_number = {info.session: info for info in sessions}
-    ends: dict[int, float] = {}
-    info = sessions[-1] if sessions else None
-    last_seq, is_found = math.inf, False
-    while info is not None and info.session not in ends:
-        if not is_found:
-            last_seq = _newest_left([c for c in commits.get(info.session, ()) if c.seq <= last_seq])
-            is_found = last_seq >= 0
-        ends[info.session] = last_seq
-        branch = known[info.resumed_from] if info.resumed_from else None
-        info = by_number[branch.id.session] if branch else None
-        last_seq = branch.seq if branch else -1
-    return ends
-
-
-def _newest_left(commits: Sequence[CheckpointInfo]) -> int:
-    """The record of the checkpoint that the effect of a session's commits is left in; -1 if there is none.
-
-    What was retired or collected is in newer ones. If the newest is lost, a restart needs a live one.
-    """
-    if commits and commits[-1].state != "lost":
-        return commits[-1].seq
-    return max((c.seq for c in commits if c.state == "live"), default=-1)
-
-
-def _pace(tenures: Sequence[_Tenure]) -> _Pace:
-    spans = [t.span for t in tenures]
-    spanned_s = sum(s for s, _ in spans)
-    return _Pace(
-        step_s=_ratio(spanned_s, sum(n for _, n in spans)),
-        interval_s=_ratio(spanned_s, sum(len(t.commits) - 1 for t in tenures if t.commits)),
     )
 
 
 # Measured
 
 
-def _told(tenure: _Tenure) -> tuple[_Parts, Tenure, float] | None:
+def _told(history: SessionHistory) -> tuple[_Parts, SessionSpan, float] | None:
     """What became of the time of a session, and how much of it is measured: all. None if it was not told."""
-    if tenure.is_rollback:
-        whole_s = tenure.ended_s - tenure.opened_s
-        down = f"down_{tenure.cause or 'unknown'}"
-        return {"productive": ZERO, down: _exactly(whole_s)}, _idle_times(tenure), whole_s
-    times = _told_times(tenure)
-    return None if times is None else (_measured(tenure, times), times, times.closed_s - times.opened_s)
+    if history.is_rollback:
+        whole_s = history.ended_s - history.opened_s
+        down = f"down_{history.cause or 'unknown'}"
+        return {"productive": ZERO, down: _exactly(whole_s)}, _idle_times(history), whole_s
+    times = _told_times(history)
+    return None if times is None else (_measured(history, times), times, times.closed_s - times.opened_s)
 
 
-def _idle_times(tenure: _Tenure) -> Tenure:
+def _idle_times(history: SessionHistory) -> SessionSpan:
     """The moments of a session in which nobody trained."""
-    s = tenure.opened_s
-    return Tenure(
-        session=tenure.session,
+    s = history.opened_s
+    return SessionSpan(
+        session=history.session,
         opened_s=s,
         restoring_s=s,
         ready_s=s,
         first_s=s,
         survived_s=s,
         last_s=s,
-        closed_s=tenure.ended_s,
-        first_step=tenure.first_step,
-        last_step=tenure.first_step,
-        cause=tenure.cause,
+        closed_s=history.ended_s,
+        first_step=history.first_step,
+        last_step=history.first_step,
+        cause=history.cause,
         measured=True,
     )
 
 
-def _partly_told(tenure: _Tenure, pace: _Pace) -> tuple[_Parts, Tenure, float]:
+def _partly_told(history: SessionHistory, pace: StepRate) -> tuple[_Parts, SessionSpan, float]:
     """The same of a session of which something is missing: measured are its restore, and its end if known."""
-    ready_s = tenure.ready_s
-    last_at_s = tenure.end.last_at_s if tenure.end else None
-    guess = _estimated(tenure, ready_s, pace, last_at_s)
-    known_s = ready_s - tenure.opened_s
+    ready_s = history.ready_s
+    last_at_s = history.end.last_at_s if history.end else None
+    guess = _estimated(history, ready_s, pace, last_at_s)
+    known_s = ready_s - history.opened_s
     if last_at_s is not None:
         known_s += guess.get("down", ZERO).estimate
-    down = f"down_{tenure.cause or 'unknown'}"
+    down = f"down_{history.cause or 'unknown'}"
     part = {down if cause == "down" else cause: time for cause, time in guess.items()}
-    part["group_start"] = _exactly(tenure.restoring_s - tenure.opened_s)
-    part["restore"] = _exactly(ready_s - tenure.restoring_s)
-    kept_s, gone_s = _stalls_between_commits(tenure)
+    part["group_start"] = _exactly(history.restoring_s - history.opened_s)
+    part["restore"] = _exactly(ready_s - history.restoring_s)
+    kept_s, gone_s = _stalls_between_commits(history)
     part["productive"] = _less(part["productive"], kept_s)
     if gone_s:
         part["lost_steps"] = _less(part["lost_steps"], gone_s)
     part["stalls"] = _exactly(kept_s + gone_s)
-    return part, _estimated_times(tenure, ready_s, guess), known_s
+    return part, _estimated_times(history, ready_s, guess), known_s
 
 
-def _stalls_between_commits(tenure: _Tenure) -> tuple[float, float]:
+def _stalls_between_commits(history: SessionHistory) -> tuple[float, float]:
     """For how long saves held up the steps that survived, and those that did not, by what commits tell.
 
     The last one's lies in a time that is guessed.
     """
-    times_s = [commit.time_s for commit in tenure.commits]
-    stalls_s = [commit.stall_s or 0.0 for commit in tenure.commits]
-    newest = max(0, tenure.kept - 1)  # of those that survived
+    times_s = [commit.time_s for commit in history.commits]
+    stalls_s = [commit.stall_s or 0.0 for commit in history.commits]
+    newest = max(0, history.kept - 1)  # of those that survived
     if not times_s:
         return 0.0, 0.0
     kept_s = min(sum(stalls_s[:newest]), times_s[newest] - times_s[0])
     return kept_s, min(sum(stalls_s[newest:-1]), times_s[-1] - times_s[newest])
 
 
-def _told_times(tenure: _Tenure) -> Tenure | None:
+def _told_times(history: SessionHistory) -> SessionSpan | None:
     """The moments of a session that was told to its end; None if it was not.
 
     One that has an end and neither a step nor a commit was down as soon as it had its state.
     """
-    end = tenure.end
+    end = history.end
     if end is None:
         return None
-    ready_s = tenure.ready_s
+    ready_s = history.ready_s
     if end.first_at_s is None or end.last_at_s is None:
-        if max(end.step, tenure.last_step) > tenure.first_step:
+        if max(end.step, history.last_step) > history.first_step:
             return None  # there were steps; a coordinator died in between
         first_s = last_s = survived_s = ready_s
     else:
-        first_s = _within(end.first_at_s, ready_s, tenure.ended_s)
-        last_s = _within(end.last_at_s, first_s, tenure.ended_s)
+        first_s = _within(end.first_at_s, ready_s, history.ended_s)
+        last_s = _within(end.last_at_s, first_s, history.ended_s)
         survived_s = first_s
-        if tenure.kept:
-            newest = tenure.commits[tenure.kept - 1]
+        if history.kept:
+            newest = history.commits[history.kept - 1]
             survived_s = last_s
             if newest.step < end.step:
-                survived_s = _step_done_s(tenure, newest, end.step, first_s, last_s)
-    return Tenure(
-        session=tenure.session,
-        opened_s=tenure.opened_s,
-        restoring_s=min(tenure.restoring_s, ready_s),
+                survived_s = _step_done_s(history, newest, end.step, first_s, last_s)
+    return SessionSpan(
+        session=history.session,
+        opened_s=history.opened_s,
+        restoring_s=min(history.restoring_s, ready_s),
         ready_s=ready_s,
         first_s=first_s,
         survived_s=survived_s,
         last_s=last_s,
-        closed_s=tenure.ended_s,
-        first_step=tenure.first_step,
-        last_step=max(end.step, tenure.last_step),
+        closed_s=history.ended_s,
+        first_step=history.first_step,
+        last_step=max(end.step, history.last_step),
         cause=end.cause,
         measured=True,
     )
 
 
-def _step_done_s(tenure: _Tenure, commit: _Commit, last_step: int, first_s: float, last_s: float) -> float:
+def _step_done_s(
+    history: SessionHistory, commit: Commit, last_step: int, first_s: float, last_s: float
+) -> float:
     """When the step of a commit was done, between the first step's beginning and the last one's end."""
     if commit.lag_s is not None and commit.time_s <= last_s:
         return _within(commit.time_s - commit.lag_s, first_s, last_s)
-    part = _ratio(commit.step - tenure.first_step, last_step - tenure.first_step) or 0.0
+    part = ratio(commit.step - history.first_step, last_step - history.first_step) or 0.0
     return min(first_s + min(part, 1.0) * (last_s - first_s), max(commit.time_s, first_s))
 
 
-def _measured(tenure: _Tenure, told: Tenure) -> dict[str, Seconds]:
+def _measured(history: SessionHistory, told: SessionSpan) -> dict[str, Seconds]:
     kept_s, gone_s = told.survived_s - told.first_s, told.last_s - told.survived_s
-    kept_stall_s, gone_stall_s = _stalls(tenure, kept_s, gone_s)
+    kept_stall_s, gone_stall_s = _stalls(history, kept_s, gone_s)
     return {
         "productive": _exactly(kept_s - kept_stall_s),
         "lost_steps": _exactly(gone_s - gone_stall_s),
@@ -612,13 +421,13 @@ def _measured(tenure: _Tenure, told: Tenure) -> dict[str, Seconds]:
     }
 
 
-def _stalls(tenure: _Tenure, kept_s: float, gone_s: float) -> tuple[float, float]:
+def _stalls(history: SessionHistory, kept_s: float, gone_s: float) -> tuple[float, float]:
     """For how long saves held up the steps that survived, and those that did not.
 
     A save holds up training after its step: the last one that survived holds up steps that did not, if any.
     """
-    known = [commit.stall_s for commit in tenure.commits]
-    told_s = tenure.end.stalled_s if tenure.end else None
+    known = [commit.stall_s for commit in history.commits]
+    told_s = history.end.stalled_s if history.end else None
     whole_s = sum(s or 0.0 for s in known) if told_s is None else told_s
     whole_s = min(whole_s, kept_s + gone_s)
     if not gone_s:
@@ -626,7 +435,7 @@ def _stalls(tenure: _Tenure, kept_s: float, gone_s: float) -> tuple[float, float
     if None in known:
         before_s = whole_s * kept_s / (kept_s + gone_s)
     else:
-        before_s = min(sum(s or 0.0 for s in known[: max(0, tenure.kept - 1)]), kept_s)
+        before_s = min(sum(s or 0.0 for s in known[: max(0, history.kept - 1)]), kept_s)
     before_s = _within(before_s, whole_s - gone_s, whole_s)
     return before_s, whole_s - before_s
 
@@ -635,51 +444,51 @@ def _stalls(tenure: _Tenure, kept_s: float, gone_s: float) -> tuple[float, float
 
 
 def _estimated(
-    tenure: _Tenure, ready_s: float, pace: _Pace, last_at_s: float | None = None
+    history: SessionHistory, ready_s: float, pace: StepRate, last_at_s: float | None = None
 ) -> dict[str, Seconds]:
     """What became of the time of one session from `ready_s` up to the opening of the next one.
 
     `last_at_s` is when its last step ended, if that is known.
     """
-    if not tenure.commits:
-        whole = _exactly(tenure.ended_s - ready_s)
-        return {"productive": ZERO, "down" if tenure.is_rollback else "no_commit": whole}
-    first_s, first_step = tenure.commits[0][:2]
+    if not history.commits:
+        whole = _exactly(history.ended_s - ready_s)
+        return {"productive": ZERO, "down" if history.is_rollback else "no_commit": whole}
+    first_s, first_step = history.commits[0][:2]
     before_s = first_s - ready_s
-    step_s = _ratio(*tenure.span) or pace.step_s
-    steps_s = before_s if step_s is None else min(before_s, step_s * (first_step - tenure.first_step))
+    step_s = ratio(*history.span) or pace.step_s
+    steps_s = before_s if step_s is None else min(before_s, step_s * (first_step - history.first_step))
     early = Seconds(0.0, steps_s, before_s)
-    kept_s = tenure.commits[tenure.kept - 1].time_s - first_s if tenure.kept else 0.0
-    gone_s = tenure.last_s - first_s - kept_s
-    tail_s = tenure.ended_s - tenure.last_s
-    interval_s = _ratio(tenure.span[0], len(tenure.commits) - 1) or pace.interval_s or before_s
+    kept_s = history.commits[history.kept - 1].time_s - first_s if history.kept else 0.0
+    gone_s = history.last_s - first_s - kept_s
+    tail_s = history.ended_s - history.last_s
+    interval_s = ratio(history.span[0], len(history.commits) - 1) or pace.interval_s or before_s
     tail = Seconds(0.0, min(tail_s, interval_s / 2), tail_s)
     if last_at_s is not None:
-        tail = _exactly(_within(last_at_s - tenure.last_s, 0.0, tail_s))
+        tail = _exactly(_within(last_at_s - history.last_s, 0.0, tail_s))
     gone = _exactly(gone_s) + tail
     return {
-        "productive": _exactly(kept_s) + early if tenure.kept else ZERO,
-        "lost_steps": gone if tenure.kept else gone + early,
+        "productive": _exactly(kept_s) + early if history.kept else ZERO,
+        "lost_steps": gone if history.kept else gone + early,
         "startup": Seconds(0.0, before_s - steps_s, before_s),
         "down": Seconds(tail_s - tail.high, tail_s - tail.estimate, tail_s - tail.low),
     }
 
 
-def _estimated_times(tenure: _Tenure, ready_s: float, part: _Parts) -> Tenure:
+def _estimated_times(history: SessionHistory, ready_s: float, part: _Parts) -> SessionSpan:
     first_s = ready_s + part.get("startup", ZERO).estimate
-    last_s = tenure.ended_s - part["down"].estimate if tenure.commits else first_s
-    return Tenure(
-        session=tenure.session,
-        opened_s=tenure.opened_s,
-        restoring_s=min(tenure.restoring_s, ready_s),
+    last_s = history.ended_s - part["down"].estimate if history.commits else first_s
+    return SessionSpan(
+        session=history.session,
+        opened_s=history.opened_s,
+        restoring_s=min(history.restoring_s, ready_s),
         ready_s=ready_s,
         first_s=first_s,
-        survived_s=max(first_s, tenure.commits[tenure.kept - 1].time_s) if tenure.kept else first_s,
+        survived_s=max(first_s, history.commits[history.kept - 1].time_s) if history.kept else first_s,
         last_s=last_s,
-        closed_s=tenure.ended_s,
-        first_step=tenure.first_step,
-        last_step=max(tenure.last_step, _told_step(tenure)),
-        cause=tenure.cause,
+        closed_s=history.ended_s,
+        first_step=history.first_step,
+        last_step=max(history.last_step, _told_step(history)),
+        cause=history.cause,
         measured=False,
     )
 
@@ -688,7 +497,9 @@ def _estimated_times(tenure: _Tenure, ready_s: float, part: _Parts) -> Tenure:
 
 
 def _interruption(
-    before: tuple[_Tenure, _Parts, Tenure], after: tuple[_Tenure, _Parts, Tenure], pace: _Pace
+    before: tuple[SessionHistory, _Parts, SessionSpan],
+    after: tuple[SessionHistory, _Parts, SessionSpan],
+    pace: StepRate,
 ) -> Interruption:
     (old, old_parts, old_times), (new, new_parts, new_times) = before, after
     known = max(0, old.last_step - new.first_step)
@@ -712,8 +523,8 @@ def _interruption(
     )
 
 
-def _guessed_steps(old: _Tenure, times: Tenure, known: int, pace: _Pace) -> Seconds | None:
-    step_s = _ratio(*old.span) or pace.step_s
+def _guessed_steps(old: SessionHistory, times: SessionSpan, known: int, pace: StepRate) -> Seconds | None:
+    step_s = ratio(*old.span) or pace.step_s
     if step_s is None:
         return None
     tail_s = old.ended_s - old.last_s
@@ -721,41 +532,41 @@ def _guessed_steps(old: _Tenure, times: Tenure, known: int, pace: _Pace) -> Seco
     return Seconds(known, known + tail_steps_s / step_s, known + tail_s / step_s)
 
 
-def _last_known_s(tenure: _Tenure) -> float:
-    if tenure.end is None or tenure.end.last_at_s is None:
-        return tenure.last_s
-    return _within(tenure.end.last_at_s, tenure.opened_s, tenure.ended_s)
+def _last_known_s(history: SessionHistory) -> float:
+    if history.end is None or history.end.last_at_s is None:
+        return history.last_s
+    return _within(history.end.last_at_s, history.opened_s, history.ended_s)
 
 
-def _told_step(tenure: _Tenure) -> int:
+def _told_step(history: SessionHistory) -> int:
     """The last step that the session has told of; 0 if it told of none."""
-    return tenure.end.step if tenure.end else 0
+    return history.end.step if history.end else 0
 
 
 def _idle(parts: _Parts, causes: tuple[str, ...]) -> Seconds:
     return sum((time for cause, time in parts.items() if cause.startswith(causes)), ZERO)
 
 
-def _progress(tenure: _Tenure, times: Tenure) -> Iterable[Progress]:
-    def point(time_s: float, step: int, survived: bool) -> Progress:
-        return Progress(session=tenure.session, time_s=time_s, step=step, survived=survived)
+def _progress(history: SessionHistory, times: SessionSpan) -> Iterable[StepsOverTime]:
+    def point(time_s: float, step: int, survived: bool) -> StepsOverTime:
+        return StepsOverTime(session=history.session, time_s=time_s, step=step, survived=survived)
 
-    yield point(tenure.opened_s, tenure.first_step, tenure.kept > 0)
+    yield point(history.opened_s, history.first_step, history.kept > 0)
     if times.measured or times.ready_s > times.opened_s:
-        yield point(times.first_s, tenure.first_step, tenure.kept > 0)
+        yield point(times.first_s, history.first_step, history.kept > 0)
     last_s = times.first_s
-    for number, commit in enumerate(tenure.commits):
+    for number, commit in enumerate(history.commits):
         done_s = commit.time_s
         if times.measured:
-            done_s = _step_done_s(tenure, commit, times.last_step, times.first_s, times.last_s)
+            done_s = _step_done_s(history, commit, times.last_step, times.first_s, times.last_s)
         last_s = max(last_s, done_s) if times.measured else done_s
-        yield point(last_s, commit.step, number < tenure.kept)
+        yield point(last_s, commit.step, number < history.kept)
     if times.measured and times.last_s > last_s:
         yield point(times.last_s, times.last_step, times.survived_s == times.last_s)
 
 
-def _kept_step(tenure: _Tenure) -> int:
-    return tenure.commits[tenure.kept - 1].step if tenure.kept else tenure.first_step
+def _kept_step(history: SessionHistory) -> int:
+    return history.commits[history.kept - 1].step if history.kept else history.first_step
 
 
 def _exactly(time_s: float) -> Seconds:
@@ -768,8 +579,3 @@ def _less(time: Seconds, part_s: float) -> Seconds:
 
 def _within(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
-
-
-def _ratio(whole: float, count: float) -> float | None:
-    """None where either is zero: nothing was measured."""
-    return whole / count if whole > 0 and count > 0 else None

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ray_ckpt.analysis.diff import MAX_VALUES, Status, TensorDiff, ValueDiff, compare
+from ray_ckpt.analysis.diff import MAX_VALUES, Status, TensorDiff, compare
+from ray_ckpt.analysis.diff_values import ValueDiff
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.catalog.uri import CheckpointUri
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options

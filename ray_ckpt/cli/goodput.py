@@ -245,9 +245,9 @@ def draw(run_name: str, found: Goodput) -> bytes:
 
 def _beginnings(found: Goodput) -> dict[int, float]:
     """Of each session the Unix time from which its part of the wall time is drawn."""
-    begin_s = found.tenures[0].opened_s if found.tenures else 0.0
-    begins_s = {tenure.session: begin_s for tenure in found.tenures[:1]}
-    for before, after in pairwise(found.tenures):
+    begin_s = found.spans[0].opened_s if found.spans else 0.0
+    begins_s = {span.session: begin_s for span in found.spans[:1]}
+    for before, after in pairwise(found.spans):
         begin_s += after.opened_s - before.closed_s
         begins_s[after.session] = begin_s
     return begins_s

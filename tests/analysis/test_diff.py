@@ -20,7 +20,8 @@ import torch
 from typer.testing import CliRunner
 
 import ray_ckpt.analysis.diff
-from ray_ckpt.analysis.diff import BAND_BYTES, MAX_VALUE_CHARS, TensorDiff, compare, to_arrow
+from ray_ckpt.analysis.diff import BAND_BYTES, TensorDiff, compare, to_arrow
+from ray_ckpt.analysis.diff_values import MAX_VALUE_CHARS
 from ray_ckpt.capture.walk import DTYPE_NAMES
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli import app, main
@@ -309,7 +310,7 @@ def test_values_are_bounded_and_short(log: RunLog) -> None:
     catalog = Catalog(log.folder)
     found = compare(catalog[1], catalog[2]).values()
     assert len(found) == ray_ckpt.analysis.diff.MAX_VALUES
-    assert max(len(diff.a or "") for diff in found) <= ray_ckpt.analysis.diff.MAX_VALUE_CHARS
+    assert max(len(diff.a or "") for diff in found) <= MAX_VALUE_CHARS
 
 
 def test_patterns_choose_tensors(log: RunLog) -> None:

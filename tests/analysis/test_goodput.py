@@ -383,7 +383,7 @@ def test_a_session_that_nobody_told_of_is_estimated_from_its_restore_on() -> Non
     found = log.measured()
     assert found.measured_s == 30.0 and found.badput["restore"] == exactly(20.0)
     assert found.badput["group_start"] == exactly(10.0)
-    assert [t.restoring_s for t in found.tenures] == [10.0]
+    assert [t.restoring_s for t in found.spans] == [10.0]
     assert found.productive == Seconds(10.0, 20.0, 30.0)
     assert found.badput["startup"] == Seconds(0.0, 10.0, 20.0)
 
@@ -531,7 +531,7 @@ def test_what_lies_around_a_jump_of_a_clock_is_not_measured() -> None:
     log.session(300.0, log.commits[-1])
     found = log.measured()
     assert (found.wall_s, found.measured_s, found.clock_back_s) == (300.0, 200.0, 3550.0)
-    assert [t.measured for t in found.tenures[:3]] == [True, False, True]
+    assert [t.measured for t in found.spans[:3]] == [True, False, True]
     found = replace_times(log, by_s=-0.5).measured()
     assert 0.0 < found.clock_back_s < 1.0 and found.measured_s == found.wall_s, "clocks are no better"
 
@@ -695,7 +695,7 @@ def test_measured_times_add_up_whatever_the_log_says(seed: int) -> None:
     total = found.productive.estimate + sum(c.estimate for c in found.badput.values())
     assert total == pytest.approx(found.wall_s, abs=1e-5)
     assert 0 <= found.measured_s <= found.wall_s + 1e-6
-    for t in found.tenures:
+    for t in found.spans:
         assert t.opened_s <= t.ready_s <= t.first_s <= t.survived_s <= t.last_s + 1e-6
         assert t.last_s <= t.closed_s + 1e-6
 

@@ -18,14 +18,8 @@ from typing import Any, Literal, TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_ckpt.analysis.goodput import (
-    CLOCK_SLACK_S,
-    Goodput,
-    Seconds,
-    estimate_goodput,
-    measure_goodput,
-    save_s,
-)
+from ray_ckpt.analysis.goodput import Goodput, Seconds, estimate_goodput, measure_goodput
+from ray_ckpt.analysis.session_history import CLOCK_SLACK_S, save_s
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
@@ -163,7 +157,7 @@ class RunReport:
         """
         found = self.goodput
         known = {info.session: info for info in self.sessions}
-        times = {tenure.session: tenure for tenure in found.tenures}
+        times = {span.session: span for span in found.spans}
         problems = [
             Problem(
                 cause=each.cause,
@@ -216,8 +210,8 @@ class RunReport:
             return each.recovery
         last = self.goodput.interruptions[stepped]
         assert last.recovery is not None
-        old, times = self.goodput.tenures[number], self.goodput.tenures[stepped]
-        passed = self.goodput.tenures[number : stepped + 1]
+        old, times = self.goodput.spans[number], self.goodput.spans[stepped]
+        passed = self.goodput.spans[number : stepped + 1]
         gaps_s = [later.opened_s - earlier.closed_s for earlier, later in pairwise(passed)]  # not counted
         down_s = each.opened_at_s - old.last_s - gaps_s[0]
         # sessions without a step, until the last of them was down

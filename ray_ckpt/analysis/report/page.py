@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import ray_ckpt
-from ray_ckpt.analysis.goodput import MEASURED_CAUSES, Goodput, Seconds, save_s
+from ray_ckpt.analysis.goodput import MEASURED_CAUSES, Goodput, Seconds
 from ray_ckpt.analysis.report.facts import (
     CAUSE_TEXT,
     MAX_CHECKPOINTS,
@@ -30,6 +30,7 @@ from ray_ckpt.analysis.report.facts import (
 from ray_ckpt.analysis.report.markup import Html, el, join
 from ray_ckpt.analysis.report.style import STYLE
 from ray_ckpt.analysis.report.timeline import MAX_DRAWN, around_last_failure, draw, part, whole
+from ray_ckpt.analysis.session_history import save_s
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.texts import count_text, duration_text, short_text, size_text, tiers_text, utc_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
 
-from ray_ckpt.analysis.goodput import Progress, Tenure
+from ray_ckpt.analysis.goodput import SessionSpan, StepsOverTime
 from ray_ckpt.analysis.report.facts import CAUSE_TEXT, RunReport
 from ray_ckpt.analysis.report.markup import Html, el
 from ray_ckpt.texts import duration_text, short_text, tiers_text, to_datetime, utc_text
@@ -74,10 +74,10 @@ class Mark:
 def whole(report: RunReport) -> Window | None:
     """From the first session's opening to the last that sessions told, and a little further for what came
     after it; None if nothing has begun."""
-    tenures = report.goodput.tenures
-    if not tenures:
+    spans = report.goodput.spans
+    if not spans:
         return None
-    start_s, end_s = tenures[-MAX_DRAWN:][0].opened_s, tenures[-1].closed_s
+    start_s, end_s = spans[-MAX_DRAWN:][0].opened_s, spans[-1].closed_s
     ended = report.sessions[-1].ended
     is_over = ended is not None and ended.cause not in FAILURES
     later_s = _last_known_s(report) if is_over else report.now_s
@@ -108,21 +108,21 @@ def around_last_failure(report: RunReport) -> Window | None:
     start_s, end_s = last.ended_s - room_s, min(back_s + room_s, everything.end_s)
     if end_s - start_s > ZOOM_BELOW * everything.length_s:
         return None
-    return Window(start_s=max(start_s, report.goodput.tenures[0].opened_s), end_s=end_s)
+    return Window(start_s=max(start_s, report.goodput.spans[0].opened_s), end_s=end_s)
 
 
 def draw(report: RunReport, window: Window, name: str) -> Html:
     """The picture of `window`; `name` is its description for those who cannot see it."""
-    tenures = [t for t in report.goodput.tenures if t.closed_s >= window.start_s]
-    tenures = [t for t in tenures if t.opened_s <= window.end_s][-MAX_DRAWN:]
+    spans = [t for t in report.goodput.spans if t.closed_s >= window.start_s]
+    spans = [t for t in spans if t.opened_s <= window.end_s][-MAX_DRAWN:]
     lanes = _lanes(report, window)
     bottom = CURVE_Y + CURVE_H + 14.0 + LANE_H * len(lanes)
     parts = [
         el("title", name),
         *_time_axis(window, bottom),
-        *_band(report, tenures, window),
-        *_curve(report, tenures, window),
-        *_failures(tenures, window),
+        *_band(report, spans, window),
+        *_curve(report, spans, window),
+        *_failures(spans, window),
     ]
     for number, (title, marks) in enumerate(lanes):
         parts += _lane(title, marks, window, CURVE_Y + CURVE_H + 14.0 + LANE_H * number)
@@ -163,57 +163,55 @@ def _time_axis(window: Window, bottom: float) -> Iterator[Html]:
 # What the training did
 
 
-def _band(report: RunReport, tenures: Sequence[Tenure], window: Window) -> Iterator[Html]:
+def _band(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> Iterator[Html]:
     sessions = {info.session: info for info in report.sessions}
     yield _lane_name("training", BAND_Y + BAND_H / 2)
     free_x = 0.0
-    for tenure in tenures:
-        info = sessions[tenure.session]
-        for kind, start_s, end_s, text in _stretches(tenure, info):
-            yield from _stretch(kind, start_s, end_s, f"session {tenure.session}: {text}", window)
-        if info is report.sessions[-1] and report.now_s > tenure.closed_s:
-            yield from _since(tenure, info, report.now_s, window)
-        x = window.x(tenure.opened_s)
-        label = f"session {tenure.session}"
-        room = window.x(tenure.closed_s) - x
-        if x >= free_x and room > CHAR_W * len(str(tenure.session)):
+    for span in spans:
+        info = sessions[span.session]
+        for kind, start_s, end_s, text in _stretches(span, info):
+            yield from _stretch(kind, start_s, end_s, f"session {span.session}: {text}", window)
+        if info is report.sessions[-1] and report.now_s > span.closed_s:
+            yield from _since(span, info, report.now_s, window)
+        x = window.x(span.opened_s)
+        label = f"session {span.session}"
+        room = window.x(span.closed_s) - x
+        if x >= free_x and room > CHAR_W * len(str(span.session)):
             if room < CHAR_W * len(label):
-                label = str(tenure.session)
+                label = str(span.session)
             yield el("text", label, x=x + 1, y=BAND_Y - 6, class_="note")
             free_x = x + CHAR_W * len(label) + 6
 
 
-def _since(tenure: Tenure, info: SessionInfo, now_s: float, window: Window) -> Iterator[Html]:
+def _since(span: SessionSpan, info: SessionInfo, now_s: float, window: Window) -> Iterator[Html]:
     """After all that the last session has told: nothing has followed it, or it is still open."""
-    since = f"since {utc_text(tenure.closed_s)}"
+    since = f"since {utc_text(span.closed_s)}"
     if info.is_rollback:
         text = f"session {info.session}: rolled back, and nobody has opened the run {since}"
-        yield from _stretch("down", tenure.closed_s, now_s, text, window)
-    elif tenure.cause in FAILURES:
-        yield from _stretch("down", tenure.closed_s, now_s, f"no session has followed {since}", window)
+        yield from _stretch("down", span.closed_s, now_s, text, window)
+    elif span.cause in FAILURES:
+        yield from _stretch("down", span.closed_s, now_s, f"no session has followed {since}", window)
     elif info.ended is None:
-        yield from _stretch(
-            "open", tenure.closed_s, now_s, f"session {info.session}: no word {since}", window
-        )
+        yield from _stretch("open", span.closed_s, now_s, f"session {info.session}: no word {since}", window)
 
 
-def _stretches(tenure: Tenure, info: SessionInfo) -> Iterator[tuple[str, float, float, str]]:
+def _stretches(span: SessionSpan, info: SessionInfo) -> Iterator[tuple[str, float, float, str]]:
     """The parts of a session's time: kind, from, to, and what to say of it."""
-    about = "" if tenure.measured else " (estimated)"
+    about = "" if span.measured else " (estimated)"
     read = f", read {tiers_text(info.read_bytes)}" if info.read_bytes else ""
-    after = CAUSE_TEXT[tenure.cause] if tenure.cause else "nobody has said why"
+    after = CAUSE_TEXT[span.cause] if span.cause else "nobody has said why"
     closing = ("down", f"no steps: {after}{about}")
-    if tenure.last_step == tenure.first_step and not tenure.measured:
+    if span.last_step == span.first_step and not span.measured:
         closing = ("no_commit", "it committed nothing, and nobody has told")
     if info.is_rollback:
         closing = ("no_commit", "a rollback; nobody trained in it")
     moments = (
-        ("group_start", tenure.opened_s, tenure.restoring_s, "group start"),
-        ("restore", tenure.restoring_s, tenure.ready_s, f"restore{read}"),
-        ("startup", tenure.ready_s, tenure.first_s, f"startup{about}"),
-        ("productive", tenure.first_s, tenure.survived_s, f"steps that survived{about}"),
-        ("lost_steps", tenure.survived_s, tenure.last_s, f"steps that were lost{about}"),
-        (closing[0], tenure.last_s, tenure.closed_s, closing[1]),
+        ("group_start", span.opened_s, span.restoring_s, "group start"),
+        ("restore", span.restoring_s, span.ready_s, f"restore{read}"),
+        ("startup", span.ready_s, span.first_s, f"startup{about}"),
+        ("productive", span.first_s, span.survived_s, f"steps that survived{about}"),
+        ("lost_steps", span.survived_s, span.last_s, f"steps that were lost{about}"),
+        (closing[0], span.last_s, span.closed_s, closing[1]),
     )
     for kind, start_s, end_s, text in moments:
         if end_s > start_s:
@@ -248,20 +246,20 @@ def _hatch(x: float, y: float, width: float, height: float) -> Iterator[str]:
             yield f"M{left:.1f} {bottom:.1f}L{right:.1f} {top:.1f}"
 
 
-def _failures(tenures: Sequence[Tenure], window: Window) -> Iterator[Html]:
+def _failures(spans: Sequence[SessionSpan], window: Window) -> Iterator[Html]:
     """A mark and a line where a session failed, with its cause if there is room."""
     free_x = 0.0
-    for tenure in tenures:
-        if tenure.cause not in FAILURES or tenure.last_s not in window:
+    for span in spans:
+        if span.cause not in FAILURES or span.last_s not in window:
             continue
-        x, y = window.x(tenure.last_s), BAND_Y + BAND_H + 9
-        assert tenure.cause is not None
-        text = f"{CAUSE_TEXT[tenure.cause]}, {utc_text(tenure.last_s)}, at step {tenure.last_step}"
+        x, y = window.x(span.last_s), BAND_Y + BAND_H + 9
+        assert span.cause is not None
+        text = f"{CAUSE_TEXT[span.cause]}, {utc_text(span.last_s)}, at step {span.last_step}"
         yield el("line", x1=x, x2=x, y1=BAND_Y, y2=CURVE_Y + CURVE_H, class_="fail-line")
         cross = f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"
         yield el("path", el("title", text), d=cross, class_="cross")
         if x >= free_x:
-            label = CAUSE_TEXT[tenure.cause]
+            label = CAUSE_TEXT[span.cause]
             is_right = x + CHAR_W * len(label) + 8 > WIDTH - RIGHT
             anchor, at = ("end", x - 8) if is_right else ("start", x + 8)
             yield el("text", label, x=at, y=y + 4, class_="note bad", text_anchor=anchor)
@@ -271,8 +269,8 @@ def _failures(tenures: Sequence[Tenure], window: Window) -> Iterator[Html]:
 # Steps
 
 
-def _curve(report: RunReport, tenures: Sequence[Tenure], window: Window) -> Iterator[Html]:
-    shown = {tenure.session for tenure in tenures}
+def _curve(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> Iterator[Html]:
+    shown = {span.session for span in spans}
     points = [p for p in report.goodput.progress if p.session in shown]
     runs = [list(run) for _, run in groupby(points, key=lambda p: p.session)]
     thin = [_thin(run, window) for run in runs]
@@ -300,7 +298,7 @@ def _curve(report: RunReport, tenures: Sequence[Tenure], window: Window) -> Iter
             yield el("path", title, d=f"M{path}", class_=f"steps {kind}")
 
 
-def _thin(run: Sequence[Progress], window: Window) -> list[Progress]:
+def _thin(run: Sequence[StepsOverTime], window: Window) -> list[StepsOverTime]:
     """The first and last point of each column and kind, with the ends of the window put in between."""
     inside = [p for p in run if p.time_s in window]
     for before, after in pairwise(run):
@@ -308,20 +306,20 @@ def _thin(run: Sequence[Progress], window: Window) -> list[Progress]:
             inside.insert(0, _between(before, after, window.start_s))
         if before.time_s < window.end_s < after.time_s:
             inside.append(_between(before, after, window.end_s))
-    found: list[Progress] = []
+    found: list[StepsOverTime] = []
     for _, group in groupby(inside, key=lambda p: (window.column(p.time_s), p.survived)):
         points = list(group)
         found += points[:1] if len(points) == 1 else [points[0], points[-1]]
     return found
 
 
-def _between(before: Progress, after: Progress, time_s: float) -> Progress:
+def _between(before: StepsOverTime, after: StepsOverTime, time_s: float) -> StepsOverTime:
     part = (time_s - before.time_s) / (after.time_s - before.time_s)
     step = round(before.step + part * (after.step - before.step))
     return replace(after, time_s=time_s, step=step)
 
 
-def _lines(points: Sequence[Progress]) -> Iterator[tuple[bool, list[Progress]]]:
+def _lines(points: Sequence[StepsOverTime]) -> Iterator[tuple[bool, list[StepsOverTime]]]:
     """Stretches of steps that survived, and of those that did not; each begins where the other ends."""
     for survived, pairs in groupby(pairwise(points), key=lambda pair: pair[1].survived):
         found = list(pairs)
@@ -374,11 +372,11 @@ def reached_s(info: CheckpointInfo, level: Level) -> float | None:
 
 
 def _restored(report: RunReport, window: Window) -> Iterator[Mark]:
-    for info, tenure in zip(report.sessions, report.goodput.tenures, strict=True):
-        if info.restored_at_s is not None and tenure.ready_s in window:
+    for info, span in zip(report.sessions, report.goodput.spans, strict=True):
+        if info.restored_at_s is not None and span.ready_s in window:
             source = report.by_attempt.get(info.resumed_from or "")
             text = partial(_restored_text, info, source)
-            yield Mark(time_s=tenure.ready_s, kind="restore", text=text)
+            yield Mark(time_s=span.ready_s, kind="restore", text=text)
 
 
 def _restored_text(info: SessionInfo, source: CheckpointInfo | None) -> str:

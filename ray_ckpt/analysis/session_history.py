@@ -1,0 +1,217 @@
+"""The sessions of a log with their commits, and moments that are put in order where clocks disagree."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ray_ckpt.types import CheckpointInfo, EndCause, SessionEnd, SessionInfo
+
+CLOCK_SLACK_S = 1.0  # by which clocks of coordinators may differ; what they tell is no finer
+
+
+class Commit(NamedTuple):
+    """`lag_s`: by what the commit came after its step; `stall_s`: how long the save held up training."""
+
+    time_s: float
+    step: int
+    lag_s: float | None
+    stall_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionHistory:
+    """A session with its commits, times and steps in order. `kept`: how many commits are on the lineage.
+
+    `cause` is that of its end; of a rollback's that of the session before. `is_jumpy`: a clock jumped.
+    """
+
+    session: int
+    opened_s: float
+    restored_s: float | None
+    restore_s: float | None  # how long that took
+    ended_s: float
+    first_step: int
+    commits: tuple[Commit, ...]
+    kept: int
+    end: SessionEnd | None
+    cause: EndCause | None
+    is_rollback: bool
+    is_jumpy: bool
+
+    @property
+    def ready_s(self) -> float:
+        """When all ranks had their state."""
+        return self.opened_s if self.restored_s is None else self.restored_s
+
+    @property
+    def restoring_s(self) -> float:
+        """When the slowest rank began to restore, as far as that is known."""
+        return max(self.opened_s, self.ready_s - (self.restore_s or 0.0))
+
+    @property
+    def last_step(self) -> int:
+        return self.commits[-1].step if self.commits else self.first_step
+
+    @property
+    def last_s(self) -> float:
+        return self.commits[-1].time_s if self.commits else self.opened_s
+
+    @property
+    def span(self) -> tuple[float, int]:
+        """Seconds and steps between its commits."""
+        if not self.commits:
+            return 0.0, 0
+        return self.last_s - self.commits[0].time_s, self.last_step - self.commits[0].step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRate:
+    """Of the run, between commits: seconds per step and per save; None where nothing was measured."""
+
+    step_s: float | None
+    interval_s: float | None
+
+
+def session_histories(
+    sessions: Sequence[SessionInfo], known: Mapping[str, CheckpointInfo]
+) -> tuple[list[SessionHistory], float]:
+    """Each session with its commits, and by how much the clock went back at most."""
+    commits: defaultdict[int, list[CheckpointInfo]] = defaultdict(list)
+    for checkpoint in known.values():
+        commits[checkpoint.id.session].append(checkpoint)
+    ends = _branch_points(sessions, known, commits)
+    told_s = list(_moments(sessions, commits))
+    in_order_s, back_s = _in_order(told_s)
+    moved = [abs(b - a) > CLOCK_SLACK_S for a, b in zip(told_s, in_order_s, strict=True)]
+    histories: list[SessionHistory] = []
+    at = 0  # of the session's first moment
+    cause: EndCause | None = None
+    for info in sessions:
+        own = commits[info.session]
+        has_restore = info.restored_at_s is not None
+        count = 1 + has_restore + len(own)
+        times_s = in_order_s[at : at + count]
+        opened_s, is_jumpy = times_s[0], any(moved[at : at + count + 1])  # with the opening of the next one
+        at += count
+        if histories:
+            histories[-1] = _until(histories[-1], opened_s)
+        first = known[info.resumed_from].step if info.resumed_from else info.origin_step or 0
+        done = first
+        points: list[Commit] = []
+        for checkpoint, time_s in zip(own, times_s[1 + has_restore :], strict=True):
+            done = max(done, checkpoint.step)
+            points.append(Commit(time_s, done, save_s(checkpoint), checkpoint.stall_s))
+        last_at_s = info.ended.last_at_s if info.ended else None
+        if not info.is_rollback:
+            cause = info.ended.cause if info.ended else None
+        end = ends.get(info.session, -1)
+        histories.append(
+            SessionHistory(
+                session=info.session,
+                opened_s=opened_s,
+                restored_s=times_s[1] if has_restore else None,
+                restore_s=info.restore_s,
+                ended_s=max(times_s[-1], last_at_s or times_s[-1]),
+                first_step=first,
+                commits=tuple(points),
+                kept=sum(c.seq <= end for c in own),
+                end=info.ended,
+                cause=cause,
+                is_rollback=info.is_rollback,
+                is_jumpy=is_jumpy,
+            )
+        )
+    return histories, back_s
+
+
+def _until(history: SessionHistory, opened_s: float) -> SessionHistory:
+    """It lasts until the next one opens; if it had finished, until the last thing that it did."""
+    is_over = history.cause == "finished"
+    return replace(history, ended_s=min(history.ended_s, opened_s) if is_over else opened_s)
+
+
+def _moments(
+    sessions: Sequence[SessionInfo], commits: Mapping[int, Sequence[CheckpointInfo]]
+) -> Iterable[float]:
+    """All that the log tells of its sessions, in its order: opening, restore and commits of each."""
+    for info in sessions:
+        yield info.opened_at_s
+        if info.restored_at_s is not None:
+            yield info.restored_at_s
+        yield from (checkpoint.committed_at_s for checkpoint in commits.get(info.session, ()))
+
+
+def _in_order(told_s: Sequence[float]) -> tuple[list[float], float]:
+    """Moments by a clock that never goes back, and by how much theirs did at most.
+
+    One that is ahead of the next two, where these are not before the one before it, was stamped by a clock
+    that was wrong: it is the next one's.
+    """
+    times_s: list[float] = []
+    back_s, newest_s = 0.0, -math.inf
+    for number, time_s in enumerate(told_s):
+        back_s, newest_s = max(back_s, newest_s - time_s), max(newest_s, time_s)
+        last_s, later_s = (times_s[-1] if times_s else -math.inf), told_s[number + 1 : number + 3]
+        if later_s and last_s <= min(later_s) and max(later_s) < time_s:
+            time_s = later_s[0]
+        times_s.append(max(last_s, time_s))
+    return times_s, back_s
+
+
+def save_s(info: CheckpointInfo) -> float | None:
+    """Seconds from a save's beginning, which is its step's end, to its commit; None if they are not known."""
+    if info.capture_s is None or info.local_s is None:
+        return None
+    return info.capture_s + info.local_s + (info.replicate_s or 0.0)
+
+
+def _branch_points(
+    sessions: Sequence[SessionInfo],
+    known: Mapping[str, CheckpointInfo],
+    commits: Mapping[int, Sequence[CheckpointInfo]],
+) -> dict[int, float]:
+    """The last session and its ancestors, each with its last record that the newest state comes from.
+
+    -1 for those behind it of which nothing is left.
+    """
+    by_number = {info.session: info for info in sessions}
+    ends: dict[int, float] = {}
+    info = sessions[-1] if sessions else None
+    last_seq, is_found = math.inf, False
+    while info is not None and info.session not in ends:
+        if not is_found:
+            last_seq = _newest_left([c for c in commits.get(info.session, ()) if c.seq <= last_seq])
+            is_found = last_seq >= 0
+        ends[info.session] = last_seq
+        branch = known[info.resumed_from] if info.resumed_from else None
+        info = by_number[branch.id.session] if branch else None
+        last_seq = branch.seq if branch else -1
+    return ends
+
+
+def _newest_left(commits: Sequence[CheckpointInfo]) -> int:
+    """The record of the checkpoint that the effect of a session's commits is left in; -1 if there is none.
+
+    What was retired or collected is in newer ones. If the newest is lost, a restart needs a live one.
+    """
+    if commits and commits[-1].state != "lost":
+        return commits[-1].seq
+    return max((c.seq for c in commits if c.state == "live"), default=-1)
+
+
+def step_rate(histories: Sequence[SessionHistory]) -> StepRate:
+    spans = [t.span for t in histories]
+    spanned_s = sum(s for s, _ in spans)
+    return StepRate(
+        step_s=ratio(spanned_s, sum(n for _, n in spans)),
+        interval_s=ratio(spanned_s, sum(len(t.commits) - 1 for t in histories if t.commits)),
+    )
+
+
+def ratio(whole: float, count: float) -> float | None:
+    """None where either is zero: nothing was measured."""
+    return whole / count if whole > 0 and count > 0 else None
