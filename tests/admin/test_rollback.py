@@ -1,4 +1,4 @@
-"""Going back: what is chosen, what the log says then, who is fenced, and what the next group restores."""
+"""Rollbacks: the chosen checkpoint, the log afterwards, fencing, and the restore of the next group."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_is_not_live_does_not_count(tmp_path: Path) -> None:
             plan_rollback(history, to=step)
 
 
-def test_what_is_in_the_cluster_only_is_said(tmp_path: Path) -> None:
+def test_a_target_that_is_only_in_the_cluster_is_warned_about(tmp_path: Path) -> None:
     history = read_tail(write_run(tmp_path, durable=(10,)).log.store).history
     assert not [*plan_rollback(history, to=10).notes()]
     (note,) = plan_rollback(history, to=20).notes()
@@ -138,7 +138,7 @@ def test_a_run_without_checkpoints_has_nothing_to_go_back_to() -> None:
         plan_rollback(read_tail(trained().store).history, before=5)
 
 
-# -- what the log says then --------------------------------------------------------------------------
+# -- the log afterwards ------------------------------------------------------------------------------
 
 
 def test_it_writes_an_epoch_and_a_session() -> None:
@@ -339,7 +339,7 @@ def planned(run: Harness) -> tuple[Rollback, int]:
     return plan_rollback(history, before=20), history.next_seq
 
 
-def test_who_was_faster_is_said_and_nothing_is_changed() -> None:
+def test_a_faster_writer_is_reported_and_nothing_is_changed() -> None:
     run = trained(10, 20)
     plan, _ = planned(run)
     run.save(30)
@@ -503,7 +503,7 @@ def test_a_run_that_may_be_at_work_is_left_alone(run: SampleRun, capsys: pytest.
     assert Catalog(run.folder).lineage[-1].step == 30
 
 
-def test_how_long_a_run_is_quiet_can_be_said(run: SampleRun) -> None:
+def test_the_quiet_time_of_a_run_is_an_option(run: SampleRun) -> None:
     commit_now(run, 50)
     command("rollback", run.folder, "--before", 40, "--yes", "--quiet-s", 0)
     assert Catalog(run.folder).lineage[-1].step == 30

@@ -31,7 +31,7 @@ from ray_ckpt.trainer.connection import get_connection, set_connection
 
 
 def context_of(*callbacks: object, **config: Any) -> Any:
-    """What Ray Train gives to after_controller_start; run_config carries copies of the callbacks."""
+    """The argument of after_controller_start; its run_config has copies of the callbacks."""
     copies = cloudpickle.loads(cloudpickle.dumps(callbacks))
     fields = {"name": "run", "storage_path": "/nowhere", "storage_filesystem": None, **config}
     return SimpleNamespace(run_config=SimpleNamespace(callbacks=copies, **fields))
@@ -87,14 +87,14 @@ def test_a_bad_keyword_is_not_blamed_on_the_environment(monkeypatch: pytest.Monk
 
 
 def are_passive(in_run_config: tuple[CheckpointCallback, ...], *others: CheckpointCallback) -> list[bool]:
-    """Of the callbacks of a RunConfig and then of the environment, after the hook of each; none gets far."""
+    """Run the hook of each callback, those of a RunConfig first; return which are passive."""
     callbacks = (*in_run_config, *others)
     for callback in callbacks:
         callback.after_controller_start(context_of(*in_run_config))
     return [callback._is_passive for callback in callbacks]
 
 
-def test_one_of_several_callbacks_works_and_the_others_say_that_they_do_nothing(
+def test_one_of_several_callbacks_works_and_the_others_log_that_they_do_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain, given = Failing, partial(Failing, replicas=0)

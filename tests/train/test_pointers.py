@@ -1,4 +1,4 @@
-"""Pointers in place of checkpoints: what they say, and what opening one gives and refuses. No cluster."""
+"""Pointers in place of checkpoints: their content, opening one, and its errors. No cluster."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def run(tmp_path: Path) -> SampleRun:
 
 
 def pointer_to(run: SampleRun, step: int, **changes: Any) -> ray.train.Checkpoint:
-    """As Ray Train has it, beside a run that lies elsewhere."""
+    """Write the pointer that Ray Train has for a step, beside the run."""
     pointer = Pointer(attempt=run.checkpoints[step].attempt, run=str(run.folder))
-    told = {**json.loads(pointer.encode()), **changes}
-    del told["digest"]
-    data = jsontext.dumps_sealed(told, what="it", max_bytes=MAX_POINTER_BYTES, indent=1)
+    document = {**json.loads(pointer.encode()), **changes}
+    del document["digest"]
+    data = jsontext.dumps_sealed(document, what="it", max_bytes=MAX_POINTER_BYTES, indent=1)
     return write_pointer(run.folder.parent / "ray" / pointer.directory, data.decode())
 
 
@@ -129,13 +129,13 @@ def test_a_checkpoint_of_others_is_refused(tmp_path: Path) -> None:
 
 def test_pointers_of_version_1_are_still_read(run: SampleRun) -> None:
     assert open_checkpoint(pointer_to(run, 30, ray_ckpt=1)).step == 30
-    told = {**json.loads(Pointer(attempt=ATTEMPT, run="/runs/gpt").encode()), "ray_ckpt": 1}
-    del told["digest"], told["storage_options"]
-    told["run"] = "bucket/runs/gpt"
-    assert Pointer.decode(json.dumps(told).encode(), "s3").run == "s3://bucket/runs/gpt"
-    assert Pointer.decode(json.dumps(told).encode(), "gcs").run == "gs://bucket/runs/gpt"
+    document = {**json.loads(Pointer(attempt=ATTEMPT, run="/runs/gpt").encode()), "ray_ckpt": 1}
+    del document["digest"], document["storage_options"]
+    document["run"] = "bucket/runs/gpt"
+    assert Pointer.decode(json.dumps(document).encode(), "s3").run == "s3://bucket/runs/gpt"
+    assert Pointer.decode(json.dumps(document).encode(), "gcs").run == "gs://bucket/runs/gpt"
     with pytest.raises(ValueError, match="does not name the file system"):
-        Pointer.decode(json.dumps(told).encode(), "py::fsspec")
+        Pointer.decode(json.dumps(document).encode(), "py::fsspec")
 
 
 def test_a_pointer_proves_its_own_bytes_and_those_from_before_are_read() -> None:
@@ -147,9 +147,9 @@ def test_a_pointer_proves_its_own_bytes_and_those_from_before_are_read() -> None
             with pytest.raises(ValueError):
                 Pointer.decode(bytes(data))
             data[index] ^= 1 << bit
-    told = json.loads(data)
-    del told["digest"]
-    assert Pointer.decode(json.dumps(told, indent=1).encode()) == pointer
+    document = json.loads(data)
+    del document["digest"]
+    assert Pointer.decode(json.dumps(document, indent=1).encode()) == pointer
 
 
 def test_a_pointer_says_how_a_bucket_is_opened_and_no_option_that_may_be_a_secret() -> None:

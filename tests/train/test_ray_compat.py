@@ -1,8 +1,8 @@
-"""The contract with Ray: whatever we use of it that is not public, as far as looking at it shows.
+"""The contract with Ray: the private names that we use, as far as inspection shows.
 
-Needs no cluster: `python -m pytest tests/train/test_ray_compat.py` under another Ray says within seconds
-whether that one moved something. `tests/train/other_ray.sh VERSION` does that, and trains with it. What only
-a cluster shows is in tests/cluster/test_ray_compat.py.
+Needs no cluster: `python -m pytest tests/train/test_ray_compat.py` under another Ray shows within seconds
+if that version changed a name. `tests/train/other_ray.sh VERSION` does that, and trains with it. Contracts
+that need a cluster are in tests/cluster/test_ray_compat.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
 
 
 def fields_of(module: str, name: str) -> set[str]:
-    """Of a dataclass of Ray's."""
+    """Return the field names of a dataclass of Ray's."""
     return {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
 
 
@@ -69,7 +69,7 @@ def test_hooks_have_the_signature_that_we_override(name: str) -> None:
     assert inspect.iscoroutinefunction(getattr(CheckpointCallback, name)) == is_async
 
 
-def test_a_controller_that_gives_up_is_told_from_one_that_is_done() -> None:
+def test_a_controller_that_gives_up_differs_from_one_that_is_done() -> None:
     states = importlib.import_module(f"{EXECUTION}.controller.state")
     error = ray.train.TrainingFailedError("out of luck")
     errored = states.ErroredState(training_failed_error=error)

@@ -1,4 +1,4 @@
-"""What a rank's `annotate` hands over, and that it never stops training."""
+"""`Checkpointer.annotate`: it hands over numbers and never stops training."""
 
 from __future__ import annotations
 

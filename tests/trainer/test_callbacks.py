@@ -92,7 +92,7 @@ def test_a_loop_that_calls_back_resumes_exactly(protect: Any, tmp_path: Path) ->
     link = Resumed(options, storage=str(tmp_path))
     resumed, second = run(protect, link, tmp_path, -1)
     assert (second.resume_step, resumed.global_step) == (AT, TOTAL)
-    assert list(link.files) == [TOTAL], "the last step, which no cadence asked for"
+    assert list(link.files) == [TOTAL], "the last step, which is not due by the cadence"
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
 

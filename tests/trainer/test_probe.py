@@ -92,7 +92,7 @@ class Meter:
 
 
 class Loop:
-    """What a Checkpointer does around its probe, with the checkpoint in memory instead of files."""
+    """The calls of a Checkpointer to its probe, with the checkpoint in memory instead of files."""
 
     def __init__(self, spec: ProbeSpec, rank: int, saved: dict[str, Any], objects: Mapping[str, Any]) -> None:
         owners = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
@@ -206,7 +206,7 @@ def train(
 
 
 def check(tmp_path: Path, flaw: str = "", ranks: int = 1) -> Difference | None:
-    """What a check says about a training with that flaw, the third run included."""
+    """Return the result of a check of a training with that flaw, with a third run if needed."""
     for rank in range(ranks):
         saved: dict[str, Any] = {}
         parts: tuple[ProbePart, ...] = ("first", "second", "third")
@@ -351,7 +351,7 @@ def test_tensors_in_a_long_list_keep_their_names() -> None:
     assert len(state) == 40 and len(set(state.values())) == 40
 
 
-def test_tensors_are_told_apart_by_dtype_shape_and_bytes() -> None:
+def test_tensors_are_distinguished_by_dtype_shape_and_bytes() -> None:
     same = torch.arange(6)
     texts = [same, same.reshape(2, 3), same.int(), same + 1, same[:0], same.reshape(3, 2).t().contiguous()]
     assert len({noted(tensor)["x.v"] for tensor in texts}) == 6

@@ -168,7 +168,7 @@ def test_an_annotation_of_what_is_no_step_costs_a_warning(
 
 
 def publish(first: Loop, second: Loop, step: int) -> m.NotifyOutcome:
-    """How the save of `step` ends, with what the two ranks have sealed for it."""
+    """Return the outcome of the save of `step`, with the shards that the two ranks have sealed."""
     run = Harness("ab")
     run.open("ab")
     attempt = run.attempt(step)
@@ -187,14 +187,14 @@ def two() -> tuple[Loop, Loop]:
 
 @pytest.mark.parametrize("call", ["step", "save"])
 @pytest.mark.parametrize(
-    "count, step, told",
+    "count, step, text",
     [
         (lambda n: n + 1, 10, "10 on rank.s. 0; 9 on rank.s. 1"),
         (lambda n: 2 * n, 10, "10 on .* 0; 5 on .* 1"),
     ],
 )
-def test_ranks_whose_counts_differ_are_told_that(
-    call: str, count: Callable[[int], int], step: int, told: str
+def test_ranks_whose_counts_differ_get_an_error_with_both(
+    call: str, count: Callable[[int], int], step: int, text: str
 ) -> None:
     ranks = two()
     for number in range(1, 11):
@@ -203,7 +203,7 @@ def test_ranks_whose_counts_differ_are_told_that(
             loop.ckpt.flush()
     error = publish(*ranks, step).error
     assert isinstance(error, CollectiveError) and error.fields["step"] == step
-    with pytest.raises(CollectiveError, match=f"Step 10 .*{told}") as caught:
+    with pytest.raises(CollectiveError, match=f"Step 10 .*{text}") as caught:
         raise error
     assert "not hold the same parameters" not in str(caught.value)
     for loop in ranks:
@@ -211,7 +211,7 @@ def test_ranks_whose_counts_differ_are_told_that(
 
 
 def test_ranks_that_count_alike_are_not_compared_by_how_they_ask() -> None:
-    """One asks whether a save is due and tells the others, which call `save` alone."""
+    """One rank calls `due` on behalf of the others, which call `save` alone."""
     ranks = two()
     for number in range(1, 11):
         if ranks[0].ckpt.due(number):
@@ -231,24 +231,24 @@ def test_ranks_that_miss_an_agreed_step_have_counted_it() -> None:
     assert counts[0].mark() == counts[1].mark() == "steps:7"
 
 
-def test_ranks_that_did_not_save_are_told_with_where_they_are() -> None:
+def test_ranks_that_did_not_save_are_listed_with_their_steps() -> None:
     run = Harness("ab")
     run.open("ab")
     run.tell(run.stored(run.attempt(10), "a"))
     progress = RankProgress(step=1011, saved_step=0)
     effects = run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks={1: progress}))
-    (told,) = of(effects, m.NotifyOutcome)
-    assert told.error is not None and "rank 1 has completed step 1011 last" in str(told.error)
-    assert "the same number" in told.error.hint
+    (notified,) = of(effects, m.NotifyOutcome)
+    assert notified.error is not None and "rank 1 has completed step 1011 last" in str(notified.error)
+    assert "the same number" in notified.error.hint
     assert replace(progress, step=1012) != progress
 
 
-def test_ranks_that_save_other_steps_are_told_with_where_they_are_when_time_is_up() -> None:
+def test_ranks_that_save_other_steps_are_listed_when_time_is_up() -> None:
     run = Harness("ab")
     run.open("ab")
     run.tell(run.stored(run.attempt(10), "a"), run.stored(run.attempt(11), "b"))
     where = {0: RankProgress(step=10, saved_step=10), 1: RankProgress(step=11, saved_step=11)}
-    told = run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=where))
-    effects = (*told, *run.tick(61.0))
-    texts = [str(told.error) for told in of(effects, m.NotifyOutcome)]
+    before = run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=where))
+    effects = (*before, *run.tick(61.0))
+    texts = [str(each.error) for each in of(effects, m.NotifyOutcome)]
     assert any("rank 1 has completed step 11 last" in text for text in texts), texts

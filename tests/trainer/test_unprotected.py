@@ -51,7 +51,7 @@ def test_a_checkpoint_in_between_starts_the_count_again(clock: Clock) -> None:
         protection.renew(step + 1)
 
 
-def test_a_checkpoint_that_is_heard_of_late_forgives_what_failed_before_it_alone(clock: Clock) -> None:
+def test_a_late_outcome_clears_only_the_failures_before_it(clock: Clock) -> None:
     protection = UnprotectedGuard(2, clock=clock)
     protection.failed(6, "no space")
     protection.renew(5)

@@ -88,7 +88,7 @@ def test_every_copy_is_looked_at_and_no_tensor_moves(nodes: Nodes, saved: Sample
     ],
     ids=["cut", "header", "shard", "state", "no manifest", "bad manifest"],
 )
-def test_a_bad_copy_is_told_with_its_node_until_all_are_bad(
+def test_a_bad_copy_is_reported_with_its_node_until_all_are_bad(
     nodes: Nodes, saved: SampleCheckpoint, harm: Callable[[Path], None], file: str, where: str
 ) -> None:
     there = both(nodes, saved)
@@ -130,7 +130,7 @@ def test_another_manifest_everywhere_is_no_proof(nodes: Nodes, saved: SampleChec
     assert not report.is_restorable and findings(report) == [("", CHECKPOINT_JSON, "root digest")]
 
 
-def test_fewer_holders_than_were_promised_are_told(nodes: Nodes, saved: SampleCheckpoint) -> None:
+def test_fewer_holders_than_promised_are_reported(nodes: Nodes, saved: SampleCheckpoint) -> None:
     both(nodes, saved)
     report = look(nodes, live(saved, (A, B), (B,)))
     assert report.is_restorable and findings(report) == [("", fragment_file(1, 2), "copies")]
@@ -164,7 +164,7 @@ def test_the_storage_path_is_one_more_holder(nodes: Nodes, saved: SampleCheckpoi
     assert not look(nodes, alone).is_restorable
 
 
-def test_a_folder_of_the_storage_path_that_tells_of_other_files_is_told(
+def test_a_folder_of_the_storage_path_that_lists_other_files_is_reported(
     nodes: Nodes, saved: SampleCheckpoint
 ) -> None:
     there = both(nodes, saved)
@@ -185,7 +185,7 @@ def test_a_folder_of_the_storage_path_that_tells_of_other_files_is_told(
 
 
 def durable(saved: SampleCheckpoint, *holders: Sequence[str]) -> LiveCheckpoint:
-    """On the storage path, and on nodes as far as there are `holders`."""
+    """Return a checkpoint on the storage path, and on the nodes of `holders`."""
     return live(saved, *(holders or ((), ())), level=Level.DURABLE)
 
 
@@ -217,7 +217,7 @@ def test_a_storage_path_without_a_manifest_proves_nothing(
     assert look(nodes, durable(saved, (A,), (B,))).is_restorable
 
 
-def test_a_manifest_of_another_checkpoint_beside_intact_copies_is_told_and_no_more(
+def test_a_manifest_of_another_checkpoint_beside_intact_copies_is_reported_only(
     nodes: Nodes, saved: SampleCheckpoint
 ) -> None:
     stored = saved.write(nodes.folder("remote", saved))
@@ -230,7 +230,7 @@ def test_a_manifest_of_another_checkpoint_beside_intact_copies_is_told_and_no_mo
     assert (str(stored), foreign, "unlisted") in findings(report)
 
 
-def test_a_storage_path_that_cannot_be_opened_is_told_and_the_nodes_are_enough(
+def test_a_storage_path_that_cannot_be_opened_is_reported_and_the_nodes_are_enough(
     nodes: Nodes, saved: SampleCheckpoint
 ) -> None:
     both(nodes, saved)
@@ -256,11 +256,11 @@ def test_a_file_that_a_node_cannot_read_is_damage_of_that_file_alone(
     monkeypatch.setattr(Folder, "size", failing)
     (nodes.folder(B, saved) / OTHER_SHARD).unlink()
     report = look(nodes, there)
-    assert report.is_restorable, "A has the other file, as it says itself"
+    assert report.is_restorable, "A has the other file, by its own list"
     assert findings(report) == [(NODE_A, SHARD, "unreadable"), (NODE_B, OTHER_SHARD, "missing")]
 
 
-def test_a_node_without_an_agent_is_told_and_the_others_are_enough(
+def test_a_node_without_an_agent_is_reported_and_the_others_are_enough(
     nodes: Nodes, saved: SampleCheckpoint
 ) -> None:
     there = both(nodes, saved)

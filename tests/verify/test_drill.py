@@ -128,7 +128,7 @@ def test_of_manifests_that_differ_the_one_in_the_log_is_read(nodes: Nodes, saved
 
 
 def with_a_gap(saved: SampleCheckpoint) -> SampleCheckpoint:
-    """As a writer with a fault would leave it: a tensor is said to have a row more, and all digests fit."""
+    """Return files as a faulty writer would leave them: one tensor has a row too many, all digests fit."""
 
     def taller(row: ManifestRow) -> ManifestRow:
         part = row.slice
@@ -171,7 +171,7 @@ def test_of_many_slices_a_part_is_in_hand_at_a_time(
     assert result.problems == ("6 elements of model.blocks.0.weight are in no slice.",)
 
 
-def test_a_manifest_that_is_lost_while_it_is_read_again_leaves_no_gaps_to_tell(
+def test_a_manifest_that_is_lost_while_it_is_read_again_reports_no_gaps(
     nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, lost = both(nodes, saved), fragment_file(1, 2)
@@ -186,14 +186,14 @@ def test_a_manifest_that_is_lost_while_it_is_read_again_leaves_no_gaps_to_tell(
     assert result.verdict == "failed" and all(line.startswith(lost) for line in result.problems)
 
 
-def test_a_node_without_an_agent_is_told(nodes: Nodes, saved: SampleCheckpoint) -> None:
+def test_a_node_without_an_agent_is_reported(nodes: Nodes, saved: SampleCheckpoint) -> None:
     there = both(nodes, saved)
     del nodes.endpoints[B]
     result = dry_run(there, LOSE_A, nodes.reach)
     assert result.verdict == "failed" and "no holder has an agent" in result.problems[0]
 
 
-def test_much_damage_is_told_in_a_few_lines(nodes: Nodes) -> None:
+def test_much_damage_is_reported_in_a_few_lines(nodes: Nodes) -> None:
     attempt = make_attempt(run_uid=UID, session=1, step=10, attempt=0)
     saved = make_checkpoint(attempt, world_size=32, rows=64)  # each rank has several rows
     there = both(nodes, saved)
@@ -294,7 +294,7 @@ def test_what_is_retired_while_it_is_read_fails_nothing(nodes: Nodes, saved: Sam
     assert report.passed and [r.verdict for r in report.results] == ["passed", "retired"]
 
 
-def test_a_drill_of_one_step_does_not_tell_what_a_run_would_go_on_from(nodes: Nodes) -> None:
+def test_a_drill_of_one_step_names_no_checkpoint_to_continue_from(nodes: Nodes) -> None:
     known = [both(nodes, sample(step)) for step in (10, 30)]
     report = run_drill(nodes, known, step=10)
     assert report.passed and [r.checkpoint.step for r in report.results] == [10]
@@ -305,7 +305,7 @@ def test_a_drill_of_one_step_does_not_tell_what_a_run_would_go_on_from(nodes: No
     )
 
 
-def test_what_is_left_is_not_told_if_the_newest_was_retired_meanwhile(nodes: Nodes) -> None:
+def test_a_drill_is_inconclusive_if_the_newest_was_retired_meanwhile(nodes: Nodes) -> None:
     older, newest = both(nodes, sample(10)), live(sample(30))
     report = run_drill(nodes, [older, newest], retry=lambda known: None)
     assert [r.verdict for r in report.results] == ["retired", "passed"] and report.passed
@@ -410,7 +410,7 @@ def test_the_command_concludes_nothing_from_one_step(run: SampleRun) -> None:
         (35, "step 30: 5 steps would be lost."),
     ],
 )
-def test_steps_that_are_lost_are_told_as_far_as_they_are_known(
+def test_lost_steps_are_reported_as_far_as_they_are_known(
     nodes: Nodes, capsys: pytest.CaptureFixture[str], last_step: int | None, text: str
 ) -> None:
     print_report("gpt", run_drill(nodes, [both(nodes, sample(30))], last_step=last_step))
@@ -469,7 +469,7 @@ def test_a_run_that_is_all_retired_while_it_is_read_is_no_proof(
     assert caught.value.code == 2 and "were retired while they were read" in found.err and not found.out
 
 
-def test_nothing_to_prove_is_said(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_has_nothing_to_prove(tmp_path: Path) -> None:
     folder = write_run(tmp_path, steps=(10,), durable=()).folder
     result = command(folder, "--remote-only")
     assert result.exit_code == 0 and "no checkpoint must survive this loss" in result.stdout

@@ -80,7 +80,7 @@ def moved(key: str, by: int) -> Any:
 
 
 def taller(key: str) -> Any:
-    """A tensor that is said to have one row more than were saved."""
+    """Declare one row more for a tensor than were saved."""
 
     def change(row: ManifestRow) -> ManifestRow:
         part = row.slice
@@ -151,7 +151,7 @@ def test_each_tensor_with_a_gap_is_named_and_counted(run: SampleRun, folder: Pat
     assert short == {"model": 6, "optimizer": 6, "rank0": 0, "rank1": 0}
 
 
-def test_copies_of_a_slice_count_once_and_are_told_if_they_differ(tmp_path: Path) -> None:
+def test_copies_of_a_slice_count_once_and_differences_are_reported(tmp_path: Path) -> None:
     part = Slice(item="m", name="w", dtype="U8", global_shape=(4,), offset=(0,), shape=(4,))
     rows = [
         ManifestRow(kind="slice", file=f"f{rank}", byte_offset=0, nbytes=4, digest=mark * 32, slice=part)
@@ -191,7 +191,7 @@ def another_description(folder: Path, run: SampleRun) -> None:
 
 
 @pytest.mark.parametrize("harm", [stray, no_description, bad_description, another_description])
-def test_what_a_restore_does_not_need_is_told_and_it_can_be_restored(
+def test_damage_that_a_restore_does_not_need_is_reported(
     run: SampleRun, folder: Path, harm: Callable[[Path, SampleRun], None]
 ) -> None:
     harm(folder, run)
@@ -204,9 +204,7 @@ def test_what_a_restore_does_not_need_is_told_and_it_can_be_restored(
     assert not plan(folder, root_digest=root_digest).is_restorable
 
 
-def test_without_the_log_the_folder_itself_has_to_say_what_was_committed(
-    run: SampleRun, folder: Path
-) -> None:
+def test_without_the_log_the_folder_defines_what_was_committed(run: SampleRun, folder: Path) -> None:
     stray(folder, run)
     assert plan(folder).is_restorable
     (folder / names.CHECKPOINT_JSON).unlink()

@@ -1,4 +1,4 @@
-"""What `wait` answers for: the last save that was asked for, whatever became of it."""
+"""`Checkpointer.wait`: it follows the last requested save, whatever its outcome."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_save_that_ends_well_is_waited_for(ckpt: Checkpointer, agent: Agent, l
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("ask", ASKS)
-def test_a_rank_without_memory_for_captures_is_told(agent: Agent, level: Any, ask: Ask) -> None:
+def test_wait_reports_that_a_rank_has_no_memory_for_captures(agent: Agent, level: Any, ask: Ask) -> None:
     agent.has_arena = False
     ckpt = checkpointer(agent)
     for step in (2, 4, 6, 8):
@@ -125,7 +125,7 @@ def _raises(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_save_that_was_skipped_is_told(level: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_reports_a_skipped_save(level: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointer_module, "FIRST_OUTCOME_S", 0.2)
     agent = Agent(RunOptions(every_steps=2, memory="single", max_block_s=0.2))
     agent.go.clear()
@@ -141,7 +141,7 @@ def test_a_save_that_was_skipped_is_told(level: Any, monkeypatch: pytest.MonkeyP
     ckpt.close()
 
 
-def test_a_save_that_the_disk_refuses_is_told(ckpt: Checkpointer, agent: Agent) -> None:
+def test_wait_reports_a_save_that_the_disk_refuses(ckpt: Checkpointer, agent: Agent) -> None:
     ckpt.step(2)
     ckpt.wait()
     agent.has_disk = False
@@ -150,7 +150,7 @@ def test_a_save_that_the_disk_refuses_is_told(ckpt: Checkpointer, agent: Agent) 
         ckpt.wait("durable")
 
 
-def test_a_save_in_an_accumulation_window_is_told(ckpt: Checkpointer) -> None:
+def test_wait_reports_a_save_in_an_accumulation_window(ckpt: Checkpointer) -> None:
     model = ckpt._objects["model"]
     ckpt.step(1)
     model(torch.ones(4)).sum().backward()
@@ -162,7 +162,7 @@ def test_a_save_in_an_accumulation_window_is_told(ckpt: Checkpointer) -> None:
     ckpt.wait()
 
 
-def test_a_save_that_ends_with_an_error_is_told(ckpt: Checkpointer) -> None:
+def test_wait_reports_a_save_that_ends_with_an_error(ckpt: Checkpointer) -> None:
     ckpt.step(2)
     ckpt.wait()
     misuse: Future[SaveOutcome] = Future()

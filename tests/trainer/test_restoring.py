@@ -1,4 +1,4 @@
-"""What a rank tells of another run's checkpoint that it begins with; `tests/cluster` restores real ones."""
+"""Reports of a rank that begins with another run's checkpoint; `tests/cluster` restores real ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEP = 50_000
 class Begins(LocalLink):
     """The run has no checkpoint, and its options name one of another run."""
 
-    told: list[RankRestore] = field(default_factory=list)
+    reports: list[RankRestore] = field(default_factory=list)
 
     def origin(self, session: int, epoch: int) -> RestoreTicket:
         checkpoint = CheckpointInfo(
@@ -44,7 +44,7 @@ class Begins(LocalLink):
         return replace(self.ticket(), checkpoint=checkpoint)
 
     def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
-        self.told.append(report)
+        self.reports.append(report)
         return LocalLink.restored(self, session, report)
 
 
@@ -60,7 +60,7 @@ def read(monkeypatch: pytest.MonkeyPatch, report: RankRestore) -> None:
 
 
 def restore(link: Begins) -> int:
-    """The step that it says it has restored."""
+    """Return the step that the rank reports as restored."""
     set_connection(Connection(link=link))
     ckpt = Checkpointer(model=torch.nn.Linear(4, 4))
     set_connection(Connection())
@@ -82,12 +82,12 @@ def test_a_rank_tells_what_it_began_with(
     read(monkeypatch, RankRestore(rank=0, parts=(PART,), seconds=2.0))
     link = Begins(options=RunOptions(**options))  # type: ignore[arg-type]
     assert restore(link) == (step or 0)
-    assert link.told == [RankRestore(rank=0, parts=(PART,), seconds=2.0, origin_step=step)]
+    assert link.reports == [RankRestore(rank=0, parts=(PART,), seconds=2.0, origin_step=step)]
 
 
-def test_nobody_is_told_to_go_before_all_have_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_goes_on_before_all_have_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     read(monkeypatch, RankRestore(rank=0, parts=(PART,), damage=("shard",)))
     link = Begins(options=RunOptions(resume="s3://bucket/other"))
     with pytest.raises(RestoreError, match="cannot begin with step 50000"):
         restore(link)
-    assert link.told == []
+    assert link.reports == []
