@@ -1,9 +1,9 @@
 """One run machine in one process, without Ray: a memory store under its log, fake nodes around it.
 
-`Harness` carries out what the log needs and nothing else; a story tells it events and looks at the effects.
+`Harness` carries out appends to the log and nothing else; a story passes it events and asserts the effects.
 `Cluster` adds a NodeMachine per node and a wire whose messages the caller delivers in any order, twice, or
-not at all. Both have a manual clock and the same disks, which a node's death takes away. Nothing here knows
-time or chance: a simulator passes both in.
+not at all. Both have a manual clock and the same disks, which a node's death takes away. Nothing here has a
+clock or chance of its own: the caller passes both in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, make_attempt, record_file, shard_file
 from ray_ckpt.format.records import encode_record
 from ray_ckpt.storage.log_store import CreateResult, MemoryLogStore, read_log
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, RankRestore
+from ray_ckpt.testing.parts import file_entry, fragment_on_disk
+from ray_ckpt.types import AttemptId, CheckpointInfo, RankRestore
 
 RUN = "gpt"
 SERVICE = "service-1"
@@ -49,12 +50,8 @@ def one(effects: Iterable[object], kind: type[T]) -> T:
 
 
 def ops(effects: Iterable[object]) -> list[r.Op]:
-    """What the appends among `effects` say."""
+    """Return the operations of the appends among `effects`."""
     return [effect.record.op for effect in of(effects, m.Append)]
-
-
-def entry(name: str, attempt: AttemptId) -> FileEntry:
-    return FileEntry(name=name, size_bytes=100, digest=digest(f"{attempt.attempt}/{name}".encode()))
 
 
 @dataclass(slots=True)
@@ -145,7 +142,7 @@ class Harness:
         return (m.Appended(seq=seq, outcome="exists", service=self._service_in_log()),)
 
     def _service_in_log(self) -> str:
-        """Of the last epoch; "" if the log cannot be read."""
+        """Return the service of the last epoch; "" if the log cannot be read."""
         try:
             return [op.service for op in self.records if isinstance(op, r.Epoch)][-1]
         except FormatError:
@@ -169,7 +166,7 @@ class Harness:
 
     @property
     def records(self) -> list[r.Op]:
-        """What the log says."""
+        """The operations in the log."""
         return [record.op for record, _ in read_log(self.store)]
 
     def checkpoint(self, attempt: AttemptId) -> CheckpointInfo:
@@ -272,7 +269,7 @@ class Harness:
             node_index=node.node_index,
             num_nodes=num,
             ranks=node.ranks,
-            files=tuple(entry(name, attempt) for name in names),
+            files=tuple(file_entry(attempt, name) for name in names),
             replicated=("same",),
             metrics={"loss": 1.0 / attempt.step} if 0 in node.ranks else None,
         )
@@ -347,7 +344,7 @@ Message = ToCoordinator | ToNode | Do
 
 
 class Cluster(Harness):
-    """Nodes that save, copy, drain, delete and restore. What is under way lies in `wire`.
+    """Nodes that save, copy, drain, delete and restore. Messages lie in `wire` until they are delivered.
 
     `generations` counts the deaths of each node. A rank restores as soon as its node has the session.
     """
@@ -367,7 +364,7 @@ class Cluster(Harness):
         super().__init__(nodes, ranks_per_node=ranks_per_node, **options)
 
     def tell(self, *events: m.Event) -> tuple[m.Effect, ...]:
-        """As an actor does: the effects of each event go out in order."""
+        """Handle events as an actor does: the effects of each event go out in order."""
         effects: list[m.Effect] = []
         for event in events:
             effects += self.machine.handle(event)
@@ -376,7 +373,7 @@ class Cluster(Harness):
         return tuple(effects)
 
     def start_coordinator(self) -> tuple[m.Effect, ...]:
-        """What the old one had not sent is lost with it; what it sent arrives before the new one speaks."""
+        """Start another process: unsent effects are lost, and sent ones arrive before new ones."""
         sent, self.wire = [message for message in self.wire if isinstance(message, ToNode)], []
         for message in sent:
             self.deliver(message)
@@ -384,7 +381,7 @@ class Cluster(Harness):
         return super().start_coordinator()
 
     def find_group(self) -> None:
-        """A restarted coordinator asks the nodes what is going on, and tells them that it is back."""
+        """Let a restarted coordinator find the group at work, and report to the nodes that it is back."""
         plans = [p for node in sorted(self.live) if (p := self.machines[node].plan) is not None]
         if plans:
             plan = max(plans, key=lambda p: p.session_key)
@@ -481,7 +478,7 @@ class Cluster(Harness):
                 pass
 
     def _restore(self, plan: SessionPlan, node_id: str) -> m.NodeRestored:
-        """What the ranks of a node find when they read the resume point's sources."""
+        """Return the event of a node's ranks that have read the sources of the resume point."""
         node = next(node for node in plan.nodes if node.node_id == node_id)
         damage: tuple[str, ...] = ()
         if plan.resume is not None:
@@ -526,25 +523,13 @@ class Cluster(Harness):
         match effect:
             case n.WriteShard(attempt=attempt, rank=rank):
                 self.disks[node].folders[attempt.attempt] = attempt.directory
-                files = (entry(shard_file(rank, self.plan_of(node).world_size), attempt),)
+                files = (file_entry(attempt, shard_file(rank, self.plan_of(node).world_size)),)
                 written = n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=())
                 self.wire.append(ToNode(node, written))
             case n.WriteFragment(fragment=fragment):
-                attempt = fragment.attempt
-                index, num = fragment.node_index, fragment.num_nodes
-                file = entry(fragment_file(index, num), attempt)
-                self.disks[node].put(
-                    StoredFragment(
-                        attempt=attempt,
-                        node_index=index,
-                        num_nodes=num,
-                        ranks=fragment.ranks,
-                        files=(*fragment.files, file),
-                        replicated=fragment.replicated,
-                        metrics=fragment.metrics,
-                    )
-                )
-                self.wire.append(ToNode(node, n.FragmentWritten(attempt=attempt, entry=file)))
+                held = fragment_on_disk(fragment)
+                self.disks[node].put(held)
+                self.wire.append(ToNode(node, n.FragmentWritten(attempt=held.attempt, entry=held.files[-1])))
             case n.ReportStored():
                 stored = m.NodeStored(
                     attempt=effect.attempt,

@@ -31,7 +31,7 @@ def annotate(step: int, *, token: str = "eval", **metrics: float) -> m.AnnotateR
 
 
 def metrics_of(run: Harness, step: int) -> dict[str, float]:
-    """Of the newest live checkpoint of that step."""
+    """Return the metrics of the newest live checkpoint of a step."""
     return dict([c for c in run.machine.history.live() if c.step == step][-1].metrics)
 
 
@@ -135,7 +135,7 @@ def test_a_save_that_came_to_nothing_has_no_metrics() -> None:
     assert failed.token == "eval" and isinstance(failed.error, Unavailable)
 
 
-def test_who_waits_for_a_save_is_told_when_its_session_ends() -> None:
+def test_an_annotation_of_a_save_fails_when_its_session_ends() -> None:
     run = trained()
     run.tell(run.stored(run.attempt(20), "a"), annotate(20, accuracy=0.5))
     failed = one(run.open("ab"), m.Fail)
@@ -154,7 +154,7 @@ def test_of_too_many_that_wait_the_oldest_gives_way() -> None:
     assert len(of(run.save(20), m.Reply)) == MAX_WAITING
 
 
-def test_a_step_without_a_checkpoint_is_refused_and_said_why() -> None:
+def test_a_step_without_a_checkpoint_is_refused_with_the_reason() -> None:
     run = trained(saves=2, keep_last=1)
     records = run.records
     retired = one(run.tell(annotate(10, accuracy=0.5)), m.Fail).error
@@ -184,7 +184,7 @@ def test_what_no_record_can_hold_is_refused_and_does_not_hold_up_the_log(metrics
     assert of(run.tell(annotate(10, accuracy=0.5)), m.Reply)
 
 
-def test_who_waits_is_told_when_the_coordinator_steps_down() -> None:
+def test_waiting_annotations_fail_when_the_coordinator_steps_down() -> None:
     run = trained()
     run.tell(run.stored(run.attempt(20), "a"), annotate(20, token="of a save", accuracy=0.5))
     run.store_mode = "held"

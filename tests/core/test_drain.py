@@ -25,7 +25,7 @@ def run_on(nodes: str, group: str = "", **options: Any) -> Harness:
 
 
 def keep_failing(run: Harness, drains: list[m.Drain], seconds: float) -> list[m.Drain]:
-    """The store takes nothing for so long; what is asked for in the end."""
+    """Let the store take nothing for `seconds`; return the drains that are ordered in the end."""
     end_s = run.now_s + seconds
     while run.now_s < end_s:
         asked = [e for drain in drains for e in of(run.drained(drain, error="the store is away"), m.Drain)]
@@ -99,7 +99,7 @@ def test_a_store_that_fails_for_a_year_breaks_no_arithmetic() -> None:
     assert core_drain._pause_s(10**6) == MAX_RETRY_S
 
 
-def test_a_store_that_is_away_is_said_once_per_fragment() -> None:
+def test_a_store_that_is_away_is_reported_once_per_fragment() -> None:
     run = run_on("ab")
     keep_failing(run, of(run.save(10), m.Drain), HOUR_S)
     assert len(of(run.transcript, m.Warn)) == 2

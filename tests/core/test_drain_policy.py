@@ -1,4 +1,4 @@
-"""Which commits are drained by themselves: by number, by time, and the same after a restart."""
+"""Commits that are drained regularly: by number, by time, and the same after a restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.core.records import checkpoint
 
 
 def due(times_s: list[float], *, every: int = 1000, every_s: float | None = None) -> list[int]:
-    """Which of the commits at these times are due, counted from 1."""
+    """Return the numbers, from 1, of the commits at these times that are due."""
     cadence = DrainPolicy()
     return [
         number
@@ -26,7 +26,7 @@ def due(times_s: list[float], *, every: int = 1000, every_s: float | None = None
 
 
 def drained(run: Harness, step: int, after_s: float) -> bool:
-    """Whether the save of a step, so long after the one before, is drained."""
+    """Save a step after some seconds; return True if the save is drained."""
     run.tick(after_s)
     return any(drain.attempt.step == step for drain in of(run.save(step), m.Drain))
 

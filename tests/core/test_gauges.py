@@ -1,4 +1,4 @@
-"""What people and alerts are told of a run, from the machine alone."""
+"""Metrics of a run for people and alerts, from the machine alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gauge(run: Harness, metric: Metric) -> list[float]:
 
 
 def counted(run: Harness, metric: Metric) -> Mapping[str, float]:
-    """Since it was asked last, by cause or place."""
+    """Return counts since the last call, by cause or place."""
     found: dict[str, float] = {}
     for sample in run.machine.take_samples():
         if sample.metric is metric:
@@ -59,7 +59,7 @@ def test_no_node_of_a_finished_run_is_a_failure() -> None:
     assert not counted(run, telemetry.FAILURES)
 
 
-def test_the_last_drill_that_passed_is_told_of_when_its_checkpoint_is_gone() -> None:
+def test_the_last_drill_that_passed_is_reported_after_its_checkpoint_is_gone() -> None:
     run = Harness("ab", keep_last=1, remote_every=1)
     run.open("ab")
     attempt = durable(run, 10)
@@ -95,7 +95,7 @@ def test_a_drill_that_passed_is_known_from_a_snapshot() -> None:
     assert RunHistory.from_snapshot(history.to_snapshot(0.0)).drilled_at_s == history.drilled_at_s
 
 
-def test_damage_on_the_storage_path_is_told_of_until_all_of_it_is_there_again() -> None:
+def test_damage_on_the_storage_path_is_reported_until_it_is_repaired() -> None:
     run = Harness("ab", remote_every=1)
     run.open("ab")
     attempt = durable(run, 10)

@@ -340,7 +340,7 @@ def test_a_history_from_a_snapshot_is_the_same_and_goes_on_the_same(seed: int) -
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_live_and_lineage_are_what_their_definitions_say(seed: int) -> None:
+def test_live_and_lineage_follow_their_definitions(seed: int) -> None:
     log = Log(CREATE)
     grow(log, Random(seed), 120)
     history = log.history

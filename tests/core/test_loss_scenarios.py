@@ -1,4 +1,4 @@
-"""What a loss leaves, and what must survive it."""
+"""Checkpoints that a loss leaves, and those that must survive it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_replicated_checkpoint_must_survive_the_loss_of_any_node() -> None:
     assert left.holders == ((B,), (B,))
 
 
-def test_the_node_that_holds_a_part_for_itself_is_asked_first() -> None:
+def test_the_node_that_holds_a_fragment_for_itself_comes_first() -> None:
     left = leftovers(live((C, A, B)), lose_node("d", [A, D]))
     assert left.holders == ((C, A, B),)
     assert leftovers(live((C, A, B)), lose_node("c", [C])).holders == ((A, B),)

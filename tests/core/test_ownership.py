@@ -197,7 +197,7 @@ def test_a_newer_coordinator_of_the_own_service_gets_the_group_as_it_is() -> Non
     assert not one(effects, m.StepDown).is_foreign
 
 
-def test_who_waits_for_a_coordinator_that_goes_is_told() -> None:
+def test_callers_of_a_coordinator_that_goes_get_an_error() -> None:
     run = Harness("ab")
     run.open("ab")
     Harness("xy", service=OTHER_SERVICE, store=run.store)

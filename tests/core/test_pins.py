@@ -11,7 +11,7 @@ from tests.core.driver import START_S, Harness, of, one, ops
 
 
 def trained(*, saves: int = 2) -> Harness:
-    """Of steps 10, 20, ... only the last stays without a pin."""
+    """Return a run of steps 10, 20, ... that keeps only the last one and pinned ones."""
     run = Harness("ab", keep_last=1, remote_every=1)
     run.open("ab")
     for step in range(10, 10 * saves + 10, 10):
@@ -163,7 +163,7 @@ def test_what_is_pinned_beyond_its_place_among_the_last_goes_to_the_storage_path
     assert {drain.attempt for drain in of(run.tick(), m.Drain)} == {pinned}
 
 
-def test_who_waits_for_a_pin_is_told_when_the_coordinator_steps_down() -> None:
+def test_a_waiting_pin_fails_when_the_coordinator_steps_down() -> None:
     run = trained(saves=1)
     run.store_mode = "held"
     run.tell(pin(run, newest(run), owner="one"), pin(run, newest(run), owner="two"))

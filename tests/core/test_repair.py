@@ -118,7 +118,7 @@ def test_two_fragments_at_once_go_to_two_nodes() -> None:
     assert assign(Repairs(), [checkpoint(7, num_nodes=2)], holders) == ["7.0 a>b", "7.1 a>c"]
 
 
-def test_a_source_that_stays_is_asked_before_one_that_leaves() -> None:
+def test_a_source_that_stays_is_used_before_one_that_leaves() -> None:
     holders = holders_of("abc", {7: ("ab",)})
     assert assign(Repairs(), [checkpoint(7)], holders, draining="a") == ["7.0 b>c"]
 
@@ -178,7 +178,7 @@ def test_a_copy_that_never_answers_counts_as_failed() -> None:
     assert assign(repairs, newest, holders, now_s=late_s + repair.RETRY_S) == ["7.0 a>c"]
 
 
-def test_an_unreachable_holder_is_not_blamed_and_is_asked_again_for_as_long_as_it_is_silent() -> None:
+def test_an_unreachable_holder_is_not_blamed_and_is_tried_again_while_it_is_silent() -> None:
     """Ten minutes of silence do not make the pauses grow, and what was not sent is not paid for."""
     repairs, holders, newest, links = Repairs(), holders_of("ab", {7: ("a",)}), [checkpoint(7)], Links()
     budget = Budget(bytes_per_s=newest[0].size_bytes / 100.0, burst_bytes=newest[0].size_bytes)

@@ -1,4 +1,4 @@
-"""What the log tells of failures, for intervals that go by them."""
+"""Failures in the log, on which automatic intervals depend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.core.test_history import CREATE, commit, session
 
 
 def history(*ops: tuple[float, r.Op]) -> RunHistory:
-    """Of records at Unix times."""
+    """Return the history of records at Unix times."""
     found = RunHistory()
     begun: list[tuple[float, r.Op]] = [(0.0, CREATE), (0.0, r.Epoch()), *ops]
     for time_s, op in begun:

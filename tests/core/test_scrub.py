@@ -30,7 +30,7 @@ def next_of(
     wall_s: float = DUE_S,
     budget: Budget | None = None,
 ) -> str:
-    """What is to be done: "7.0 a" (read), "verified 7", or ""."""
+    """Return the next action: "7.0 a" (read), "verified 7", or ""."""
     budget = budget or Budget(bytes_per_s=1e12, burst_bytes=1e12)
     found = list(
         scrubs.assign(live=live, holders=holders, every_s=EVERY_S, budget=budget, now_s=now_s, wall_s=wall_s)
@@ -106,7 +106,7 @@ def test_damage_is_followed_by_a_whole_round_later() -> None:
     assert next_of(scrubs, live, repaired, now_s=AGAIN_S) == "verified 7"
 
 
-def test_damage_that_is_told_after_the_time_out_spoils_the_round() -> None:
+def test_damage_that_is_reported_after_the_time_out_spoils_the_round() -> None:
     scrubs, live, holders = Scrubs(), [checkpoint(7)], holders_of("ab", {7: ("ab",)})
     assert next_of(scrubs, live, holders) == "7.0 a"
     late_s = SCRUB_TIMEOUT_S + 1

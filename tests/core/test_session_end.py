@@ -1,4 +1,4 @@
-"""What the log says of how a session ended, and what its ranks told of their time."""
+"""The end of a session in the log, and the time that its ranks have reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def samples(run: Harness, metric: Metric) -> list[Sample]:
     return [sample for sample in run.machine.take_samples() if sample.metric is metric]
 
 
-def test_the_times_are_those_that_ranks_told() -> None:
+def test_the_times_are_those_that_ranks_reported() -> None:
     run = Harness("ab")
     run.open("ab")
     opened_s = run.now_s
@@ -53,7 +53,7 @@ def test_the_times_are_those_that_ranks_told() -> None:
     assert ended.stalled_s == pytest.approx(1.0)
 
 
-def test_each_cause_is_told_apart() -> None:
+def test_each_cause_is_recognized() -> None:
     run = Harness("abc")
     run.open("ab")
     run.open("ab")
@@ -142,7 +142,7 @@ def test_a_launcher_that_died_for_good_ends_its_session(node: str) -> None:
     assert ends(run) == [ended]
 
 
-def test_a_session_that_told_nothing_ended_after_what_it_saved() -> None:
+def test_a_session_without_reports_ended_after_its_last_save() -> None:
     run = Harness("ab")
     run.open("ab")
     run.save(10)
@@ -252,7 +252,7 @@ def test_a_commit_has_the_times_of_the_slowest_node() -> None:
     assert phases.keys() == {"capture", "local", "replicate", "commit"}
 
 
-def test_lag_and_exposure_are_told_as_gauges() -> None:
+def test_lag_and_exposure_are_gauges() -> None:
     run = Harness("ab")
     run.open("ab")
     run.save(10)
@@ -282,7 +282,7 @@ def test_saves_that_take_longer_than_the_time_between_them_and_are_all_committed
     assert not samples(run, telemetry.SKIPPED_SAVES)
 
 
-def test_skipped_saves_are_counted_and_said_again_when_twice_as_many() -> None:
+def test_skipped_saves_are_counted_and_logged_again_when_twice_as_many() -> None:
     run = Harness("ab", every_steps=10)
     run.open("ab")
     warnings = []

@@ -1,4 +1,4 @@
-"""Stories of what is left over on the storage path: what goes, when, and who may say so."""
+"""Stories of leftovers on the storage path: which of them go, when, and by whose decision."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_name_with_a_known_attempt_and_another_step_is_not_that_attempt() -> N
     assert deleted(sweep(run, {attempt.directory: DAY_S, other: DAY_S})) == [other]
 
 
-def test_what_is_older_than_the_log_stays_and_is_said_once() -> None:
+def test_directories_older_than_the_log_stay_with_one_warning() -> None:
     run = Harness("ab")
     run.open("ab")
     run.tick(DAY_S)
@@ -270,7 +270,7 @@ def test_uploads_over_a_damaged_copy_on_the_storage_path_stay() -> None:
 
 
 @pytest.mark.parametrize(("age_s", "goes"), [(YOUNG_S, False), (DAY_S, True)])
-def test_uploads_that_nobody_can_tell_anything_of_stay_for_a_day(age_s: float, goes: bool) -> None:
+def test_unknown_uploads_stay_for_a_day(age_s: float, goes: bool) -> None:
     run = run_on(remote_every=1000)
     run.save(10)
     uploads = upload(run.attempt(10), age_s, 1), upload(nobodys(), age_s, 2)

@@ -1,4 +1,4 @@
-"""What others may see of saves and drains that are on their way."""
+"""Public views of saves and drains that are on their way."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_drains_beyond_those_that_are_active_wait_for_their_turn() -> None:
     ]
 
 
-def test_nodes_that_leave_are_told_with_the_time_they_have() -> None:
+def test_draining_nodes_are_shown_with_their_remaining_time() -> None:
     run = opened()
     run.tell(m.NodesSeen(live=frozenset("ab"), draining=frozenset("a"), left_s={"a": 30.0}))
     run.tick(10.0)

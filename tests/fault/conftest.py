@@ -53,7 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 
 @pytest.fixture
 def no_cluster(home: Home) -> None:
-    """For tests that start clusters of their own, since a process is connected to one at a time."""
+    """Disconnect for tests that start clusters of their own: a process is connected to one at a time."""
     home.stop()
 
 

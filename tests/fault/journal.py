@@ -58,5 +58,5 @@ def _read_file(path: Path) -> Iterator[Entry]:
 
 
 def last_step(folder: Path) -> int:
-    """The last step that any rank says it has reached; 0 if none."""
+    """Return the last step that any rank has journalled as reached; 0 if none."""
     return max((entry.step for entry in read(folder) if entry.kind == "reached"), default=0)

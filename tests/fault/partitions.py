@@ -64,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What came of one run under one cut. Seconds are by the coordinator's clock, as the log has them."""
+    """The result of one run under one cut. Seconds are by the coordinator's clock, as in the log."""
 
     ways: str
     cut_s: float
@@ -214,19 +214,19 @@ def _is_copied(commit: CheckpointInfo, until_s: float) -> bool:
 
 
 def _begun_at_s(commit: CheckpointInfo) -> float:
-    """When the save began, as far as the log says."""
+    """Return the begin of a save, by the log."""
     return commit.committed_at_s - sum(
         took or 0.0 for took in (commit.capture_s, commit.local_s, commit.replicate_s)
     )
 
 
 def _copy_s(rig: Rig) -> float:
-    """What copies took so far, as a rule."""
+    """Return the typical time of a copy so far."""
     return median(commit.replicate_s or 0.0 for commit in rig.commits())
 
 
 def table(rows: Sequence[Row], *, header: bool = True) -> str:
-    """The rows as text."""
+    """Return the rows as text."""
     titles = ("cut", "for", "each", "commits", "gap", "copy", "replicated", "whole", "lost", "")
     cells = [
         (

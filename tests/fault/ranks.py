@@ -129,7 +129,7 @@ def train(job: Job) -> int:
 
 
 def restore(job: Job) -> tuple[int, str]:
-    """What the newest checkpoint gives; the group does not train."""
+    """Return the step and the digest of the newest checkpoint; the group does not train."""
     training = Training(job.run, job.storage, **job.options)
     info = training.ckpt.restore()
     step, digest = info.step if info else 0, state_digest(training)

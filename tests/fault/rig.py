@@ -114,7 +114,7 @@ class Rig:
         )
 
     def epoch(self) -> int:
-        """Of the coordinator that wrote last."""
+        """Return the epoch of the coordinator that wrote last."""
         return int(self.catalog.events()["epoch"][-1].as_py())
 
     def last_step(self) -> int:
@@ -125,7 +125,7 @@ class Rig:
         return max((e.step for e in journal.read(self.journal) if e.kind == "restored"), default=0)
 
     def status(self) -> RunStatus:
-        """Of the coordinator, which may be starting at the moment."""
+        """Return the status of the coordinator, which may be starting at the moment."""
         deadline_s = time.monotonic() + WAIT_S
         while True:
             try:

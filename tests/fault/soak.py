@@ -123,7 +123,7 @@ class Soak:
         enough = levels[levels.index(level) :]
         return max((e.step for e in self._entries("acked") if e.level in enough), default=0)
 
-    # -- faults: each says whether the group dies with it ----------------------------------------------
+    # -- faults: each returns True if the group dies with it ----------------------------------------------
 
     def kill_rank(self) -> bool:
         self.rig.kill_rank(self.rng.randrange(len(self.nodes)))

@@ -39,9 +39,7 @@ def test_a_second_launcher_waits_for_the_end_of_the_first(make_rig: MakeRig) -> 
     assert rig.restore(PAIR) >= newest
 
 
-def test_a_launcher_that_died_for_good_leaves_word_of_how_its_session_ended(
-    no_cluster: None, tmp_path: Path
-) -> None:
+def test_the_end_of_the_session_of_a_dead_launcher_is_recorded(no_cluster: None, tmp_path: Path) -> None:
     """Ray Train's controller dies with its driver. A job of plain actors may end before they do."""
     with LocalCluster(tmp_path / "cluster", PAIR) as cluster:
         rig = Rig(cluster, tmp_path, "plain", every_steps=1, remote_every=1000, max_block_s=1.0)

@@ -210,7 +210,7 @@ def _number(path: Path, rng: random.Random) -> None:
 
 
 def _dumps(document: object) -> bytes:
-    """As the format writes it, but also with numbers that Python itself would not write."""
+    """Encode as the format does, but also numbers that Python itself would not write."""
     limit = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
     try:

@@ -70,7 +70,7 @@ class Player:
 
 
 def _problem(answer: Answer, whole: Answer, mutation: Mutation) -> str:
-    """What is wrong with an answer; nothing if it is right, or an error that names the file."""
+    """Return the problem of an answer; "" if it is right, or an error that names the file."""
     if answer.problem:
         return answer.problem
     if answer.grown_bytes > MAX_GROWN_BYTES:

@@ -215,7 +215,7 @@ def _reset_peak() -> int:
 
 
 def _status_bytes(field: str) -> int:
-    """Of this process, as `proc(5)` has it."""
+    """Return a value of this process by its name in `proc(5)`."""
     (line,) = [
         found for found in Path("/proc/self/status").read_text().splitlines() if found.startswith(field)
     ]

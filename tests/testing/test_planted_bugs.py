@@ -1,4 +1,4 @@
-"""The simulator is worth something if it finds the bugs that matter: each is planted, and must be found.
+"""Planted bugs: the simulator must find each of the bugs that matter.
 
 Each bug is put into the real machines for one test. `test_random.py` plays the same seeds without one.
 """
@@ -40,7 +40,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def plant_effects(
     patch: pytest.MonkeyPatch, machine: Any, change: Callable[[Any, Any, Any], Iterator[Any]]
 ) -> None:
-    """Let `change(machine, event, effect)` say what comes instead of each effect."""
+    """Replace each effect by those of `change(machine, event, effect)`."""
     real = machine.handle
 
     def handle(self: Any, event: Any) -> tuple[Any, ...]:
@@ -49,8 +49,8 @@ def plant_effects(
     patch.setattr(machine, "handle", handle)
 
 
-def an_end_told_twice(patch: pytest.MonkeyPatch) -> None:
-    """A coordinator does not look whether one that died has told how the session ended."""
+def an_end_recorded_twice(patch: pytest.MonkeyPatch) -> None:
+    """A coordinator does not check whether one that died has recorded the end of the session."""
     real = SessionEnd.end
 
     def end(self: SessionEnd, *args: Any, **how: Any) -> bool:
@@ -158,7 +158,7 @@ def guess_on_unknown(patch: pytest.MonkeyPatch) -> None:
 
 
 def restore_without_a_session(patch: pytest.MonkeyPatch) -> None:
-    """A group is told what to restore before the choice is in the log."""
+    """A group gets its resume point before the choice is in the log."""
 
     def change(machine: RunMachine, event: Any, effect: Any) -> Iterator[Any]:
         yield effect
@@ -205,7 +205,7 @@ def sweep_without_an_age(patch: pytest.MonkeyPatch) -> None:
 
 
 def sweep_older_logs(patch: pytest.MonkeyPatch) -> None:
-    """What was there before the log counts as an orphan."""
+    """Directories that are older than the log count as orphans."""
     patch.setattr(Sweeps, "_is_older", lambda self, age_s: False)
 
 
@@ -215,7 +215,7 @@ def never_sweep(patch: pytest.MonkeyPatch) -> None:
 
 
 def acknowledge_before_the_log(patch: pytest.MonkeyPatch) -> None:
-    """Who annotates a step is answered when its record goes out."""
+    """An annotation is acknowledged when its record goes out."""
 
     def change(machine: RunMachine, event: Any, effect: Any) -> Iterator[Any]:
         yield effect
@@ -236,7 +236,7 @@ def annotate_what_is_retired(patch: pytest.MonkeyPatch) -> None:
 
 
 def drop_the_oldest_of_many(patch: pytest.MonkeyPatch) -> None:
-    """Of too many open attempts the oldest goes, complete or not."""
+    """The oldest of too many open attempts goes, complete or not."""
 
     def bound(self: OpenAttempts) -> Iterator[m.Effect]:
         waiting = [a for a in self if not a.is_committing]
@@ -270,7 +270,7 @@ SILENCES: tuple[tuple[Plant, str], ...] = (
 )
 
 BUGS: tuple[tuple[Plant, str], ...] = (
-    (an_end_told_twice, "P3"),
+    (an_end_recorded_twice, "P3"),
     (a_finished_run_keeps_nothing, "P5"),
     (commit_before_fsync, "P1"),
     (missing_fence_in_the_log, "P3"),
@@ -297,11 +297,11 @@ def test_a_planted_bug_is_found(plant: Plant, promise: str, monkeypatch: pytest.
             play(seed)
 
 
-@pytest.mark.parametrize(("plant", "said"), SILENCES, ids=[plant.__name__ for plant, _ in SILENCES])
+@pytest.mark.parametrize(("plant", "message"), SILENCES, ids=[plant.__name__ for plant, _ in SILENCES])
 def test_a_bug_that_shows_in_silence_is_found(
-    plant: Plant, said: str, monkeypatch: pytest.MonkeyPatch
+    plant: Plant, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    with pytest.raises(Violation, match=said):
+    with pytest.raises(Violation, match=message):
         for seed in SILENT_SEEDS:
             silences.play(seed)
