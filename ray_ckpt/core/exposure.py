@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ray_ckpt.core.context import Holders
+from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.values import SessionNode
 from ray_ckpt.types import CheckpointInfo, Exposure, Level
 

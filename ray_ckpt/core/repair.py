@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from ray_ckpt.core.context import Holders
+from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.links import Links
 from ray_ckpt.core.messages import ReplicaEnded, Replicate
 from ray_ckpt.core.placement import domain_of

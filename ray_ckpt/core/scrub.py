@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ray_ckpt.core.context import Holders
+from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.messages import REMOTE, Scrub, ScrubEnded
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.format.records import Verified

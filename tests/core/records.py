@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ray_ckpt.core.context import Holders
+from ray_ckpt.core.holders import Holders
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from ray_ckpt.core.context import Holders
 from ray_ckpt.core.exposure import exposure
+from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.values import SessionNode
 from ray_ckpt.types import CheckpointInfo, Exposure, Level
 from tests.core.records import checkpoint, holders_of

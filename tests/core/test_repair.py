@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from ray_ckpt.core import repair
-from ray_ckpt.core.context import Holders
+from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.links import SILENT_FOR_S, Links
 from ray_ckpt.core.messages import ReplicaEnded, Replicate
 from ray_ckpt.core.rate_budget import Budget

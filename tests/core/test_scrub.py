@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from ray_ckpt.core import scrub
-from ray_ckpt.core.context import Holders
+from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.messages import REMOTE, Scrub, ScrubEnded
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.scrub import AGAIN_S, MAX_TRIES, SCRUB_TIMEOUT_S, Scrubs

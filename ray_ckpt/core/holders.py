@@ -1,0 +1,99 @@
+"""The registry of copies on nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ray_ckpt.core.values import Inventory
+from ray_ckpt.types import CheckpointInfo, Level
+
+
+class Holders:
+    """The live nodes that hold each fragment of each attempt, complete and fsynced."""
+
+    def __init__(self) -> None:
+        self.live: frozenset[str] = frozenset()
+        self.bad_remote: set[str] = set()  # live attempts whose copy on the storage path is damaged
+        self._nodes: dict[str, dict[int, set[str]]] = {}
+        self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files of a copy that failed
+        self._disks: dict[str, str] = {}  # disk -> the node that it was last found on
+        self._left: set[str] = set()  # nodes whose disk was found on another since; late reports do not count
+
+    def add(self, attempt: str, node_index: int, node: str) -> None:
+        if node not in self.live or node in self._left:
+            return  # a late report about a dead node
+        self._nodes.setdefault(attempt, {}).setdefault(node_index, set()).add(node)
+
+    def of(self, attempt: str, node_index: int) -> frozenset[str]:
+        return frozenset(self._nodes.get(attempt, {}).get(node_index, ()))
+
+    def anywhere(self, attempt: str) -> frozenset[str]:
+        """Return the nodes that hold any part of an attempt."""
+        return frozenset().union(*self._nodes.get(attempt, {}).values())
+
+    def note_tried(self, attempt: str, node: str) -> None:
+        """Note that a copy to a node failed: all or part of it may lie there."""
+        self._tried.setdefault(attempt, set()).add(node)
+
+    def may_have(self, attempt: str) -> frozenset[str]:
+        """Return the live nodes that hold any part of an attempt, or have been sent one."""
+        return self.live & self.anywhere(attempt).union(self._tried.get(attempt, ()))
+
+    def num_copies(self, attempt: str, num_nodes: int) -> int:
+        """Return the copies besides the first that every fragment has; -1 if no node holds a fragment."""
+        return min(len(self.of(attempt, index)) for index in range(num_nodes)) - 1
+
+    def has_all(self, checkpoint: CheckpointInfo) -> bool:
+        """Return True if live nodes hold every part of a checkpoint."""
+        return self.num_copies(checkpoint.id.attempt, checkpoint.num_nodes) >= 0
+
+    def can_serve(self, checkpoint: CheckpointInfo) -> bool:
+        """Return True if every part of a checkpoint can be read from a live node or the storage path."""
+        is_remote = checkpoint.level >= Level.DURABLE and checkpoint.id.attempt not in self.bad_remote
+        return is_remote or self.has_all(checkpoint)
+
+    def count(self, attempt: str, node: str) -> int:
+        """Return the number of its fragments that a node holds."""
+        return sum(node in nodes for nodes in self._nodes.get(attempt, {}).values())
+
+    def remove(self, attempt: str, node_index: int, node: str) -> None:
+        """Count a copy no more: it is damaged."""
+        self._nodes.get(attempt, {}).get(node_index, set()).discard(node)
+
+    def remove_all(self, attempt: str, node: str) -> None:
+        """Count the copies of an attempt on a node no more: they are evicted."""
+        for nodes in self._nodes.get(attempt, {}).values():
+            nodes.discard(node)
+
+    def forget(self, attempt: str) -> None:
+        self._nodes.pop(attempt, None)
+        self._tried.pop(attempt, None)
+
+    def seen(self, live: frozenset[str]) -> None:
+        """Note which nodes are alive."""
+        self.live = live
+
+    def lose(self, nodes: frozenset[str]) -> None:
+        for fragments in self._nodes.values():
+            for holders in fragments.values():
+                holders -= nodes
+
+    def learn(self, inventories: Mapping[str, Inventory], run_uid: str) -> None:
+        """Replace the holdings of these nodes by their inventories."""
+        self.lose(frozenset(inventories))
+        self.live |= frozenset(inventories)
+        for node, inventory in inventories.items():
+            before = self._disks.get(inventory.disk, node)
+            if inventory.disk and before != node:  # the machine has come back before its death was noticed
+                self.lose(frozenset({before}))
+                self._left = (self._left | {before}) & self.live
+            self._left.discard(node)
+            self._disks[inventory.disk] = node
+        for node, inventory in inventories.items():
+            for held in inventory.fragments:
+                if held.attempt.run_uid == run_uid:
+                    self.add(held.attempt.attempt, held.node_index, node)
+
+    def table(self) -> dict[str, dict[int, tuple[str, ...]]]:
+        """Return attempt -> fragment -> nodes, for status."""
+        return {a: {i: tuple(sorted(n)) for i, n in f.items()} for a, f in self._nodes.items()}
