@@ -1,4 +1,4 @@
-"""Ranks that others wait for, as people read it."""
+"""Ranks that others wait for, with texts for the logs of ranks and for status."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ray_ckpt.core.values import RankProgress
 
 AWAITED_AFTER_S = 5.0  # ranks of one step are this far apart at most, unless one evaluates or takes no part
 MAX_NAMED = 20  # ranks in a text
-What: TypeAlias = Literal["restore", "save", "report"]
+AwaitedKind: TypeAlias = Literal["restore", "save", "report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
     """Ranks that have not come to a restore, a save or a report, for `since_s` seconds."""
 
-    what: What
+    what: AwaitedKind
     step: int  # of the save or the report; 0 of a restore
     ranks: tuple[int, ...]  # the lowest MAX_NAMED of them
     since_s: float  # since the first other rank has come
-    speaker: int  # the lowest rank that waits: its log has it, for all
+    speaker: int  # the lowest rank that waits; it logs the text for all
     text: str
 
 
@@ -44,7 +44,7 @@ def awaited_report(step: int, missing: tuple[int, ...], since_s: float, progress
 
 
 def _awaited(
-    what: What, step: int, missing: tuple[int, ...], since_s: float, subject: str, rest: str
+    what: AwaitedKind, step: int, missing: tuple[int, ...], since_s: float, subject: str, rest: str
 ) -> Awaited:
     text = f"{subject} waits for rank(s) {ranks_text(missing)}, {since_s:.0f} s by now{rest}"
     speaker = next((i for i, rank in enumerate(missing) if rank != i), len(missing))  # they are in order
@@ -53,7 +53,7 @@ def _awaited(
 
 
 def where_text(rank: int, progress: Progress) -> str:
-    """`rank 1 has completed step 9 last`."""
+    """Return `rank 1 has completed step 9 last`."""
     reported = progress.get(rank)
     if reported is None:
         return f"rank {rank} has reported nothing since the restore"
@@ -62,7 +62,7 @@ def where_text(rank: int, progress: Progress) -> str:
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """`1, 2, 3`, the lowest MAX_NAMED of them."""
+    """Return `1, 2, 3`, the lowest MAX_NAMED of them."""
     named = ", ".join(map(str, sorted(ranks)[:MAX_NAMED]))
     more = len(ranks) - MAX_NAMED
     return f"{named} and {more} more" if more > 0 else named

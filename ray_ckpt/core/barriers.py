@@ -1,7 +1,7 @@
-"""Barriers of all ranks before a barrier that is not ours, such as a report to Ray Train.
+"""Barriers of all ranks before a barrier of somebody else, such as a report to Ray Train.
 
-Nobody who has entered such a barrier can leave it. So ranks enter it when all have come to it; if one does
-not come in time, the meeting is given up for all of them, whoever comes later.
+A rank that has entered such a barrier cannot leave it. So ranks enter it when all have come to it; if one
+does not come in time, the barrier is given up for all of them, also for those that come later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray_ckpt.core.values import RankProgress, SessionKey, Token
 from ray_ckpt.errors import CheckpointError, RunSuperseded
 
 BARRIER_S = 20.0  # that ranks wait for others before a barrier; one that evaluates for longer costs a report
-MAX_ENDED = 32  # meetings whose end late ranks are told; the steps between those that fail are doubled
+MAX_ENDED = 32  # ends that late ranks still get; the steps between failed barriers are doubled
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Barrier:
 
 
 class Barriers:
-    """Of the group at work."""
+    """Barriers of the group at work."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -37,7 +37,7 @@ class Barriers:
         self._ended: deque[tuple[int, m.BarrierAnswer]] = deque(maxlen=MAX_ENDED)
 
     def met(self, event: m.BarrierReached) -> Iterator[m.Effect]:
-        """Ranks of a node have come."""
+        """Note that ranks of a node have come; answer all when no rank is missing."""
         plan = self._context.plan
         if plan is None or event.session_key != plan.session_key:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
@@ -54,7 +54,7 @@ class Barriers:
             yield from self._end(event.number, ())
 
     def progressed(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
-        """Ranks were let into a barrier by the coordinator before: so are those that were not told."""
+        """Let all ranks into a barrier that the coordinator before has let some into."""
         plan = self._context.plan
         if plan is not None and event.session_key == plan.session_key and event.met in self._open:
             yield from self._end(event.met, ())
@@ -88,7 +88,7 @@ class Barriers:
             yield m.Reply(token=token, value=answer)
 
     def _enter_session(self) -> Iterator[m.Effect]:
-        """Barriers are of one session; who waits for one that has ended is told so."""
+        """Begin anew with each session; fail the callers that wait in an older one."""
         plan = self._context.plan
         session_key = plan.session_key if plan is not None else (0, 0)
         if session_key == self._session_key:
@@ -98,7 +98,7 @@ class Barriers:
         self._ended.clear()
 
     def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
-        """Nobody will answer those who wait."""
+        """Fail all callers that wait."""
         waiting, self._open = self._open, {}
         for barrier in waiting.values():
             for token in barrier.tokens:

@@ -1,10 +1,10 @@
-"""Putting a finished run away: its copies leave the nodes, then the service gives up all that it has of it.
+"""Putting a finished run away: its copies leave the nodes, then the service forgets the run.
 
-The end of a run is a fact of its log, so a restarted coordinator goes on with it. Nothing is deleted before
-`retire_grace_s` has passed, in which a next group restores from the nodes. What only nodes have is retired
-in the log first, or drained if a policy or a pin needs it. Once nodes have been told to forget the run, this
-coordinator takes no group any more: the run is opened again with a new epoch, so orders that are late are
-refused.
+The end of a run is in its log, so a restarted coordinator goes on with it. Nothing is deleted before
+`retire_grace_s` has passed, in which a next group restores from the nodes. Checkpoints that only nodes have
+are retired in the log first, or drained if a policy or a pin keeps them. Once nodes have the order to forget the
+run, this coordinator takes no group any more: the run is opened again with a new epoch, so that late orders
+are refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, Level
 
 WANTED_S = 300.0  # from the opening of a run to its group: as long as a launcher waits for agents
-AGAIN_S = 30.0  # before nodes are asked again
-MAX_TRIES = 10  # then what is left stays on the nodes, until the run is opened again
+AGAIN_S = 30.0  # before nodes get the order again
+MAX_TRIES = 10  # after that, leftovers stay on the nodes until the run is opened again
 
 
 class Closing:
@@ -31,7 +31,7 @@ class Closing:
         self._due_s: float | None = None  # monotonic; None: the run has not finished
         self._kept: tuple[str, ...] = ()
         self._tries = 0
-        self._again_s: float | None = None  # None: nodes have not been asked, or have not answered
+        self._again_s: float | None = None  # None: no order was sent, or its answer is awaited
 
     @property
     def is_due(self) -> bool:
@@ -40,27 +40,27 @@ class Closing:
 
     @property
     def is_begun(self) -> bool:
-        """Nodes have been told to forget the run: there is no way back."""
+        """Nodes have the order to forget the run: there is no way back."""
         return self._tries > 0
 
     def finished(self) -> None:
         self._due_s = self._context.now_s + self._context.options.retire_grace_s
 
     def wanted(self) -> Iterable[m.Effect]:
-        """A launcher is about to open a group, which will restore from the nodes."""
+        """Wait for a group that a launcher is about to open, which will restore from the nodes."""
         if self._due_s is not None:
             wait_s = max(WANTED_S, self._context.options.retire_grace_s)
             self._due_s = max(self._due_s, self._context.now_s + wait_s)
         return ()
 
     def stop(self) -> None:
-        """A group has come."""
+        """Do not put the run away: a group has come."""
         self._due_s = None
 
     def empty_nodes(self, drains: Drains, *, busy: Collection[str], wall_s: float) -> Iterator[m.Evict]:
-        """Retire, drain or evict what nodes hold. `busy` are attempts that wait for a drain anyway.
+        """Retire, drain or evict the checkpoints on nodes. `busy` are attempts that wait for a drain anyway.
 
-        What is to be drained and has no intact copy on live nodes stays where it is.
+        A checkpoint that is to be drained and has no intact copy on live nodes stays where it is.
         """
         context, history = self._context, self._context.history
         view = RetentionView(live=history.live(), lineage=history.lineage(), now_s=wall_s, busy=busy)
@@ -76,17 +76,17 @@ class Closing:
                 yield m.Evict(attempt=checkpoint.id, node_id=node)
 
     def _is_safe(self, checkpoint: CheckpointInfo) -> bool:
-        """The storage path has it, and is not known to have it damaged."""
+        """Return True if the storage path has a checkpoint, and no damage to it is known."""
         is_bad = checkpoint.id.attempt in self._context.holders.bad_remote
         return checkpoint.level >= Level.DURABLE and not is_bad
 
     def begin(self) -> m.PutAway:
-        """Called when nothing is under way any more, and nothing waits for the log."""
+        """Order all nodes to forget the run. Called when nothing is under way or waits for the log."""
         live, keeps_all = self._context.history.live(), self._context.options.keep_local_at_end
         self._kept = tuple(sorted(c.directory for c in live if keeps_all or not self._is_safe(c)))
-        return self._ask()
+        return self._order()
 
-    def _ask(self) -> m.PutAway:
+    def _order(self) -> m.PutAway:
         self._tries, self._again_s = self._tries + 1, None
         return m.PutAway(kept=self._kept)
 
@@ -101,4 +101,4 @@ class Closing:
 
     def ticked(self) -> Iterator[m.PutAway]:
         if self._again_s is not None and self._context.now_s >= self._again_s:
-            yield self._ask()
+            yield self._order()

@@ -1,4 +1,4 @@
-"""Training groups: which checkpoint one restores, the session it gets, and the common `go`."""
+"""Training groups: the checkpoint that one restores, its session, and the common `go`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import CheckpointInfo, RankRestore
 
 MAX_WAITING_SESSIONS = 8  # begun while the store is away; each is a group that failed
-SLOW_RESTORE_S = 15.0  # that some ranks have waited for others after their restore is worth a word
+SLOW_RESTORE_S = 15.0  # after which a restore that waits for ranks is warned of
 
 
 class Sessions:
@@ -38,9 +38,9 @@ class Sessions:
         self._context = context
         self._group: m.GroupOpened | None = None
         self._since_s = 0.0
-        self._waiting: tuple[Token, ...] = ()  # those who wait for the session
+        self._waiting: tuple[Token, ...] = ()  # callers that wait for the session
         self._choosing = False  # a checkpoint is to be chosen as soon as nothing is pending in the log
-        self._asked = False  # an inventory is on its way
+        self._requested = False  # an inventory is on its way
         self._excluded: set[str] = set()  # found damaged by this group
         self._restored: dict[str, m.NodeRestored] = {}
         self._waiting_ranks: dict[str, tuple[int, ...]] = {}  # that have restored, of nodes with others
@@ -54,7 +54,10 @@ class Sessions:
     # -- opening -------------------------------------------------------------------------------------
 
     def objection(self, owner: str, dead_owner: str) -> CheckpointError | None:
-        """Why this launcher may not open a group now; `dead_owner` was found dead."""
+        """Return the error that keeps this launcher from opening a group now, if there is one.
+
+        `dead_owner` was found dead.
+        """
         context, rival = self._context, self.owner
         try:
             check_claim(context.history, service=context.ledger.service, owner=owner)
@@ -81,30 +84,30 @@ class Sessions:
         return self._context.plan.owner if self._context.plan else ""
 
     def end(self, error: CheckpointError) -> Iterator[m.Effect]:
-        """The group is over, and nobody has the run until the next one comes; `error` for those who wait."""
+        """End the group: no group has the run until the next one comes. Callers that wait get `error`."""
         yield from self.fail(error)
         self._context.plan, self._group, self.is_training = None, None, False
-        self._orphans = {}  # seen for that group; to another they may be its own
+        self._orphans = {}  # listed for that group; another group may own them
 
     def opened(self, event: m.GroupOpened) -> Iterator[m.Effect]:
-        """A new group begins; the one before it, if any, has ended."""
+        """Begin with a new group; the one before it, if any, has ended."""
         yield from self.fail(RunSuperseded("A newer training group has opened this run."))
         self._context.plan = None
         self._group, self._since_s = event, self._context.now_s
-        self._waiting, self._choosing, self._asked = (event.token,), True, False
+        self._waiting, self._choosing, self._requested = (event.token,), True, False
         self._excluded, self.is_training = set(), False
         self._learn(event.inventories)
 
     def inventory_taken(self, event: m.InventoryTaken) -> bool:
-        """Nodes were asked again; False if it was not for the group that still waits."""
+        """Note a new inventory; return False if it was not taken for the group that still waits."""
         if self._group is None or event.token != self._group.token or not self._choosing:
             return False
-        self._asked = False
+        self._requested = False
         self._learn(event.inventories)
         return True
 
     def found(self, event: m.GroupRecovered) -> Iterator[m.Effect]:
-        """This coordinator was restarted while a group was at work."""
+        """Go on with the group that was at work when this coordinator was started."""
         context, plan = self._context, event.plan
         history = context.ledger.projected()
         current = history.session
@@ -147,7 +150,7 @@ class Sessions:
         )
 
     def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
-        """Tell all who wait."""
+        """Fail all callers that wait."""
         tokens = (*self._waiting, *(report.token for report in self._restored.values()))
         self._waiting, self._restored, self._choosing = (), {}, False
         self._forget_restored()
@@ -155,15 +158,15 @@ class Sessions:
             yield m.Fail(token=token, error=error)
 
     def decide(self) -> Iterator[m.Effect]:
-        """Choose if a group waits for it. Called only while nothing is pending: the log is all there is."""
-        if self._choosing and not self._asked:
+        """Choose a checkpoint if a group waits for one. Called only while no record is pending."""
+        if self._choosing and not self._requested:
             yield from self._choose(self._context.history)
 
     def decide_without_log(self) -> Iterator[m.Effect]:
-        """The store is away: go on with what the nodes hold, by the log as it will be when it is back.
+        """Go on with the copies on nodes while the store is away, by the log as it will be afterwards.
 
-        The session is queued behind all that it builds on. If somebody else has written meanwhile, the queue
-        never gets in, and the group hears that it was superseded.
+        The session is queued behind all records that it builds on. If another coordinator has written in the
+        meantime, the queue is never written, and the group is superseded.
         """
         context = self._context
         if not context.ledger.is_silent(context.now_s, context.options.store_wait_s):
@@ -171,7 +174,7 @@ class Sessions:
         if not self._waiting or context.now_s - self._since_s < context.options.store_wait_s:
             return
         waiting = sum(isinstance(op, r.Session) for op in context.ledger.pending)
-        if self._choosing and not self._asked:
+        if self._choosing and not self._requested:
             if waiting >= MAX_WAITING_SESSIONS:
                 error = Unavailable("The log of the run does not answer, and too many groups have failed.")
                 yield from self.end(error)
@@ -194,49 +197,57 @@ class Sessions:
     def _choose(self, history: RunHistory, *, from_nodes_only: bool = False) -> Iterator[m.Effect]:
         """Take the newest checkpoint that can be read, or wait for nodes that may bring a newer one."""
         assert self._group is not None
-        group, context = self._group, self._context
-        candidates = [] if group.resume == "never" else list(reversed(history.lineage()))
-        if (step := resume_step(group.resume)) is not None:
-            if all(c.step != step for c in candidates):
-                yield from self.end(self._no_such_step(step, candidates))
-                return
-            candidates = [c for c in candidates if c.step == step]
-        candidates = [c for c in candidates if c.id.attempt not in self._excluded]
-        can_serve = context.holders.has_all if from_nodes_only else context.holders.can_serve
+        candidates = self._candidates(history)
+        if isinstance(candidates, RestoreError):
+            yield from self.end(candidates)
+            return
+        can_serve = self._context.holders.has_all if from_nodes_only else self._context.holders.can_serve
         chosen = next((c for c in candidates if can_serve(c)), None)
-        waited_s = context.now_s - self._since_s
-        if candidates and chosen is not candidates[0] and waited_s < context.options.inventory_wait_s:
-            self._asked = True
-            yield m.RequestInventory(token=group.token)
+        is_newest = not candidates or chosen is candidates[0]
+        if not is_newest and self._context.now_s - self._since_s < self._context.options.inventory_wait_s:
+            self._requested = True
+            yield m.RequestInventory(token=self._group.token)
             return
-        if chosen is None and (candidates or self._excluded or group.resume == "must"):
-            error: CheckpointError = self._nothing_intact(candidates)
-            if from_nodes_only:
-                error = Unavailable(
-                    "The storage path does not answer, and the nodes hold no checkpoint whole."
-                )
-            yield from self.end(error)
+        if chosen is None and (candidates or self._excluded or self._group.resume == "must"):
+            yield from self.end(self._nothing_intact(candidates, from_nodes_only=from_nodes_only))
             return
-        if chosen is not None and chosen is not candidates[0]:
+        if chosen is not None and not is_newest:
             why = "is not on the nodes" if from_nodes_only else "has lost all copies of a part"
             yield m.Warn(text=f"Step {candidates[0].step} {why}; step {chosen.step} is restored instead.")
         self._choosing = False
-        previous = history.session
+        self._append_session(history, chosen)
+
+    def _candidates(self, history: RunHistory) -> list[CheckpointInfo] | RestoreError:
+        """Return the checkpoints that the group may restore, newest first; the error if its step has none."""
+        assert self._group is not None
+        candidates = [] if self._group.resume == "never" else list(reversed(history.lineage()))
+        if (step := resume_step(self._group.resume)) is not None:
+            if all(c.step != step for c in candidates):
+                return self._no_such_step(step, candidates)
+            candidates = [c for c in candidates if c.step == step]
+        return [c for c in candidates if c.id.attempt not in self._excluded]
+
+    def _append_session(self, history: RunHistory, resumed: CheckpointInfo | None) -> None:
+        """Append the session of the group that waits, which follows the last one of the history."""
+        assert self._group is not None
+        context, previous = self._context, history.session
         context.ledger.append(
             r.Session(
                 session=previous.session + 1 if previous else 1,
                 opened_by=context.ledger.epoch,
                 service=context.ledger.service,
-                owner=group.owner,
+                owner=self._group.owner,
                 retention=to_text(policies_of(context.options)),
                 after=previous.session if previous else None,
-                resumed_from=chosen.id.attempt if chosen else None,
-                world_size=sum(len(n.ranks) for n in group.nodes),
-                num_nodes=len(group.nodes),
+                resumed_from=resumed.id.attempt if resumed else None,
+                world_size=sum(len(n.ranks) for n in self._group.nodes),
+                num_nodes=len(self._group.nodes),
             )
         )
 
-    def _nothing_intact(self, candidates: list[CheckpointInfo]) -> RestoreError:
+    def _nothing_intact(self, candidates: list[CheckpointInfo], *, from_nodes_only: bool) -> CheckpointError:
+        if from_nodes_only:
+            return Unavailable("The storage path does not answer, and the nodes hold no checkpoint whole.")
         steps = ", ".join(str(c.step) for c in candidates) or "none"
         return RestoreError(
             f"No checkpoint of run {self._context.history.run_name} can be restored "
@@ -253,7 +264,7 @@ class Sessions:
     # -- the session is in the log ---------------------------------------------------------------------
 
     def session_logged(self) -> Iterator[m.Effect]:
-        """The record is confirmed: tell the group, unless it was told before or a newer one has come."""
+        """Send the plan to the group, unless it has it already or a newer group has come."""
         if self._group is not None and self._waiting and not self._choosing:
             yield from self._begin(self._context.history)
 
@@ -314,7 +325,7 @@ class Sessions:
     # -- restored ------------------------------------------------------------------------------------
 
     def node_restored(self, event: m.NodeRestored) -> Iterator[m.Effect]:
-        """One decision for all: `go` when every node is whole, else an older checkpoint for every node."""
+        """Decide for all nodes at once: `go` when all are whole, else an older checkpoint for all."""
         plan = self._context.plan
         if plan is None or event.session_key != plan.session_key:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
@@ -343,7 +354,7 @@ class Sessions:
         self._waiting, self._choosing = tuple(e.token for e in reports), True
 
     def ranks_restored(self, event: m.RanksRestored) -> Iterable[m.Effect]:
-        """Some ranks of a node wait for others, of that node or elsewhere."""
+        """Note that some ranks of a node wait for others, there or on other nodes."""
         plan = self._context.plan
         if plan is not None and event.session_key == plan.session_key and not self.is_training:
             self._waiting_ranks[event.node_id] = event.ranks
@@ -358,7 +369,7 @@ class Sessions:
             self._first_s = self._context.now_s
 
     def awaited(self) -> Iterator[Awaited]:
-        """Ranks that others have waited for after their restore, for a while."""
+        """Yield the ranks that others have waited for since their restore, for a while."""
         plan = self._context.plan
         if plan is None or self.is_training or self._first_s is None:
             return
@@ -370,7 +381,7 @@ class Sessions:
             yield awaited_restore(missing, since_s)
 
     def ticked(self) -> Iterator[m.Effect]:
-        """Say once which ranks a restore waits for, if it takes long."""
+        """Warn once of the ranks that a restore waits for, if it takes long."""
         if self._first_s is None or self._has_warned:
             return
         for awaited in self.awaited():
@@ -378,17 +389,17 @@ class Sessions:
                 self._has_warned = True
                 yield m.Warn(text=awaited.text)
 
-    # -- what an ended session left ----------------------------------------------------------------------
+    # -- leftovers of ended sessions ----------------------------------------------------------------------
 
     def busy(self) -> set[str]:
-        """Checkpoints that this group may still read."""
+        """Return the checkpoints that this group may still read."""
         plan = self._context.plan
         if plan is None or plan.resume is None or self.is_training:
             return set()
         return {plan.resume.checkpoint.id.attempt}
 
     def release_orphans(self) -> Iterator[m.Effect]:
-        """The session has a commit of its own: what belongs to no checkpoint may go."""
+        """Delete folders that belong to no checkpoint, now that the session has a commit of its own."""
         orphans, self._orphans = self._orphans, {}
         kept = {c.directory for c in self._context.history.live()}
         for node, directories in orphans.items():
@@ -397,7 +408,7 @@ class Sessions:
 
 
 def _restored(plan: SessionPlan, ranks: Collection[RankRestore]) -> r.Restored | None:
-    """The record of what a group has read: a checkpoint, or one of another run. None: it read nothing."""
+    """Return the record of a restore, also of another run's checkpoint; None if the group read nothing."""
     if plan.resume is None and not any(rank.parts or rank.origin_step is not None for rank in ranks):
         return None
     tiers: dict[str, float] = {}

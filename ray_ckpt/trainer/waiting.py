@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
 
-from ray_ckpt.core.awaited import Awaited, What, ranks_text
+from ray_ckpt.core.awaited import Awaited, AwaitedKind, ranks_text
 from ray_ckpt.errors import CheckpointError, CollectiveError
 from ray_ckpt.trainer.link import RankLink
 
@@ -25,11 +25,11 @@ T = TypeVar("T")
 class WaitingLog:
     """Warnings of one rank about missing ranks: each is logged once, then at growing intervals."""
 
-    def __init__(self, link: RankLink, *whats: What) -> None:
+    def __init__(self, link: RankLink, *whats: AwaitedKind) -> None:
         self._link = link
         self._whats = whats
-        self._logged_s: dict[What, float] = {}  # monotonic
-        self._repeat_s: dict[What, float] = {}
+        self._logged_s: dict[AwaitedKind, float] = {}  # monotonic
+        self._repeat_s: dict[AwaitedKind, float] = {}
         self.found: tuple[Awaited, ...] = ()  # by the last request
 
     def log_waiting(self) -> None:

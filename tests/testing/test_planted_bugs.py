@@ -67,7 +67,7 @@ def a_finished_run_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
 
     def begin(self: Closing) -> m.PutAway:
         self._kept = ()
-        return self._ask()
+        return self._order()
 
     patch.setattr(Closing, "begin", begin)
 
