@@ -182,7 +182,7 @@ class _TimedSocket(socket.socket):
         return super().recv_into(buffer, nbytes, flags)
 
 
-class _Connection(http.client.HTTPConnection):
+class _TimedConnection(http.client.HTTPConnection):
     """One request that takes at most REQUEST_S. http.client uses no proxies and follows no redirects."""
 
     def connect(self) -> None:
@@ -219,7 +219,7 @@ class _Service:
         return answer
 
     def request(self, method: str, path: str, headers: Mapping[str, str]) -> _Answer:
-        connection = _Connection(self._host, self._port)
+        connection = _TimedConnection(self._host, self._port)
         try:
             connection.request(method, self._prefix + path, headers=dict(headers))
             response = connection.getresponse()

@@ -216,14 +216,9 @@ def _guarded(
             raise
         log.warning("%s: %s", what, error, exc_info=not is_known)
         if keep is not None:
-            keep(error if isinstance(error, CheckpointError) else _unexpected(what, error))
-
-
-def _unexpected(what: str, error: Exception) -> ServiceError:
-    return ServiceError(
-        f"{what}: {named_text(error)}",
-        hint="This is not supposed to happen; the log has a traceback.",
-    )
+            hint = "This is not supposed to happen; the log has a traceback."
+            unexpected = ServiceError(f"{what}: {named_text(error)}", hint=hint)
+            keep(error if isinstance(error, CheckpointError) else unexpected)
 
 
 def _set_problem(problem: CheckpointError) -> None:

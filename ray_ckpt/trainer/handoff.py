@@ -22,7 +22,7 @@ log = logging.getLogger("ray_ckpt")
 
 
 @dataclass(slots=True)
-class Buffer:
+class SaveBuffer:
     """Memory for one save at a time."""
 
     target: Arena | Ring
@@ -122,7 +122,7 @@ class Handoff:
     def __init__(
         self,
         link: SaveLink,
-        buffer: Buffer,
+        buffer: SaveBuffer,
         plan: CopyPlan,
         parts: SaveParts,
         digest: SharedDigest,

@@ -28,7 +28,7 @@ log = logging.getLogger("ray_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoreResult:
     """The result of a restore: the session that begins with it, and the checkpoint that was put in place."""
 
     session: int
@@ -50,7 +50,7 @@ class Restoring:
         self._built.check(link.options.keep)
         self._reader = ItemReader(link, items.items)
 
-    def run(self, ticket: RestoreTicket) -> Restored:
+    def run(self, ticket: RestoreTicket) -> RestoreResult:
         """Restore by `ticket`, or by an older one if the group falls back, and put the state in place."""
         while True:
             origin = None
@@ -70,7 +70,9 @@ class Restoring:
             if self._options.keep:
                 check_settings(self._items.items)
             self._log(info)
-        return Restored(session=ticket.session, epoch=ticket.epoch, checkpoint=ticket.checkpoint, info=info)
+        return RestoreResult(
+            session=ticket.session, epoch=ticket.epoch, checkpoint=ticket.checkpoint, info=info
+        )
 
     def _begin_from(self, origin: RestoreTicket) -> tuple[RankRestore, Load]:
         """Read the checkpoint of another run that this run begins with; see `Link.origin`."""

@@ -20,7 +20,7 @@ from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.walk import Walked
 from ray_ckpt.errors import CheckpointError, ConfigError, InsufficientSpace, Unavailable, text_of
 from ray_ckpt.format.shard import ShardLayout, build_layout
-from ray_ckpt.trainer.handoff import Buffer, CopyPlan, Handoff, SaveParts, SharedDigest
+from ray_ckpt.trainer.handoff import CopyPlan, Handoff, SaveBuffer, SaveParts, SharedDigest
 from ray_ckpt.trainer.link import ArenaGrant, SaveLink
 from ray_ckpt.types import Slice
 
@@ -49,9 +49,9 @@ class Saver:
         self._snapshotter = Snapshotter(
             overlap=options.overlap, verify=options.verify_captures, waited=on_wait
         )
-        self._buffers: deque[Buffer] = deque()  # the least recently used first
+        self._buffers: deque[SaveBuffer] = deque()  # the least recently used first
         self._grant: ArenaGrant | None = None
-        self._setup: Future[tuple[ArenaGrant, deque[Buffer]]] | None = None  # not taken over yet
+        self._setup: Future[tuple[ArenaGrant, deque[SaveBuffer]]] | None = None  # not taken over yet
         self._layout: ShardLayout | None = None
         self._layout_key: frozenset[Slice] = frozenset()
         self._plan: CopyPlan | None = None
@@ -69,7 +69,7 @@ class Saver:
         self._start_setup(layout)
 
     def _start_setup(self, layout: ShardLayout) -> None:
-        setup: Future[tuple[ArenaGrant, deque[Buffer]]] = Future()
+        setup: Future[tuple[ArenaGrant, deque[SaveBuffer]]] = Future()
         self._setup, self._setup_wait_s = setup, SETUP_WAIT_S
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
@@ -87,7 +87,7 @@ class Saver:
 
         threading.Thread(target=work, name="ray_ckpt-setup", daemon=True).start()
 
-    def _open(self, layout: ShardLayout) -> tuple[ArenaGrant, deque[Buffer]]:
+    def _open(self, layout: ShardLayout) -> tuple[ArenaGrant, deque[SaveBuffer]]:
         grant = self._link.open_arena(self._session, layout.size_bytes)
         try:
             targets = [_map(grant, path) for path in grant.paths]
@@ -98,7 +98,7 @@ class Saver:
         for target in targets:
             if isinstance(target, Arena):
                 target.lay_out(layout)
-        return grant, deque(Buffer(target, index) for index, target in enumerate(targets))
+        return grant, deque(SaveBuffer(target, index) for index, target in enumerate(targets))
 
     def _fit(self, layout: ShardLayout) -> None:
         """Make sure that the arena fits a shard of that layout.
@@ -301,7 +301,7 @@ class Saver:
         return self._layout
 
 
-def _make_ready(buffers: Iterable[Buffer], device: int | None) -> None:
+def _make_ready(buffers: Iterable[SaveBuffer], device: int | None) -> None:
     """Populate the pages, and pin them for copies from `device`, so that the first save is fast."""
     try:
         for buffer in buffers:

@@ -161,18 +161,17 @@ def plan_report(
         size_bytes=sum(entry.size_bytes for entry in entries),
         read_bytes=read_bytes,
         items=_items(fragments),
-        nodes=tuple(map(_node_part, fragments.values())),
+        nodes=tuple(
+            NodePart(
+                node_index=fragment.node_index,
+                ranks=fragment.ranks,
+                num_files=len(fragment.files),
+                size_bytes=sum(file.size_bytes for file in fragment.files),
+            )
+            for fragment in fragments.values()
+        ),
         damages=tuple(damages),
         holders=tuple(holders),
-    )
-
-
-def _node_part(fragment: Fragment) -> NodePart:
-    return NodePart(
-        node_index=fragment.node_index,
-        ranks=fragment.ranks,
-        num_files=len(fragment.files),
-        size_bytes=sum(file.size_bytes for file in fragment.files),
     )
 
 
