@@ -1,49 +1,43 @@
-"""Goodput of a run, measured where its log has the facts, and estimated from commits alone.
+"""Goodput of a run: measured where its log has the facts, else estimated from openings and commits.
 
     goodput = time of steps whose effect survived / wall time
 
-A step counts if the newest state comes from it, and once: what was lost and done again is badput. That is the
-"runtime goodput" of Google's ml-goodput-measurement: productive step time / elapsed time, without the
-progress that a disruption wasted. If the newest checkpoint is lost, the newest state is that of the live one
-that a restart would go back to. Goodput can rise while the job as a whole gets slower, by slower steps say,
-so wall time stands beside it. Wall time runs from the first session's opening to the last thing that a
-session did by the log; what has happened since is not known. From the end of a session that had finished to
-the next one nobody wanted to train: that time is no part of it (`not_counted_s`).
+A step counts once, and only if the newest state comes from it: steps that were lost and repeated are
+badput. This is the "runtime goodput" of Google's ml-goodput-measurement: productive step time / elapsed
+time, without progress that a disruption wasted. If the newest checkpoint is lost, the newest state is that
+of the live checkpoint that a restart would load. Goodput can rise while the job becomes slower, for example
+by slower steps, so wall time is shown beside it. Wall time runs from the opening of the first session to the
+last event of a session in the log. The time between a finished session and the next one is not part of it
+(`not_counted_s`).
 
-**Measured** (`measure_goodput`), of a session that was told to its end (`SessionEnd`):
+**Measured**, for a session whose log has its restore, first and last step, and end (`SessionEnd`):
 
-- Its group started until the slowest rank began to restore, restored until all ranks had their state,
-  started up until its first step began, trained until its last step ended, and was down until the next one
-  opened. Saves held up training for a known time. Where a log does not tell how long the restore took, it
-  is in the group's start.
-- Its steps survived until the one that the lineage goes on from. A save's step was done when its commit came,
-  less what capture, writing and copying took. Where that is not known, or the commit came after the last step
-  (a coordinator may find a save later), steps are taken to have been equally long.
-- Evaluation, slow data and all else between its first and its last step are time of steps.
-- In a session that a rollback opened nobody trains: the run is down, for the cause of the end before it.
-- Clocks of ranks and coordinators are taken to agree; what contradicts the order of things is cut.
+- The group starts until the slowest rank begins to restore, restores until all ranks have their state,
+  starts up until its first step begins, trains until its last step ends, and is down until the next session
+  opens. Saves hold up training for a known time. A restore of unknown duration is part of the group's start.
+- Its steps survived up to the one that the lineage continues from. A save's step ended at the time of its
+  commit minus capture, writing and copying. If these are unknown, or if the commit came after the last step
+  (a coordinator may recover a save later), all steps are assumed to have taken equally long.
+- Evaluation, slow data and everything else between its first and its last step are time of steps.
+- A session that a rollback opened does not train: the run is down, for the cause of the end before it.
+- Clocks of ranks and coordinators are assumed to agree; times that contradict the order of events are cut.
 
-Of a session without these facts (an older log, a coordinator that died with it, one that is at work) the
-estimate stands in, from the moment on at which it had its state, and up to its last step, if these are known;
-for how long its saves held up training is told by their commits. `measured_s` says how much of the wall is
-measured; a session around which a clock jumped by more than CLOCK_SLACK_S is not.
+**Estimated**, for a session without these facts (it is at work, or its coordinator died with it), from the
+moment at which it had its state and up to its last step, where these are known:
 
-**Estimated** (`estimate_goodput`), from the opening of each session and the time and step of each commit:
+- Between two commits all time counts as time of steps, without the stalls that the commits record.
+- From its opening to its first commit it restored and then trained. The split uses the session's own time
+  per step between commits, else the run's, else all of it is time of steps.
+- From its last commit to the opening of the next session it trained, died, and was missed. The estimate of
+  the steps is half an interval between saves, the mean cost of a failure at a random time (Young 1974), and
+  never more than there was time.
+- A session from scratch begins at step 0, or at the step of the other run's checkpoint that it continued.
+- Times are those of the coordinators' clocks. A clock that goes back is treated as standing still; a single
+  moment ahead of those that follow it is replaced by the next one.
 
-- Between two commits of a session all time counts as time of steps: stalls, evaluation and slow data in there
-  are not seen. A commit comes a little later than its step, by what writing and copying take.
-- From the opening of a session to its first commit it restored and then trained. How long each took is not
-  known; the estimate takes the session's own pace between commits, else the run's, else all of it as steps.
-- From the last commit of a session to the opening of the next one it trained on, died, and was missed. The
-  estimate of the steps in there is half an interval between saves, what a failure costs on average when it
-  comes at any time (Young 1974), and never more than there was time.
-- A session from scratch is taken to begin at step 0, or at that of another run's checkpoint which it went on
-  from, if its log tells it.
-- Times are those of coordinators' clocks. One that went back is taken as standing still; a single moment
-  that is ahead of those that follow it is taken as the next one.
-
-So each time is an estimate between two bounds that hold whatever pace and interval the estimate assumes; what
-is measured has equal ones. The estimates of goodput and of all causes of badput add up to the wall time.
+Each estimate lies between two bounds that hold for any step time and interval; measured times have equal
+bounds. `measured_s` is the measured part of the wall time; a session around which a clock jumped by more than
+CLOCK_SLACK_S is not measured. The estimates of goodput and of all causes of badput add up to the wall time.
 """
 
 from __future__ import annotations
@@ -69,17 +63,8 @@ __all__ = [
     "Seconds",
     "SessionSpan",
     "StepsOverTime",
-    "estimate_goodput",
     "measure_goodput",
 ]
-
-CAUSES: Mapping[str, str] = {
-    "startup": "from the opening of a session to its first step",
-    "lost_steps": "steps whose effect was lost",
-    "down": "from the last step before an interruption to the next session",
-    "no_commit": "sessions that committed nothing",
-}
-"""Of badput, as the estimate tells them apart."""
 
 _ENDS: Mapping[EndCause, str] = {
     "finished": "its launcher had finished",
@@ -90,7 +75,7 @@ _ENDS: Mapping[EndCause, str] = {
     "launcher": "its launcher died or was stopped",
 }
 
-MEASURED_CAUSES: Mapping[str, str] = {
+CAUSES: Mapping[str, str] = {
     "group_start": "from the opening of a session until its ranks restored",
     "restore": "reading the state and putting it into place, by the slowest rank",
     "startup": "from then on to the first step",
@@ -204,7 +189,7 @@ class Goodput:
 
     wall_s: float
     productive: Seconds
-    badput: Mapping[str, Seconds]  # by the names of CAUSES or MEASURED_CAUSES
+    badput: Mapping[str, Seconds]  # by the names of CAUSES or CAUSES
     step: int
     steps_lost: int
     step_s: float | None
@@ -234,24 +219,16 @@ _BEFORE_STEPS = ("group_start", "restore", "startup")  # of a session, by the na
 _Parts: TypeAlias = Mapping[str, Seconds]  # of the time of one session: productive, and causes of badput
 
 
-def estimate_goodput(sessions: Sequence[SessionInfo], checkpoints: Iterable[CheckpointInfo]) -> Goodput:
-    """The goodput of a run by its sessions and all its checkpoints, whatever has become of them, both in log
-    order. Takes time and memory by the number of them.
-    """
-    histories, clock_back_s = session_histories(sessions, {c.id.attempt: c for c in checkpoints})
-    pace = step_rate(histories)
-    parts = [_estimated(t, t.opened_s, pace) for t in histories]
-    times = [_estimated_times(t, t.opened_s, part) for t, part in zip(histories, parts, strict=True)]
-    return _goodput(histories, parts, times, CAUSES, pace, clock_back_s)
-
-
 def measure_goodput(sessions: Sequence[SessionInfo], checkpoints: Iterable[CheckpointInfo]) -> Goodput:
-    """As `estimate_goodput`, with what sessions have told of their restores, steps and ends."""
+    """Return the goodput of a run from its sessions and all its checkpoints, of any state, in log order.
+
+    Time and memory grow with the number of both.
+    """
     histories, clock_back_s = session_histories(sessions, {c.id.attempt: c for c in checkpoints})
     pace = step_rate(histories)
     found_of = [_told(history) or _partly_told(history, pace) for history in histories]
     parts, times = [part for part, _, _ in found_of], [time for _, time, _ in found_of]
-    found = _goodput(histories, parts, times, MEASURED_CAUSES, pace, clock_back_s)
+    found = _goodput(histories, parts, times, pace, clock_back_s)
     sure = [t.measured and not history.is_jumpy for history, t in zip(histories, times, strict=True)]
     steps = sum(t.last_step - t.first_step for t in compress(times, sure))
     trained_s = sum(t.last_s - t.first_s for t in compress(times, sure))
@@ -272,7 +249,6 @@ def _goodput(
     histories: Sequence[SessionHistory],
     parts: Sequence[_Parts],
     times: Sequence[SessionSpan],
-    causes: Iterable[str],
     pace: StepRate,
     clock_back_s: float,
 ) -> Goodput:
@@ -281,7 +257,7 @@ def _goodput(
     return Goodput(
         wall_s=histories[-1].ended_s - histories[0].opened_s - idle_s if histories else 0.0,
         productive=sum((part["productive"] for part in parts), ZERO),
-        badput={cause: sum((part.get(cause, ZERO) for part in parts), ZERO) for cause in causes},
+        badput={cause: sum((part.get(cause, ZERO) for part in parts), ZERO) for cause in CAUSES},
         step=next((_kept_step(t) for t in reversed(histories) if t.kept), 0),
         steps_lost=sum(t.last_step - _kept_step(t) for t in histories),
         step_s=pace.step_s,

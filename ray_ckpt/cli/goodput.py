@@ -12,12 +12,11 @@ import typer
 from rich.console import Console
 
 from ray_ckpt.analysis.goodput import (
+    CAUSES,
     COLOURS,
-    MEASURED_CAUSES,
     Goodput,
     Interruption,
     Seconds,
-    estimate_goodput,
     measure_goodput,
 )
 from ray_ckpt.analysis.report.facts import clocks_text, measured_percent
@@ -53,12 +52,11 @@ def goodput(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what became of a run's time: goodput = time of steps whose effect survived / wall time.
+    """Show how a run spent its time: goodput = time of steps whose effect survived / wall time.
 
-    Measured, where sessions have told of their restores, first and last steps, stalls and ends. Where none
-    has (an older log, a coordinator that died with its session), an estimate between two bounds stands in.
-    Beside it stands what openings of sessions and commits alone would say; there, stalls count as steps. The
-    time after a session that had finished, until somebody prolonged the run, is not counted.
+    Times are measured where the log has a session's restore, first and last step, stalls and end. A session
+    without these (one at work, or one whose coordinator died with it) is estimated, with bounds. The time
+    between a finished session and the next one is not counted.
 
     Example: `ray-ckpt goodput /shared/runs/gpt --plot goodput.png`
     """
@@ -67,15 +65,15 @@ def goodput(
     file = None if plot is None else output_file(plot, force=force)
     catalog = Catalog(path, store_options(storage_option))
     known = catalog.list(all=True)
-    found, by_commits = measure_goodput(catalog.sessions, known), estimate_goodput(catalog.sessions, known)
+    found = measure_goodput(catalog.sessions, known)
     if file is not None:
         with whole_file(file) as temporary:
             temporary.write_bytes(draw(catalog.run_name, found))
     if as_json:
         run = {"run_name": catalog.run_name, "run_uid": catalog.run_uid}
-        print_json({**run, **_json(found), "by_commits": _times_json(by_commits)})
+        print_json({**run, **_json(found)})
     else:
-        _print(stdout(), catalog.run_name, found, by_commits)
+        _print(stdout(), catalog.run_name, found)
 
 
 def _json(found: Goodput) -> dict[str, Any]:
@@ -102,23 +100,23 @@ def _times_json(found: Goodput) -> dict[str, Any]:
     }
 
 
-def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput) -> None:
-    headline = f"run {run_name}  {_share(found)}  wall {duration_text(found.wall_s)}{_told(found)}"
+def _print(console: Console, run_name: str, found: Goodput) -> None:
+    headline = f"run {run_name}  {_share(found)}  wall {duration_text(found.wall_s)}{_measured(found)}"
     console.print(printable(headline), soft_wrap=True)
     pace = "unknown" if found.step_s is None else f"{found.step_s:.3g} s"
     more = f", {count_text(found.steps_lost, 'committed step')} lost" if found.steps_lost else ""
     console.print(f"step {found.step}{more}; a step takes {pace}", soft_wrap=True)
-    headers = ("cause", "time", "share", "by commits alone", "what")
-    table = make_table(*headers, right=(1, 2, 3), whole=(1, 2, 3), gives_way=(3, 4))
+    headers = ("cause", "time", "share", "what")
+    table = make_table(*headers, right=(1, 2), whole=(1, 2), gives_way=(3,))
     rows = [("goodput", found.productive, "steps whose effect survived")]
-    rows += [(cause, time, MEASURED_CAUSES[cause]) for cause, time in found.badput.items()]
+    rows += [(cause, time, CAUSES[cause]) for cause, time in found.badput.items()]
     for name, time, what in rows:
         part = f"{100 * time.estimate / found.wall_s:.1f} %" if found.wall_s else ""
         if time.high or not name.startswith("down_"):
-            add_row(table, name, _estimate(time), part, _by_commits(name, time, by_commits), what)
+            add_row(table, name, _estimate(time), part, what)
     console.print(table)
     if found.wall_s and measured_percent(found) < 100:
-        note = "What nobody has told of is estimated, between two bounds; see `ray_ckpt/analysis/goodput.py`."
+        note = "Times that are not in the log are estimated, with bounds; see `ray_ckpt/analysis/goodput.py`."
         console.print(note, soft_wrap=True)
     if found.not_counted_s:
         console.print(
@@ -128,18 +126,6 @@ def _print(console: Console, run_name: str, found: Goodput, by_commits: Goodput)
         _print_interruptions(console, found)
     if clocks := clocks_text(found):
         console.print(clocks, soft_wrap=True)
-
-
-def _by_commits(name: str, time: Seconds, found: Goodput) -> str:
-    """What commits alone say of it."""
-    if name == "goodput":
-        return _estimate(found.productive)
-    if name in found.badput:
-        return _estimate(found.badput[name])
-    if name.startswith("down_"):
-        down = found.badput["down"]
-        return f"of {_estimate(down)}" if time.estimate <= down.high else "in no_commit, too"
-    return {"group_start": "in startup", "restore": "in startup", "stalls": "in goodput"}[name]
 
 
 def _print_interruptions(console: Console, found: Goodput) -> None:
@@ -173,7 +159,7 @@ def _share(found: Goodput) -> str:
     return f"goodput {'unknown: the log has one moment' if ratios is None else _percent(ratios)}"
 
 
-def _told(found: Goodput) -> str:
+def _measured(found: Goodput) -> str:
     return f"  measured {measured_percent(found)} % of it" if found.wall_s else ""
 
 
@@ -219,7 +205,7 @@ def draw(run_name: str, found: Goodput) -> bytes:
     steps.vlines(openings, 0, 1, transform=whole, color="0.7", linewidth=0.8, linestyle=":")
     steps.set_xlabel(unit, fontsize=8)
     steps.set_ylabel("step", fontsize=8)
-    title = f"{_short(printable(run_name))}\n{_share(found)}{_told(found)}"
+    title = f"{_short(printable(run_name))}\n{_share(found)}{_measured(found)}"
     steps.set_title(title.replace("$", r"\$"), fontsize=9)
     left = 0.0
     spent = {"goodput": found.productive, **found.badput}

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_ckpt.analysis.goodput import Goodput, Seconds, estimate_goodput, measure_goodput
+from ray_ckpt.analysis.goodput import Goodput, Seconds, measure_goodput
 from ray_ckpt.analysis.session_history import CLOCK_SLACK_S, save_s
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.core.retention import pinned_by
@@ -120,10 +120,6 @@ class RunReport:
     @cached_property
     def goodput(self) -> Goodput:
         return measure_goodput(self.sessions, self.checkpoints)
-
-    @cached_property
-    def by_commits(self) -> Goodput:
-        return estimate_goodput(self.sessions, self.checkpoints)
 
     @cached_property
     def by_attempt(self) -> Mapping[str, CheckpointInfo]:

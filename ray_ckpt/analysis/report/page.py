@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import ray_ckpt
-from ray_ckpt.analysis.goodput import MEASURED_CAUSES, Goodput, Seconds
+from ray_ckpt.analysis.goodput import CAUSES, Goodput, Seconds
 from ray_ckpt.analysis.report.facts import (
     CAUSE_TEXT,
     MAX_CHECKPOINTS,
@@ -160,14 +160,14 @@ def _legend(keys: Iterable[tuple[str, str]]) -> Html:
 
 
 def _goodput(report: RunReport) -> Html:
-    found, other = report.goodput, report.by_commits
+    found = report.goodput
     if not found.wall_s:
         return _section("goodput", "Goodput", el("p", "The log has one moment: nothing to measure yet."))
-    told = measured_percent(found)
+    known = measured_percent(found)
     wall = duration_text(found.wall_s)
     about = f"Goodput is the time of steps whose effect survived, as a part of {wall} of wall time."
-    if told < 100:
-        about += f" {told} % of the wall time is measured; the rest is estimated, between two bounds."
+    if known < 100:
+        about += f" {known} % of the wall time is measured; the rest is estimated, between two bounds."
     if found.not_counted_s:
         about += f" Not counted: {duration_text(found.not_counted_s)} after it had finished."
     if clocks := clocks_text(found):
@@ -178,18 +178,17 @@ def _goodput(report: RunReport) -> Html:
             _keyed(cause, "goodput" if cause == "productive" else cause.replace("_", " ")),
             _time(time),
             f"{100 * time.estimate / found.wall_s:.2f} %",
-            MEASURED_CAUSES.get(cause, "steps whose effect survived"),
+            CAUSES.get(cause, "steps whose effect survived"),
         )
         for cause, time in times.items()
         if time.high
     ]
     bars = el(
         "svg",
-        *_bar("measured" if told == 100 else "partly measured" if told else "estimated", found, 0.0),
-        *_bar("by commits", other, BAR_H + 10),
-        viewBox=f"0 0 {BAR_W:.0f} {2 * BAR_H + 14:.0f}",
+        *_bar("measured" if known == 100 else "partly measured" if known else "estimated", found, 0.0),
+        viewBox=f"0 0 {BAR_W:.0f} {BAR_H + 4:.0f}",
         role="img",
-        aria_label="Where the time went, with what sessions have told and by commits alone",
+        aria_label="How the wall time was spent",
     )
     return _section(
         "goodput",
@@ -197,11 +196,6 @@ def _goodput(report: RunReport) -> Html:
         el("p", about, class_="soft"),
         el("div", bars, class_="wide"),
         _table(("cause", "time", "share", "what"), rows, right=(1, 2)),
-        el(
-            "p",
-            "The second bar is what openings and commits alone would say, with stalls as steps.",
-            class_="soft",
-        ),
     )
 
 
