@@ -179,7 +179,7 @@ def _apart(coordinators: Iterable[Coordinator]) -> Iterator[object]:
         state = {name: getattr(process, name) for name in Coordinator.__slots__}
         machine = vars(state.pop("machine"))
         yield state
-        yield from machine.items()
+        yield from (item for item in machine.items() if item[0] != "view")  # it has no state of its own
 
 
 def _flat(value: object) -> bytes:

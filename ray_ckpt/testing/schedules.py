@@ -107,10 +107,10 @@ class Schedule:
             self.ranks_report: 3,
             self.ranks_meet: 3,
             self.ranks_wait: 1,
-            self.somebody_pins: 2,
-            self.somebody_annotates: 2,
-            self.somebody_drills: 2,
-            self.somebody_pins_aside: chance.choice([0, 0, 1]),
+            self.user_pins: 2,
+            self.user_annotates: 2,
+            self.user_drills: 2,
+            self.user_pins_aside: chance.choice([0, 0, 1]),
             self.log_is_trimmed: chance.choice([0, 0, 0, 1]),
             self.a_day_passes: chance.choice([0, 1]),
             self.files_arrive_late: 1,
@@ -192,26 +192,17 @@ class Schedule:
     def launchers_act(self) -> str | None:
         if (
             launcher := self._any(
-                [launcher for launcher in self.world.launchers.values() if self._wants_group(launcher)]
+                [launcher for launcher in self.world.launchers.values() if _wants_group(launcher)]
             )
         ) is None:
             return None
-        self._launch(launcher)
-        return f"{launcher.name} launches"
-
-    def _wants_group(self, launcher: Launcher) -> bool:
-        if launcher.state == "running":
-            assert launcher.group is not None
-            return any(member.state == "ended" for member in launcher.group.members)
-        return launcher.state == "idle"
-
-    def _launch(self, launcher: Launcher) -> None:
         size = self.chance.choice([1, 2, 2, 2, 3])
         lineage = self.world.oracle.history.lineage()
         launcher.resume = self.chance.choices(["auto", "never", "must"], [96, 2, 2])[0]
         if lineage and self.chance.random() < 0.03:
             launcher.resume = f"step:{self.chance.choice(lineage).step}"
         self.world.launch(launcher.name, size, self._absent(launcher.service))
+        return f"{launcher.name} launches"
 
     def _absent(self, service: str) -> frozenset[str]:
         """Choose the agents that do not answer a call to all."""
@@ -260,7 +251,7 @@ class Schedule:
         self.world.wait_to_restore(member)
         return f"a rank on {member.node} waits to restore"
 
-    def somebody_pins(self) -> str | None:
+    def user_pins(self) -> str | None:
         """Pin a checkpoint, or remove a pin."""
         world, chance = self.world, self.chance
         service = chance.choice(sorted(self.launchers))
@@ -277,7 +268,7 @@ class Schedule:
         world.pin(service, attempt, expires_at_s)
         return f"{attempt} is pinned"
 
-    def somebody_annotates(self) -> str | None:
+    def user_annotates(self) -> str | None:
         """Annotate a step that is in the log, live or not, or on its way there."""
         world, chance = self.world, self.chance
         steps = [c.step for c in world.oracle.history.checkpoints.values()]
@@ -288,7 +279,7 @@ class Schedule:
         world.annotate(chance.choice(sorted(self.launchers)), step, chance.choice(["eval", "loss"]))
         return f"step {step} is annotated"
 
-    def somebody_drills(self) -> str | None:
+    def user_drills(self) -> str | None:
         """Report a drill of a checkpoint that is live, or was when the drill began."""
         world, chance = self.world, self.chance
         known = list(world.oracle.history.checkpoints)
@@ -298,7 +289,7 @@ class Schedule:
         world.drill(chance.choice(sorted(self.launchers)), attempt, passed=chance.random() < 0.7)
         return f"{attempt} is drilled"
 
-    def somebody_pins_aside(self) -> str | None:
+    def user_pins_aside(self) -> str | None:
         """Pin on the log alone, also while a coordinator is at work."""
         world, lineage = self.world, self.world.oracle.history.lineage()
         if not lineage or world.storage.is_away:
@@ -472,6 +463,13 @@ def _options(chance: random.Random, *, keep_local_at_end: bool) -> RunOptions:
         keep_best=chance.choice([None, ("eval", "max", 1)]),
         keep_local_at_end=keep_local_at_end,
     )
+
+
+def _wants_group(launcher: Launcher) -> bool:
+    if launcher.state == "running":
+        assert launcher.group is not None
+        return any(member.state == "ended" for member in launcher.group.members)
+    return launcher.state == "idle"
 
 
 def _label(message: Message) -> str:

@@ -26,7 +26,7 @@ from tests.fault.ranks import Group, Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What a launcher starts: `nodes` are node ids, one rank each."""
+    """The training that a launcher starts; `nodes` are node ids, one rank each."""
 
     job: dict[str, Any]
     nodes: tuple[str, ...]

@@ -17,7 +17,7 @@ Kind: TypeAlias = Literal["reached", "acked", "restored"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one rank saw at one step.
+    """One observation of a rank at a step.
 
     reached: its state after `step` has `digest`. acked: `attempt` has reached `level` (said by rank 0 only).
     restored: the group began with the state after `step`, with `digest`; step 0 is from scratch.

@@ -32,7 +32,7 @@ ACK_S = 10.0  # how long rank 0 waits for a level; then it goes on without an ac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a group trains: a run, and how hard its ranks listen for acknowledgements."""
+    """The run that a group trains, and the effort of its ranks to see acknowledgements."""
 
     run: str
     storage: str

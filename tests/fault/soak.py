@@ -150,7 +150,7 @@ class Soak:
         return False
 
     def flip_bit(self) -> bool:
-        """In one staged copy of the newest checkpoint; retention may be quicker."""
+        """Damage one staged copy of the newest checkpoint; retention may delete it first."""
         commits = [c for c in self.rig.commits() if c.state == "live"]
         folder = self.rig.staged(self.rng.choice(self.nodes), commits[-1])
         paths = sorted(folder.glob("s*")) if folder.is_dir() else []
@@ -179,7 +179,7 @@ class Soak:
         return [entry for entry in journal.read(self.rig.journal) if entry.kind == kind]
 
     def _restored(self, after: int) -> list[journal.Entry]:
-        """What the groups of sessions after this one have restored."""
+        """Return the restored checkpoints of the sessions after this one."""
         return [entry for entry in self._entries("restored") if entry.session > after]
 
     def _ended(self) -> bool:

@@ -48,7 +48,7 @@ def test_a_coordinator_that_was_frozen_is_fenced_and_ends(no_cluster: None, tmp_
 
 
 def _start_coordinator(node_id: str) -> None:
-    """As the service would, but on a node that is not the head, and that Ray may replace by another."""
+    """Start it as the service would, but on a node that is not the head, so that Ray may start another."""
     handle = (
         ray.remote(Coordinator)
         .options(

@@ -55,7 +55,7 @@ def wait_for_step(path: Path, step: int, *, within_s: float) -> None:
 
 
 def drain(cluster: LocalCluster, node_id: str, *, notice_s: float) -> None:
-    """What a node does that gets SIGTERM, or an autoscaler that hears of a preemption."""
+    """Drain a node, as the node itself does at SIGTERM, or an autoscaler at a preemption."""
     accepted, why = GcsClient(address=cluster.address).drain_node(
         node_id,
         autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),

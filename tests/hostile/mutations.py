@@ -37,7 +37,7 @@ Change = Callable[[SampleCheckpoint], SampleCheckpoint]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """What became of the run. `names_of_file` are the texts of which an error has to show one.
+    """A change of the run. `names_of_file` are the texts of which an error has to show one.
 
     A run that is `is_sound` shows no damage: all digests are right, so what it says is an answer too.
     """

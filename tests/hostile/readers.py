@@ -39,7 +39,7 @@ NOW_S = START_S + 10**6  # of every clock that a reader looks at, so that equal 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a reader has given. `code` is the exit code of a command, and of a `load` 0 or 1.
+    """The result of a reader. `code` is the exit code of a command, and of a `load` 0 or 1.
 
     `text` is everything that it has said, `problem` what no reader may do.
     """
