@@ -2,9 +2,9 @@
 
 The end of a run is in its log, so a restarted coordinator goes on with it. Nothing is deleted before
 `retire_grace_s` has passed, in which a next group restores from the nodes. Checkpoints that only nodes have
-are retired in the log first, or drained if a policy or a pin keeps them. Once nodes have the order to forget the
-run, this coordinator takes no group any more: the run is opened again with a new epoch, so that late orders
-are refused.
+are retired in the log first, or drained if a policy or a pin keeps them. Once nodes have the order to forget
+the run, this coordinator takes no group any more: the run is opened again with a new epoch, so that late
+orders are refused.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ray_ckpt.core.messages import Warn
 from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.telemetry import Metric, Sample
 
-MAX_SAVE_SIGNALS = 64  # last steps that were announced; they tell a late rank from one that saves alone
+MAX_SAVE_SIGNALS = 64  # last announced steps, which distinguish a late rank from one that saves alone
 MAX_WARNINGS = 256  # texts that are not repeated; older ones may be
 MAX_SAMPLES = 1000  # measurements that nobody has taken yet; they are taken after each event
 

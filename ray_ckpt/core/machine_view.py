@@ -26,7 +26,7 @@ from ray_ckpt.errors import CheckpointError
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import CheckpointInfo, EndCause, Exposure, Level, RankRestore
 
-AWAITED_EVERY_S = 1.0  # every node asks once a second, and an answer costs time by ranks
+AWAITED_EVERY_S = 1.0  # every node sends a request each second, and an answer costs time by ranks
 
 
 @dataclass(slots=True, kw_only=True)

@@ -85,7 +85,7 @@ class NodesJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecovered:
-    """A restarted coordinator has found a group at work; the agents told its plan and what they hold."""
+    """A restarted coordinator has found a group at work: its plan and inventories, from the agents."""
 
     plan: SessionPlan
     inventories: Mapping[str, Inventory]  # by live node
@@ -101,7 +101,7 @@ class NodeStored:
     files: tuple[FileEntry, ...]
     replicated: tuple[str, ...]  # digests of what its ranks hold in common with all others; must be one
     metrics: Mapping[str, float] | None  # from the node of rank 0
-    epoch: int | None = None  # that the node obeyed when it said so; None: found by this coordinator itself
+    epoch: int | None = None  # that the node obeyed when it reported; None: found by this coordinator itself
     facts: SaveFacts = field(default_factory=SaveFacts)  # of its ranks
 
 
@@ -113,7 +113,7 @@ class ReplicaEnded:
     error: str | None
     epoch: int | None = None  # that the source obeyed when it began; None: as of NodeStored
     source: str = ""  # the node that sent it; "" if that is not known
-    is_unreachable: bool = False  # the holder did not answer the source; the error says nothing of its disk
+    is_unreachable: bool = False  # the holder did not answer the source; its disk may be good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +129,13 @@ class SaveRefused:
 class RanksProgressed:
     session_key: SessionKey
     ranks: Mapping[int, RankProgress]
-    captured: tuple[Captured, ...] = ()  # said again with each message while it is so
+    captured: tuple[Captured, ...] = ()  # repeated with each message while it is so
     met: int = 0  # the highest number of a barrier that ranks here were let into; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksRestored:
-    """These ranks of a node have read their state, and wait for others; said again while they do."""
+    """These ranks of a node have read their state, and wait for others; repeated while they do."""
 
     session_key: SessionKey
     node_id: str
@@ -144,9 +144,9 @@ class RanksRestored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierReached:
-    """Ranks of a node have come to a barrier that all ranks are to enter, and ask whether all have come.
+    """Ranks of a node have come to a barrier that all ranks are to enter, and wait for the others.
 
-    Replied with `BarrierAnswer`, when all ranks are there or the meeting is given up.
+    Replied with `BarrierAnswer`, when all ranks are there or the barrier is given up.
     """
 
     token: Token
@@ -157,14 +157,14 @@ class BarrierReached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierAnswer:
-    """`missing` ranks did not come, so nobody enters the barrier; with none, all do."""
+    """The `missing` ranks did not come, so no rank enters the barrier; with none missing, all do."""
 
     missing: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRestored:
-    """All ranks of a node have read and verified, or name what no source could give them."""
+    """All ranks of a node have read and verified, or name the parts that no source could give them."""
 
     token: Token
     session_key: SessionKey  # of the session that they restore for
@@ -178,23 +178,22 @@ class DrainEnded:
     node_index: int
     node_id: str
     error: str | None
-    is_damage: bool = False  # the node's own files are not what was committed; else the error is the store's
+    is_damage: bool = False  # the node's own files differ from the commit; else the error is the store's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescriptionWritten:
     attempt: AttemptId
     error: str | None
-    is_damage: bool = False  # what the storage path has is not what was committed
+    is_damage: bool = False  # the files on the storage path differ from the commit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteListed:
-    """The answer to SweepRemote: what lies on the storage path under the run's prefix, if its name is of our
-    grammar.
+    """The answer to SweepRemote: checkpoint directories and unfinished uploads under the run's prefix.
 
-    `directories` are those of checkpoints, each with the seconds since something was written there, by the
-    store's clock.
+    Other names are ignored. Each directory has the seconds since something was written there, by the store's
+    clock.
     """
 
     number: int
@@ -212,7 +211,7 @@ class DeleteEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderRefused:
-    """A node has heard of a coordinator with this higher epoch."""
+    """A node obeys a coordinator with this higher epoch."""
 
     epoch: int
 
@@ -225,7 +224,7 @@ class ScrubEnded:
     node_index: int
     place: str  # a node id, or REMOTE
     damage: tuple[str, ...]  # what differed; empty: every byte is as it was committed
-    error: str | None  # it could not be read at all; says nothing about the bytes
+    error: str | None  # the copy could not be read at all; its bytes may be good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +246,7 @@ class UnpinRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
-    """Somebody wants a checkpoint on the storage path that may not be due; replied when that has begun."""
+    """A checkpoint that may not be due is wanted on the storage path; replied when its drain has begun."""
 
     token: Token
     attempt: str
@@ -257,7 +256,7 @@ class DrainRequested:
 class AnnotateRequested:
     """Add metrics to the newest live checkpoint of a step on the lineage; replied when they are in the log.
 
-    While a save of that step is on its way it is meant, and waited for.
+    While a save of that step is on its way, that save is annotated once it is committed.
     """
 
     token: Token
@@ -275,7 +274,7 @@ class DrillEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerDied:
-    """A launcher that says when a run is over has been dead for a while, in which a lost node is noticed."""
+    """The run's launcher has been dead long enough that the loss of a node would have been noticed first."""
 
     owner: str
 
@@ -291,8 +290,8 @@ class FinishRequested:
     """Bring the last checkpoint of the run to the storage path, then reply."""
 
     token: Token
-    ends_group: bool = False  # the launcher says that the run is over, too
-    has_failed: bool = False  # that it has given up
+    ends_group: bool = False  # the launcher ends the run, too
+    has_failed: bool = False  # the launcher has given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +361,7 @@ class RequestInventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSession:
-    """Tell every node of the plan, then reply the plan to `tokens`."""
+    """Send the plan to its nodes, then reply it to `tokens`."""
 
     tokens: tuple[Token, ...]
     plan: SessionPlan
@@ -382,13 +381,13 @@ class Fail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotifyOutcome:
-    """Tell the session's nodes what became of an attempt; `error` if it was dropped."""
+    """Send the outcome of an attempt to these nodes; `error` if it was dropped."""
 
     attempt: AttemptId
     level: Level | None
     error: CheckpointError | None
     nodes: tuple[str, ...]
-    epoch: int  # of this coordinator; nodes ignore the words of an older one
+    epoch: int  # of this coordinator; nodes ignore messages of an older one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,7 +446,7 @@ class DeleteOrphans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteLocalOrphans:
-    """Folders on a node that belong to no live checkpoint and no running attempt."""
+    """Delete folders on a node that belong to no live checkpoint and no open attempt."""
 
     node_id: str
     directories: tuple[str, ...]
@@ -463,19 +462,19 @@ class Evict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutAway:
-    """Have every live node delete what it has of the run, but these folders, and forget the run."""
+    """Have every live node delete all folders of the run but these, and forget the run."""
 
     kept: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseRun:
-    """The run is finished and put away: this coordinator needs it no more."""
+    """Forget the run: it has finished and is put away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrub:
-    """Read a copy of a fragment and all its files against their digests; quarantine what is bad."""
+    """Read a copy of a fragment and all its files against their digests; quarantine bad files."""
 
     attempt: AttemptId
     node_index: int
@@ -500,7 +499,7 @@ class Supersede:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warn:
-    """For people. `is_expected`: it needs nobody's attention, as it is how the run was set up."""
+    """Log a warning. `is_expected`: it needs no attention, because the run was set up like that."""
 
     text: str
     is_expected: bool = False
@@ -508,12 +507,10 @@ class Warn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDown:
-    """Somebody else owns the log: act no more on this run."""
+    """Act no more on this run: another coordinator owns the log."""
 
     error: CheckpointError
-    is_foreign: (
-        bool  # another service; else a newer coordinator of this one, which has the name and the nodes
-    )
+    is_foreign: bool  # of another service; else a newer coordinator of this one, with the name and the nodes
 
 
 Effect: TypeAlias = (

@@ -1,7 +1,7 @@
-"""The node machine: what one agent decides about one run's saves (see PROTOCOL.md).
+"""The node machine: the decisions of one agent about one run's saves (see PROTOCOL.md).
 
-It gathers its ranks, so that the coordinator hears from a node once per phase, and keeps the order:
-shard files, then the fragment, then the report; copies only of what is fsynced here.
+It gathers its ranks, so that a node reports to the coordinator once per phase, and keeps the order: shard
+files, then the fragment, then the report. Copies are sent only of files that are fsynced here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ray_ckpt.format.names import attempt_of
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level
 
 MAX_UNSETTLED = 8  # saves reported and not answered; a coordinator that lives answers within seconds
-MAX_SETTLED = 256  # outcomes that late questions can still be answered from
+MAX_SETTLED = 256  # outcomes that answer late requests
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class NodeMachine:
         self.plan: SessionPlan | None = None
         self.here: SessionNode | None = None
         self._saves: dict[str, _Save] = {}
-        self.epoch = epoch  # of the newest coordinator heard of
+        self.epoch = epoch  # of the newest coordinator seen
         self.outcomes: OrderedDict[str, n.SaveOutcome] = OrderedDict()
         self._deleted: OrderedDict[str, None] = OrderedDict()  # attempts whose deletion was ordered
         self._unreachable: set[str] = set()  # peers that are probed until they answer
@@ -55,7 +55,7 @@ class NodeMachine:
         return (n.PersistEpoch(epoch=event.epoch), *self._on(event))
 
     def incomplete(self) -> tuple[Captured, ...]:
-        """Saves that some ranks here have captured and others have not; MAX_UNSETTLED at most."""
+        """Return the saves that only some ranks here have captured; MAX_UNSETTLED at most."""
         num_ranks = len(self.here.ranks) if self.here is not None else 0
         return tuple(
             Captured(attempt=save.attempt, ranks=tuple(sorted(save.sealed)))
@@ -64,7 +64,7 @@ class NodeMachine:
         )
 
     def is_deleted(self, attempt: str) -> bool:
-        """What a folder still has of it is on its way out and must not be counted on."""
+        """Return True for an attempt whose files here are being deleted and must not be counted."""
         outcome = self.outcomes.get(attempt)
         return attempt in self._deleted or (outcome is not None and outcome.is_deleted)
 
@@ -80,7 +80,7 @@ class NodeMachine:
 
     def _on_session_started(self, event: n.SessionStarted) -> Iterator[n.NodeEffect]:
         if self.plan is not None and event.plan.session_key < self.plan.session_key:
-            return  # late words about a group that has ended
+            return  # a late order about a group that has ended
         error = RunSuperseded("A newer training group has opened this run.")
         for save in list(self._saves.values()):
             if not event.plan.has(save.attempt):
@@ -167,7 +167,7 @@ class NodeMachine:
         yield from self._report(save, here)
 
     def _written_late(self, attempt: AttemptId) -> Iterator[n.NodeEffect]:
-        """Of a save that was settled meanwhile: a drop removes it, else the coordinator decides."""
+        """Delete the files of a save that was dropped in the meantime; leave others to the coordinator."""
         if self.is_deleted(attempt.attempt):
             yield n.DeleteFolder(directory=attempt.directory)
 
@@ -224,7 +224,7 @@ class NodeMachine:
                 yield from self._report(save, self.here)
 
     def _report(self, save: _Save, here: SessionNode) -> Iterator[n.NodeEffect]:
-        """Tell of a save that is complete here, and send its copies; repeating it is harmless."""
+        """Report a save that is complete here, and send its copies; a repetition is harmless."""
         if save.fragment is None:
             return
         yield n.ReportStored(
@@ -242,15 +242,15 @@ class NodeMachine:
         known = self.outcomes.get(event.attempt.attempt)
         if known is None or known.error is None:
             yield from self._settle(event.attempt, event.level, event.error)
-        elif event.error is not None:  # a drop is final; said again, because a late copy came back
+        elif event.error is not None:  # a drop is final; it is repeated because a late copy came back
             self.outcomes[event.attempt.attempt] = replace(known, is_deleted=True)
             yield n.DeleteFolder(directory=event.attempt.directory)
 
     def _forget_oldest(self) -> Iterator[n.NodeEffect]:
-        """The coordinator is silent: wait for the newest saves only. Files stay, they may be committed."""
+        """Settle the oldest saves while the coordinator is silent. Files stay: they may be committed."""
         while len(self._saves) >= MAX_UNSETTLED:
             save = next(iter(self._saves.values()))
-            error = Unavailable(f"The coordinator never told how step {save.attempt.step} ended.")
+            error = Unavailable(f"The coordinator never reported how step {save.attempt.step} ended.")
             yield from self._settle(save.attempt, None, error, keep_files=True)
 
     def _settle(
@@ -263,8 +263,8 @@ class NodeMachine:
     ) -> Iterator[n.NodeEffect]:
         """Note the outcome. A drop removes the files; a rank that still writes finds the outcome when done.
 
-        What a new session ends may have been committed a moment ago, so its files stay until the
-        coordinator names them as strays.
+        A save that a new session ends may have been committed a moment ago, so its files stay until the
+        coordinator lists them as orphans.
         """
         self._saves.pop(attempt.attempt, None)
         is_deleted = error is not None and not keep_files

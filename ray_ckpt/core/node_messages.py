@@ -14,11 +14,11 @@ from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOutcome:
-    """How an attempt ended so far: the level reached, or why it was dropped."""
+    """The outcome of an attempt so far: the level reached, or the error of its drop."""
 
     level: Level | None
     error: CheckpointError | None
-    is_deleted: bool = False  # what there was of it here has been deleted, or is about to be
+    is_deleted: bool = False  # its files here have been deleted, or are about to be
 
 
 # -- events ------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ class SessionStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded:
-    """The run belongs to somebody else; this session, and those before it, are over."""
+    """Another owner has the run; this session, and those before it, are over."""
 
     session_key: SessionKey
     error: CheckpointError
@@ -87,14 +87,14 @@ class CopyEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerReturned:
-    """A peer that could not be reached has answered, or has been asked for long enough."""
+    """A peer that could not be reached has answered, or was probed for long enough."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeNotified:
-    """The coordinator of that epoch has told what became of an attempt."""
+    """The coordinator of that epoch has reported the outcome of an attempt."""
 
     attempt: AttemptId
     level: Level | None
@@ -104,14 +104,14 @@ class OutcomeNotified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSeen:
-    """A coordinator whose fence is in the log speaks to this node."""
+    """A coordinator whose fence is in the log has sent an order without other content."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorReturned:
-    """A new coordinator has taken the run over and knows nothing of what was reported to the old one."""
+    """A new coordinator has taken the run over; it has no report that the old one received."""
 
     epoch: int
 
@@ -128,7 +128,7 @@ class CopyOrdered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteOrdered:
-    """Checkpoint folders that are to go."""
+    """Checkpoint folders are to be deleted."""
 
     directories: tuple[str, ...]
     epoch: int
@@ -162,7 +162,7 @@ Order: TypeAlias = (
     | SaveStepAnnounced
     | RunPutAway
 )
-"""What a coordinator says. The words of one whose epoch is below the highest heard of are void."""
+"""Messages of a coordinator; void if its epoch is below the highest that the node has seen."""
 
 
 NodeEvent: TypeAlias = (
@@ -212,7 +212,7 @@ class ReportRefused:
 class SendCopy:
     """Send the fragment's files, then the fragment, from this node's disk; answer with CopyEnded."""
 
-    epoch: int  # that this node obeys now; told with the end
+    epoch: int  # that this node obeys now; reported with the end
     attempt: AttemptId
     node_index: int
     holder: str
@@ -232,14 +232,14 @@ class ReportCopied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPeer:
-    """Ask a peer every few seconds until it answers; report that with PeerReturned."""
+    """Probe a peer every few seconds until it answers; report that with PeerReturned."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolveSave:
-    """Wake whoever waits for this attempt."""
+    """Wake the callers that wait for this attempt."""
 
     attempt: AttemptId
     level: Level | None
@@ -253,28 +253,28 @@ class DeleteFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetRun:
-    """Delete all folders of the run but `kept`, then what else there is of it."""
+    """Delete all folders of the run but `kept`, then everything else of it."""
 
     kept: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistEpoch:
-    """Make the highest epoch heard of durable on this node, before the effects that follow."""
+    """Make the highest epoch seen durable on this node, before the effects that follow."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefuseOrder:
-    """Tell the coordinator that spoke that one of a higher epoch has spoken here."""
+    """Report to the sender of an order that this node obeys a higher epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndSession:
-    """Whoever waits for a session here gets this error."""
+    """Fail the callers that wait for a session here."""
 
     session: int
     error: CheckpointError
@@ -282,7 +282,7 @@ class EndSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowSaveSignal:
-    """Put the agreed step where this node's ranks look."""
+    """Put the announced step on the page that this node's ranks read."""
 
     signal: SaveSignal
 

@@ -151,7 +151,7 @@ class RunMachine:
 
     @property
     def is_open(self) -> bool:
-        """This coordinator's epoch is in the log and nobody has taken over."""
+        """The epoch of this coordinator is in the log and no other one has taken over."""
         return self._ledger.is_open and not self._fenced
 
     @property
@@ -161,7 +161,7 @@ class RunMachine:
 
     @property
     def epoch(self) -> int:
-        """This coordinator's token: nodes obey no epoch below the highest that they have seen."""
+        """The token of this coordinator: nodes obey no epoch below the highest that they have seen."""
         return self._ledger.epoch
 
     @property

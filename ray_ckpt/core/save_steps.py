@@ -189,8 +189,7 @@ class SaveSteps:
 def _steps(report: RankReport, seconds: float) -> float:
     """Return the steps that a rank may complete in the `seconds` after its report was sent.
 
-    Of the step that was under way then, any part may have been done, however long it takes: an evaluation may
-    end right then.
+    The step that was under way then may end at once, however long it took: an evaluation may be its last part.
     """
     progress = report.progress
     if progress.step_s <= 0:  # not known yet

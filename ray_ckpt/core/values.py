@@ -9,9 +9,9 @@ from typing import TypeAlias
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry
 
 Token: TypeAlias = str  # names a caller that waits for a reply
-SessionKey: TypeAlias = tuple[int, int]  # which session: the epoch in which it was begun, and its number
+SessionKey: TypeAlias = tuple[int, int]  # the epoch in which a session was begun, and its number
 
-STILL_WRITING = "the save before it is still being written"  # why a rank skips a save; counted by this text
+STILL_WRITING = "the save before it is still being written"  # reason to skip a save; counted by this text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class GroupNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFragment:
-    """A node says: fragment `node_index` of this attempt, with all its files, is complete here."""
+    """Fragment `node_index` of an attempt, complete on a node with all its files."""
 
     attempt: AttemptId
     node_index: int
@@ -45,10 +45,10 @@ class DiskSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """What one node holds of a run: complete fragments, and the names of all checkpoint folders.
+    """The holdings of one node: complete fragments, and the names of all checkpoint folders of a run.
 
-    What is being deleted is left out. `plan` is that of the group at work there, if any. `disk` names
-    the staging folder itself: a machine that returns has a new node id, and the same copies count once.
+    Folders that are being deleted are left out. `plan` is that of the group at work there, if any. `disk`
+    names the staging folder itself: a machine that returns has a new node id, and the same copies count once.
     """
 
     fragments: tuple[StoredFragment, ...]
@@ -59,7 +59,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionNode:
-    """A node's part in a session: its place in the manifest and who holds its copies."""
+    """A node in a session: its index in the manifest and the holders of its copies."""
 
     node_id: str
     node_index: int
@@ -77,7 +77,7 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
-    """What a group is told when its session is in the log."""
+    """The session of a group, as sent to its nodes when it is in the log."""
 
     run_uid: str
     session: int
@@ -93,7 +93,7 @@ class SessionPlan:
         return self.epoch, self.session
 
     def has(self, attempt: AttemptId) -> bool:
-        """Whether an attempt is of this session."""
+        """Return True for an attempt of this session."""
         return attempt.run_uid == self.run_uid and (attempt.epoch, attempt.session) == self.session_key
 
 
@@ -104,10 +104,10 @@ class RankProgress:
     step: int
     saved_step: int
     since_s: float = 0.0  # seconds since that step was completed
-    step_s: float = 0.0  # seconds that a step takes, of late; 0: not known yet
-    missed: int = 0  # the word of an agreed step that it was past when it saw it
+    step_s: float = 0.0  # seconds that a step took recently; 0: not known yet
+    missed: int = 0  # the signal of an announced step that the rank was past when it saw it
     stall_s: float = 0.0  # seconds for which its last save held up training
-    saved_before: int | None = None  # the step that it saved before `saved_step`; None: not told
+    saved_before: int | None = None  # the step that it saved before `saved_step`; None: not reported
     updates: int = 0  # optimizer steps since it restored; 0: its optimizers cannot be watched
     saved_updates: int = 0  # and how many of them were made when it saved last
     is_over: bool = False  # its loop has ended: it saves nothing more
