@@ -189,7 +189,8 @@ class SaveSteps:
 def _steps(report: RankReport, seconds: float) -> float:
     """Return the steps that a rank may complete in the `seconds` after its report was sent.
 
-    The step that was under way then may end at once, however long it took: an evaluation may be its last part.
+    The step that was under way then may end at once, however long it took: an evaluation may be its last
+    part.
     """
     progress = report.progress
     if progress.step_s <= 0:  # not known yet
