@@ -3,8 +3,9 @@ PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
 SERVERS := .venv-servers
+OLDEST  := .venv-oldest
 
-.PHONY: check test test-slow soak demo demo-s3 bench docs clean
+.PHONY: check test test-slow test-oldest soak demo demo-s3 bench docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -37,6 +38,18 @@ test-slow: $(VENV)/.ready $(SERVERS)/.ready  ## faults on real Ray that take min
 	sh tests/servers/debian.sh $(SERVERS)/debian
 	$(BIN)/python -m pytest -m slow
 
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt torch
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt \
+	    --editable ".[all]" duckdb hypothesis pytest pytest-timeout pytest-xdist
+	touch $@
+
+test-oldest: $(OLDEST)/.ready $(SERVERS)/.ready  ## quick tests of the rooms that call other packages, with the oldest allowed
+	$(OLDEST)/bin/python -m pytest -m "not cluster and not slow" --numprocesses auto --maxprocesses 4 --dist loadfile \
+	    tests/capture tests/catalog tests/cli tests/format tests/restore tests/storage tests/train tests/trainer \
+	    tests/transport tests/verify
+
 SECONDS ?= 600
 SEED    ?=
 soak: $(VENV)/.ready  ## real processes and nodes killed one after another, for SECONDS; SEED replays the order
@@ -60,4 +73,4 @@ bench: $(VENV)/.ready $(SERVERS)/.ready  ## speed in numbers, each beside its li
 	    --json bench-out/results.json --plot bench-out/results.png --results bench-out/RESULTS.md
 
 clean:
-	rm -rf $(VENV) $(SERVERS) .venv-peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out bench-out site
+	rm -rf $(VENV) $(SERVERS) $(OLDEST) .venv-peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out bench-out site

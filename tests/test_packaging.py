@@ -129,3 +129,13 @@ def test_without_an_optional_package_the_error_names_the_extra(
         ConfigError, match=rf"needs the package {package.partition('.')[0]}.*'ray_ckpt\[{extra}\]'"
     ):
         use()
+
+
+def test_the_oldest_constraints_are_the_floors() -> None:
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    oldest = dict(line.split()[0].split("==") for line in lines if not line.startswith("#"))
+    needed = [*PROJECT["dependencies"], *(needed for extra in OPTIONAL for needed in EXTRAS[extra])]
+    for requirement in needed:
+        found = re.match(r"([\w.-]+)(?:\[[\w,]+\])?>=([\d.]+)", requirement)
+        assert found, requirement
+        assert f"{oldest[found[1]]}.".startswith(f"{found[2]}."), requirement

@@ -45,6 +45,8 @@ def flat_bytes(tensor: torch.Tensor) -> Bytes | None:
         return None
     if tensor.is_conj() or tensor.is_neg():
         return None  # its memory holds other values than it shows
+    if not tensor.numel():
+        return np.empty(0, np.uint8)  # numpy before 2.4 refuses the null pointer
     return np.asarray(_Memory(tensor))
 
 

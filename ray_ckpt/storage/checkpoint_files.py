@@ -20,7 +20,7 @@ PERHAPS_DELETED = "If it has been deleted since the log was read, read the log a
 
 @contextmanager
 def readable(location: Location) -> Iterator[None]:
-    """What a store refuses or fails to do as a StoragePathError with a hint."""
+    """Raise errors of a store as a StoragePathError with a hint."""
     try:
         yield
     except OSError as error:
@@ -45,7 +45,7 @@ def is_fragment(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFile:
-    """A file as it was saved: its size, and how to read ranges (offset, nbytes) of it that rise."""
+    """A file as it was saved: its size, and a function that reads rising ranges (offset, nbytes)."""
 
     size_bytes: int
     read: Callable[[Sequence[tuple[int, int]]], Blocks]
@@ -57,23 +57,23 @@ class SavedFiles(ABC):
     @property
     @abstractmethod
     def folder_name(self) -> str:
-        """Of the folder that they are in."""
+        """The name of their folder."""
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """What there is, as far as the place tells. Sorted. OSError."""
+        """The names of the files, as far as the place lists them, sorted. OSError."""
 
     @abstractmethod
     def place(self, name: str) -> str:
-        """Of a file, for people."""
+        """Return the place of a file, as shown to people."""
 
     @abstractmethod
     def open(self, name: str) -> CheckpointFile | None:
-        """None if it is not there. OSError; FormatError if it is compressed and its table is damaged."""
+        """Open a file; None if absent. OSError; FormatError if it is compressed and its table is damaged."""
 
     def read_whole(self, name: str, max_bytes: int) -> bytes:
-        """A small file; CorruptionError if it is not there, is too large or cannot be read."""
+        """Read a small file. CorruptionError if it is absent, too large or unreadable."""
         try:
             file = self.open(name)
             if file is None:
@@ -129,7 +129,7 @@ class CheckpointFiles(SavedFiles):
 
     @property
     def size_bytes(self) -> int:
-        """That the checkpoint's files take there. OSError."""
+        """Bytes that the checkpoint's files take there. OSError."""
         sizes = self._stored_bytes.items()
         return sum(size for name, size in sizes if names.is_file_name(_saved_name(name)))
 
@@ -156,18 +156,18 @@ class CheckpointFiles(SavedFiles):
 
 
 def files_at(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> CheckpointFiles:
-    """The checkpoint whose directory is at `path`. ConfigError if that cannot be opened."""
+    """Return the files of the checkpoint whose directory is at `path`. ConfigError."""
     location = locate(path)
     return CheckpointFiles(location, open_store(location, storage_options)[0])
 
 
 def files_on(tier: RemoteTier, directory: str) -> CheckpointFiles:
-    """The checkpoint in a directory of a run's storage path. Nothing is asked of the store yet."""
+    """Return the files of a checkpoint on a run's storage path. Sends no request yet."""
     folder = f"{names.CHECKPOINTS_DIR}/{directory}"
     return CheckpointFiles(tier.root / folder, tier.files, folder)
 
 
 def _saved_name(stored: str) -> str:
-    """The file that a stored one holds."""
+    """Return the name of the saved file that a stored one holds."""
     plain = stored.removesuffix(zstd.SUFFIX)
     return plain if names.is_shard_name(plain) else stored

@@ -5,9 +5,9 @@ at all; read-after-write; listing of what was there before the call. It need not
 rename. `probe_store` finds those that do not keep this.
 
 A run's log on such a store is records, numbered without gaps, and snapshots that stand in for the records
-up to their number. Record 0 stays for ever and says whose log it is. Of the other records those that an old
-snapshot covers are deleted (`trim_log`). So that nobody takes the place of a deleted record, a number at or
-below a snapshot is taken, whether something is there or not (`create_record`; SlateDB RFC-0026).
+up to their number. Record 0 names the run and is never deleted. Other records are deleted once an old
+snapshot covers them (`trim_log`). A number at or below a snapshot counts as taken even when its record is
+absent, so that no writer replaces a deleted record (`create_record`; SlateDB RFC-0026).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class CreateResult(enum.Enum):
 
     OK = "ok"  # these bytes are there now, durably, under this name
     EXISTS = "exists"  # other bytes are there
-    UNKNOWN = "unknown"  # cannot be told: do not acknowledge, do not clean up, ask again
-    UNSUPPORTED = "unsupported"  # the store says that it cannot create conditionally; nothing is there
+    UNKNOWN = "unknown"  # no clear answer: do not acknowledge, do not clean up, try again
+    UNSUPPORTED = "unsupported"  # the store has no conditional create; nothing was stored
 
 
 class LogStore(Protocol):
@@ -57,18 +57,18 @@ class LogStore(Protocol):
     def create(self, name: str, data: bytes) -> CreateResult: ...
 
     def read(self, name: str) -> bytes | None:
-        """The object's bytes, None if it is not there; OSError if that cannot be told.
+        """Return the object's bytes, None if it is absent. OSError if the store gives no answer.
 
         FormatError if it is larger than the format allows, of which little is read, or no file at all.
         """
         ...
 
     def list(self, prefix: str = "") -> tuple[str, ...]:
-        """Names that exist, in any order; may miss what is created meanwhile. OSError if unreadable."""
+        """Return the existing names in any order, perhaps without those created meanwhile. OSError."""
         ...
 
     def delete(self, name: str) -> None:
-        """The object is gone afterwards; absent is fine. OSError if that cannot be told."""
+        """Delete the object. An absent one is not an error. OSError if the store gives no answer."""
         ...
 
 
@@ -92,7 +92,7 @@ class MemoryLogStore:
 
 
 class PosixLogStore:
-    """A directory, which must be there: what would make it anew would write below a mount that is away.
+    """A directory, which must exist: creating it could write below a mount point that is not mounted.
 
     create = fsynced unique temporary, `link()` to the name, fsync of the directory.
 
@@ -110,7 +110,7 @@ class PosixLogStore:
             files.fsync_dir(self._directory)  # the record that this one follows may be another writer's
             os.link(temporary, self._directory / name)
         except OSError:
-            pass  # what is there now tells
+            pass  # the stored file decides
         finally:
             with contextlib.suppress(OSError):
                 if temporary is not None:
@@ -144,12 +144,12 @@ class PosixLogStore:
 
 
 def max_bytes(name: str) -> int:
-    """That the format allows an object of this name."""
+    """Return the largest size that the format allows for an object of this name."""
     return MAX_SNAPSHOT_BYTES if names.snapshot_seq(name) is not None else MAX_RECORD_BYTES
 
 
 def compare(store: LogStore, name: str, data: bytes, *, absent: CreateResult) -> CreateResult:
-    """What a create of `data` has come to, by what is there now."""
+    """Return the outcome of a create of `data`, from the object that is stored now."""
     try:
         there = store.read(name)
     except FormatError:
@@ -203,7 +203,7 @@ def probe_store(store: LogStore, *, where: str) -> None:
 
 
 def not_writable(where: str, error: OSError) -> StoragePathError:
-    """The error that says so."""
+    """Return the error of a storage path that cannot be written."""
     return StoragePathError(
         f"The storage path {where} cannot be written: {error}.",
         hint="Give the user that runs Ray write access to it, or choose another storage_path.",
@@ -219,7 +219,7 @@ Records: TypeAlias = tuple[tuple[LogRecord, str], ...]
 
 
 def read_run(store: LogStore) -> tuple[RunHistory, Records]:
-    """The history up to the newest sound snapshot, a new one if there is none, and the records after it.
+    """Return the history up to the newest intact snapshot, or an empty one, and the records after it.
 
     A snapshot that is damaged is passed over, as long as an older one or record 0 and the records from there
     on lead past it. FormatError if they do not, or if a record is damaged; OSError if the store cannot be
@@ -253,7 +253,7 @@ def read_log(store: LogStore, *, start: int = 0) -> Records:
 
 
 def _read_record(store: LogStore, seq: int) -> tuple[LogRecord, str] | None:
-    """A record with the digest of its bytes, None if it is not there. OSError; FormatError that names it."""
+    """Return a record with the digest of its bytes, None if absent. OSError; FormatError that names it."""
     name = names.record_file(seq)
     try:
         data = store.read(name)
@@ -265,7 +265,7 @@ def _read_record(store: LogStore, seq: int) -> tuple[LogRecord, str] | None:
 
 
 def read_covered(store: LogStore, history: RunHistory) -> Records:
-    """The records before `history.next_seq` that are still there: record 0, and those that lead up to it.
+    """Return the records before `history.next_seq` that are left: record 0, and those that lead up to it.
 
     Each is proven by the one after it. One that is not proven is left out with all before it, and logged: it
     is damaged or missing, or a stalled writer put it in the place of a deleted one. OSError and FormatError
@@ -282,7 +282,7 @@ def read_covered(store: LogStore, history: RunHistory) -> Records:
 
 
 def _read_covered(store: LogStore, seq: int, wanted: str) -> LogRecord | None:
-    """The record `seq` of digest `wanted`; None if that is not there."""
+    """Return the record `seq` of digest `wanted`; None if it is absent."""
     name, reason = names.record_file(seq), "it is not the record that the next one follows"
     try:
         data = store.read(name)
@@ -348,12 +348,12 @@ def trim_log(store: LogStore, now_s: float) -> int:
 
 
 def _record_seqs(store: LogStore) -> Iterator[int]:
-    """The numbers of the records that are there, in any order."""
+    """Yield the numbers of the stored records, in any order."""
     return (seq for name in store.list() if (seq := names.record_seq(name)) is not None)
 
 
 def _newest_history(store: LogStore) -> tuple[RunHistory, FormatError | None]:
-    """What the newest sound snapshot says, and the first damage met on the way to it."""
+    """Return the history of the newest intact snapshot, and the first damage found on the way to it."""
     run_uid, damage = _run_uid(store), None
     for seq in reversed(_snapshots(store)):
         snapshot = _read_snapshot(store, seq, run_uid)
@@ -364,7 +364,7 @@ def _newest_history(store: LogStore) -> tuple[RunHistory, FormatError | None]:
 
 
 def _read_snapshot(store: LogStore, seq: int, run_uid: str) -> LogSnapshot | FormatError:
-    """The snapshot up to record `seq` of that run, or why there is none."""
+    """Return the snapshot up to record `seq` of that run, or the reason why there is none."""
     name = names.snapshot_file(seq)
     try:
         data = store.read(name)
@@ -383,7 +383,7 @@ def _read_snapshot(store: LogStore, seq: int, run_uid: str) -> LogSnapshot | For
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Without garbage collection, which would take as long again over many new objects that all stay."""
+    """Pause garbage collection, which would double the time to create many objects that all stay."""
     if not gc.isenabled():
         yield
         return
@@ -395,13 +395,13 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _run_uid(store: LogStore) -> str:
-    """The run that record 0 begins; empty if there is none. FormatError if it is damaged."""
+    """Return the uid of the run that record 0 begins; empty without one. FormatError if it is damaged."""
     first = _read_record(store, 0)
     op = None if first is None else first[0].op
     return op.run_uid if isinstance(op, Create) else ""
 
 
 def _snapshots(store: LogStore) -> list[int]:
-    """The numbers of the snapshots that are there, in rising order."""
+    """Return the numbers of the stored snapshots, in rising order."""
     found = store.list(names.SNAPSHOT_PREFIX)
     return sorted(seq for name in found if (seq := names.snapshot_seq(name)) is not None)

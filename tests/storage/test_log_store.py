@@ -126,7 +126,9 @@ class CreatesOnce(MemoryFileSystem):  # type: ignore[misc]
     cachable = False
 
     def __init__(self) -> None:
-        super().__init__(global_store=False, skip_instance_cache=True)
+        super().__init__(skip_instance_cache=True)
+        self.store: dict[str, Any] = {}  # the one of the class is shared, and so are its folders
+        self.pseudo_dirs = [""]
         self.lock = Lock()
         self.before: Callable[[], object] = bool
         self.after: Callable[[], object] = bool

@@ -1,7 +1,7 @@
-"""The seam under the remote tier: files of any size under names, in a folder or in an object store.
+"""The interface under the remote tier: files of any size under names, in a folder or in an object store.
 
-Names are relative to the store's root and made of parts joined by "/". A name is only ever written with the
-same bytes, by whoever and however often: so a repeated write is harmless, and there is no update.
+Names are relative to the store's root; "/" separates their parts. All writers of a name write the same bytes,
+so a repeated write is harmless, and there is no update.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Blocks: TypeAlias = Generator[memoryview, None, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """What a listing says of a file."""
+    """An entry of a listing."""
 
     name: str
     size_bytes: int
@@ -31,7 +31,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Children:
-    """What lies directly in a folder, in any order: names as everywhere, from the store's root on."""
+    """The direct entries of a folder, in any order; names are relative to the store's root."""
 
     folders: tuple[str, ...]
     files: tuple[StoredFile, ...]
@@ -39,7 +39,7 @@ class Children:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """A write that has begun and not ended; whoever made it may be dead. It holds space and is no file."""
+    """An unfinished write, whose writer may be dead. It takes space and is not a file."""
 
     name: str
     id: str
@@ -47,58 +47,58 @@ class Upload:
 
 
 class FileStore(Protocol):
-    """Used from several threads at once. A store that fails or is away is an OSError without secrets."""
+    """Safe for threads. A store that fails or cannot be reached raises an OSError without secrets."""
 
     where: str
-    """The root, for people."""
+    """The root, as shown to people."""
 
     def put(self, name: str, blocks: Iterable[Buffer], *, max_bytes: int) -> int:
-        """Store a file entirely, durably, and in place of what is there; returns its size.
+        """Store a file entirely and durably, replacing an existing one, and return its size.
 
-        There are at most `max_bytes` to come. A block may change as soon as the next one is asked for. What
-        `blocks` raises comes through, and no upload is left of it. OSError if the store does not take them,
-        or has another number of bytes afterwards.
+        `blocks` give at most `max_bytes`. A block may change once the next one is taken. Exceptions from
+        `blocks` propagate; the partial upload is aborted. OSError if the store does not take the bytes, or
+        has another number of them afterwards.
         """
         ...
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        """The bytes of the ranges (offset, nbytes), one after the other, in blocks of any size.
+        """Yield the bytes of the ranges (offset, nbytes), one after the other, in blocks of any size.
 
-        A block is valid until the next one is asked for. FileNotFoundError, OSError, EOFError.
+        A block is valid until the next one is taken. FileNotFoundError, OSError, EOFError.
         """
         ...
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if it is not there. OSError if that cannot be told."""
+        """Return the size of a file in bytes, None if it is absent. OSError without an answer."""
         ...
 
     def modified_s(self, name: str) -> float:
-        """When a file was written, as Unix time by the store's clock. FileNotFoundError, OSError."""
+        """Return the Unix time of the last write by the store's clock. FileNotFoundError, OSError."""
         ...
 
     def list(self, folder: str = "") -> Iterator[StoredFile]:
-        """The files below a folder, however deep, in any order; none if it is not there."""
+        """Yield the files below a folder, at any depth and in any order; none if the folder is absent."""
         ...
 
     def children(self, folder: str = "") -> Children:
-        """One level of a folder; nothing if it is not there. On an object store a folder has files in it."""
+        """Return one level of a folder, empty if it is absent; object stores have no empty folders."""
         ...
 
     def delete(self, names: Sequence[str]) -> None:
-        """These files are gone afterwards, in any order; absent is fine."""
+        """Delete files, in any order. Absent ones are not an error."""
         ...
 
     def uploads(self, folder: str = "") -> Iterator[Upload]:
-        """Unfinished uploads of files below a folder."""
+        """Yield the unfinished uploads below a folder."""
         ...
 
     def abort(self, upload: Upload) -> None:
-        """End an upload and free what it holds; absent is fine."""
+        """End an upload and free its space. An absent one is not an error."""
         ...
 
 
 def read_whole(store: FileStore, name: str, *, max_bytes: int) -> bytes:
-    """A small file. FileNotFoundError, OSError; EOFError if it has more than `max_bytes`."""
+    """Read a small file. FileNotFoundError, OSError; EOFError if it has more than `max_bytes`."""
     size = store.size(name)
     if size is None:
         raise FileNotFoundError(f"{store.where}/{name} is not there")
@@ -110,7 +110,7 @@ def read_whole(store: FileStore, name: str, *, max_bytes: int) -> bytes:
 class PosixFiles:
     """A folder: a shared file system that all nodes mount, or a local disk.
 
-    It must be there: what would make it anew would write below a mount that is away.
+    The folder must exist. Creating it could write below a mount point while the file system is not mounted.
     """
 
     def __init__(self, root: Path) -> None:
@@ -151,7 +151,7 @@ class PosixFiles:
                     yield StoredFile(name=name, size_bytes=stat.st_size, modified_s=stat.st_mtime)
 
     def children(self, folder: str = "") -> Children:
-        """Links count as what they point to. Which of them are read, `files.open_file` says."""
+        """Return one level. Links count as their targets; `files.open_file` decides which are read."""
         try:
             paths = sorted((self._root / folder).iterdir())
         except (FileNotFoundError, NotADirectoryError):
@@ -159,7 +159,9 @@ class PosixFiles:
         folders, found = [], []
         for path in paths:
             name = path.relative_to(self._root).as_posix()
-            with contextlib.suppress(FileNotFoundError, PermissionError):  # gone, or a link to others' files
+            with contextlib.suppress(
+                FileNotFoundError, PermissionError
+            ):  # deleted meanwhile, or a link to files of others
                 if path.is_dir():
                     folders.append(name)
                 elif path.is_file() and not files.is_temporary(path.name):
@@ -168,7 +170,7 @@ class PosixFiles:
         return Children(folders=tuple(folders), files=tuple(found))
 
     def delete(self, names: Sequence[str]) -> None:
-        """Folders that are empty then go too, and what was recorded as gone does not come back."""
+        """Delete files, and folders that become empty. After a crash no deleted file comes back."""
         self._check_root()
         folders = set()
         for name in names:

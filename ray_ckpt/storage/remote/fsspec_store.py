@@ -59,14 +59,20 @@ class FsspecStore:
         path, sent, checksum = self._path(name), 0, self._checksum()
         with self._errors(name):
             self._make_parent(path)
-            file = self._fs.open(path, "wb", block_size=part_size(max_bytes))
+            part_bytes = part_size(max_bytes)
+            file = self._fs.open(path, "wb", block_size=part_bytes)
         try:
             for block in blocks:
                 view = memoryview(block).cast("B")
                 if checksum is not None and view.nbytes:
                     checksum.update(_read_only(view))
-                with self._errors(name):
-                    sent += file.write(view)
+                while view.nbytes:
+                    nbytes = min(
+                        view.nbytes, part_bytes - sent % part_bytes
+                    )  # so that all parts are of one size
+                    with self._errors(name):
+                        file.write(view[:nbytes])
+                    view, sent = view[nbytes:], sent + nbytes
             with self._errors(name):
                 file.close()
         except BaseException:

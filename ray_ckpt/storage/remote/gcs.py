@@ -33,7 +33,9 @@ from ray_ckpt.storage.remote.object_store import (
 
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 ENDPOINT = "https://storage.googleapis.com"
-EMULATOR_ENV = "STORAGE_EMULATOR_HOST"  # of Google's own client libraries; without credentials
+EMULATOR_ENV = (
+    "STORAGE_EMULATOR_HOST"  # read by Google's own client libraries; such a server gets no credentials
+)
 REQUEST_S = 30.0  # for a request without a body
 BACKOFF_S = 0.2  # doubled for each try: 6 s in all
 UPLOADS_PER_PAGE = 1000  # the most that GCS lists at once
@@ -70,7 +72,7 @@ class GcsBucket:
         return google_crc32c.Checksum()  # type: ignore[no-untyped-call]
 
     def has_checksum(self, name: str, checksum: Checksum | None) -> bool:
-        """By the CRC32C that GCS keeps of every object, made of parts or not; an emulator may have none."""
+        """Compare the CRC32C that GCS keeps of every object; an emulator may have none."""
         answer = self._ask("HEAD", name)
         sums = dict(
             part.strip().partition("=")[::2] for part in answer.headers.get("x-goog-hash", "").split(",")
@@ -128,7 +130,7 @@ class GcsBucket:
         return request
 
     def _provide(self) -> Any:
-        """A token of now, for obstore."""
+        """Return a valid token for obstore."""
         credentials = self._credentials
         assert credentials is not None
         with self._lock:
@@ -139,7 +141,7 @@ class GcsBucket:
 
 
 def _retries() -> Retry:
-    """As obstore's. Whatever is asked here may be asked again."""
+    """Return the retries of a request, as obstore's. Every request here is idempotent."""
     return Retry(
         total=MAX_TRIES - 1,
         backoff_factor=BACKOFF_S,
@@ -175,7 +177,7 @@ def server_of(location: Location, options: Mapping[str, str]) -> tuple[str, bool
 
 
 def _children(element: ElementTree.Element, name: str) -> list[ElementTree.Element]:
-    """Whatever the namespace."""
+    """Return the children of that name, in any namespace."""
     return [child for child in element if child.tag.rpartition("}")[2] == name]
 
 

@@ -1,9 +1,9 @@
-"""The log store on objects: S3, GCS, and whatever fsspec knows that can create a name once only.
+"""The log store on objects: S3, GCS, and file systems of fsspec that can create a name exactly once.
 
-Only small objects in one request each, created with the store's own condition (S3: If-None-Match, GCS:
-ifGenerationMatch=0). Answers are not trusted: a create whose answer is lost is repeated by the client
-library and then refused although it has succeeded (412), and a create that meets another one may be told to
-come again (409); so what is there afterwards decides.
+Each object is small and takes one request, which creates it with the store's own condition (S3:
+If-None-Match, GCS: ifGenerationMatch=0). Responses are not trusted. When one is lost, the client library
+repeats the create, and the store refuses it although the first one succeeded (412); two creates at once may
+both get a conflict (409). So the object that is stored afterwards decides.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from ray_ckpt.storage.log_store import CreateResult, compare, max_bytes
 
 
 class Unsupported(OSError):
-    """The store has said that it does not know conditional creates, rather than that this one failed."""
+    """The store does not support conditional creates."""
 
 
 class SmallObjects(Protocol):
-    """Objects of one request, under names with "/". OSError says nothing about what has happened."""
+    """Objects of one request each, under names with "/". After an OSError the outcome is unknown."""
 
     def create(self, name: str, data: bytes) -> None:
-        """FileExistsError if the store says that the name is taken; Unsupported; OSError otherwise."""
+        """Create an object. FileExistsError if the name is taken; Unsupported; OSError otherwise."""
         ...
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """FileNotFoundError, OSError; EOFError if it has more than `max_bytes`, of which little is read."""
+        """Read an object. FileNotFoundError, OSError; EOFError, before much is read, beyond `max_bytes`."""
         ...
 
     def names(self, folder: str) -> tuple[str, ...]:
-        """Of the objects in a folder, without it; never from a cache. OSError."""
+        """Return the names of the objects in a folder, relative to it and never from a cache. OSError."""
         ...
 
     def remove(self, name: str) -> None:
-        """Absent is fine. OSError."""
+        """Delete an object. An absent one is not an error. OSError."""
         ...
 
 
@@ -52,7 +52,7 @@ class ObjectLogStore:
         except Unsupported:
             absent = CreateResult.UNSUPPORTED
         except OSError:
-            pass  # what is there now tells
+            pass  # the stored object decides
         return compare(self, name, data, absent=absent)
 
     def read(self, name: str) -> bytes | None:

@@ -2,11 +2,11 @@
 
 A large file goes up in parts, each checked by the store on arrival (S3: a checksum that travels with it) or
 afterwards (GCS: the CRC32C that it keeps of every object); then its size is compared. A part that fails is
-sent again with random waits that double; a file that fails is aborted. What a killed process leaves is an
-upload that `uploads` lists and `abort` frees. `design/0015` says why obstore, in numbers.
+sent again with random waits that double; a file that fails is aborted. A killed process leaves an upload,
+which `uploads` lists and `abort` frees. `design/0015` has the reasons for obstore, in numbers.
 
-The log has a client of its own with short time-outs, and the coordinator, which writes it, moves no bulk: so
-a transfer never keeps a commit waiting.
+The log has a client of its own with short time-outs. The coordinator, which writes the log, moves no shards,
+so a transfer never delays a commit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MAX_TRIES = 6  # of one request, with waits that double, by chance; then the dra
 RETRY_S = 60  # for all tries of a request
 LOG_REQUEST_S = 10  # records are small; the coordinator calls a create unclear after 30 s
 LOG_RETRY_S = 15  # for all tries of a request of the log
-MAX_ERROR_CHARS = 300  # of a server's words in ours
+MAX_ERROR_CHARS = 300  # of a server's text in an error
 
 
 _forked = False  # obstore's threads do not live through a fork: a request would never end
@@ -70,7 +70,7 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_note_fork)
-_STATUS = re.compile(r"status code: (\d+)([^:\n]*)")  # in obstore's words
+_STATUS = re.compile(r"status code: (\d+)([^:\n]*)")  # as obstore writes it
 _KINDS: Mapping[int, type[OSError] | type[EOFError]] = {  # for which obstore has no class, or not always
     401: PermissionError,
     403: PermissionError,
@@ -81,7 +81,7 @@ Block: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Checksum(Protocol):
-    """Of bytes in order."""
+    """A checksum of bytes in order."""
 
     def update(self, chunk: Any) -> None: ...
 
@@ -89,20 +89,20 @@ class Checksum(Protocol):
 
 
 class Bucket(Protocol):
-    """What differs between the kinds of stores."""
+    """A bucket of one kind of store, with the calls that obstore lacks."""
 
     where: str
 
     def connect(self, *, request_s: int, retry_s: int, stall_s: int | None = None) -> Any:
-        """An obstore store whose root is ours. `stall_s`: without an answer or a byte of it."""
+        """Open the prefix with obstore. A request fails after `stall_s` without a byte of its response."""
         ...
 
     def checksum(self) -> Checksum | None:
-        """To compare with what the store has of an object; None if it checks each part as it arrives."""
+        """Return a checksum to compare with the store's; None if the store checks each part as it arrives."""
         ...
 
     def has_checksum(self, name: str, checksum: Checksum | None) -> bool:
-        """Whether the store's own checksum of an object is this one. OSError."""
+        """Return whether the store's own checksum of an object equals this one. OSError."""
         ...
 
     def uploads(self, folder: str) -> Iterator[Upload]: ...
@@ -123,7 +123,7 @@ class BucketFiles:
         checksum = self._bucket.checksum()
         sent = _Sent(checksum)
         part_bytes = part_size(max_bytes)
-        source = _Source(sent.blocks(blocks))
+        source = _BlockSource(sent.blocks(blocks))
         try:
             with as_os_errors(self.where, name):
                 obstore.put(
@@ -169,7 +169,7 @@ class BucketFiles:
                     answer.cancel()
 
     def _ask(self, name: str, offset: int, nbytes: int) -> Any:
-        """An answer that has begun. Its bytes wait in the connection until somebody takes them."""
+        """Return a response that has begun. Its bytes wait in the connection until they are read."""
         with as_os_errors(self.where, name):
             return obstore.get(self._store, name, options={"range": (offset, offset + nbytes)})
 
@@ -178,7 +178,7 @@ class BucketFiles:
         yield from self._stream(name, answer.result(), *request)
 
     def _stream(self, name: str, answer: Any, offset: int, nbytes: int) -> Blocks:
-        """Its bytes as they come: what has just arrived is in the processor's cache."""
+        """Yield the bytes of a response as they arrive, while they are in the processor's cache."""
         got = 0
         with as_os_errors(self.where, name):
             for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
@@ -262,7 +262,7 @@ class BucketObjects:
 
 
 def client_options(request_s: int, *, stall_s: int | None = None, roots: bytes | None = None) -> Any:
-    """How obstore is to talk HTTP; plain HTTP is allowed, for the endpoint's URL says which it is.
+    """Return the HTTP settings of obstore. Plain HTTP is allowed, since the endpoint's URL chooses.
 
     `roots`: further certificates to trust, in PEM.
     """
@@ -280,20 +280,20 @@ def retry_config(retry_s: int) -> Any:
 
 
 def part_size(max_bytes: int) -> int:
-    """Bytes of each part of an upload: whole blocks, and MAX_PARTS of them are enough."""
+    """Return the size of a part: whole blocks, large enough that MAX_PARTS of them hold the file."""
     least = max(PART_BYTES, -(-max_bytes // MAX_PARTS))
     return -(-least // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _requests(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The same bytes in the same order, at most GET_BYTES at a time."""
+    """Yield the same bytes in the same order, at most GET_BYTES at a time."""
     for offset, nbytes in ranges:
         for start in range(offset, offset + nbytes, GET_BYTES):
             yield start, min(GET_BYTES, offset + nbytes - start)
 
 
-class _Source:
-    """Blocks, and the OSError that ended them, which is not the store's."""
+class _BlockSource:
+    """Blocks to send. Keeps the OSError that ended them, since it is not the store's."""
 
     def __init__(self, blocks: Iterable[Any]) -> None:
         self._blocks = blocks
@@ -312,10 +312,10 @@ class _Source:
 
 
 class _Sent:
-    """Counts and sums up what passes, and hands it on in memory that may be kept.
+    """Copies blocks into memory that obstore may keep; counts them and updates the checksum.
 
-    obstore reads a block where it lies, as long as the part that it is in is on its way. So each is copied
-    into a buffer of ours, which is used again once obstore has let go of the array that it was lent as.
+    obstore reads a block in place until its part is sent. So each block is copied into a buffer, which is
+    lent to obstore as an array and used again once obstore has released the array.
     """
 
     def __init__(self, checksum: Checksum | None) -> None:
@@ -324,7 +324,7 @@ class _Sent:
         self._idle: deque[mmap.mmap] = deque()
 
     def blocks(self, blocks: Iterable[Buffer]) -> Iterator[Block]:
-        """The same bytes in blocks of BLOCK_BYTES, the last one shorter."""
+        """Yield the same bytes in blocks of BLOCK_BYTES; the last one may be shorter."""
         buffer, filled = self._take(), 0
         for block in blocks:
             view = memoryview(block).cast("B")
@@ -358,16 +358,16 @@ class _Sent:
 
 
 def too_large(where: str, name: str, size: int, max_bytes: int) -> EOFError:
-    """The error that says so of an object."""
+    """Return the error of an object that is larger than the format allows."""
     return EOFError(f"{where}/{name} has {size} bytes; the format allows {max_bytes}")
 
 
 @contextlib.contextmanager
 def as_os_errors(where: str, name: str) -> Iterator[None]:
-    """What client libraries raise as OSError, in one line of bounded length.
+    """Raise errors of client libraries as OSError, in one line of bounded length.
 
-    FileNotFoundError if the object is not there, but not if the bucket is not; FileExistsError,
-    PermissionError and Unsupported where the store says so. EOFError if a range begins beyond the end.
+    FileNotFoundError for an absent object, but not for an absent bucket; FileExistsError, PermissionError and
+    Unsupported by the store's answer. EOFError if a range begins beyond the end.
     """
     if _forked:
         raise OSError(
@@ -397,13 +397,13 @@ def _kind(error: Exception) -> type[OSError] | type[EOFError]:
 
 
 def short_error(error: Exception) -> str:
-    """Status and code of a store's answer, or whatever else a client library says, in one printable line."""
+    """Return status and code of a store's answer, or the client library's text, in one printable line."""
     text = str(error).partition("Debug source")[0]
     status = _STATUS.search(text)
     code = re.search(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]*)</Message>)?", text)
     if status is not None:
-        said = f" {code[1]}. {code[2] or ''}" if code else ""
-        text = f"the store answered {status[1]}{status[2].rstrip()}{said}"
+        detail = f" {code[1]}. {code[2] or ''}" if code else ""
+        text = f"the store answered {status[1]}{status[2].rstrip()}{detail}"
     elif text.startswith("Error performing") or " Error performing " in text:
         text = text.rpartition(" - ")[2]  # before it stand URLs and times, which are different each time
     line = " ".join(text.split())[:MAX_ERROR_CHARS]

@@ -1,4 +1,4 @@
-"""Clients of a location that is no folder, by its scheme. Each library is imported where it is needed."""
+"""Clients of URLs, by their scheme and backend. Each library is imported only where it is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray_ckpt.storage.remote.object_store import Bucket, BucketFiles, BucketObje
 
 
 def open_objects(location: Location, options: Mapping[str, str]) -> tuple[FileStore, SmallObjects]:
-    """Clients for bulk and for small objects below a location that is no folder."""
+    """Open a URL; return the client for shards and the one for the log."""
     options = resolve_options(options)
     if location.scheme in BUCKETS and options.get("backend") == "fsspec":
         from ray_ckpt.storage.remote.fsspec_buckets import open_buckets

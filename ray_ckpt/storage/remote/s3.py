@@ -1,7 +1,8 @@
-"""S3 and what speaks its API. Credentials, profile, region and endpoint as botocore finds them.
+"""S3 and servers with its API. botocore finds credentials, profile, region and endpoint.
 
-So what `aws s3 ls` can see, ray_ckpt can: environment variables, a profile with single sign-on or a role to
-assume, container and instance roles. They stay in this process and are asked for again before they expire.
+So ray_ckpt can open a bucket that `aws s3 ls` can list: with environment variables, a profile with single
+sign-on or a role to assume, container and instance roles. Credentials stay in this process and are renewed
+before they expire.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.file_store import Upload
 from ray_ckpt.storage.remote.object_store import Checksum, client_options, retry_config, short_error
 
-CREDENTIALS_S = 600  # after which botocore is asked again; it renews what expires by itself
+CREDENTIALS_S = 600  # between reads of the environment; botocore renews roles by itself
 AMAZON = ".amazonaws.com"
 DEFAULT_REGION = "us-east-1"
-RETRIES = {"max_attempts": 5, "mode": "standard"}  # of botocore, for uploads: 15 s at most
+RETRIES = {"max_attempts": 5, "mode": "standard"}  # botocore's, for requests about uploads: 15 s at most
 CHECKSUMS = ("signature", "sha256", "crc64nvme")
-"""How S3 is to check each part. signature: by the SHA-256 that SigV4 signs, which every S3 server knows;
-crc64nvme: the cheapest, on Amazon's."""
+"""Checksums by which S3 checks each part. signature: the SHA-256 that SigV4 signs, known to every S3 server;
+crc64nvme: the cheapest, on Amazon's endpoints."""
 
 
-_LOADER = botocore.loaders.create_loader()  # of the API's description: that takes longest to read
+_LOADER = botocore.loaders.create_loader()  # shared, since reading the description of the API takes longest
 
 
 class S3Bucket:
@@ -58,7 +59,7 @@ class S3Bucket:
             )
 
     def _renew(self) -> None:
-        """Read the environment and the vendor's files again: keys that stand there may have been changed."""
+        """Read the environment and the vendor's files again, for keys that were changed."""
         location, options = self._location, self._options
         try:
             session = _session(options.get("profile"))
@@ -82,7 +83,7 @@ class S3Bucket:
 
     def connect(self, *, request_s: int, retry_s: int, stall_s: int | None = None) -> S3Store:
         endpoint = self._client.meta.endpoint_url
-        config: Any = {  # all that obstore would otherwise take from variables that botocore does not know
+        config: Any = {  # explicit, or obstore reads variables that botocore does not know
             "region": self._client.meta.region_name,
             "endpoint": endpoint,
             "aws_endpoint_url_s3": endpoint,
@@ -140,11 +141,11 @@ class S3Bucket:
             raise OSError(f"{self.where}/{upload.name}: {short_error(error)}") from None
 
     def _provide(self) -> Any:
-        """The credentials of now, for obstore. What does not renew itself is read again."""
+        """Return the current credentials for obstore. Static ones are read again from time to time."""
         with self._lock:
             is_old = time.monotonic() - self._read_at_s >= CREDENTIALS_S
             if is_old and not isinstance(self._credentials, RefreshableCredentials):
-                with contextlib.suppress(ConfigError):  # the old ones may still do
+                with contextlib.suppress(ConfigError):  # the old ones may still be valid
                     self._renew()
             assert self._credentials is not None
             now = self._credentials.get_frozen_credentials()
@@ -169,8 +170,11 @@ def _session(profile: str | None) -> Any:
 def _credentials(session: Any, location: Location) -> Any:
     try:
         found = session.get_credentials()
-    except (botocore.exceptions.BotoCoreError, ValueError) as error:  # ValueError: what it got is no JSON
-        raise ConfigError(  # what a provider of credentials says may be one
+    except (
+        botocore.exceptions.BotoCoreError,
+        ValueError,
+    ) as error:  # ValueError: a provider gave invalid JSON
+        raise ConfigError(  # the text of a provider may contain a secret
             f"The AWS credentials for {location.bare} cannot be had: {type(error).__name__}.",
             hint="Ask for them by hand, such as by `aws sts get-caller-identity`, to see why.",
         ) from None

@@ -73,7 +73,7 @@ class RemoteRef:
     options: tuple[tuple[str, str], ...] = ()
 
     def open(self) -> RemoteTier:
-        """The same one for all who ask in this process: clients keep connections and credentials."""
+        """Return the tier of this process, always the same: clients keep connections and credentials."""
         return _open(self)
 
 
@@ -85,7 +85,7 @@ def _open(ref: RemoteRef) -> RemoteTier:
 
 
 def open_store(location: Location, options: Mapping[str, str] | None) -> tuple[FileStore, LogStore]:
-    """The files below a location, and its folder `log` as a log store. Nothing is asked of it yet."""
+    """Return the files below a location, and its folder `log` as a log store. Sends no request yet."""
     options = storage_options(location, options)
     if location.is_posix:
         return PosixFiles(location.folder), PosixLogStore(location.folder / names.LOG_DIR)
@@ -236,7 +236,7 @@ class RemoteTier:
             self._forget(_name(directory, file.name))
 
     def read(self, directory: str, file: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        """The saved bytes of the ranges (offset, nbytes), which rise, one after the other.
+        """Yield the saved bytes of the rising ranges (offset, nbytes), one after the other.
 
         As `FileStore.read`; CorruptionError if a compressed frame is damaged.
         """
@@ -273,7 +273,7 @@ class RemoteTier:
         yield from self.read(directory, file, [(0, size)])
 
     def read_whole(self, directory: str, file: str, *, max_bytes: int) -> bytes:
-        """A small file. FileNotFoundError, OSError, EOFError."""
+        """Read a small file. FileNotFoundError, OSError, EOFError."""
         return read_whole(self.files, _name(directory, file), max_bytes=max_bytes)
 
     def _forget(self, name: str) -> None:
@@ -322,12 +322,15 @@ class RemoteTier:
     # -- folders of checkpoints --------------------------------------------------------------------------
 
     def files_of(self, directory: str) -> dict[str, StoredFile]:
-        """What is stored of a checkpoint, by the names that were saved. OSError."""
+        """Return the stored files of a checkpoint, by the names that were saved. OSError."""
         return self._forms(directory)[0]
 
     def settle(self, directory: str) -> dict[str, StoredFile]:
-        """`files_of`, after the older one of two forms of a shard has been deleted: it may be a bad one, in
-        place of which the newer one was stored. Not while anybody may still be storing. OSError."""
+        """Delete the older one of two forms of a shard and return `files_of`.
+
+        The older form may be damaged, and the newer one its replacement. Call it only when nobody stores
+        files there any more. OSError.
+        """
         newest, older = self._forms(directory)
         self.files.delete([stored.name for stored in older])
         for stored in older:
@@ -335,7 +338,7 @@ class RemoteTier:
         return newest
 
     def _forms(self, directory: str) -> tuple[dict[str, StoredFile], list[StoredFile]]:
-        """What is stored, by the names that were saved, and what is of those the older form."""
+        """Return the stored files by the names that were saved, and the older forms among them."""
         folder = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}"
         newest: dict[str, StoredFile] = {}
         older: list[StoredFile] = []
@@ -361,7 +364,7 @@ class RemoteTier:
                 self.files.abort(upload)
 
     def directories(self) -> dict[str, float]:
-        """The folders of checkpoints that are there, each with the Unix time of its newest file. OSError."""
+        """Return the folders of checkpoints, each with the Unix time of its newest file. OSError."""
         newest: dict[str, float] = {}
         for stored in self.files.list(names.CHECKPOINTS_DIR):
             if is_stored_name(stored.name):
@@ -405,7 +408,7 @@ def is_stored_name(name: str) -> bool:
 
 
 def _saved_name(stored: str) -> str:
-    """The file that a stored one holds."""
+    """Return the name of the saved file that a stored one holds."""
     return stored.rpartition("/")[2].removesuffix(zstd.SUFFIX)
 
 
