@@ -1,10 +1,9 @@
 """`ray-ckpt`: the checkpoints of a run, on any machine that reaches its storage path, and the service of a
 Ray cluster, on any node of that.
 
-What looks at a run needs no cluster and only reads, through the catalog. `rollback`, `pin` and `unpin` write
-to its log, pins through the service if that has the run; a `drill` in a cluster has the service write there.
-What asks the service loads Ray when it runs, not
-before. Everything is there as JSON too, for scripts.
+Commands that show a run need no cluster and only read, through the catalog. `rollback`, `pin` and `unpin`
+write to its log, pins through the service if it has the run open; a `drill` in a cluster is recorded by the
+service. Commands that call the service import Ray only when they run. Every command can print JSON.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def _fail(text: str, code: int) -> NoReturn:
 
 
 def _usage_text(error: TyperException) -> str:
-    """What is wrong with the command line; nothing if that was empty, since the help stands there then."""
+    """Return the problem with the command line; empty for an empty one, for which the help is printed."""
     text, context = " ".join(error.format_message().split()), getattr(error, "ctx", None)
     return f"{text.removesuffix('.')}. See `{context.command_path} --help`." if text and context else text
 

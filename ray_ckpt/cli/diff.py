@@ -65,9 +65,9 @@ def diff(
 ) -> None:
     """Compare two checkpoints: `diff PATH STEP STEP` of one run, `diff A B` of any two.
 
-    Of each tensor: what was added, removed, reshaped or has another dtype, how far the values moved, NaN and
-    infinities. Then the plain values of rank 0. What has equal digests is not read. Exits with 1 if
-    something is damaged, with 0 however much differs.
+    Shows tensors that were added, removed, reshaped or have another dtype, how far the values of the others
+    moved, NaN and infinities; then the plain values of rank 0. Tensors with equal digests are not read. Exits
+    with 1 if something is damaged, else with 0, even if everything differs.
 
     Example: `ray-ckpt diff /shared/runs/gpt 1000 2000 --only 'model.*'`
     """
@@ -114,7 +114,7 @@ def _view(text: str, options: Mapping[str, str]) -> CheckpointView:
 
 
 def _rank(found: TensorDiff) -> tuple[int, bool, float, str]:
-    """What cannot be compared comes first, then what has NaN or infinities, then what has moved most."""
+    """Return a sort key: incomparable tensors, then those with NaN or infinities, then the largest change."""
     return _ORDER.index(found.status), found.is_finite, -(found.relative or 0.0), found.name
 
 

@@ -52,8 +52,8 @@ def doctor(
 ) -> None:
     """Check this machine: memory, staging folders, disk speed, clock, versions, ports; with PATH a store too.
 
-    Says what was measured and what to do. It sees the machine that it runs on: run it on each kind of node.
-    Exits with 1 if a check has failed. What it writes it removes.
+    Shows the measurements and advice. It checks the machine on which it runs: run it on each kind of node.
+    Exits with 1 if a check has failed. Files that it writes are removed.
 
     Example: `ray-ckpt doctor s3://bucket/runs`
     """
@@ -62,7 +62,7 @@ def doctor(
     wanted = check_staging(tuple(staging) if staging else None, size_bytes=size * MIB)
     checks = chain(check_machine(), wanted, () if where is None else check_store(where, options))
     began_s = time.monotonic()
-    found = list(_told(checks))
+    found = list(_shown(checks))
     ok = all(check.state != "fail" for check in found)
     if as_json:
         print_json({"ok": ok, "checks": [dataclasses.asdict(check) for check in found]})
@@ -81,7 +81,7 @@ def _style(check: Check) -> str | None:
     return STYLES.get(check.state)
 
 
-def _told(checks: Iterator[Check]) -> Iterator[Check]:
+def _shown(checks: Iterator[Check]) -> Iterator[Check]:
     """The checks; which one was last stands on stderr meanwhile, if that is a terminal."""
     console = Console(stderr=True, markup=False, emoji=False)
     if not console.is_terminal:

@@ -1,6 +1,6 @@
-"""What `ray-ckpt doctor` looks at: this machine, its staging folders, and a storage path.
+"""Checks of `ray-ckpt doctor`: this machine, its staging folders, and a storage path.
 
-Each check is a function that measures one thing and says what to do. Each runs in a thread of its own with
+Each check is a function that measures one thing and gives advice. Each runs in a thread of its own with
 a limit of time, one after the other, so that none disturbs what another one measures, and a store or a disk
 that hangs ends as a failed check. What a check writes it removes, also one for which nobody waits any more.
 """
@@ -58,7 +58,7 @@ __all__ = ["Check", "check_machine", "check_staging", "check_store"]
 
 State: TypeAlias = Literal["ok", "warn", "fail"]
 
-CHECK_S = 10.0  # of a check that asks the kernel only
+CHECK_S = 10.0  # for a check that calls the kernel only
 DISK_S = 120.0  # for the file: 256 MiB at 5 MB/s, there and back
 STORE_S = 30.0  # for each of the store's checks: longer than its log tries a request
 GRACE_S = 5.0  # for a check that is stopped: a block on its way, and deleting the file
@@ -83,7 +83,7 @@ _READ_BY_ANOTHER = "import sys; open(sys.argv[1], 'r+b').read(1)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """What was looked at, how it is, what was measured, and what to do (empty if nothing)."""
+    """Result of a check: its subject, its state, the measurement, and advice (empty if none is needed)."""
 
     name: str
     state: State
@@ -99,7 +99,7 @@ Finding: TypeAlias = tuple[State, str, str]  # state, found, advice
 
 
 def check_machine() -> Iterator[Check]:
-    """What does not depend on a folder: memory, limits, versions, ports, clocks. Takes about a second."""
+    """Check what needs no folder: memory, limits, versions, ports, clocks. Takes about a second."""
     checks: Mapping[str, Callable[[], Finding]] = {
         "shared memory": _shared_memory,
         "huge pages": _huge_pages,
@@ -189,7 +189,7 @@ def _run(
             found.append(look())
         except CheckpointError as error:
             found.append(("fail", error.message, error.hint or advice))
-        except Exception as error:  # whatever it is, the other checks still tell something
+        except Exception as error:  # any error: the other checks are still useful
             found.append(("fail", named_text(error), advice))
 
     thread = threading.Thread(target=body, name=f"ray_ckpt-doctor-{name}", daemon=True)
@@ -220,7 +220,7 @@ def _shared_memory() -> Finding:
 
 
 def _huge_pages() -> Finding:
-    """Whether a memfd can be made, and gets huge pages when it is asked to."""
+    """Check that a memfd can be created, and gets huge pages on request."""
     fd = os.memfd_create("ray_ckpt-doctor", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, HUGE_BYTES)
@@ -234,21 +234,25 @@ def _huge_pages() -> Finding:
 
 
 def _memory_of_others() -> Finding:
-    """Whether another process of this user may map a memfd of this one, as ranks map the agent's."""
+    """Check that another process of this user may map a memfd of this one, as ranks map the agent's."""
     rule = _text(Path("/proc/sys/kernel/yama/ptrace_scope"))
-    said = f" (kernel.yama.ptrace_scope is {rule})" if rule else ""
+    rule_text = f" (kernel.yama.ptrace_scope is {rule})" if rule else ""
     fd = os.memfd_create("ray_ckpt-doctor", os.MFD_CLOEXEC)
     try:
         command = [sys.executable, "-I", "-S", "-c", _READ_BY_ANOTHER, f"/proc/{os.getpid()}/fd/{fd}"]
         ended = subprocess.run(command, capture_output=True, timeout=CHECK_S / 2)
     except subprocess.TimeoutExpired:
-        return "warn", f"another process did not answer{said}", "Try again on a machine that is less busy."
+        return (
+            "warn",
+            f"another process did not answer{rule_text}",
+            "Try again on a machine that is less busy.",
+        )
     finally:
         os.close(fd)
     if ended.returncode == 0:
-        return "ok", f"another process opens this one's shared memory{said}", ""
+        return "ok", f"another process opens this one's shared memory{rule_text}", ""
     advice = "Captures lie in /dev/shm instead: give it room for them, or allow ptrace between own processes."
-    return "warn", f"another process may not open this one's shared memory{said}", advice
+    return "warn", f"another process may not open this one's shared memory{rule_text}", advice
 
 
 def _memory() -> Finding:
@@ -270,7 +274,7 @@ def _open_files() -> Finding:
 
 
 def _clock() -> Finding:
-    """Whether wall clock and monotonic clock go at the same rate."""
+    """Check that wall clock and monotonic clock run at the same rate."""
     before = time.time(), time.monotonic()
     time.sleep(CLOCK_SAMPLE_S)
     wall_s, steady_s = time.time() - before[0], time.monotonic() - before[1]
@@ -282,7 +286,7 @@ def _clock() -> Finding:
 
 
 def _version(package: str, oldest: tuple[int, int], newest: tuple[int, int]) -> Finding:
-    """Of an installed package, by its metadata: it is not imported."""
+    """Return the version of an installed package from its metadata, without importing it."""
     wanted = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
     try:
         text = importlib.metadata.version(package)
@@ -295,7 +299,7 @@ def _version(package: str, oldest: tuple[int, int], newest: tuple[int, int]) -> 
 
 
 def _ports() -> Finding:
-    """Whether an agent finds a port in RAY_CKPT_PORTS. ConfigError if that makes no sense."""
+    """Check that an agent finds a port in RAY_CKPT_PORTS. Raise ConfigError for an invalid value."""
     ports = transport_ports()
     if ports is None:
         return "ok", f"any, as {PORTS_ENV} is not set", ""
@@ -351,7 +355,7 @@ def _file_system(path: Path) -> str:
 
 
 def _small_files(place: Path) -> Finding:
-    """Whether the folder can be written, how long a small durable file takes, and O_DIRECT."""
+    """Check that the folder can be written, the time of a small durable file, and O_DIRECT."""
     with tempfile.TemporaryDirectory(prefix="ray_ckpt-doctor-", dir=place) as folder:
         times_s = []
         for number in range(SMALL_FILES):
@@ -460,7 +464,7 @@ def _cleaned(tier: RemoteTier, look: Callable[[RemoteTier], Finding]) -> Finding
 
 
 def _remove(tier: RemoteTier) -> None:
-    """As well as it goes: a store that fails has said so already."""
+    """Clean up as far as possible: an earlier check has reported a store that fails."""
     with contextlib.suppress(OSError, CheckpointError):
         tier.files.delete([CLOCK_FILE, *(f"file-{number}" for number in range(SMALL_FILES))])
         if tier.root.is_posix:

@@ -75,11 +75,11 @@ def drill(
 ) -> None:
     """Rehearse a loss: read all live checkpoints from what it would leave, and keep nothing.
 
-    Every byte is read as a restore reads it and compared with its digest. What the loss must not cost
-    (replicated: as many copies as were promised; durable: all nodes) has to pass, or the exit code is 1;
-    what no promise covers is shown. If all were retired while they were read, it is 2. What the run would go
-    on from is told of all live ones, not with `--step`. No node, arena or file is touched. Results go to the
-    run's log, but not without a cluster, where only `--remote-only` has something to read.
+    Every byte is read as a restore reads it and compared with its digest. The exit code is 1 if a checkpoint
+    does not survive a loss that it is guaranteed to survive (replicated: the loss of as many nodes as it has
+    copies; durable: of all nodes), and 2 if all checkpoints were retired during the drill. Without `--step`
+    the checkpoint from which the run would continue is shown too. No node, arena or file is changed. Results
+    are recorded in the run's log, except without a cluster, where only `--remote-only` works.
 
     Example: `ray-ckpt drill /shared/runs/gpt --lose-node 3f2a`
     """
@@ -89,7 +89,7 @@ def drill(
     location = run_location(path)
     if remote_only and address is None:
         report = _without_cluster(path, options, step, max_bytes_per_s)
-        unrecorded: tuple[str, ...] = ("it was read without the cluster; --address auto asks it",)
+        unrecorded: tuple[str, ...] = ("it was read without the cluster; use --address auto",)
     else:
         report, unrecorded = _in_cluster(str(location), node, rack, step, address, max_bytes_per_s)
     if as_json:
@@ -135,7 +135,7 @@ def _size(chosen: Iterable[LiveCheckpoint]) -> int:
 
 
 def _live(catalog: Catalog) -> tuple[LiveCheckpoint, ...]:
-    """What the log says, which does not tell who holds what."""
+    """Return the checkpoints of the log, which does not have the holders of copies."""
     lineage = {c.id.attempt for c in catalog.lineage}
     return tuple(
         LiveCheckpoint(checkpoint=c, holders=((),) * c.num_nodes, on_lineage=c.id.attempt in lineage)
@@ -240,7 +240,7 @@ def _read_text(read: TierRead | None, *, brief: bool) -> str:
 
 def _conclusion(report: DrillReport) -> str:
     if not report.is_whole:
-        return "What a run would go on from after this loss is told without --step, of all live checkpoints."
+        return "The checkpoint from which the run would continue is shown only without --step."
     if report.steps_lost is None:
         return "What a run would go on from after this loss is not known: what was newer has been retired."
     lost = _lost_text(report.steps_lost, is_least=report.last_step is None)

@@ -52,11 +52,11 @@ def export(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one checkpoint as files that stock tools read: whole tensors, every byte verified.
+    """Write one checkpoint as files for standard tools: whole tensors, every byte verified.
 
-    `safetensors` gives a folder in Hugging Face's layout and needs little memory; `torch` gives one file for
-    `torch.load(weights_only=True)`, with plain values too, and takes as much memory as the state. Exits with
-    1 if what it reads of the checkpoint is damaged; then nothing is left.
+    `safetensors` writes a folder in Hugging Face's layout and needs little memory; `torch` writes one file
+    for `torch.load(weights_only=True)`, which includes plain values, and needs as much memory as the state.
+    Exits with 1, and leaves no files, if the checkpoint is damaged.
 
     Example: `ray-ckpt export /shared/runs/gpt gpt-3000 --step 3000 --item model`
     """

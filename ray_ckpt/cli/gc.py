@@ -38,7 +38,7 @@ from ray_ckpt.texts import printable
 
 
 def _keep(name: str, text: str, metavar: str | None = None) -> Any:
-    """An option of `gc` that says what to keep."""
+    """Return the declaration of a retention option."""
     panel = "Another policy than the last session's"
     return typer.Option(name, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
 
@@ -64,10 +64,10 @@ def gc(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show which live checkpoints retention would give up, which would stay, and why.
+    """Show which live checkpoints retention would delete, which it would keep, and why.
 
-    Takes the policy of the last training session, or the one given by options, which are those of
-    `CheckpointCallback`. The service of a running training does the work; it keeps what is in use besides.
+    Uses the policy of the last training session, or the one given by options, which are those of
+    `CheckpointCallback`. Only the service of a running training deletes; it also keeps checkpoints in use.
 
     Example: `ray-ckpt gc /shared/runs/gpt --dry-run --keep-last 3 --keep-every 1000`
     """

@@ -230,7 +230,7 @@ def draw(run_name: str, found: Goodput) -> bytes:
 
 
 def _beginnings(found: Goodput) -> dict[int, float]:
-    """Of each session the Unix time from which its part of the wall time is drawn."""
+    """Return, for each session, the Unix time from which its part of the wall time is drawn."""
     begin_s = found.spans[0].opened_s if found.spans else 0.0
     begins_s = {span.session: begin_s for span in found.spans[:1]}
     for before, after in pairwise(found.spans):

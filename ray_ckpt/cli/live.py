@@ -70,7 +70,7 @@ def running_service(address: str | None) -> Iterator[Any]:
 
 
 def overview_of(service: Any) -> ServiceView:
-    """What the service tells of itself. Unavailable."""
+    """Return the service's overview. Raise Unavailable if it does not answer."""
     from ray_ckpt.actors import attach
 
     return attach.overview(service)

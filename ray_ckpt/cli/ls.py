@@ -66,14 +66,14 @@ def ls(
 
     `*` marks the newest checkpoint, which a restart resumes from; `+` the others on its lineage.
 
-    With `--parquet` all tables of one run: checkpoints, sessions, events, and shards and slices of what is
-    durable. Exits with 1 if a manifest, or the log of a run, is damaged.
+    `--parquet` writes all tables of one run: checkpoints, sessions, events, and shards and slices of durable
+    checkpoints. Exits with 1 if a manifest, or the log of a run, is damaged.
 
     Example: `ray-ckpt ls /shared/runs/gpt --all`
     """
     options = store_options(storage_option)
     if step and parquet is None:
-        raise ConfigError("--step goes with --parquet.", hint="`ray-ckpt show` tells of one step.")
+        raise ConfigError("--step goes with --parquet.", hint="`ray-ckpt show` shows one step.")
     if parquet is not None:
         if re.match("[a-z0-9]+:/", str(parquet)):  # as a Path has it
             raise ConfigError(f"{parquet} is no folder.", hint="Give a folder of this machine.")
@@ -141,7 +141,7 @@ def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
 def _table(
     infos: Iterable[CheckpointInfo], newest: str, lineage: Collection[str], *, brief: bool
 ) -> FittedTable:
-    """`newest` and `lineage` are attempts. A brief table says less, so that a row stays a line or two."""
+    """`newest` and `lineage` are attempts. A brief table has fewer columns, for short rows."""
     if brief:
         shown = "", "step", "level", "session", "size", "when", "metrics"
         table = make_table(*shown, right=(1, 3, 4), whole=range(6), fold=(6,), gives_way=(6,))

@@ -1,4 +1,4 @@
-"""What commands print: tables, JSON, and words for times and sizes."""
+"""Output of commands: tables, JSON, and texts for levels, pins and times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 PIPE_WIDTH = 1_000_000  # columns where there is no terminal: no line is folded
 MIN_WIDTH = 60  # columns; COLUMNS=0 means that nobody knows, and no table can be read in fewer
-NARROW = 100  # columns of a terminal, below which less is said of each checkpoint
+NARROW = 100  # columns of a terminal, below which tables of checkpoints have fewer columns
 MIN_FOLD = 16  # columns for names and paths: fewer make towers of them
 MAX_WORD = 24  # columns for a word, which is folded if it is longer
 MIN_WORD = 8  # columns to which words and names are broken before a line is longer than its terminal
@@ -183,7 +183,7 @@ def _shrink(widths: dict[int, int], least: Mapping[int, int], max_width: int) ->
 
 
 def _width(columns: Iterable[int]) -> int:
-    """Of a table with columns of these widths: between two of them, and around all, is room."""
+    """Return the width of a table with such columns, including the space between and around them."""
     widths = tuple(columns)
     return sum(widths) + 3 * len(widths) - 1
 

@@ -1,4 +1,4 @@
-"""`ray-ckpt pin` and `unpin`: checkpoints that stay whatever retention says."""
+"""`ray-ckpt pin` and `unpin`: keep checkpoints that retention would delete."""
 
 from __future__ import annotations
 
@@ -61,13 +61,12 @@ def pin(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep a checkpoint whatever retention says, until a time or until `unpin`.
+    """Keep a checkpoint, whatever the retention policy, until a time or until `unpin`.
 
-    By the service, if that of this cluster has the run open; else by two records on the log alone. A cluster
-    that nobody named is not asked about a run that has finished, and need not answer. Another
-    service that has the run, out of reach from here, would be disturbed by these: so the log must be quiet,
-    or it refuses, with exit code 1.
-    What retention has given up is not brought back.
+    The service of this cluster writes the pin if it has the run open; else the command appends two records
+    to the log itself. For a finished run, a cluster is contacted only with --address or RAY_ADDRESS. Records
+    from outside would disturb a service that has the run elsewhere, so the command refuses, with exit code
+    1, if the log has a recent record. A retired checkpoint cannot be pinned.
 
     Example: `ray-ckpt pin /shared/runs/gpt 3000 --owner paper --for 30d`
     """
@@ -81,9 +80,9 @@ def pin(
         now_s = time.time()
         until_s = None if for_s is None else now_s + for_s
         info = pins.pin(tier.log, tail.history, step=step, owner=owner, expires_at_s=until_s, now_s=now_s)
-        _tell(info, "log", as_json)
+        _print_pins(info, "log", as_json)
     else:
-        _tell(found, "service", as_json)
+        _print_pins(found, "service", as_json)
 
 
 def unpin(
@@ -107,9 +106,9 @@ def unpin(
         if owner in checkpoint_to_unpin(tail.history, step, owner).pins:
             _check_quiet(tier, tail, even_if_at_work)
         info = pins.unpin(tier.log, tail.history, step=step, owner=owner, now_s=time.time())
-        _tell(info, "log", as_json)
+        _print_pins(info, "log", as_json)
     else:
-        _tell(found, "service", as_json)
+        _print_pins(found, "service", as_json)
 
 
 def _check_owner(owner: str) -> None:
@@ -120,7 +119,7 @@ def _check_owner(owner: str) -> None:
 
 
 def _is_over(path: str, options: Mapping[str, str], address: str | None) -> bool:
-    """Whether nobody has the run by its log, so that a cluster which nobody named need not be asked."""
+    """Return whether the log has the run as finished and no cluster is named, so that none is contacted."""
     if address is not None or os.environ.get("RAY_ADDRESS"):
         return False
     with contextlib.suppress(CheckpointError):  # a service may have it whose store is away from here
@@ -160,7 +159,7 @@ def _check_quiet(tier: RemoteTier, tail: LogTail, even_if_at_work: bool) -> None
     tier.probe_log()
 
 
-def _tell(info: CheckpointInfo, by: str, as_json: bool) -> None:
+def _print_pins(info: CheckpointInfo, by: str, as_json: bool) -> None:
     if as_json:
         document = {"step": info.step, "attempt": info.id.attempt, "pins": dict(info.pins), "by": by}
         print_json(document)

@@ -50,8 +50,8 @@ def count_bar(doing: str, total: int | None = None) -> Iterator[Bar]:
 
 
 @contextmanager
-def _bar(doing: str, total: int | None, *told: ProgressColumn) -> Iterator[Bar]:
-    columns = (TextColumn(doing), BarColumn(), *told, TimeRemainingColumn())
+def _bar(doing: str, total: int | None, *more: ProgressColumn) -> Iterator[Bar]:
+    columns = (TextColumn(doing), BarColumn(), *more, TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield Bar(progress, total)

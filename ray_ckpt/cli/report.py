@@ -26,11 +26,11 @@ def report(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a run as one page of HTML: whether it is protected, what was lost, and all that happened.
+    """Write one page of HTML about a run: its protection, its losses, and its history.
 
     The page needs no network and runs no script, so it can be mailed or put anywhere. It has the timeline of
-    sessions, steps, saves, failures and restores; goodput and where the rest of the time went; checkpoints,
-    interruptions, the phases of saves, the lineage, scrubs and drills. `--json` prints what it shows.
+    sessions, steps, saves, failures and restores; goodput and the causes of lost time; checkpoints,
+    interruptions, the phases of saves, the lineage, scrubs and drills. `--json` prints the same data.
 
     Example: `ray-ckpt report /shared/runs/gpt --html gpt.html`
     """

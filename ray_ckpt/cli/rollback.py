@@ -38,12 +38,12 @@ def rollback(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Go back to an older checkpoint: the next training of the run goes on from it, on a new branch.
+    """Go back to an older checkpoint: the next training of the run continues from it, on a new branch.
 
-    For a loss spike, say. Later checkpoints stay until the first save of that training; then they are
-    deleted, but for pinned ones. Until then, `--to` one of them undoes it. A training that is at work is
-    stopped: it loses the run at its next save. The log is no proof: one that saves seldom looks idle.
-    While the log is young it refuses, with exit code 1.
+    Use it after a loss spike, for example. Later checkpoints stay until the first save of that training;
+    then they are deleted, except pinned ones. Until then, `--to` one of them undoes the rollback. A training
+    at work is stopped: it loses the run at its next save. The command refuses, with exit code 1, if the log
+    has a recent record; a training that saves rarely may look idle.
 
     Example: `ray-ckpt rollback /shared/runs/gpt --before 3000`
     """
@@ -63,7 +63,7 @@ def rollback(
     is_asked = not plan.is_done and not yes
     if not as_json:
         _print_plan(stdout(), plan, notes)
-    elif is_asked:  # who is asked must know what
+    elif is_asked:  # the question needs the plan
         _print_plan(Console(stderr=True, markup=False, highlight=False, emoji=False), plan, notes)
     if not plan.is_done:
         if is_asked:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def up(address: AddressOption = None, as_json: JsonOption = False) -> None:
-    """Start the checkpoint service of a Ray cluster, or say that it is up, and in which versions.
+    """Start the checkpoint service of a Ray cluster, or show its versions if it is up.
 
-    Not needed: a training starts it. Agents come with the first run that is opened.
+    Optional: a training starts the service itself. Agents start with the first run that is opened.
 
     Example: `ray-ckpt up --address 10.0.0.1:6379`
     """
@@ -51,7 +51,7 @@ def down(
 ) -> None:
     """End the checkpoint service of a Ray cluster: its agents, then the coordinator. Deletes nothing.
 
-    Says on stderr which cluster that is. On a terminal it asks, unless --address or RAY_ADDRESS names it.
+    Prints the cluster on stderr. On a terminal it asks, unless --address or RAY_ADDRESS names it.
     Refuses, with exit code 1, while a group is at work, and while the nodes' disks alone have a checkpoint
     that is newer than what is on the storage path, is pinned, or is on its way there. With --force it goes
     on: files stay on the disks, and the next service finds them there. A training that is at work goes on

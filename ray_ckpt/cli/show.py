@@ -34,10 +34,10 @@ def show(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show one checkpoint: what the log says, its files, and its tensors by item.
+    """Show one checkpoint: its facts from the log, its files, and its tensors by item.
 
-    Without STEP it is the one that a restart resumes from. Of several attempts at a step it takes the newest
-    live one, on the lineage if there is one.
+    Without STEP it is the one that a restart resumes from. If a step has several attempts, it is the newest
+    live one, with those on the lineage first.
 
     Example: `ray-ckpt show /shared/runs/gpt 3000 --slices`
     """
@@ -53,32 +53,32 @@ def show(
         return
     console = stdout()
     for key in ("run_name", "run_uid", "step", "attempt", "session", "state"):
-        _tell(console, key.replace("_", " "), document[key])
-    _tell(console, "level", level_text(view.info))
+        _print_fact(console, key.replace("_", " "), document[key])
+    _print_fact(console, "level", level_text(view.info))
     mesh = f", mesh {view.info.mesh}" if view.info.mesh else ""
-    _tell(console, "world", f"{view.info.world_size} ranks on {view.info.num_nodes} nodes{mesh}")
-    _tell(console, "size", f"{decimal(view.info.size_bytes)} ({view.info.size_bytes} bytes)")
-    _tell(console, "when", when_text(view.info.committed_at_s))
-    _tell(console, "root digest", view.info.root_digest)
-    _tell(console, "metrics", metrics_text(view.info.metrics))
-    _tell(console, "pins", pins_text(view.info) or "none")
+    _print_fact(console, "world", f"{view.info.world_size} ranks on {view.info.num_nodes} nodes{mesh}")
+    _print_fact(console, "size", f"{decimal(view.info.size_bytes)} ({view.info.size_bytes} bytes)")
+    _print_fact(console, "when", when_text(view.info.committed_at_s))
+    _print_fact(console, "root digest", view.info.root_digest)
+    _print_fact(console, "metrics", metrics_text(view.info.metrics))
+    _print_fact(console, "pins", pins_text(view.info) or "none")
     verified_at_s = view.info.verified_at_s
-    _tell(console, "last verified", "never" if verified_at_s is None else when_text(verified_at_s))
+    _print_fact(console, "last verified", "never" if verified_at_s is None else when_text(verified_at_s))
     drilled_at_s = view.info.drilled_at_s
     drill = "none" if drilled_at_s is None else f"{view.info.drill}, {when_text(drilled_at_s)}"
-    _tell(console, "last drill", drill)
-    _tell(console, "path", view.where or "none: it has no files on the storage path")
+    _print_fact(console, "last drill", drill)
+    _print_fact(console, "path", view.where or "none: it has no files on the storage path")
     if view.where is not None:
         _print_content(console, document)
 
 
-def _tell(console: Console, name: str, value: object) -> None:
+def _print_fact(console: Console, name: str, value: object) -> None:
     """A line that only the terminal folds, so that ids and paths can be copied from it."""
     console.print(printable(f"{name:13}  {value}"), soft_wrap=True)
 
 
 def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:
-    """What only the files can tell."""
+    """Return the facts that only the files have."""
     description, table = view.description(), view.slices()
     rows = table.filter(_is_slice(table))
     grouped = rows.group_by("item", use_threads=False).aggregate(

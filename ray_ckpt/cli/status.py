@@ -31,11 +31,11 @@ def status(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what the checkpoint service does: its runs, or one of them in detail.
+    """Show the state of the checkpoint service: all runs, or one run in detail.
 
-    Last step, newest checkpoint of each level and its age, what the death of a node would cost, copies that
-    are missing, saves and drains on the way, disks, nodes that leave, the last warning. Of a PATH that no
-    service here has open it shows what the log says, and says so.
+    Shows the last step, the newest checkpoint of each level and its age, the steps that the death of a node
+    would cost, missing copies, saves and drains in progress, disks, leaving nodes and the last warning. For a
+    PATH that no service here has open, it shows the content of the log, with a note.
 
     Example: `ray-ckpt status /shared/runs/gpt`
     """

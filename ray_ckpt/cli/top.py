@@ -41,9 +41,9 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print it once; so without a terminal.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch the checkpoint service: saves and drains on their way, exposure of each node, lag of each level.
+    """Watch the checkpoint service: saves and drains in progress, exposure of each node, lag of each level.
 
-    Ctrl-C ends it. With --json it prints one look, as `status` does.
+    Ctrl-C ends it. With --json it prints the state once, as `status` does.
 
     Example: `ray-ckpt top gpt`
     """

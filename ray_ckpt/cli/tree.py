@@ -29,10 +29,10 @@ def tree(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw the lineage of a run: its sessions, from which checkpoint each went on, and what they have saved.
+    """Draw the lineage of a run: its sessions, the checkpoint from which each continued, and their saves.
 
-    Sessions that went on from one another stand below each other; a branch that was left aside is drawn under
-    the session that it came from. `*` marks the newest checkpoint, which a restart resumes from; `+` the
+    A session stands below the one from which it continued; an abandoned branch is drawn under the session
+    from which it started. `*` marks the newest checkpoint, which a restart resumes from; `+` the
     others on its lineage. Draws the newest sessions and the newest live checkpoints of each, unless `--all`
     asks for everything.
 

@@ -69,15 +69,15 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint and compare it with its digest.
 
-    Prints a line per damage: file, tensor slice, what is wrong. Exits with 0 if all is as it was saved,
-    1 if anything is damaged, 2 if there is nothing to verify, or it is of a newer version. What a run retires
-    meanwhile is left out.
+    Prints one line for each damage: file, tensor slice, problem. Exits with 0 if everything is as it was
+    saved, 1 if anything is damaged, and 2 if there is nothing to verify, or a checkpoint is of a newer
+    version. Checkpoints that the run retires meanwhile are skipped.
 
-    With `--plan` it takes seconds, whatever the size: it reads the manifest, the list of files and their
-    headers, and shows that every element of every tensor is there exactly once. Damage inside of files is
-    not seen then. With `--address` also what is in the cluster only is proven: every copy on every node is
-    looked at. One that lacks something gives exit code 1, even if the others are enough to restore; so does a
-    file in the folder that a reader might take for the checkpoint's and is not.
+    `--plan` takes seconds for any size: it reads the manifest, the list of files and their headers, and
+    proves that every element of every tensor is there exactly once. It does not see damage inside files.
+    `--address` also proves checkpoints that are in the cluster only, by checking every copy on every node. An
+    incomplete copy gives exit code 1, even if the others are enough to restore; so does an extra file in the
+    folder that a reader might take for the checkpoint's.
 
     Example: `ray-ckpt verify /shared/runs/gpt --all && echo "safe to delete the old run"`
     """
