@@ -365,7 +365,17 @@ def test_the_commands_of_a_block_are_there(
 FILES_OF_A_RUN = ("ray_ckpt/format/FORMAT.md", "<storage_path>/<run>/ray_ckpt/")
 DRAWINGS = (FILES_OF_A_RUN, ("CONTRIBUTING.md", "git clone"))
 OUTPUT = ("docs/tour.md", "README.md")  # tests/test_tour.py and tests/cluster/test_readme.py compare them
-PARSERS: Mapping[str, Callable[[str], object]] = {"json": json.loads, "yaml": yaml.safe_load}
+
+
+def _check_mermaid(text: str) -> None:
+    assert text.split()[0] in {"sequenceDiagram", "stateDiagram-v2", "flowchart"}
+
+
+PARSERS: Mapping[str, Callable[[str], object]] = {
+    "json": json.loads,
+    "yaml": yaml.safe_load,
+    "mermaid": _check_mermaid,
+}
 
 
 def test_every_other_block_is_known() -> None:
