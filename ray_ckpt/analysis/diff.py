@@ -1,4 +1,4 @@
-"""What differs between two durable checkpoints, tensor by tensor and value by value. Needs no cluster.
+"""Comparison of two durable checkpoints, by tensor and by value. Needs no cluster.
 
     catalog = ray_ckpt.Catalog("/shared/runs/gpt")
     for found in compare(catalog[1000], catalog[2000], only=["model.*"]):
@@ -81,7 +81,7 @@ class TensorDiff:
 
     @property
     def is_finite(self) -> bool:
-        """Whether neither side is known to have a NaN or an infinity."""
+        """True if neither side is known to have a NaN or an infinity."""
         return not any((self.nan_a, self.nan_b, self.inf_a, self.inf_b))
 
 
@@ -92,7 +92,7 @@ def compare(
     only: str | Iterable[str] = (),
     progress: ProgressCallback | None = None,
 ) -> Comparison:
-    """What differs between two durable checkpoints, of all tensors or of those that `only` names.
+    """Compare two durable checkpoints: all tensors, or those that `only` names.
 
     `only` is a full name or a pattern, or several of them. Reads the manifests, which the logs prove.
     ConfigError if a checkpoint is not on its storage path or is deleted meanwhile, or a pattern matches
@@ -358,7 +358,7 @@ class _Tensor:
 
 
 def _is_read(a: _Tensor, b: _Tensor) -> bool:
-    """Whether only the bytes tell what differs."""
+    """Return whether the bytes must be read to compare the two."""
     if a.shape != b.shape or a.problem or b.problem or not prod(a.shape):
         return False
     return a.dtype != b.dtype or a.digests() != b.digests()

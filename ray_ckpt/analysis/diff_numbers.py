@@ -52,7 +52,7 @@ def _f8_values(dtype: str) -> npt.NDArray[np.float64]:
 
 
 class ElementSums:
-    """What is known of the elements that were compared so far."""
+    """Statistics of the elements that were compared so far."""
 
     def __init__(self, dtype_a: str, dtype_b: str) -> None:
         self._dtypes = dtype_a, dtype_b
@@ -112,7 +112,7 @@ class ElementSums:
         return max(-1.0, min(1.0, found)) if math.isfinite(found) else None
 
     def _count(self, side: int, values: Array) -> npt.NDArray[np.bool_]:
-        """Which elements are finite; the others are counted."""
+        """Return which elements are finite, and count the others."""
         finite: npt.NDArray[np.bool_] = np.isfinite(values)
         if not finite.all():
             nan = int(np.count_nonzero(np.isnan(values)))

@@ -179,7 +179,7 @@ class SessionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """What became of the wall time of a run.
+    """Division of the wall time of a run into goodput and causes of badput.
 
     `step` is the newest on the lineage; `steps_lost` were committed and are not on it. `step_s` is the mean
     time of a step, between commits or as measured. `clock_back_s` is by how much clocks went back, at most at
@@ -322,7 +322,7 @@ def _partly_told(history: SessionHistory, pace: StepRate) -> tuple[_Parts, Sessi
 
 
 def _stalls_between_commits(history: SessionHistory) -> tuple[float, float]:
-    """For how long saves held up the steps that survived, and those that did not, by what commits tell.
+    """Return how long saves held up surviving and lost steps, from their commits.
 
     The last one's lies in a time that is guessed.
     """
@@ -398,7 +398,7 @@ def _measured(history: SessionHistory, told: SessionSpan) -> dict[str, Seconds]:
 
 
 def _stalls(history: SessionHistory, kept_s: float, gone_s: float) -> tuple[float, float]:
-    """For how long saves held up the steps that survived, and those that did not.
+    """Return how long saves held up the steps that survived, and those that did not.
 
     A save holds up training after its step: the last one that survived holds up steps that did not, if any.
     """

@@ -70,7 +70,7 @@ class SessionHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRate:
-    """Of the run, between commits: seconds per step and per save; None where nothing was measured."""
+    """Seconds per step and per save of the run, between commits; None where nothing was measured."""
 
     step_s: float | None
     interval_s: float | None

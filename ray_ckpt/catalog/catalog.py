@@ -163,7 +163,7 @@ class Catalog:
         return self.view(found[-1]) if found else None
 
     def view(self, info: CheckpointInfo) -> CheckpointView:
-        """What there is of a checkpoint; the store is asked only if it was retired or lost."""
+        """Return a view of a checkpoint; the store is read only if it was retired or lost."""
         there = _may_have_files(info)
         if there and info.state != "live":
             with readable(self._tier.root):
@@ -172,12 +172,12 @@ class Catalog:
         return self._view(info, there)
 
     def views(self, *, all: bool = False) -> tuple[CheckpointView, ...]:
-        """As `list`. The folders of what was retired or lost are listed at once, if there are any."""
+        """Return views of `list`. Folders of retired or lost checkpoints are listed in one request."""
         known = self.list(all=all)
         return tuple(map(self._view, known, self._on_storage(known)))
 
     def _on_storage(self, known: Sequence[CheckpointInfo]) -> tuple[bool, ...]:
-        """Whether the storage path has files of each; asked only if some were retired or lost."""
+        """Return whether the storage path has files of each; it is listed only if some were retired or lost."""
         folders: tuple[str, ...] = ()
         if any(_may_have_files(info) and info.state != "live" for info in known):
             with readable(self._tier.root):
@@ -232,7 +232,7 @@ class Catalog:
         return f"Catalog({self.where!r}, run_name={self.run_name!r}, {len(self)} live checkpoints)"
 
     def _repr_html_(self) -> str:
-        """For a notebook: the newest live checkpoints. What a log says is escaped."""
+        """Return the newest live checkpoints for a notebook. Texts from the log are escaped."""
         shown = self.checkpoints[-MAX_HTML_ROWS:]
         newest = self.lineage[-1:]
         rows = [

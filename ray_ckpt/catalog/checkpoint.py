@@ -73,7 +73,7 @@ class CheckpointView:
         return files_on(self.tier, self.info.directory)
 
     def description(self) -> CheckpointDescription:
-        """What its `checkpoint.json` says, checked against the log."""
+        """Return its `checkpoint.json`, checked against the log."""
         return self._description(self.files())
 
     def fragments(self) -> tuple[Fragment, ...]:
@@ -138,7 +138,7 @@ class CheckpointView:
         return self.info.id.attempt not in {info.id.attempt for info in history.live()}
 
     def _repr_html_(self) -> str:
-        """For a notebook: what the log says of it, escaped. No file of it is read."""
+        """Return its facts from the log for a notebook, escaped. No file of it is read."""
         info = self.info
         facts = (
             ("step", info.step),

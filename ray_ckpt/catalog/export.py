@@ -143,7 +143,7 @@ def _chosen(view: CheckpointView, item: str | None, only: Sequence[str]) -> dict
 
 
 def _shards(tensors: Mapping[str, LazyTensor], max_file_bytes: int) -> list[dict[str, LazyTensor]]:
-    """Which tensors go into which file, in the order of their names."""
+    """Return the tensors of each file, in the order of their names."""
     shards: list[dict[str, LazyTensor]] = [{}]
     size_bytes = 0
     for name, lazy in tensors.items():

@@ -79,7 +79,7 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
         return f"SavedTensors({len(self)} tensors of {self._files.location})"
 
     def _repr_html_(self) -> str:
-        """For a notebook: the largest tensors. Nothing is read, and names are escaped."""
+        """Return the largest tensors for a notebook. Nothing is read, and names are escaped."""
         largest = sorted(self.values(), key=lambda lazy: (-lazy.nbytes, lazy.name))[:MAX_HTML_ROWS]
         rows = [(lazy.name, lazy.dtype_name, lazy.shape, lazy.nbytes, lazy.num_slices) for lazy in largest]
         hidden = len(self) - len(rows)
@@ -182,7 +182,7 @@ class LazyTensor:
         return f"LazyTensor({self.name!r}, shape={self.shape}, dtype={self.dtype_name}, nbytes={self.nbytes})"
 
     def _repr_html_(self) -> str:
-        """For a notebook. Nothing is read, and names are escaped."""
+        """Return its facts for a notebook. Nothing is read, and names are escaped."""
         facts = (
             ("dtype", self.dtype_name),
             ("shape", self.shape),
@@ -315,7 +315,7 @@ def _damaged(files: CheckpointFiles, row: ManifestRow, what: str) -> CorruptionE
 
 
 def _spans(index: Index, shape: Sequence[int]) -> list[tuple[range, bool]]:
-    """What a basic index takes of each dimension, and whether that dimension stays."""
+    """Return the range that a basic index takes of each dimension, and whether the dimension stays."""
     given = list(index) if isinstance(index, tuple) else [index]
     num_dots = sum(part is Ellipsis for part in given)
     if num_dots > 1 or len(given) - num_dots > len(shape):

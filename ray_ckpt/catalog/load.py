@@ -156,7 +156,7 @@ class OpenedRun:
         return nearest_steps(self._durable_steps(), step, kind="durable")
 
     def _of_attempt(self, attempt: str) -> CheckpointView:
-        """What another rank has chosen, whose log may be newer than ours."""
+        """Return the checkpoint that another rank chose, from a log that may be newer than ours."""
         if attempt not in {info.id.attempt for info in self.catalog.checkpoints}:
             self.catalog.refresh()
         for info in self.catalog.checkpoints:
@@ -208,7 +208,7 @@ class OpenedCheckpoint:
         rank: int | None = None,
         into: Mapping[str, Any] | None = None,
     ) -> Any:
-        """As `OpenedRun.load` at this step."""
+        """Load this step; see `OpenedRun.load`."""
         if into is None:
             return self.run._load(self._view, what, rank)
         _check_into(what, rank)

@@ -1,4 +1,4 @@
-"""What a log and manifests say, as Arrow tables, Parquet files of them, and small HTML tables for notebooks.
+"""Arrow tables and Parquet files of the facts in a log and its manifests.
 
 `checkpoints`, `sessions` and `events` come from the log, `shards` (files) and `slices` from manifests.
 `step` and `attempt` join them. Times are timestamps in UTC, durations seconds, sizes bytes.

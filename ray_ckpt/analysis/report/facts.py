@@ -96,7 +96,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a person wants to know first: `head` in a few words, `text` in one or two sentences."""
+    """Answer to a first question about a run: `head` in a few words, `text` in one or two sentences."""
 
     tone: Tone
     title: str
@@ -305,7 +305,7 @@ def drawn_events(log: pa.Table) -> Sequence[Event]:
 
 
 def verdicts(report: RunReport) -> Sequence[Verdict]:
-    """What a person wants to know first, in this order."""
+    """Return the answers to the first questions about a run, in order of importance."""
     found = (_protection(report), _training(report), _last_trouble(report), _share(report), _checks(report))
     return [verdict for verdict in found if verdict is not None]
 
@@ -444,7 +444,7 @@ def measured_percent(found: Goodput) -> int:
 
 
 def clocks_text(found: Goodput) -> str:
-    """What clocks that jumped do to the times; nothing if they did by no more than they may differ."""
+    """Return a warning if clocks jumped by more than they may differ; else an empty text."""
     if found.clock_back_s <= CLOCK_SLACK_S:
         return ""
     return (
@@ -469,7 +469,7 @@ def estimate_text(steps: Seconds) -> str:
 
 
 def to_json(report: RunReport) -> dict[str, Any]:
-    """What the page shows, as plain values; lists are as long as on the page."""
+    """Return the content of the page as plain values; lists are as long as on the page."""
     found = report.goodput
     return {
         "run_name": report.run_name,
