@@ -177,7 +177,7 @@ class Catalog:
         return tuple(map(self._view, known, self._on_storage(known)))
 
     def _on_storage(self, known: Sequence[CheckpointInfo]) -> tuple[bool, ...]:
-        """Return whether the storage path has files of each; it is listed only if some were retired or lost."""
+        """Return whether the storage path has files of each; list it only if some were retired or lost."""
         folders: tuple[str, ...] = ()
         if any(_may_have_files(info) and info.state != "live" for info in known):
             with readable(self._tier.root):

@@ -69,7 +69,7 @@ class Origin:
     attempt: AttemptId
 
     def ticket(self, session: int, epoch: int) -> RestoreTicket:
-        """Return the ticket by which a rank reads it, from the storage path alone. Errors as of `CheckpointUri.open`."""
+        """Return a ticket for a rank to read it from the storage path. Errors as of `CheckpointUri.open`."""
         run = open_run(
             Location.parse(self.storage.storage_path) / self.storage.run_name, dict(self.storage.options)
         )
