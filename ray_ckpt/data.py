@@ -273,7 +273,7 @@ class Batches(Generic[T]):
         self._turn, self._live = self._turn + 1, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what the meaning of a position depends on."""
+        """Return the position, and what the meaning of a position depends on."""
         return {**self._meaning(), "position": self._position, "batches": self._done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -345,7 +345,7 @@ class SeededSamples(Dataset[T]):
 
 
 def round_keys(seed: int, epoch: int) -> Words:
-    """The keys of one epoch's permutation, uint64 [ROUNDS]."""
+    """Return the keys of one epoch's permutation, uint64 [ROUNDS]."""
     digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
@@ -372,7 +372,7 @@ def permute(places: Words, num_samples: int, keys: Words) -> Words:
 
 
 def _mix(words: Words) -> Words:
-    """A hash of each word: the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), modulo 2**64."""
+    """Return a hash of each word: the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), modulo 2**64."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
@@ -397,7 +397,7 @@ def loader_problems(loader: object, saved: object) -> list[str]:
 
 
 def is_bound_to_world_size(obj: object) -> bool:
-    """Whether a position in the state of `obj` is that of one rank among so many, and wrong among others."""
+    """Return whether a position in the state of `obj` is that of one rank among so many, and wrong among others."""
     return _is_torchdata(obj) or isinstance(obj, torch.utils.data.DistributedSampler)
 
 

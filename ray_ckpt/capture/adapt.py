@@ -1,4 +1,4 @@
-"""The adapter of each object that a user registers."""
+"""Adapters for the objects that a user registers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from ray_ckpt.capture.items import (
     unwrap,
 )
 from ray_ckpt.capture.rng import generator_item
+from ray_ckpt.capture.torch_private import is_iterated
 from ray_ckpt.errors import UnsupportedItem
 
 
 def adapt(name: str, obj: object, owners: Mapping[str, nn.Module | nn.Parameter]) -> Item:
-    """The adapter for `obj`; UnsupportedItem if there is no way to save it. `owners` hold the parameters."""
+    """Return the adapter for `obj`; UnsupportedItem if it cannot be saved. `owners` hold the parameters."""
     if isinstance(obj, nn.Module | torch.optim.Optimizer):
         return _adapt_torch(name, obj, owners)
     if isinstance(obj, torch.Tensor):
@@ -73,38 +74,38 @@ _EXACT_POSITION = (
 def _reason(obj: object) -> str:
     match obj:
         case Iterator():
-            return ", for nobody can see how far an iterator is"
+            return ": the position of an iterator cannot be read"
         case DataLoader() | Sampler():
-            return ", for it does not know how far it has been read"
+            return ": it does not know how far it has been read"
     return ""
 
 
 def _fix(obj: object) -> str:
-    """What to do about an object that has no way to be saved."""
+    """Return a hint for an object that cannot be saved."""
     if isinstance(obj, Iterator | DataLoader | Sampler):
         return _EXACT_POSITION
     if type(obj).__module__.startswith("ray.data"):
         return (
-            "Ray Data does not tell how far a shard has been read, nor gives the same order again: leave it "
-            "out, or read samples by number with ray_ckpt.data.GlobalBatchSampler."
+            "Ray Data exposes neither the position in a shard nor a repeatable order: do not register it, "
+            "or read samples by number with ray_ckpt.data.GlobalBatchSampler."
         )
     return "Give it state_dict() and load_state_dict(), or put plain values into a dict."
 
 
 def _refuse_hidden_state(name: str, optimizer: torch.optim.Optimizer) -> None:
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}  # by name: their module takes long to import
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}  # by name: importing their module takes long
     if not kinds.isdisjoint(("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")):
         raise UnsupportedItem(
-            f"The optimizer {name!r} ({type(optimizer).__name__}) has state inside that is not saved.",
-            hint="Use torch's fully_shard, which shards optimizer state as well, and a plain optimizer.",
+            f"The optimizer {name!r} ({type(optimizer).__name__}) has inner state that cannot be saved.",
+            hint="Use torch's fully_shard, which also shards optimizer state, with a plain optimizer.",
             item=name,
         )
 
 
 def _refuse_live_iterator(name: str, obj: object) -> None:
-    if getattr(obj, "_iterator", None) is not None:
+    if is_iterated(obj):
         raise UnsupportedItem(
-            f"The loader {name!r} is being iterated already, so a restored position would have no effect.",
+            f"The loader {name!r} is already being iterated, so a restored position would have no effect.",
             hint="Call iter(loader) after ckpt.steps() or ckpt.restore().",
             item=name,
         )

@@ -1,6 +1,7 @@
-"""The rank's end of an arena: shared memory of the agent's, laid out as the shard file (see format/arena.py).
+"""A rank's side of an arena: shared memory of the agent with the layout of the shard file.
 
-The rank maps it through /proc/<agent pid>/fd/<n>; it lives as long as its last mapper.
+The rank maps it through /proc/<agent pid>/fd/<n>; it lives as long as a process maps it. See
+format/arena_page.py for its first page.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from ray_ckpt.format.shard import PlacedSlice, ShardLayout
 from ray_ckpt.storage.local.pages import keep_from_children, map_shared, populate
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
-POPULATE_POLL_S = 0.05  # how often the rank looks whether the agent has got the memory
-POPULATE_WAIT_S = 600.0  # an agent that takes longer for its memory is stuck: the first save takes the faults
+POPULATE_POLL_S = 0.05  # between two looks whether the agent has allocated the memory
+POPULATE_WAIT_S = 600.0  # an agent that takes longer is stuck: then the first save takes the page faults
 RING_POLL_S = 0.0005  # a block of a ring takes some milliseconds to write
-RING_STALL_S = 60.0  # no block of a stream is written for so long: the disk or the agent is stuck
+RING_STALL_S = 60.0  # without a block written, the disk or the agent is stuck
 
 
 class Mapping:
@@ -37,15 +38,15 @@ class Mapping:
             os.close(fd)
         self.page = ArenaPage(self.memory)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self._lock = threading.Lock()  # of the two below
+        self._lock = threading.Lock()  # guards the two fields below
         self._pinned_for: torch.device | None = None
         self._is_given_up = False
 
     def populate(self) -> None:
-        """Have this process's page table filled once the agent has the memory.
+        """Fill this process's page table once the agent has allocated the memory.
 
-        Otherwise the first save would take a page fault for each page, which is what makes it 3 to 50 times
-        slower than the next ones. Releases the GIL; what it is not given in time, the first save takes.
+        Otherwise the first save would take a page fault for each page, and be 3 to 50 times slower than the
+        next ones. Releases the GIL. Pages that are not there in time are left to the first save.
         """
         deadline_s = time.monotonic() + POPULATE_WAIT_S
         while self.page.populated_bytes < len(self.memory) and time.monotonic() < deadline_s:
@@ -56,7 +57,7 @@ class Mapping:
             pass
 
     def pin(self, device: torch.device) -> None:
-        """Register the memory with CUDA, once, so that copies from `device` run by themselves at full speed.
+        """Register the memory with CUDA, once, so that copies from `device` run asynchronously at full speed.
 
         RuntimeError if CUDA refuses (a low RLIMIT_MEMLOCK).
         """
@@ -70,7 +71,7 @@ class Mapping:
             self._pinned_for = device
 
     def give_up(self) -> None:
-        """Before the memory is unmapped, which CUDA would not notice. No copy may be running."""
+        """Unregister the memory from CUDA, before it is unmapped. No copy may be running."""
         with self._lock:
             self._is_given_up = True
             if self._pinned_for is not None:
@@ -81,7 +82,7 @@ class Mapping:
 
 
 class Arena:
-    """One buffer of a rank: room for a whole shard file, with one tensor view per slice."""
+    """Memory for one whole shard file of a rank, with a tensor view for each slice."""
 
     def __init__(self, path: str) -> None:
         self.mapping = Mapping(path)
@@ -111,10 +112,10 @@ class Arena:
 
 
 class Ring:
-    """A rank's end of a stream: blocks of the shard file, in file order, that the agent writes as they come.
+    """A rank's side of a stream: blocks of the shard file in order, which the agent writes as they come.
 
-    For hosts whose memory does not hold a copy of the state. What is streamed must not change before the
-    stream has ended.
+    For hosts whose memory cannot hold a copy of the state. The state must not change until the stream has
+    ended.
     """
 
     def __init__(self, path: str) -> None:
@@ -124,14 +125,14 @@ class Ring:
         self._is_over: Callable[[], bool] = _never
 
     def begin(self, attempt: str, is_over: Callable[[], bool]) -> None:
-        """Start a stream; `is_over` says whether the agent has stopped reading it."""
+        """Start a stream; `is_over` returns whether the agent has stopped reading it."""
         self.mapping.page.unseal()
         self.mapping.page.begin_stream(attempt)
         self._filled = self._in_block = 0
         self._is_over = is_over
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Append a tensor's bytes. Unavailable if the agent stops taking them."""
+        """Append a tensor's bytes. Unavailable if the agent stops reading."""
         flat = tensor.contiguous().view(-1).view(torch.uint8) if tensor.dim() else _scalar_bytes(tensor)
         start = 0
         while start < flat.numel():
@@ -144,7 +145,7 @@ class Ring:
                 self._publish()
 
     def end(self, attempt: str) -> None:
-        """Publish what is left and seal the stream."""
+        """Publish the last block and seal the stream."""
         if self._in_block:
             self._publish()
         self.mapping.page.seal(attempt)

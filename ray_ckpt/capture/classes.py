@@ -1,9 +1,9 @@
-"""Classes of the optimizers and schedules that were saved, and whether those that live can go on from them.
+"""Checks that saved state of optimizers and schedulers fits the classes of the live ones.
 
-torch's `load_state_dict` takes state of any class: SGD keeps the moments of AdamW for ever, RMSprop raises a
-KeyError in its first step. So a checkpoint has the class of each optimizer and schedule beside its state. The
-state decides: its names, compared with those that the class here uses, as a step of a twin shows them
-(`predict.used_keys`). The class decides where these names cannot be known before the first step.
+torch's `load_state_dict` accepts state of any class: SGD keeps the moments of AdamW for ever, RMSprop raises
+a KeyError in its first step. Therefore a checkpoint records the class of each optimizer and scheduler. The
+names in the state are compared with those that the live class uses, which a step of a twin shows
+(`predict.used_keys`). Where these names cannot be known before the first step, the classes are compared.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ray_ckpt.capture.fsdp1 import Fsdp1OptimizerItem
 from ray_ckpt.capture.items import Item, OptimizerItem, SchedulerItem
 from ray_ckpt.capture.predict import is_torch_step, used_keys
+from ray_ckpt.capture.torch_private import inner_schedulers
 from ray_ckpt.errors import MismatchError
 
 MAX_NAMED = 5  # names of state in one message
@@ -24,7 +25,7 @@ MAX_NAMED = 5  # names of state in one message
 OPTIMIZER_ITEMS = (OptimizerItem, Fsdp1OptimizerItem)
 _RATES = ("lr", "initial_lr")
 Classes: TypeAlias = Mapping[str, str]
-"""`<module>.<class>` by the name of an item; that of a scheduler in another one is like `scheduler.0`."""
+"""`<module>.<class>` by the name of an item; the name of an inner scheduler is like `scheduler.0`."""
 
 
 def classes_of(items: Mapping[str, Item]) -> dict[str, str]:
@@ -39,7 +40,7 @@ def classes_of(items: Mapping[str, Item]) -> dict[str, str]:
 
 
 def class_problems(name: str, item: Item, saved: Any, classes: Classes) -> Iterator[str]:
-    """Yield why `saved`, of a checkpoint with these classes, cannot be the state of the item `name`."""
+    """Yield the reasons why `saved`, from a checkpoint with these classes, does not fit the item."""
     if isinstance(item, SchedulerItem):
         yield from _scheduler_problems(name, item.obj, classes)
     elif isinstance(item, OPTIMIZER_ITEMS):
@@ -49,23 +50,23 @@ def class_problems(name: str, item: Item, saved: Any, classes: Classes) -> Itera
 
 
 def is_other_class(name: str, item: Item, classes: Classes) -> bool:
-    """Return whether the checkpoint says that `item` was of another class."""
+    """Return whether `item` has another class in the checkpoint."""
     here = classes_of({name: item})
     return any(key in classes and not _is_same(classes[key], path) for key, path in here.items())
 
 
 def difference(name: str, item: Item, classes: Classes) -> str:
-    """Return both classes of an item in words; they differ."""
+    """Return a text with the two different classes of an item."""
     here = classes_of({name: item})
     key = next(key for key, path in here.items() if key in classes and not _is_same(classes[key], path))
     return f"{key} {_both(classes[key], here[key])}"
 
 
 def taken(name: str, item: Item, saved: Any, classes: Classes) -> Any:
-    """Return the tree of an item, without the settings that are not for its class if that is another one.
+    """Return the saved tree of an item; for another class, without the settings that are not for it.
 
-    A constructor takes a setting, or a schedule has put it there. Other entries of a group make the class
-    what it is: AdamW is an Adam with `decoupled_weight_decay`.
+    Settings are constructor arguments, and entries that a scheduler sets. Other entries of a group define the
+    class: AdamW is an Adam with `decoupled_weight_decay`.
     """
     if not isinstance(item, OPTIMIZER_ITEMS) or not is_other_class(name, item, classes):
         return saved
@@ -79,9 +80,9 @@ def taken(name: str, item: Item, saved: Any, classes: Classes) -> Any:
 
 
 def rates_of(item: Item, saved: Any) -> Any:
-    """Return what an optimizer that begins anew takes of `saved`: rates, which show its schedule's position.
+    """Return the saved learning rates for an optimizer that begins anew; they show its schedule's position.
 
-    None of other groups, and for another kind of item.
+    None for other items, and if the groups differ.
     """
     if not isinstance(item, OPTIMIZER_ITEMS) or not isinstance(saved, dict) or "param_groups" not in saved:
         return None
@@ -96,14 +97,14 @@ def rates_of(item: Item, saved: Any) -> Any:
 
 
 def take_rates(item: Item, rates: Any) -> None:
-    """Put what `rates_of` gave into the optimizer's groups."""
+    """Put the result of `rates_of` into the optimizer's groups."""
     assert isinstance(item, OPTIMIZER_ITEMS)
     for group, values in zip(item.optimizer.param_groups, rates["param_groups"], strict=True):
         group.update(values)
 
 
 def check_settings(items: Mapping[str, Item]) -> None:
-    """MismatchError if a restored optimizer lacks state for settings that `keep` has left as built."""
+    """Raise MismatchError if a restored optimizer lacks state that settings kept as built need."""
     for name, item in items.items():
         if not isinstance(item, OPTIMIZER_ITEMS):
             continue
@@ -117,13 +118,13 @@ def check_settings(items: Mapping[str, Item]) -> None:
             raise MismatchError(
                 f"With the settings that `keep` leaves as built, {name!r} needs {_listed(lacking)}, "
                 "which the checkpoint does not have.",
-                hint=f"Leave what needs that out of `keep`, such as {name}.amsgrad.",
+                hint=f"Remove the settings that need it from `keep`, such as {name}.amsgrad.",
                 problems=(f"{name}: lacks {_listed(lacking)}",),
             )
 
 
 def inmost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer in wrappers that show its state as their own, as those of Accelerate and Lightning do."""
+    """Return the optimizer inside wrappers, such as those of Accelerate and Lightning."""
     inner = next((o for o in vars(optimizer).values() if isinstance(o, Optimizer)), None)
     return optimizer if inner is None or inner.state is not optimizer.state else inmost(inner)
 
@@ -132,7 +133,7 @@ def inmost(optimizer: Optimizer) -> Optimizer:
 
 
 def _optimizer_problem(item: OptimizerItem | Fsdp1OptimizerItem, saved: Any, then: str) -> str | None:
-    """Return why `saved` is no state for the optimizer; `then` is its class, "" if that is not known."""
+    """Return why `saved` does not fit the optimizer; `then` is its saved class, "" if unknown."""
     optimizer = inmost(item.optimizer)
     used, is_certain = _used(optimizer, saved["param_groups"])
     is_same = _is_same(then, _path(type(optimizer)))
@@ -149,7 +150,7 @@ def _optimizer_problem(item: OptimizerItem | Fsdp1OptimizerItem, saved: Any, the
                 unused |= state.keys() - keys
                 lacking |= keys - state.keys()
     if is_same:
-        unused.clear()  # what its owner has put there besides
+        unused.clear()  # additions of its owner
     is_unknown &= bool(then) and not any(_is_same(then, _path(base)) for base in type(optimizer).__mro__)
     does = [f"does not use {_listed(unused)}"] * bool(unused) + [f"lacks {_listed(lacking)}"] * bool(lacking)
     if not does and not is_unknown:
@@ -159,9 +160,9 @@ def _optimizer_problem(item: OptimizerItem | Fsdp1OptimizerItem, saved: Any, the
 
 
 def _used(optimizer: Optimizer, settings: Any) -> tuple[Mapping[int, Set[str]], bool]:
-    """Return the names of state that the class uses, by identity of parameters, and whether that is certain.
+    """Return the names of state that the class uses, by id of the parameter, and whether they are certain.
 
-    For a class with a step of its own they are those that live, or those of the torch class behind it.
+    For a class with its own `step` they are the live ones, or those of its torch base class.
     """
     kind = type(optimizer)
     if is_torch_step(kind):
@@ -176,7 +177,7 @@ def _used(optimizer: Optimizer, settings: Any) -> tuple[Mapping[int, Set[str]], 
 
 
 def _scheduler_problems(name: str, scheduler: object, classes: Classes) -> Iterator[str]:
-    """Yield torch's classes that differ. A class of a user may have been renamed: its attributes decide."""
+    """Yield the classes of torch that differ. A user's class may have been renamed: attributes decide."""
     for key, path in scheduler_classes(name, scheduler).items():
         then = classes.get(key, "")
         if _is_torch(then) and _is_torch(path) and not _is_same(then, path):
@@ -186,7 +187,7 @@ def _scheduler_problems(name: str, scheduler: object, classes: Classes) -> Itera
 def scheduler_classes(name: str, scheduler: Any) -> dict[str, str]:
     """Return the classes of a scheduler and of those in it."""
     found = {name: _path(type(scheduler))}
-    for i, inner in enumerate(getattr(scheduler, "_schedulers", ())):
+    for i, inner in enumerate(inner_schedulers(scheduler)):
         found |= scheduler_classes(f"{name}.{i}", inner)
     return found
 
@@ -195,7 +196,7 @@ def scheduler_classes(name: str, scheduler: Any) -> dict[str, str]:
 
 
 def _both(then: str, here: str) -> str:
-    """Return two classes in words, with their modules where only these tell them apart."""
+    """Return a text with two classes, with modules if only these differ."""
     if _short(then) != _short(here):
         then, here = _short(then), _short(here)
     return f"was saved by {then or 'another class'}, and is {here} here"

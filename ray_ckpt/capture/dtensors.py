@@ -1,14 +1,14 @@
-"""Which regions of a DTensor lie on which rank.
+"""Regions of a DTensor on each rank.
 
-DTensor's own answer (`__create_chunk_list__`, `_compute_local_shape_and_global_offset`) is one box per rank,
-the first index and the number of indices along each dimension. Two layouts are not like that:
+DTensor's own functions (`__create_chunk_list__`, `_compute_local_shape_and_global_offset`) return one box per
+rank: the first index and the number of indices along each dimension. Two layouts have other regions:
 
 - Strided shards in general: `_StridedShard(0, split_factor=2)` over 2 ranks gives rank 0 rows 0, 1, 4 and 5
   of 8.
 - Parameters of fully_shard over tensor parallelism that do not divide evenly. Their placements
-  (_StridedShard, Shard), read from the left as DTensor does, say something else than how they were cut: by
-  tensor parallelism first, then by FSDP. Of 7 rows over 3 x 2 ranks, for example. There DTensor's geometry
-  and torch's checkpoints go wrong (torch 2.13); the shapes of the local tensors tell.
+  (_StridedShard, Shard), read from the left as DTensor does, differ from the real cut: first by tensor
+  parallelism, then by FSDP. An example is 7 rows over 3 x 2 ranks. There DTensor's geometry and torch's
+  checkpoints are wrong (torch 2.13); the shapes of the local tensors show the real cut.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import Any, TypeGuard
 
 import torch
 
+from ray_ckpt.capture.torch_private import local_part
 from ray_ckpt.errors import UnsupportedLeaf
 from ray_ckpt.plan.regions import Box, Cut, Region, cut_parts
 
-MAX_LAYOUTS = 4096  # remembered: a model has some dozens of shapes, on as many ranks as a node has
-MAX_MESHES = 3  # that a checkpoint is described by; a program has one or two
+MAX_LAYOUTS = 4096  # cached: a model has some dozens of shapes, each on the ranks of a node
+MAX_MESHES = 3  # in the description of a checkpoint; a program has one or two
 
 
 def is_dtensor(leaf: object) -> TypeGuard[torch.Tensor]:
@@ -33,17 +34,17 @@ def is_dtensor(leaf: object) -> TypeGuard[torch.Tensor]:
 
 
 def parts_here(tensor: Any, *, name: str) -> tuple[Region, ...]:
-    """This rank's regions of a DTensor, in the local tensor's order; none outside of its mesh.
+    """Return this rank's regions of a DTensor, in the order of the local tensor; none outside of its mesh.
 
-    UnsupportedLeaf, with `name`, for what cannot be told.
+    UnsupportedLeaf, with `name`, if they are ambiguous.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise _unsupported(
             name,
-            f"has placements {tuple(tensor.placements)}: what its ranks hold is still to be reduced",
+            f"has placements {tuple(tensor.placements)}: the values of its ranks are not reduced yet",
             "Save tensor.redistribute(placements=[Replicate(), ...]) in its place.",
         )
-    coordinate, local = tensor.device_mesh.get_coordinate(), tensor._local_tensor
+    coordinate, local = tensor.device_mesh.get_coordinate(), local_part(tensor)
     if coordinate is None:
         return ()
     if hasattr(local, "__create_chunk_list__"):
@@ -69,16 +70,16 @@ def parts_here(tensor: Any, *, name: str) -> tuple[Region, ...]:
         raise _unsupported(
             name,
             f"is cut unevenly with placements {tuple(tensor.placements)}, from which DTensor and fully_shard "
-            "take different parts of the same shape",
+            "derive different regions of the same shape",
             "Pad the dimension to a multiple of the number of ranks that shard it.",
         )
     return fitting[0]
 
 
 def mesh_text(leaves: Iterable[Any]) -> str:
-    """The device meshes of the DTensors among `leaves`, largest first: `data=4 tensor=2`.
+    """Return the device meshes of the DTensors among `leaves`, largest first: `data=4 tensor=2`.
 
-    Without names it is `4x2`. At most MAX_MESHES of them, with commas between; "" if there is no DTensor.
+    Without dimension names: `4x2`. At most MAX_MESHES, separated by commas; "" if there is no DTensor.
     """
     meshes: set[Any] = {getattr(leaf, "device_mesh", None) for leaf in leaves} - {None}
     texts = sorted({(-mesh.size(), _mesh_text(mesh)) for mesh in meshes})
@@ -93,7 +94,7 @@ def _mesh_text(mesh: Any) -> str:
 
 
 def holders(tensor: Any) -> tuple[int, ...]:
-    """The ranks that hold the same regions: those that differ only along replicated mesh dimensions."""
+    """Return the ranks with the same regions: those that differ along replicated mesh dimensions only."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
@@ -105,9 +106,9 @@ def holders(tensor: Any) -> tuple[int, ...]:
 
 
 def boxes_on(tensor: Any, ranks: Iterable[int]) -> Iterator[tuple[int, tuple[Box, ...]]]:
-    """The regions of a DTensor that each of `ranks` holds, in their order; not those outside its mesh.
+    """Yield each of `ranks` inside the mesh with its regions of a DTensor.
 
-    Nothing if they depend on how the tensor was made, which only each rank itself can see.
+    Yield nothing if they depend on how the tensor was made, which only each rank itself can see.
     """
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     for rank in ranks:
@@ -122,7 +123,7 @@ def boxes_on(tensor: Any, ranks: Iterable[int]) -> Iterator[tuple[int, tuple[Box
 def _cuts(
     placements: Iterable[Any], mesh_shape: Sequence[int], coordinate: tuple[int, ...]
 ) -> tuple[Cut, ...]:
-    """What each sharded mesh dimension does, from the left."""
+    """Return the cut of each sharded mesh dimension, from the left."""
     return tuple(
         Cut(placement.dim, count, index, getattr(placement, "split_factor", 1))
         for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True)
@@ -131,7 +132,7 @@ def _cuts(
 
 
 def _is_twofold(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> bool:
-    """Whether the readings may differ on some rank: strides of what does not divide evenly, or of strides."""
+    """Return whether the two readings may differ on some rank: with uneven or nested strides."""
     strided = [cut.dim for cut in cuts if cut.strides > 1]
     return len(strided) > len(set(strided)) or any(
         shape[dim] % prod(cut.count for cut in cuts if cut.dim == dim) for dim in strided
@@ -144,8 +145,8 @@ def _read(
 ) -> tuple[tuple[int, ...], tuple[Region, ...]]:
     """Local shape and regions: as DTensor reads placements, or as fully_shard cuts (`strides_last`).
 
-    fully_shard writes the number of chunks that there were already as the strides of its own cut. Without
-    strides of that kind both are the same.
+    fully_shard records the number of existing chunks as the strides of its own cut. Without strides both
+    readings are the same.
     """
     if strides_last:
         cuts = _undone(cuts)
@@ -153,7 +154,7 @@ def _read(
 
 
 def _undone(cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
-    """The cuts in the order in which fully_shard over tensor parallelism made them."""
+    """Return the cuts in the order in which fully_shard over tensor parallelism makes them."""
     first, last = [], []
     for at, cut in enumerate(cuts):
         chunks = prod(other.count for other in cuts[at + 1 :] if other.dim == cut.dim)

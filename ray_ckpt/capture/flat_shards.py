@@ -1,4 +1,4 @@
-"""This rank's regions of a tensor that is not cut into boxes: what FSDP1 leaves of a parameter."""
+"""Regions of a tensor that is not cut into boxes, such as a parameter flattened by FSDP1."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TypeAlias
 import torch
 
 PlacedPart: TypeAlias = tuple[tuple[int, ...], torch.Tensor]
-"""Where a region begins in its tensor, and its live memory, which has the region's shape."""
+"""Offset of a region in its tensor, and its live memory, which has the region's shape."""
 
 
-class Pieces:
+class FlatShard:
     """Regions of a tensor of `shape` in this rank's memory; none if other ranks hold all of it.
 
-    `parts` are views of `base`, which is whatever the owner keeps. `ranks` hold the same regions. Not changed
-    once made: memory that moves makes new Pieces.
+    `parts` are views of `base`, a tensor that the owner keeps. `ranks` hold the same regions. Immutable: if
+    the memory moves, a new FlatShard is made.
     """
 
     __slots__ = ("base", "dtype", "parts", "ranks", "shape")

@@ -1,14 +1,14 @@
 """Modules in torch.distributed.fsdp.FullyShardedDataParallel, and their optimizers.
 
-FSDP1 flattens the parameters of a module into one tensor and cuts that evenly: a rank holds a range of
-elements of a parameter, which are up to 2 * dims - 1 boxes. They are saved where they lie, as parts of the
-parameter under its own name, and so is optimizer state of the parameter's shape. A checkpoint says nothing of
-FSDP1, and is interchangeable with those of FSDP2 and of whole tensors.
+FSDP1 flattens the parameters of a module into one tensor and cuts it evenly: a rank holds a range of elements
+of a parameter, which are up to 2 * dims - 1 boxes. Each rank saves its boxes as slices of the parameter under
+its own name, and optimizer state of the parameter's shape likewise. A checkpoint has no trace of FSDP1, and
+is interchangeable with those of FSDP2 and of whole tensors.
 
-torch's own way, SHARDED_STATE_DICT and get_model_state_dict(), gathers every parameter from all ranks to cut
-it again. A rank whose save is skipped would not take part in that, and its next collective would meet those
-of the others; it also copies the state. Hence the metadata of FlatParameter (torch 2.13,
-torch/distributed/fsdp/_flat_param.py), which is private.
+torch's own functions, SHARDED_STATE_DICT and get_model_state_dict(), gather every parameter from all ranks
+and cut it again. They copy the state, and a rank whose save is skipped would miss the gather, so that its
+next collective would be matched with it. Therefore this module reads the private metadata of FlatParameter
+(torch/distributed/fsdp/_flat_param.py), all of it in FlatUnit.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from ray_ckpt.capture.flat_shards import Pieces
-from ray_ckpt.capture.items import ModuleItem, clean_name, parameter_names, unwrap
+from ray_ckpt.capture.flat_shards import FlatShard
+from ray_ckpt.capture.items import ModuleItem, clean_name, is_extra_state, parameter_names, unwrap
+from ray_ckpt.capture.torch_private import EXTRA_STATE_SUFFIX, own_parameters, persistent_buffers
 from ray_ckpt.errors import UnsupportedItem, UnsupportedLeaf
 from ray_ckpt.plan.regions import flat_parts
 
@@ -34,7 +34,7 @@ _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def fsdp1_modules(module: nn.Module) -> list[Any]:
-    """`module` and those inside it that are FullyShardedDataParallel; does not import it."""
+    """Return the FullyShardedDataParallel modules in `module`, itself included, without importing FSDP1."""
     if _FSDP1 not in sys.modules:
         return []
     kind = sys.modules[_FSDP1].FullyShardedDataParallel
@@ -42,9 +42,9 @@ def fsdp1_modules(module: nn.Module) -> list[Any]:
 
 
 class FlatUnit:
-    """The parameters that one FSDP1 module has flattened, and this rank's shard of them.
+    """Parameters that one FSDP1 module has flattened, and this rank's shard of them.
 
-    UnsupportedItem, naming the item, for those that cannot be told apart from outside.
+    UnsupportedItem, naming the item, if the shard does not show where each parameter is.
     """
 
     def __init__(self, item: str, fsdp: Any) -> None:
@@ -62,13 +62,13 @@ class FlatUnit:
         if not all(self.flat._contiguities):
             raise UnsupportedItem(
                 f"{item!r} has FullyShardedDataParallel over parameters that are not contiguous.",
-                hint="Make them contiguous() before they are wrapped.",
+                hint="Make them contiguous() before wrapping them.",
                 item=item,
             )
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's shard, padding at its end included; also while the whole is gathered."""
+        """The shard of this rank with its padding, also while the whole parameter is gathered."""
         shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat.data)
         return shard.detach()
 
@@ -80,7 +80,7 @@ class FlatUnit:
         return tuple(self.flat._shapes[index])
 
     def is_here(self, index: int) -> bool:
-        """Whether this rank holds some of a parameter."""
+        """Return whether this rank holds elements of a parameter."""
         return bool(self.flat._shard_param_infos[index].in_shard)
 
     def numel_here(self, index: int) -> int:
@@ -94,7 +94,7 @@ class FlatUnit:
         return tuple(sorted(self._replicas)) if self._replicas else (dist.get_rank(),)
 
     def users(self, index: int) -> tuple[int, ...]:
-        """The ranks of the shard group that hold some of a parameter."""
+        """Return the ranks of the shard group that hold elements of a parameter."""
         if not self.is_sharded:
             return self.holders
         start, last = self.handle._get_flat_param_offsets()[self._offset_index(index)]
@@ -106,36 +106,50 @@ class FlatUnit:
         )
 
     def everyone(self) -> tuple[int, ...]:
-        """The ranks of the shard group."""
+        """Return the ranks of the shard group."""
         return tuple(sorted(self._group))
 
-    def shard_pieces(self, index: int, shard: torch.Tensor) -> Pieces:
-        """What a tensor that is cut as the flat parameter is, or that is it, holds of one parameter."""
+    def shard_pieces(self, index: int, shard: torch.Tensor) -> FlatShard:
+        """Return one parameter's regions in `shard`, a tensor that is cut like the flat parameter."""
         info = self.flat._shard_param_infos[index]
         here = shard.narrow(0, info.offset_in_shard, info.numel_in_shard) if info.in_shard else None
         return self._pieces(index, here, base=shard)
 
-    def own_pieces(self, index: int, own: torch.Tensor) -> Pieces:
-        """The same for a tensor of this rank's elements of the one parameter."""
+    def own_pieces(self, index: int, own: torch.Tensor) -> FlatShard:
+        """Return one parameter's regions in `own`, a tensor of this rank's elements of it."""
         return self._pieces(index, own if self.is_here(index) else None, base=own)
 
-    def _pieces(self, index: int, here: torch.Tensor | None, *, base: torch.Tensor) -> Pieces:
+    def _pieces(self, index: int, here: torch.Tensor | None, *, base: torch.Tensor) -> FlatShard:
         shape, info = self.shape(index), self.flat._shard_param_infos[index]
         if here is None:
-            return Pieces(shape=shape, dtype=base.dtype, base=base)
+            return FlatShard(shape=shape, dtype=base.dtype, base=base)
         found = flat_parts(shape, info.intra_param_start_idx, info.intra_param_end_idx + 1)
         parts = tuple((offset, here.narrow(0, at, prod(size)).view(size)) for (offset, size), (at,) in found)
-        return Pieces(shape=shape, dtype=base.dtype, base=base, parts=parts, ranks=self.holders)
+        return FlatShard(shape=shape, dtype=base.dtype, base=base, parts=parts, ranks=self.holders)
+
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """Return the module and the name of each flattened parameter."""
+        return [(info.module, info.param_name) for info in self.flat._param_infos]
+
+    def tied(self) -> Iterator[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
+        """Yield the first owner and another owner of each parameter that has several."""
+        for info in self.flat._shared_param_infos:
+            yield (info.prim_module, info.prim_param_name), (info.module, info.param_name)
+
+    def optimized(self, index: int) -> torch.Tensor:
+        """Return the tensor that an optimizer has: the parameter with use_orig_params, else the flat one."""
+        tensor: torch.Tensor = self.flat if self.flat._params is None else self.flat._params[index]
+        return tensor
 
     def _offset_index(self, index: int) -> int:
-        """Of a parameter among all that was flattened, padding between parameters included."""
+        """Return the index of a parameter among the flattened ones and the padding between them."""
         real = [at for at, is_padding in enumerate(self.flat._is_padding_mask) if not is_padding]
         return real[index]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatName:
-    """One parameter: its place in a unit."""
+    """One parameter of a unit."""
 
     unit: FlatUnit
     index: int
@@ -146,14 +160,13 @@ def flat_units(item: str, module: nn.Module) -> list[FlatUnit]:
 
 
 def flat_names(module: nn.Module, units: list[FlatUnit]) -> dict[str, FlatName]:
-    """Every flattened parameter by its name; tied ones by each of their names."""
+    """Return each flattened parameter by name; a tied one by each of its names."""
     by_module: dict[int, dict[str, FlatName]] = {}
     for unit in units:
-        for index, info in enumerate(unit.flat._param_infos):
-            by_module.setdefault(id(info.module), {})[info.param_name] = FlatName(unit, index)
-        for shared in unit.flat._shared_param_infos:
-            first = by_module[id(shared.prim_module)][shared.prim_param_name]
-            by_module.setdefault(id(shared.module), {})[shared.param_name] = first
+        for index, (inside, name) in enumerate(unit.owners()):
+            by_module.setdefault(id(inside), {})[name] = FlatName(unit, index)
+        for (first, first_name), (inside, name) in unit.tied():
+            by_module.setdefault(id(inside), {})[name] = by_module[id(first)][first_name]
     return {
         clean_name(f"{prefix}.{name}" if prefix else name): flat
         for prefix, inside in module.named_modules(remove_duplicate=False)
@@ -162,12 +175,12 @@ def flat_names(module: nn.Module, units: list[FlatUnit]) -> dict[str, FlatName]:
 
 
 class _Memo:
-    """Pieces of tensors, the same object as long as the tensor is where it was: walks compare by identity."""
+    """Cache of FlatShards: the same object while a tensor stays where it is, since walks compare by id."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, ...], tuple[torch.Tensor, int, Pieces]] = {}
+        self._made: dict[tuple[str, ...], tuple[torch.Tensor, int, FlatShard]] = {}
 
-    def get(self, path: tuple[str, ...], of: torch.Tensor, make: Callable[[], Pieces]) -> Pieces:
+    def get(self, path: tuple[str, ...], of: torch.Tensor, make: Callable[[], FlatShard]) -> FlatShard:
         before = self._made.get(path)
         if before is None or before[0].shape != of.shape or before[1] != of.data_ptr():
             before = self._made[path] = (of, of.data_ptr(), make())
@@ -175,9 +188,9 @@ class _Memo:
 
 
 class Fsdp1ModuleItem(ModuleItem):
-    """A module with FSDP1 modules in it, by the names that it has without them.
+    """A module with FSDP1 modules, with the names that it has without FSDP1.
 
-    Its state_dict() is never called, since that gathers; hooks on it and `_save_to_state_dict` of inner
+    Its state_dict() is not called, since that gathers; so hooks on it and `_save_to_state_dict` of inner
     modules do not run.
     """
 
@@ -191,7 +204,7 @@ class Fsdp1ModuleItem(ModuleItem):
 
     def tree(self) -> Any:
         state: dict[str, Any] = {}
-        made: dict[tuple[int, int], Pieces] = {}  # tied names share theirs
+        made: dict[tuple[int, int], FlatShard] = {}  # shared by tied names
         for name, flat in self._flats.items():
             place = (id(flat.unit), flat.index)
             if place not in made:
@@ -199,9 +212,7 @@ class Fsdp1ModuleItem(ModuleItem):
             state[name] = made[place]
         state.update(self._whole_parameters())
         for prefix, inside in self._module.named_modules(remove_duplicate=False):
-            for name, buffer in inside.named_buffers(recurse=False, remove_duplicate=False):
-                if name not in inside._non_persistent_buffers_set:
-                    state[_join(prefix, name)] = buffer
+            state |= {_join(prefix, name): buffer for name, buffer in persistent_buffers(inside)}
         return state | {name: inside.get_extra_state() for name, inside in self._with_extra_state()}
 
     def load(self, tree: Any) -> None:
@@ -209,29 +220,29 @@ class Fsdp1ModuleItem(ModuleItem):
             inside.set_extra_state(tree[name])
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules that have some, by the name of it."""
+        """Yield each module with extra state, after its name in the state_dict."""
         for prefix, inside in self._module.named_modules(remove_duplicate=False):
             if type(inside).get_extra_state is not nn.Module.get_extra_state:
-                yield _join(prefix, _EXTRA_STATE_KEY_SUFFIX), inside
+                yield _join(prefix, EXTRA_STATE_SUFFIX), inside
 
     def is_replaced(self, path: tuple[str, ...]) -> bool:
-        return path[0].rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+        return is_extra_state(path[0])
 
-    def _piece_of(self, name: str, flat: FlatName) -> Pieces:
+    def _piece_of(self, name: str, flat: FlatName) -> FlatShard:
         local = flat.unit.local
         return self._memo.get((name,), local, lambda: flat.unit.shard_pieces(flat.index, local))
 
     def _whole_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What is in no flat parameter: ignored by FSDP1, or outside of it."""
+        """Yield the parameters that are not flattened: ignored by FSDP1, or outside of it."""
         for prefix, inside in self._module.named_modules(remove_duplicate=False):
-            for name, param in inside._parameters.items():
+            for name, param in own_parameters(inside):
                 full = _join(prefix, name)
-                if param is not None and id(param) not in self._flat_ids and full not in self._flats:
+                if id(param) not in self._flat_ids and full not in self._flats:
                     yield full, param
 
 
 class _Entry:
-    """What one tensor of an optimizer's groups stands for: parameters by name, flattened or not."""
+    """One tensor in an optimizer's groups, with the parameters in it by name, flattened or not."""
 
     def __init__(self, param: torch.Tensor, members: Mapping[str, FlatName | None]) -> None:
         self.param = param
@@ -239,28 +250,28 @@ class _Entry:
         self.is_flat = any(flat is not None and flat.unit.flat is param for flat in members.values())
 
     def is_here(self) -> bool:
-        """Whether this rank has elements of it, and so optimizer state."""
+        """Return whether this rank has elements of it, and thus optimizer state."""
         return self.is_flat or all(
             flat is None or flat.unit.is_here(flat.index) for flat in self.members.values()
         )
 
     def local_shape(self, flat: FlatName) -> tuple[int, ...]:
-        """Of state that has an element for each of the parameter."""
+        """Return the local shape of state with an element for each element of the parameter."""
         return tuple(flat.unit.local.shape) if self.is_flat else (flat.unit.numel_here(flat.index),)
 
-    def pieces(self, flat: FlatName, value: torch.Tensor) -> Pieces:
+    def pieces(self, flat: FlatName, value: torch.Tensor) -> FlatShard:
         return (flat.unit.shard_pieces if self.is_flat else flat.unit.own_pieces)(flat.index, value)
 
     def alike(self, flat: FlatName) -> tuple[int, ...]:
-        """The ranks that have the same state where it is no part of anything, such as the step."""
+        """Return the ranks with the same state for scalars, such as the step."""
         return flat.unit.everyone() if self.is_flat else flat.unit.users(flat.index)
 
 
 class Fsdp1OptimizerItem:
-    """An optimizer over parameters of FSDP1, in either form of them; its tree is that of OptimizerItem.
+    """An optimizer over parameters of FSDP1, with the same tree as OptimizerItem.
 
-    Without use_orig_params the optimizer has the flat parameters, and one state for all that is in each.
-    A rank that holds nothing of a parameter has no state of it; its tree names it as that of others does.
+    Without use_orig_params the optimizer has the flat parameters, and one state for all parameters in each. A
+    rank without elements of a parameter has no state of it, but its tree has the names of that state.
     """
 
     per_rank = False
@@ -274,7 +285,7 @@ class Fsdp1OptimizerItem:
         self._name = name
         self._optimizer = optimizer
         self._memo = _Memo()
-        self._new: dict[tuple[int, str], torch.Tensor] = {}  # of flat parameters, while it is loaded
+        self._new: dict[tuple[int, str], torch.Tensor] = {}  # state of flat parameters, during a load
         self._members = _members(name, owners)
         self._entries: dict[int, _Entry] = {}
         self._groups()
@@ -285,13 +296,13 @@ class Fsdp1OptimizerItem:
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of its groups, by the names of what each stands for."""
+        """The tensors in its groups, by the names of the parameters in each."""
         return {
             name: entry.param for entries in self._groups() for entry in entries for name in entry.members
         }
 
     def _groups(self) -> list[list[_Entry]]:
-        """What is in the groups, which may become more at any time. UnsupportedItem if nobody owns it."""
+        """Return the entries of all groups, which may grow. UnsupportedItem for unknown parameters."""
         groups = self._optimizer.param_groups
         return [[self._entry(param) for param in group["params"]] for group in groups]
 
@@ -327,7 +338,7 @@ class Fsdp1OptimizerItem:
     def _state(
         self, entry: _Entry, name: str, flat: FlatName | None, like: _Entry | None
     ) -> dict[str, Any] | None:
-        """The state of one parameter; where this rank holds nothing of it, its names as `like` has them."""
+        """Return the state of one parameter; without elements here, the names and shapes that `like` has."""
         own = self._optimizer.state.get(entry.param)
         if flat is None:
             return dict(own) if own else None
@@ -336,7 +347,7 @@ class Fsdp1OptimizerItem:
         if like is None or entry.is_here():
             return None
         return {
-            key: Pieces(shape=flat.unit.shape(flat.index), dtype=value.dtype)
+            key: FlatShard(shape=flat.unit.shape(flat.index), dtype=value.dtype)
             if isinstance(value, torch.Tensor)
             else value
             for key, value in self._optimizer.state[like.param].items()
@@ -348,7 +359,7 @@ class Fsdp1OptimizerItem:
         if tuple(value.shape) == entry.local_shape(flat):
             return self._memo.get((name, key), value, lambda: entry.pieces(flat, value))
         if value.dim() == 0:
-            whole = Pieces(
+            whole = FlatShard(
                 shape=(),
                 dtype=value.dtype,
                 base=value,
@@ -357,8 +368,8 @@ class Fsdp1OptimizerItem:
             )
             return self._memo.get((name, key), value, lambda: whole)
         raise UnsupportedLeaf(
-            f"{self._name}.state.{name}.{key} has shape {tuple(value.shape)}, which follows from how "
-            "FullyShardedDataParallel has cut the parameter.",
+            f"{self._name}.state.{name}.{key} has shape {tuple(value.shape)}, which depends on how "
+            "FullyShardedDataParallel cut the parameter.",
             hint="Use fully_shard() with this optimizer.",
             path=f"{self._name}.state.{name}.{key}",
         )
@@ -370,7 +381,7 @@ class Fsdp1OptimizerItem:
             saved = next((tree["state"][name] for name in entry.members if name in tree["state"]), None)
             if saved is not None and entry.is_here():
                 self._optimizer.state[entry.param] = {
-                    key: value.base if isinstance(value, Pieces) else value for key, value in saved.items()
+                    key: value.base if isinstance(value, FlatShard) else value for key, value in saved.items()
                 }
         for group, values in zip(self._optimizer.param_groups, tree["param_groups"], strict=True):
             group.update({k: v for k, v in values.items() if k != "params"})
@@ -380,7 +391,7 @@ class Fsdp1OptimizerItem:
         if here != [set(group["params"]) for group in saved["param_groups"]]:
             return ["groups its parameters otherwise than the checkpoint"]
         return [
-            f"state.{name}: not in the checkpoint, and that of others in its flat parameter is"
+            f"state.{name}: not in the checkpoint, but state of other parameters in its flat parameter is"
             for entry in (entry for entries in self._groups() for entry in entries)
             if any(name in saved["state"] for name in entry.members)
             for name in entry.members
@@ -397,7 +408,7 @@ class Fsdp1OptimizerItem:
         return path[0] == "state"
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """State of a parameter's own shape is cut as the parameter is, other state as in OptimizerItem."""
+        """Return room for state: cut like the parameter if it has its shape, else as OptimizerItem does."""
         found = [
             (entry, group)
             for entries, group in zip(self._groups(), self._optimizer.param_groups, strict=True)
@@ -423,7 +434,7 @@ class Fsdp1OptimizerItem:
 def _members(
     item: str, owners: Mapping[str, nn.Module | nn.Parameter]
 ) -> dict[int, dict[str, FlatName | None]]:
-    """The parameters that each tensor of an optimizer stands for, by identity; named by `parameter_names`."""
+    """Return the parameters in each tensor of an optimizer, by id of the tensor."""
     found: dict[int, dict[str, FlatName | None]] = {}
     whole = parameter_names(owners)
     for owner_name, owner in owners.items():
@@ -433,9 +444,8 @@ def _members(
         named: dict[tuple[int, int], str] = {}
         for name, flat in flat_names(unwrap(owner), flat_units(item, owner)).items():
             if named.setdefault((id(flat.unit), flat.index), name) != name:
-                continue  # a tied parameter goes by its first name
-            tensor = flat.unit.flat if flat.unit.flat._params is None else flat.unit.flat._params[flat.index]
-            found.setdefault(id(tensor), {})[prefix + name] = flat
+                continue  # a tied parameter has its first name
+            found.setdefault(id(flat.unit.optimized(flat.index)), {})[prefix + name] = flat
     for tensor_id, name in whole.items():
         found.setdefault(tensor_id, {name: None})
     return found

@@ -1,9 +1,8 @@
-"""Accumulation windows: gradients that backward has made and no optimizer's step has used.
+"""Accumulation windows: gradients that backward has computed and no optimizer step has used.
 
-A checkpoint is the state after an optimizer's step, so a save moves to the end of the window (`Window`), or
-takes the gradients along where they are public, in `.grad` (`GradientsItem`). They are not with FSDP, which
-keeps those of a window without synchronization in buffers of its own, and not where the optimizer runs inside
-backward.
+A checkpoint is the state after an optimizer step, so a save moves to the end of the window (`Window`), or
+includes the gradients if they are public, in `.grad` (`GradientsItem`). They are not public with FSDP, which
+keeps unsynchronized gradients in its own buffers, and with an optimizer that runs inside backward.
 """
 
 from __future__ import annotations
@@ -19,29 +18,35 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ray_ckpt.capture.items import local_tensor, parameter_names
 from ray_ckpt.capture.per_rank import PerRankItem
+from ray_ckpt.capture.torch_private import (
+    has_hidden_gradients,
+    is_updated_in_backward,
+    local_part,
+    version,
+)
 from ray_ckpt.errors import UnsupportedItem
 
 Versions: TypeAlias = tuple[int, int]
 
 
 class Window:
-    """Sees whether gradients are waiting for a step. Looks at this rank only; others may see it otherwise.
+    """Detector of gradients that wait for a step, on this rank only; other ranks may have other gradients.
 
-    A hook after each step notes which gradients it has used: objects and version counters, 0.5 us per
-    parameter. Nothing is kept alive and no device is waited for, but where a gradient differs from what was
-    noted: then its values count, for `zero_grad(set_to_none=False)` leaves zeros.
+    A hook after each step notes the gradients that it used: objects and version counters, 0.5 us per
+    parameter. It keeps nothing alive and waits for no device. Only if a gradient differs from the noted one
+    are its values read, since `zero_grad(set_to_none=False)` leaves zeros.
 
-    Not seen: gradients of an optimizer whose `step` runs no hooks, and changes through `.data`.
+    Not detected: gradients of an optimizer whose `step` runs no hooks, and changes through `.data`.
     """
 
     def __init__(
         self, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[nn.Module] = ()
     ) -> None:
-        """`modules` are looked through for FSDP2, which hides gradients while it does not synchronize."""
+        """Watch `optimizers`, and the FSDP2 modules in `modules`, which hide unsynchronized gradients."""
         self._used = [_Used(optimizer) for optimizer in optimizers if _runs_hooks(optimizer)]
         self._sharded = [m for module in modules for m in module.modules() if _is_fsdp2(m)]
         self._last: _Used | None = None
-        # Outside compiled graphs, as capture/guard.py's hook.
+        # Outside compiled graphs, as the hook in overlap_guard.py.
         self._handles = [
             used.optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))  # type: ignore[no-untyped-call]
             for used in self._used
@@ -58,25 +63,25 @@ class Window:
 
     @property
     def num_steps(self) -> int:
-        """Steps that the optimizer with the most of them has made; 0 if none runs hooks."""
+        """Number of steps of the optimizer with the most steps; 0 if none runs hooks."""
         return max((used.num_steps for used in self._used), default=0)
 
     def close(self) -> None:
-        """Take the hooks back."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def has_unused(self) -> bool:
-        """Whether there are gradients that are not zero and that no step of their optimizer has used."""
-        return _has_hidden(self._sharded) or any(used.has_unused() for used in self._used)
+        """Return whether nonzero gradients exist that no step of their optimizer has used."""
+        return self._has_hidden() or any(used.has_unused() for used in self._used)
 
     def is_open(self) -> bool:
-        """Whether a save should wait for a step. To be asked after each step until it says no.
+        """Return whether a save should wait for a step. Call it after each step until it returns False.
 
-        Of several optimizers one may find gradients that another's loss has left in its parameters, and drop
-        them with its next zero_grad (a GAN's discriminator). They look like a window that never ends: the
-        optimizer steps between two questions, and there are new ones at once. From then on, what was there at
-        any optimizer's step does not count for it.
+        The loss of one optimizer may leave gradients in the parameters of another, which drops them with its
+        next zero_grad (a GAN's discriminator). They look like a window that never ends: the optimizer steps
+        between two calls, and has new gradients at once. From then on, gradients that exist at any
+        optimizer's step do not count for this optimizer.
         """
         found = [used for used in self._used if used.has_unused()]
         for used in self._used:
@@ -88,21 +93,24 @@ class Window:
                 used.is_left_over = True
                 used.note()
                 found.remove(used)
-        return bool(found) or _has_hidden(self._sharded)
+        return bool(found) or self._has_hidden()
+
+    def _has_hidden(self) -> bool:
+        return any(map(has_hidden_gradients, self._sharded))
 
 
 class _Used:
-    """An optimizer, and the gradients that its last step has used."""
+    """An optimizer, and the gradients that its last step used."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.num_steps = 0
-        self.found_after: int | None = None  # `num_steps` when it was last found with unused gradients
+        self.found_after: int | None = None  # `num_steps` at the last call that found unused gradients
         self.is_left_over = False
         self._noted: dict[int, tuple[weakref.ref[torch.Tensor], Versions]] = {}  # by id of the parameter
 
     def note(self) -> None:
-        # The reference is weak to hold no memory, and no id, which the next gradient may have again.
+        # Weak, to hold no memory; not by id, which the next gradient may reuse.
         self._noted = {
             id(param): (weakref.ref(grad), _versions(grad))
             for group in self.optimizer.param_groups
@@ -117,7 +125,7 @@ class _Used:
             for param in group["params"]
             if (grad := param.grad) is not None and not self._is_noted(param, grad)
         ]
-        # Of an open window the first one tells mostly.
+        # In an open window the first gradient is nonzero in most cases.
         return _any_nonzero(changed[:1]) or _any_nonzero(changed[1:])
 
     def _is_noted(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
@@ -126,13 +134,12 @@ class _Used:
 
 
 def _versions(grad: torch.Tensor) -> Versions:
-    """Counters of changes in place. A DTensor counts those of its operations, FSDP2 adds to the local one."""
-    version = grad._version
-    return version, grad._local_tensor._version if isinstance(grad, DTensor) else version
+    """Return the counters of changes in place of a gradient, and of its local part, which FSDP2 changes."""
+    return version(grad), version(local_part(grad))
 
 
 def _any_nonzero(grads: Sequence[torch.Tensor]) -> bool:
-    """Whether this rank's part of one of them has an element other than zero. Waits once for each device."""
+    """Return whether a local part has a nonzero element. Waits once for each device."""
     flags: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
         local = local_tensor(grad)
@@ -146,7 +153,7 @@ def _runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_fsdp2(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # unless it was imported, there is none
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without an import there is no such module
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
@@ -155,52 +162,37 @@ def _is_fsdp1(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
-def _has_hidden(modules: Iterable[Any]) -> bool:
-    """Whether FSDP2 keeps gradients that were not reduced (`set_requires_gradient_sync(False)`), or by half
-    of its mesh only (`set_requires_all_reduce(False)`): torch 2.13, FSDPParam and FSDPParamGroup."""
-    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
-    return any(
-        group._partial_reduce_output is not None
-        or any(
-            param.unsharded_accumulated_grad is not None
-            or getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
-            for param in group.fsdp_params
-        )
-        for group in groups
-    )
-
-
 # -- saving them --------------------------------------------------------------------------------------
 
 _PLACEMENTS: Mapping[str, type[Placement]] = {t.__name__: t for t in (Replicate, Shard, Partial)}
 
 
 def check_public(modules: Mapping[str, nn.Module | nn.Parameter]) -> None:
-    """UnsupportedItem, with the item's name, if gradients of a window would not be in `.grad`."""
+    """Raise UnsupportedItem, with the item's name, if its gradients would not be in `.grad`."""
     for name, owner in modules.items():
         parts = list(owner.modules()) if isinstance(owner, nn.Module) else []
         params = list(owner.parameters()) if isinstance(owner, nn.Module) else [owner]
         if any(map(_is_fsdp1, parts)):
-            _refuse(name, "FullyShardedDataParallel keeps them in a flat buffer of its own")
+            _refuse(name, "FullyShardedDataParallel keeps them in its own flat buffer")
         if any(map(_is_fsdp2, parts)):
-            _refuse(name, "fully_shard keeps them in buffers of its own while it does not synchronize")
-        if any(getattr(param, "_post_accumulate_grad_hooks", None) for param in params):
-            _refuse(name, "its optimizer runs inside backward and uses them up there")
+            _refuse(name, "fully_shard keeps unsynchronized ones in its own buffers")
+        if any(map(is_updated_in_backward, params)):
+            _refuse(name, "its optimizer runs inside backward and uses them there")
 
 
 def _refuse(name: str, reason: str) -> None:
     raise UnsupportedItem(
-        f"The gradients of {name!r} cannot be saved in the middle of an accumulation window: {reason}.",
+        f"The gradients of {name!r} cannot be saved within an accumulation window: {reason}.",
         hint="Leave partial_grads off: a save then moves to the end of the window.",
         item=name,
     )
 
 
 class GradientsItem(PerRankItem):
-    """The gradients in an accumulation window, each rank's own, by the names of the parameters.
+    """Gradients of this rank within an accumulation window, by parameter name.
 
-    {"world_size": int, "gradients": {name: this rank's part}, "layouts": {name: of a DTensor}}; without
-    gradients if the window is closed, so that any world size can take the checkpoint.
+    {"world_size": int, "gradients": {name: local part}, "layouts": {name: layout of a DTensor}}; without
+    gradients if the window is closed, so that any world size can restore the checkpoint.
     """
 
     def __init__(
@@ -232,8 +224,8 @@ class GradientsItem(PerRankItem):
         saved_by, grads, layouts = saved["world_size"], saved["gradients"], saved["layouts"]
         if grads and saved_by != self._world_size:
             return [
-                f"{saved_by} ranks saved their gradients in the middle of an accumulation window, "
-                f"which {self._world_size} ranks cannot take"
+                f"{saved_by} ranks saved their gradients within an accumulation window, "
+                f"which {self._world_size} ranks cannot restore"
             ]
         params = self._params
         problems = [
@@ -261,7 +253,7 @@ def _mesh_of(tensor: torch.Tensor) -> list[int] | None:
 
 
 def _layout(name: str, grad: DTensor) -> dict[str, Any]:
-    """What makes a DTensor of its local part again, on the mesh of the parameter."""
+    """Return what `_dtensor` needs to rebuild a DTensor from its local part."""
     placements = [[type(p).__name__, *_arguments(name, p)] for p in grad.placements]
     return {
         "mesh": _mesh_of(grad),

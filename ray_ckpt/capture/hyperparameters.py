@@ -1,16 +1,16 @@
-"""Hyperparameters that a checkpoint brings along, and those that the restarted program was built with.
+"""Comparison of the hyperparameters in a checkpoint with those of the restarted program.
 
-Loading state puts the saved learning rate back over one that was edited before the restart, without a word.
-Here the settings of registered optimizers, schedulers and GradScalers are noted before state is loaded,
-compared afterwards, and those that a user wants to keep are put back as built.
+Loading state silently replaces a learning rate that was edited before the restart by the saved one.
+This module notes the settings of registered optimizers, schedulers and GradScalers before state is loaded,
+compares them afterwards, and puts back those that a user wants to keep as built.
 
-A setting is what a constructor takes. So of a scheduler it is an attribute that is named like a parameter of
-its constructor. Of an optimizer's groups it is each entry but those that `defaults` has and no constructor
-takes: so optimizers keep progress there (Prodigy its `d`, schedule-free ones their `k`). The rule holds for
-classes written elsewhere too, of which a list of names would know nothing. Anything else is left alone.
+A setting is an argument of a constructor. For a scheduler it is an attribute with the name of a constructor
+parameter. For an optimizer it is an entry of a group, except for entries in `defaults` that no constructor
+takes: these hold progress (`d` of Prodigy, `k` of schedule-free optimizers). The rule also works for classes
+that this package does not know. Everything else is left alone.
 
-A loop that sets `group["lr"]` by itself leaves no trace of the rate that it began with: the rate differs then
-because of progress, and is listed.
+A loop that sets `group["lr"]` itself leaves no trace of its initial rate: the rate then differs because of
+progress, and is listed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -35,10 +34,15 @@ from torch.optim.lr_scheduler import (
     LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
-    SequentialLR,
 )
 from torch.optim.swa_utils import SWALR
 
+from ray_ckpt.capture.torch_private import (
+    active_scheduler,
+    closed_form_lrs,
+    inner_schedulers,
+    set_last_lrs,
+)
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.short import ShortRepr
 from ray_ckpt.texts import did_you_mean
@@ -46,15 +50,15 @@ from ray_ckpt.texts import did_you_mean
 MAX_ELEMENTS = 1_000  # of a tensor that is a setting; larger ones are state
 
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Entries of a group that choose an implementation, not what is computed."""
+"""Entries of a group that choose an implementation, and do not change the result."""
 _NO_SETTING = _HOW | {"params", "param_names", "step"}
-"""`step` is where optimizers of apex count."""
+"""`step`: the counter of optimizers of apex."""
 _UNLIKE_PARAMETERS = frozenset(
     {"base_lrs", "total_size", "step_ratio", "schedule_phases", "anneal_func_type"}
 )
-"""Settings of torch's schedulers that are not named like a parameter of their constructor."""
+"""Settings of torch's schedulers without a constructor parameter of the same name."""
 _GOES_WITH = {"max_lr": "lr", "min_lr": "lr", "schedule_phases": "total_steps", "step_ratio": "total_size"}
-"""What is kept too when the other is kept, for the two make no sense apart."""
+"""Settings that are kept together, since one makes no sense without the other."""
 _RATES = frozenset({"lr", "max_lr", "min_lr"})
 
 _SHORT = ShortRepr()
@@ -64,16 +68,16 @@ _SHORT.maxstring = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """A hyperparameter that is another one in the checkpoint. Values are plain, sequences are tuples.
+    """A hyperparameter with another value in the checkpoint. Values are plain, sequences are tuples.
 
-    Of an optimizer with several parameter groups the values are tuples, with one element per group.
+    For an optimizer with several parameter groups the values are tuples, with one element per group.
     """
 
     name: str
     built: Any
     saved: Any
     is_kept: bool
-    """Holds as built again; else as saved."""
+    """True: reset to the value as built; False: as saved."""
 
     def __str__(self) -> str:
         which = "kept as built" if self.is_kept else "restored as saved"
@@ -91,9 +95,9 @@ class Hyperparameters:
         self._sources: dict[str, _Source] = {}
         for name, obj in objects.items():
             self._sources |= _sources(name, obj)
-        self._leaders: dict[str, str] = {}  # name -> what it goes with
-        self._hidden: set[str] = set()  # base_lrs: what is an optimizer's lr already
-        self._silent: set[str] = set()  # a lr that is not to be told from progress
+        self._leaders: dict[str, str] = {}  # name -> the name that it is kept with
+        self._hidden: set[str] = set()  # base_lrs: duplicates of an optimizer's lr
+        self._silent: set[str] = set()  # an lr that cannot be distinguished from progress
         for prefix, source in self._sources.items():
             here = {key: _GOES_WITH[key] for key in source.built if key in _GOES_WITH}
             self._leaders |= {f"{prefix}.{key}": f"{prefix}.{leader}" for key, leader in here.items()}
@@ -101,7 +105,7 @@ class Hyperparameters:
                 self._join(f"{prefix}.lr", source)
 
     def _join(self, lr: str, source: _OptimizerSource) -> None:
-        """Note what schedulers of this optimizer have or hide of the learning rate named `lr`."""
+        """Note how schedulers of this optimizer use the learning rate named `lr`."""
         for prefix, scheduler in self._sources.items():
             if not isinstance(scheduler, _SchedulerSource) or not scheduler.is_of(source.optimizer):
                 continue
@@ -113,12 +117,12 @@ class Hyperparameters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all hyperparameters: "optimizer.lr", "scheduler.T_max", of an inner one "scheduler.0.T_max"."""
+        """The names of all hyperparameters: "optimizer.lr", "scheduler.T_max", "scheduler.0.T_max"."""
         every = (f"{prefix}.{key}" for prefix, source in self._sources.items() for key in source.built)
         return tuple(name for name in every if name not in self._hidden)
 
     def check(self, keep: Collection[str]) -> None:
-        """ConfigError if an entry of `keep`, a name or a pattern as of fnmatch, matches no name."""
+        """Raise ConfigError if an entry of `keep`, a name or an fnmatch pattern, matches no name."""
         names = self.names
         for entry in keep:
             if not any(fnmatchcase(name, entry) for name in names):
@@ -129,20 +133,20 @@ class Hyperparameters:
                 )
 
     def loaded(self, keep: Collection[str]) -> tuple[Changed, ...]:
-        """What differs after state was loaded; what `keep` matches is put back as built. Call it once.
+        """Return the differences after state was loaded; reset those that `keep` matches. Call it once.
 
-        Under a scheduler `lr` is the rate that the schedule starts from (`initial_lr`): how far the schedule
-        has come is no difference. If it is kept, the rate in force becomes what the new start gives at the
-        restored position, and the optimizer's registered schedulers go on from it. That is what a run from
-        the beginning would have, with a torch scheduler alone or in a SequentialLR. Several schedulers
-        of one optimizer, in a ChainedScheduler or not, scale it: the same if none has a floor (`eta_min`).
-        `max_lr` and `min_lr` of a cycle go with `lr`. ReduceLROnPlateau alone records no start: then `lr` is
-        listed only if kept, and is the one built, without the reductions so far.
+        Under a scheduler `lr` is the initial rate of the schedule (`initial_lr`): the progress of the
+        schedule is no difference. If `lr` is kept, the current rate becomes that of the new schedule at the
+        restored position, and the optimizer's registered schedulers continue from it. This equals a run that
+        had the new rate from the beginning, with one torch scheduler or a SequentialLR. Several schedulers of
+        one optimizer, in a ChainedScheduler or not, scale the rate: equal if none has a floor (`eta_min`).
+        `max_lr` and `min_lr` of a cycle are kept with `lr`. ReduceLROnPlateau alone records no initial rate:
+        then `lr` is listed only if kept, and is the one as built, without the reductions so far.
 
-        Other settings, such as `T_max`, hold from the scheduler's next step on. Schedulers that compute a
-        rate from the one before (CosineAnnealingLR, StepLR, LinearLR) go on from there without a jump, and
-        not on the curve of a run from the beginning: a LinearLR or ConstantLR stays where it is if its new
-        `total_iters` is past already. The others (LambdaLR, cycles, warm restarts) are on that curve at once.
+        Other settings, such as `T_max`, apply from the scheduler's next step on. Schedulers that compute a
+        rate from the previous one (CosineAnnealingLR, StepLR, LinearLR) continue from there without a jump,
+        and not on the curve of a run from the beginning: a LinearLR or ConstantLR stays where it is if its
+        new `total_iters` has passed. The others (LambdaLR, cycles, warm restarts) are on that curve at once.
         """
         changed: list[Changed] = []
         kept: dict[str, list[str]] = {}
@@ -157,7 +161,7 @@ class Hyperparameters:
         return tuple(changed)
 
     def _differences(self) -> Iterator[tuple[str, str, Any, Any]]:
-        """Object, key, the value as built and now."""
+        """Yield object name, key, the value as built and the value now, where they differ."""
         for prefix, source in self._sources.items():
             now = source.now()
             for key, built in source.built.items():
@@ -169,7 +173,7 @@ class Hyperparameters:
         return any(fnmatchcase(known, entry) for known in names for entry in keep)
 
     def _put_back(self, kept: Mapping[str, list[str]]) -> None:
-        """The keys of each object, and then learning rates and what schedulers know of them."""
+        """Reset the keys of each object, then the learning rates, also in schedulers."""
         moved = {
             prefix: _Position(source.optimizer, self._schedulers_of(source.optimizer))
             for prefix, source in self._sources.items()
@@ -183,23 +187,24 @@ class Hyperparameters:
             source.set_lrs(position.lrs())
             for scheduler in self._sources.values():
                 if isinstance(scheduler, _SchedulerSource) and scheduler.is_of(source.optimizer):
-                    scheduler.obj._last_lr = [copy.deepcopy(g["lr"]) for g in source.optimizer.param_groups]
+                    lrs = [copy.deepcopy(group["lr"]) for group in source.optimizer.param_groups]
+                    set_last_lrs(scheduler.obj, lrs)
 
     def _schedulers_of(self, optimizer: Optimizer) -> list[LRScheduler]:
-        """The registered ones that are in no other."""
+        """Return the optimizer's registered schedulers that are not inside another."""
         every = [source for source in self._sources.values() if isinstance(source, _SchedulerSource)]
-        inner = {id(scheduler) for source in every for scheduler in _inner(source.obj)}
+        inner = {id(scheduler) for source in every for scheduler in inner_schedulers(source.obj)}
         return [source.obj for source in every if source.is_of(optimizer) and id(source.obj) not in inner]
 
 
 class _OptimizerSource:
-    """The settings of an optimizer's groups. Groups that are added later have none."""
+    """Settings of an optimizer's groups; groups that are added later have none."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         takes = _parameters(type(optimizer)) | {"lr"}
         skipped = _NO_SETTING | {key for key in optimizer.defaults if key not in takes}
-        self._live = [dict(group) for group in optimizer.param_groups]  # with the tensors that live there
+        self._live = [dict(group) for group in optimizer.param_groups]  # with their live tensors
         self._built = [
             copy.deepcopy({k: v for k, v in group.items() if k not in skipped and _is_plain(v)})
             for group in optimizer.param_groups
@@ -211,7 +216,7 @@ class _OptimizerSource:
         return self._listed(self.optimizer.param_groups)
 
     def _listed(self, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """By key: the value if there is one group, else a tuple with the values of all that have it."""
+        """Return settings by key: the value of one group, or a tuple of the values of several."""
         found: dict[str, list[Any]] = {}
         for built, group in zip(self._built, groups, strict=False):
             for key in built:
@@ -220,7 +225,7 @@ class _OptimizerSource:
         return {key: v[0] if len(self._built) == 1 else tuple(v) for key, v in found.items()}
 
     def put_back(self, keys: Collection[str]) -> None:
-        """All as built; of a `lr` that a schedule moves, what the schedule starts from."""
+        """Reset settings as built; for an `lr` under a schedule, the initial rate."""
         for live, built, group in zip(self._live, self._built, self.optimizer.param_groups, strict=False):
             for key in (k for k in keys if k in built):
                 if key == "betas" and _is_cycled(built):
@@ -230,14 +235,14 @@ class _OptimizerSource:
                     group[name] = _restored(live[name], built[name])
 
     def set_lrs(self, lrs: Iterable[Any]) -> None:
-        """The rates in force, one per group."""
+        """Set the current rates, one per group."""
         for live, group, lr in zip(self._live, self.optimizer.param_groups, lrs, strict=False):
             if "lr" in live:
                 group["lr"] = _restored(live["lr"], lr)
 
 
 def _setting(key: str, built: Mapping[str, Any], group: Mapping[str, Any]) -> Any:
-    """What a schedule leaves alone of `group[key]`."""
+    """Return the part of `group[key]` that schedules do not change."""
     if key == "lr":
         return group.get(_rate_key(built, group))
     value = group.get(key, built[key])
@@ -249,12 +254,12 @@ def _rate_key(built: Mapping[str, Any], group: Mapping[str, Any]) -> str:
 
 
 def _is_cycled(group: Mapping[str, Any]) -> bool:
-    """Whether OneCycleLR or CyclicLR moves the momentum, or the first beta, between two others."""
+    """Return whether OneCycleLR or CyclicLR changes the momentum or the first beta."""
     return "base_momentum" in group and "max_momentum" in group
 
 
 class _SchedulerSource:
-    """The settings of one scheduler, without those of schedulers in it."""
+    """Settings of one scheduler, without those of inner schedulers."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self.obj = scheduler
@@ -279,11 +284,11 @@ class _SchedulerSource:
         if isinstance(self.obj, CosineAnnealingWarmRestarts) and not {"T_0", "T_mult"}.isdisjoint(keys):
             self.obj.T_cur, self.obj.T_i = _cycle(max(self.obj.last_epoch, 0), self.obj.T_0, self.obj.T_mult)
         if isinstance(self.obj, CyclicLR | ReduceLROnPlateau | SWALR):
-            self.obj.load_state_dict(self.obj.state_dict())  # derives more from the settings
+            self.obj.load_state_dict(self.obj.state_dict())  # derives other attributes from the settings
 
 
 def _is_scheduler_setting(key: str, parameters: Collection[str]) -> bool:
-    """`milestones` and `min_lrs` are the parameters `milestones` and `min_lr`."""
+    """Return whether an attribute is a setting; attributes may have the plural of a parameter's name."""
     return key in _UNLIKE_PARAMETERS or key in parameters or key.removesuffix("s") in parameters
 
 
@@ -298,7 +303,7 @@ def _cycle(epoch: int, first: int, growth: int) -> tuple[int, int]:
 
 
 class _ScalerSource:
-    """The settings of a GradScaler. A disabled one has none."""
+    """Settings of a GradScaler; a disabled one has none."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
@@ -320,7 +325,7 @@ _Source: TypeAlias = _OptimizerSource | _SchedulerSource | _ScalerSource
 
 
 def _sources(name: str, obj: object) -> dict[str, _Source]:
-    """What an object and the schedulers in it have, by their names; nothing if it is odd."""
+    """Return the sources of an object and its inner schedulers by name; none if it cannot be read."""
     try:
         if isinstance(obj, Optimizer):
             return {name: _OptimizerSource(obj)}
@@ -329,33 +334,29 @@ def _sources(name: str, obj: object) -> dict[str, _Source]:
         if not isinstance(obj, LRScheduler):
             return {}
         found: dict[str, _Source] = {name: _SchedulerSource(obj)}
-        for i, scheduler in enumerate(_inner(obj)):
+        for i, scheduler in enumerate(inner_schedulers(obj)):
             found |= _sources(f"{name}.{i}", scheduler)
-    except Exception:  # of a class written elsewhere, which may do what it likes
+    except Exception:  # from a class of another package
         return {}
     return found
 
 
-def _inner(scheduler: LRScheduler) -> list[LRScheduler]:
-    """Of a SequentialLR or ChainedScheduler."""
-    return list(getattr(scheduler, "_schedulers", ()))
-
-
 class _Position:
-    """Where schedules have brought an optimizer's learning rates, taken before anything is put back.
+    """Positions of an optimizer's learning rates in their schedules, taken before a setting is reset.
 
-    A rate of torch's schedulers is a floor and a part of the way from there to the start. The part stays.
+    A rate of torch's schedulers is a floor plus a fraction of the distance to the initial rate. The fraction
+    stays.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: list[LRScheduler]) -> None:
         self._optimizer = optimizer
-        self._active = _active(schedulers[0]) if len(schedulers) == 1 else None
+        self._active = active_scheduler(schedulers[0]) if len(schedulers) == 1 else None
         self._floor = _floor(self._active)
         self._rates = [(_number(g.get("initial_lr")), _number(g.get("lr"))) for g in optimizer.param_groups]
 
     def lrs(self) -> list[Any]:
-        """The rates at this position from what groups and schedulers start from now, one per group."""
-        has_more = isinstance(self._active, OneCycleLR | CyclicLR)  # rates that decide, besides the start
+        """Return the rates at this position for the current initial rates, one per group."""
+        has_more = isinstance(self._active, OneCycleLR | CyclicLR)  # other rates than the initial one count
         needs_curve = has_more or any(start == self._floor for start, _ in self._rates)
         curve = dict(enumerate(_on_curve(self._active))) if needs_curve else {}
         groups = enumerate(self._optimizer.param_groups)
@@ -365,18 +366,11 @@ class _Position:
         (start, lr), new, floor = self._rates[i], _number(group.get("initial_lr")), _floor(self._active)
         if start is None or start == new:
             return group.get("lr")
-        if start == self._floor:  # then the rate says nothing about the position
+        if start == self._floor:  # then the rate does not show the position
             return curve.get(i, new)
         if lr == start:
             return new  # without rounding
         return floor + (lr - self._floor) * (new - floor) / (start - self._floor)
-
-
-def _active(scheduler: LRScheduler) -> LRScheduler:
-    """The one of a SequentialLR whose turn it is."""
-    while isinstance(scheduler, SequentialLR):
-        scheduler = scheduler._schedulers[bisect_right(scheduler._milestones, scheduler.last_epoch)]
-    return scheduler
 
 
 def _floor(scheduler: LRScheduler | None) -> float:
@@ -386,21 +380,20 @@ def _floor(scheduler: LRScheduler | None) -> float:
 
 
 def _on_curve(scheduler: LRScheduler | None) -> list[Any]:
-    """The rates at the scheduler's position, if it can say."""
-    closed_form = getattr(scheduler, "_get_closed_form_lr", None)
+    """Return the rates at the scheduler's position; none if it cannot compute them."""
     try:
-        if closed_form is not None:
-            return list(closed_form())
+        if (lrs := closed_form_lrs(scheduler)) is not None:
+            return lrs
         if isinstance(scheduler, CosineAnnealingWarmRestarts | CyclicLR | LambdaLR | OneCycleLR):
-            with warnings.catch_warnings(action="ignore"):  # that this is not how to ask for the last rate
-                return list(scheduler.get_lr())  # sets the momentum too, where that is cycled
-    except Exception:  # past the end of a schedule that is shorter now, or a function of the user's
+            with warnings.catch_warnings(action="ignore"):  # about a call outside of step()
+                return list(scheduler.get_lr())  # sets a cycled momentum as well
+    except Exception:  # beyond the end of a shortened schedule, or in a user's function
         pass
     return []
 
 
 def _restored(live: Any, value: Any) -> Any:
-    """`value`, in the tensors of `live` where there are any: a captured graph reads them."""
+    """Return `value`, written into the tensors of `live`, which a captured graph may read."""
     if isinstance(live, torch.Tensor):
         with torch.no_grad():
             return live.copy_(torch.as_tensor(value))
@@ -416,7 +409,7 @@ def _parameters(kind: type) -> set[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value can be a setting: plain, or containers of plain ones."""
+    """Return whether a value can be a setting: a plain value, or containers of them."""
     if isinstance(value, torch.Tensor):
         return value.numel() <= MAX_ELEMENTS
     if isinstance(value, Mapping):
@@ -433,7 +426,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """By value: a tensor is the same as the number in it, a tuple the same as a list. Both are plain."""
+    """Compare two plain values; a tensor equals its number, a tuple an equal list."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return _same_tensors(one, other)
     if _is_sequence(one) and _is_sequence(other):
@@ -456,7 +449,7 @@ def _number(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Without tensors, and with tuples for sequences."""
+    """Return a value with numbers for tensors and tuples for sequences."""
     if isinstance(value, torch.Tensor):
         return _plain(value.tolist())
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Items: what a user registers, each seen as a tree whose tensor leaves are live.
+"""Items: adapters of registered objects, each with a tree whose leaves are live tensors.
 
-`tree()` shows an item's state as nested dicts and lists with its own tensors as leaves (nothing is
-copied); `load(tree)` puts a restored tree back. Tensors that exist already are restored in place before
-`load`, so `load` only sets the rest.
+`tree()` returns an item's state as nested dicts and lists with its own tensors as leaves, not copied;
+`load(tree)` sets a restored tree. Existing tensors are restored in place before `load`, so `load` only sets
+the rest.
 """
 
 from __future__ import annotations
@@ -12,65 +12,63 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils.data import DistributedSampler
 
 from ray_ckpt.capture.per_rank import PerRankItem
+from ray_ckpt.capture.torch_private import EXTRA_STATE_SUFFIX, WRAPPER_SEGMENTS, compiled_module
 from ray_ckpt.data import loader_problems
 from ray_ckpt.errors import UnsupportedItem
 from ray_ckpt.format.short import key_text
-
-_WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 class Item(Protocol):
     """An adapter around a registered object."""
 
     per_rank: bool
-    """Its state belongs to the rank: the tensors get names of their own, `rank<k>. ...`."""
+    """True if the state belongs to the rank: its tensors then get names of their own, `rank<k>. ...`."""
 
     def tree(self) -> Any: ...
 
     def load(self, tree: Any) -> None: ...
 
     def problems(self, saved: Any) -> list[str]:
-        """Why a saved tree (with TensorRef leaves) does not fit, found before anything is read."""
+        """Return why a saved tree (with TensorRef leaves) does not fit, before anything is read."""
         ...
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
-        """Whether all ranks hold the same bytes at `path` by construction, so that one copy is enough.
+        """Return whether all ranks hold the same bytes at `path` by construction, so that one copy is enough.
 
-        True of parameters and optimizer state. Buffers (BatchNorm) and a user's own tensors may differ
+        True for parameters and optimizer state. Buffers (BatchNorm) and a user's own tensors may differ
         between ranks, so each rank saves its own.
         """
         ...
 
     def is_replaced(self, path: tuple[str, ...]) -> bool:
-        """Whether `load` wants a new tensor for `path`, shaped as saved. Else the live one is filled."""
+        """Return whether `load` needs a new tensor for `path`; else the live one is filled."""
         ...
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
-        """Whether the tensor at `path` changes in an optimizer's step only, as far as the item knows."""
+        """Return whether only an optimizer's step changes the tensor at `path`, as far as the item knows."""
         ...
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor for a leaf that was saved and does not live yet, placed as the item would place it."""
+        """Return a new tensor for a saved leaf that does not exist yet, on the device that the item uses."""
         ...
 
 
 def clean_name(name: str) -> str:
     """`name` without the segments that DDP, torch.compile, FSDP1 and activation checkpointing add."""
-    return ".".join(s for s in name.split(".") if s not in _WRAPPER_SEGMENTS)
+    return ".".join(s for s in name.split(".") if s not in WRAPPER_SEGMENTS)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel or torch.compile."""
-    while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module) or (
-        isinstance(module, nn.parallel.DistributedDataParallel)
-        and isinstance(inner := module.module, nn.Module)
-    ):
+    """Return the module inside DistributedDataParallel or torch.compile."""
+    while True:
+        is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        inner = module.module if is_ddp else compiled_module(module)
+        if not isinstance(inner, nn.Module):
+            return module
         module = inner
-    return module
 
 
 class ModuleItem:
@@ -79,7 +77,7 @@ class ModuleItem:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parameters = {clean_name(n) for n, _ in module.named_parameters(remove_duplicate=False)}
-        self._names: tuple[tuple[str, ...], tuple[str, ...]] = (), ()  # of the tree before: full, clean
+        self._names: tuple[tuple[str, ...], tuple[str, ...]] = (), ()  # of the previous tree: full, clean
 
     def tree(self) -> Any:
         state = self._module.state_dict(keep_vars=True)  # the same objects each time
@@ -88,7 +86,7 @@ class ModuleItem:
         return dict(zip(self._names[1], state.values(), strict=True))
 
     def load(self, tree: Any) -> None:
-        extra = {k: v for k, v in tree.items() if _is_extra_state(k) or not isinstance(v, torch.Tensor)}
+        extra = {k: v for k, v in tree.items() if is_extra_state(k) or not isinstance(v, torch.Tensor)}
         if extra:
             names = {clean_name(k): k for k in self._module.state_dict()}
             self._module.load_state_dict({names[k]: v for k, v in extra.items()}, strict=False)
@@ -102,7 +100,7 @@ class ModuleItem:
         return ".".join(path) in self._parameters
 
     def is_replaced(self, path: tuple[str, ...]) -> bool:
-        return _is_extra_state(path[0])
+        return is_extra_state(path[0])
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
         return ".".join(path) in self._parameters
@@ -140,10 +138,10 @@ class TensorItem:
 
 
 class StatefulItem(PerRankItem):
-    """Anything with state_dict and load_state_dict: schedulers, scalers, samplers, loaders.
+    """An object with state_dict and load_state_dict: scheduler, scaler, sampler, loader.
 
-    Its state may differ per rank (data position), so each rank keeps its own. What it takes is for its own
-    load_state_dict to decide, but for torchdata's loaders, which find out too late.
+    Its state may differ per rank (data position), so each rank keeps its own. Its load_state_dict decides
+    whether state fits, except for torchdata's loaders, which would notice too late.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -160,14 +158,14 @@ class StatefulItem(PerRankItem):
 
 
 class SchedulerItem(StatefulItem):
-    """A scheduler of torch's, whose load_state_dict takes the state of any other kind without a word."""
+    """A scheduler of torch, whose load_state_dict silently accepts the state of another class."""
 
     def problems(self, saved: Any) -> list[str]:
         return _scheduler_problems(self.tree(), saved)
 
 
 class ScalerItem(StatefulItem):
-    """A torch.amp.GradScaler. A disabled one has no state, which an enabled one does not take."""
+    """A torch.amp.GradScaler. A disabled one has no state, which an enabled one refuses."""
 
     def problems(self, saved: Any) -> list[str]:
         if self.tree() and not saved:
@@ -176,10 +174,10 @@ class ScalerItem(StatefulItem):
 
 
 class SamplerItem(PerRankItem):
-    """A DistributedSampler: {"epoch"}, which is all that it has.
+    """A DistributedSampler: {"epoch"}.
 
-    The position inside an epoch is not in it: after a restore the epoch begins again. The batches of a
-    `ray_ckpt.data.GlobalBatchSampler` have the position too.
+    It has no position within an epoch: after a restore the epoch begins again. The batches of a
+    `ray_ckpt.data.GlobalBatchSampler` also have the position.
     """
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
@@ -223,7 +221,7 @@ class TreeItem:
 
 
 class OptimizerItem:
-    """An optimizer whose state is named by parameter: {"state": {name: {...}}, "param_groups": [...]}."""
+    """An optimizer with state by parameter name: {"state": {name: {...}}, "param_groups": [...]}."""
 
     per_rank = False
 
@@ -239,7 +237,7 @@ class OptimizerItem:
         self._params = dict(self._named(parameter_names(owners)))
 
     def _refresh(self) -> None:
-        """Groups may be added at any time: name their parameters too. UnsupportedItem if nobody owns them."""
+        """Name the parameters of groups that were added. UnsupportedItem if no registered item owns one."""
         named = set(map(id, self._params.values()))
         if any(id(param) not in named for group in self._optimizer.param_groups for param in group["params"]):
             self._params = dict(self._named(parameter_names(self._owners)))
@@ -263,7 +261,7 @@ class OptimizerItem:
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """What it optimizes, by the names under which the state is saved."""
+        """The optimized parameters, by the names of their saved state."""
         return self._params
 
     def tree(self) -> Any:
@@ -279,7 +277,7 @@ class OptimizerItem:
         return {"state": state, "param_groups": groups}
 
     def load(self, tree: Any) -> None:
-        self._optimizer.state.clear()  # what lives here and was not saved does not belong to the saved step
+        self._optimizer.state.clear()  # live state that was not saved does not belong to the saved step
         for param_name, state in tree["state"].items():
             self._optimizer.state[self._params[param_name]] = state
         for group, values in zip(self._optimizer.param_groups, tree["param_groups"], strict=True):
@@ -298,10 +296,10 @@ class OptimizerItem:
         return False
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
-        return path[0] == "state"  # not the groups: a schedule may change a learning rate that is a tensor
+        return path[0] == "state"  # not in the groups: a schedule may change a learning rate that is a tensor
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """State of a parameter's own shape is placed as the parameter is, other state on its device.
+        """Return room for state: placed like the parameter if it has its shape, else on its device.
 
         `step` stays on the CPU unless the group is fused or capturable, as torch's load_state_dict does.
         """
@@ -309,7 +307,7 @@ class OptimizerItem:
         if param is None:
             return torch.zeros(shape, dtype=dtype)
         if tuple(param.shape) == shape and path[-1] != "step":
-            # Not cleared: every element is read into it, by several threads, which touch its memory first.
+            # Not cleared: the threads that read every element touch the memory first.
             return torch.empty_like(param, dtype=dtype, requires_grad=False).detach()
         group = next(g for g in self._optimizer.param_groups if any(p is param for p in g["params"]))
         on_device = path[-1] != "step" or group.get("fused") or group.get("capturable")
@@ -317,7 +315,7 @@ class OptimizerItem:
 
 
 def parameter_names(owners: Mapping[str, nn.Module | nn.Parameter]) -> dict[int, str]:
-    """Name of each parameter by identity: its FQN, behind the item's name if there are several owners."""
+    """Return the name of each parameter by id: its FQN, after the item's name if there are several owners."""
     several = len(owners) > 1
     names: dict[int, str] = {}
     for item, owner in owners.items():
@@ -330,18 +328,18 @@ def parameter_names(owners: Mapping[str, nn.Module | nn.Parameter]) -> dict[int,
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this rank holds; any other tensor itself."""
+    """Return the local part of a DTensor, or the tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return to_local().detach() if to_local is not None else tensor.detach()
 
 
-def _is_extra_state(name: str) -> bool:
-    """Whether a module made the value in `get_extra_state`, just now, and wants it in `set_extra_state`."""
-    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+def is_extra_state(name: str) -> bool:
+    """Return whether the name is that of extra state, which `get_extra_state` creates anew each time."""
+    return name.rpartition(".")[2] == EXTRA_STATE_SUFFIX
 
 
 def _scheduler_problems(here: Mapping[str, Any], saved: Any, where: str = "") -> list[str]:
-    """Attributes and inner schedulers that the checkpoint has not. Private names differ between torch's."""
+    """Return public attributes and inner schedulers that are not in the checkpoint."""
     if not isinstance(saved, Mapping):
         return [f"{where}the scheduler: in the checkpoint it is none"]
     missing = sorted(key for key in here if not key.startswith("_") and key not in saved)
@@ -358,7 +356,7 @@ def _scheduler_problems(here: Mapping[str, Any], saved: Any, where: str = "") ->
 
 
 def _structure_problems(target: Any, saved: Any, path: str) -> list[str]:
-    """Where two trees of dicts and lists differ in shape. Leaves may differ, and lists without tensors."""
+    """Return where two trees differ in structure. Leaves and lists without tensors may differ."""
     here = isinstance(target, MutableMapping | MutableSequence)
     if not here and not isinstance(saved, dict | list):
         return []
@@ -367,7 +365,7 @@ def _structure_problems(target: Any, saved: Any, path: str) -> list[str]:
     elif isinstance(target, MutableSequence) and isinstance(saved, list) and len(target) == len(saved):
         pairs = [(a, b, f"{path}.{i}") for i, (a, b) in enumerate(zip(target, saved, strict=True))]
     elif _is_plain_list(target) and _is_plain_list(saved):
-        return []  # a list of losses, say, that has grown
+        return []  # such as a list of losses that has grown
     else:
         return [f"{path.removeprefix('.') or 'the tree'}: has another structure in the checkpoint"]
     return [problem for pair in pairs for problem in _structure_problems(*pair)]
@@ -379,7 +377,7 @@ def _is_plain_list(value: Any) -> bool:
 
 
 def _assign(target: Any, value: Any) -> None:
-    """Put `value` into containers of the same structure; tensors in it are those of `target` already."""
+    """Put `value` into containers of the same structure; its tensors are already those of `target`."""
     if _is_plain_list(target) and _is_plain_list(value):
         target[:] = value
         return

@@ -1,4 +1,4 @@
-"""Bytes back into live state."""
+"""Restore of items: saved bytes into live state."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ log = logging.getLogger("ray_ckpt")
 MAX_LISTED = 20  # differences named in one error
 
 Path: TypeAlias = tuple[str, ...]
-"""Of a leaf in the tree of an item: keys and indices."""
+"""Keys and indices of a leaf in the tree of an item."""
 Load: TypeAlias = Callable[[], Set[str]]
-"""Puts what was read in place, once all ranks have theirs; gives the names of items that begin anew."""
+"""Loads the items after all ranks have read their bytes; returns the names of items that begin anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreInfo:
-    """What was restored: the step, its metrics, and where each part came from."""
+    """Result of a restore: the step, its metrics, and the source of each part."""
 
     step: int
     metrics: Mapping[str, float]
     parts: tuple[RestoredPart, ...]
     seconds: float
     changed: tuple[Changed, ...] = ()
-    """Hyperparameters with which the objects were built otherwise than what was saved."""
+    """Hyperparameters whose values as built differ from the saved ones."""
 
     def bytes_by_tier(self) -> Mapping[str, int]:
         totals: dict[str, int] = {}
@@ -83,15 +83,15 @@ def load_items(
     ranks: Sequence[int] = (),
     anew: Collection[str] = (),
 ) -> Load:
-    """Read the tensors of `items` and return what puts the rest in place, to be called once all ranks can.
+    """Read the tensors of `items`; return the function that loads the rest, to call when all ranks are ready.
 
-    Tensors that live already are filled in place; missing ones (an optimizer that has not stepped) are
-    made with the placement of what they belong to. MismatchError lists what does not fit, before any
-    byte is read; what `reader` could not get is in its `damage`, and then live tensors hold parts of it.
-    What several of `node_ranks` (the ranks of this node) hold alike is read by their agent if it can.
-    `ranks` are those that may hold the same tensors, if not all: a part of the group (`walk`).
-    A rank beyond those that saved, as `state` has it, starts per-rank items from the state of rank 0.
-    Items in `anew` of which the checkpoint has nothing that fits, or another class, stay as they are.
+    Existing tensors are filled in place; missing ones (of an optimizer that has not stepped) are created
+    where their parameter is. MismatchError lists all differences before any byte is read. Rows that `reader`
+    could not read are in its `damage`; live tensors then hold parts of them. Rows that several of
+    `node_ranks` (the ranks of this node) hold are read by their agent if possible. `ranks` are those that may
+    hold the same tensors, if not all: a part of the group (`walk`). A rank without state in the checkpoint
+    starts per-rank items from the state of rank 0. Items in `anew` without fitting state in the checkpoint,
+    or with that of another class, stay as they are.
     """
     classes: Classes = state.get("classes", {})
     everyone = tuple(ranks) or tuple(range(world_size))
@@ -133,7 +133,7 @@ def load_items(
 
 
 def _trees(items: Mapping[str, Item], saved: Mapping[str, Any], begun: Set[str]) -> dict[str, Any]:
-    """What is loaded, by item: of those that begin anew the rates of optimizers."""
+    """Return the trees to load by item; for optimizers that begin anew, only their rates."""
     _check_names(items.keys() - begun, saved.keys() - begun)
     rates = {name: rates_of(items[name], saved[name]) for name in begun & saved.keys()}
     trees = {name: saved[name] for name in items if name not in begun}
@@ -146,7 +146,7 @@ def _mismatch(step: int, problems: Sequence[str], misfits: Sequence[str]) -> Mis
     if misfits:
         named = ", ".join(f'"{name}"' for name in misfits)
         hint = (
-            "Build the same classes as the run that saved it. To go on with another one, without state, "
+            "Build the same classes as the run that saved it. To continue with another class, without state, "
             f"use the option anew=({named},); in load(into=...), leave it out of `into`."
         )
     return MismatchError(
@@ -166,7 +166,7 @@ def _log_classes(items: Mapping[str, Item], begun: Set[str], classes: Classes) -
 
 @dataclass(slots=True)
 class _Wanted:
-    """Where each saved tensor of the items goes on this rank, and what speaks against it."""
+    """Targets on this rank of all saved tensors of the items, and problems."""
 
     rows: Sequence[ManifestRow]
     walked: Walked
@@ -176,15 +176,15 @@ class _Wanted:
     targets: list[LiveSlice] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)  # names of items whose class is a problem
-    leaves: dict[str, dict[Path, Leaf]] = field(default_factory=dict)  # of each item, as it is to be
+    leaves: dict[str, dict[Path, Leaf]] = field(default_factory=dict)  # new leaves of each item
     _saved: dict[str, Slice] = field(init=False)  # one of the slices of each key
-    _filled: dict[int, str] = field(default_factory=dict)  # live leaves by identity, with what fills them
+    _filled: dict[int, str] = field(default_factory=dict)  # live leaves by id, with the key that fills them
 
     def __post_init__(self) -> None:
         self._saved = {row.slice.key: row.slice for row in self.rows if row.slice is not None}
 
     def add(self, name: str, item: Item, tree: Any, *, check: bool = True) -> _Wanted:
-        """All tensors of the saved `tree` of an item; `check` whether it fits the item besides."""
+        """Add all tensors of the saved `tree` of an item; with `check`, also check that it fits the item."""
         here = {path: self.walked.held[ref.key] for path, ref in _refs(self.walked.trees[name]).items()}
         for path, ref in _refs(tree).items():
             self._add(name, item, path, ref.key, here.get(path))
@@ -196,12 +196,12 @@ class _Wanted:
         return self
 
     def plan(self, own_file: str) -> RestorePlan:
-        """What is read; its problems are all that there are."""
+        """Return the plan of all reads, with all problems."""
         plan = plan_restore([target.slice for target in self.targets], self.rows, prefer_file=own_file)
         return replace(plan, problems=(*self.problems, *plan.problems))
 
     def _add(self, name: str, item: Item, path: Path, key: str, held: HeldLeaf | None) -> None:
-        """The saved tensor `key` belongs at `path` of an item, where `held` lives now."""
+        """Add the saved tensor `key` at `path` of an item, where `held` is the live leaf."""
         saved, leaves = self._saved.get(key), self.leaves.setdefault(name, {})
         if held is not None and _is_filled(item, path, held.leaf):
             leaves[path] = held.leaf
@@ -216,29 +216,29 @@ class _Wanted:
             self.targets += [_under(live, key) for live in slices]
 
     def _allocated(self, item: Item, path: Path, saved: Slice) -> torch.Tensor:
-        """Return a tensor for a saved one; InsufficientSpace, which names its file, if memory lacks."""
+        """Return a new tensor for a saved one; InsufficientSpace, which names its file, without memory."""
         try:
             return item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
-        except RuntimeError as error:  # torch has no class of its own for this on the CPU
+        except RuntimeError as error:  # torch has no class for lack of memory on the CPU
             if isinstance(error, CheckpointError):
                 raise
             file = next(row.file for row in self.rows if row.slice is saved)
             raise InsufficientSpace(
                 f"{saved.key} of {file} cannot be held in memory, with shape {list(saved.global_shape)}: "
                 f"{str(error)[:200]}",
-                hint="If it is not so large, `ray-ckpt verify` tells what is damaged.",
+                hint="If this is not its real size, the file is damaged: see `ray-ckpt verify`.",
                 file=file,
             ) from error
 
     def filled(self, name: str, tree: Any) -> Any:
-        """The saved tree of an item with its leaves in place."""
+        """Return the saved tree of an item with its leaves in place."""
         leaves = self.leaves.get(name, {})
         return replace_refs(tree, lambda _, path: leaves[path])
 
     def _is_first(self, held: HeldLeaf, key: str) -> bool:
-        """Whether nothing fills this leaf yet: one under several names is filled once.
+        """Return whether nothing fills this leaf yet: a leaf with several names is filled once.
 
-        A problem if it is filled from another tensor already, which holds something else.
+        Note a problem if another tensor with other content fills it.
         """
         first = self._filled.get(id(held.leaf))
         if first is None:
@@ -253,12 +253,12 @@ class _Wanted:
 
 
 def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:
-    """Whether the saved bytes go into the leaf that lives, rather than into a new one."""
+    """Return whether the live leaf is filled, rather than a new one."""
     return is_global(leaf) or not item.is_replaced(path)
 
 
 def _under(live: LiveSlice, key: str) -> LiveSlice:
-    """The slice as one of the saved tensor `key`: the names of a rank, or of tied weights, may be others."""
+    """Return the slice under the saved `key`; names of ranks and of tied weights may differ."""
     return live if live.slice.key == key else replace(live, slice=replace(live.slice, item=key, name=""))
 
 
@@ -266,7 +266,7 @@ def _check_names(items: Set[str], saved: Set[str]) -> None:
     missing, unexpected = sorted(items - saved), sorted(saved - items - {"rng"})
     if missing or unexpected:
         raise MismatchError(
-            f"The checkpoint has other items: missing in it {missing}, unexpected {unexpected}.",
+            f"The checkpoint has other items: missing {missing}, unexpected {unexpected}.",
             hint="Register the same items as the run that saved it.",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
@@ -274,7 +274,7 @@ def _check_names(items: Set[str], saved: Set[str]) -> None:
 
 
 def _refs(tree: Any) -> dict[Path, TensorRef]:
-    """The tensors of a tree by their paths."""
+    """Return the tensors of a tree by their paths."""
     found: dict[Path, TensorRef] = {}
 
     def note(ref: TensorRef, path: Path) -> TensorRef:
@@ -292,20 +292,20 @@ def _read(
     node_ranks: Sequence[int],
     first: int,
 ) -> None:
-    """Fill the targets. Returns when devices have everything too."""
-    by_place = {row_key(read.row): read for read in reads}
+    """Fill the targets; return when devices have all of it."""
+    by_row = {row_key(read.row): read for read in reads}
     devices = {target.tensor.device for target in targets if target.tensor.device.type == "cuda"}
 
     def sink_of(row: ManifestRow) -> Sink:
         part = row.slice
         assert part is not None
-        copies = by_place[row_key(row)].copies
+        copies = by_row[row_key(row)].copies
         return sink_for(part.shape, DTYPES[part.dtype], [_target(copy, targets) for copy in copies])
 
-    for device in devices:  # what may still be writing to the tensors, on whichever stream
+    for device in devices:  # pending writes to the tensors, on any stream
         torch.cuda.synchronize(device)
-    rows = [read.row for read in by_place.values()]
-    reader.read(rows, sink_of, _sharers(by_place, targets, node_ranks, first))
+    rows = [read.row for read in by_row.values()]
+    reader.read(rows, sink_of, _sharers(by_row, targets, node_ranks, first))
     for device in devices:
         torch.cuda.synchronize(device)
 
@@ -313,18 +313,16 @@ def _read(
 def _sharers(
     reads: Mapping[RowKey, Read], targets: list[LiveSlice], node_ranks: Sequence[int], first: int = 0
 ) -> dict[RowKey, tuple[int, ...]]:
-    """The rows of which several ranks of this node want all or a part, with these ranks.
+    """Return the rows that several ranks of this node want, all or a part, with these ranks.
 
-    Every rank finds the same ones, from where tensors lie on which rank. Of a row for several tensors the
-    first counts.
+    Each rank computes the same, from the layout of tensors on all ranks. For a row of several tensors the
+    first one counts.
     """
     if len(node_ranks) < 2:
         return {}
     found: dict[RowKey, tuple[int, ...]] = {}
-    alike: dict[int, tuple[int, ...]] = {}  # by identity: most slices have one tuple of all ranks in common
-    boxes: dict[
-        Hashable, tuple[tuple[int, tuple[Box, ...]], ...]
-    ] = {}  # by layout: many tensors have the same one
+    alike: dict[int, tuple[int, ...]] = {}  # by id: most slices share one tuple of all ranks
+    boxes: dict[Hashable, tuple[tuple[int, tuple[Box, ...]], ...]] = {}  # by layout: many tensors share one
     for place, read in reads.items():
         target, saved = targets[read.copies[0].target], read.row.slice
         assert saved is not None
@@ -346,14 +344,14 @@ def _sharers(
 
 
 def _layout(leaf: torch.Tensor) -> Hashable | None:
-    """What decides where the parts of a DTensor lie; None for a plain tensor."""
+    """Return a key for the layout of a DTensor; None for a plain tensor."""
     if not is_dtensor(leaf):
         return None
     return id(leaf.device_mesh), tuple(leaf.placements), tuple(leaf.shape)  # type: ignore[attr-defined]
 
 
 def _meet(one: Box, other: Box) -> bool:
-    """Whether two boxes share an element."""
+    """Return whether two boxes share an element."""
     return all(a < b + n and b < a + m for a, m, b, n in zip(one[0], one[1], other[0], other[1], strict=True))
 
 

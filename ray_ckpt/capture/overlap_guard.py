@@ -1,11 +1,10 @@
-"""Which live tensors may be copied while the next forward and backward run, and what waits for the copy.
+"""Choice of the tensors that are copied in the background, and the hook that waits for the copy.
 
-Parameters and their optimizer state change in `optimizer.step()` and nowhere else in a normal loop, so one
-hook before every optimizer's step is enough to keep a copy of them whole. Everything else (buffers, scaler
-and scheduler state, an EMA, frozen parameters, parameters that are updated inside backward) is copied
-before `save` returns. A change that comes another way is to be announced with `ckpt.lock()`. One that is not
-is found by the tensor's version counter, and that save is given up; but no counter sees a change through
-`.data`, which only `verify_captures` finds.
+In a normal loop parameters and their optimizer state change in `optimizer.step()` only, so a hook before each
+step keeps a copy of them consistent. Everything else (buffers, scaler and scheduler state, an EMA, frozen
+parameters, parameters that are updated inside backward) is copied before `save` returns. Code that changes
+parameters in another way must do so within `ckpt.lock()`. If it does not, the tensor's version counter shows
+the change and the save is dropped; only `verify_captures` finds changes through `.data`, which do not count.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ray_ckpt.capture.items import local_tensor
+from ray_ckpt.capture.torch_private import is_updated_in_backward
 from ray_ckpt.capture.walk import LiveSlice
 
 
 class Running:
-    """Copies that are running in this process; `wait` returns when live state may be changed again."""
+    """Copies that are running in this process; `wait` returns when live state may change again."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,13 +40,13 @@ class Running:
             self._copies[id(copy)] = copy
 
     def end(self, copy: Any) -> None:
-        """However it ended: nobody waits for it any more."""
+        """Remove a copy that has ended or failed, so that nothing waits for it."""
         with self._lock:
             self._copies.pop(id(copy), None)
         copy.host_copied.set()
 
     def _forget(self) -> None:
-        """A forked child has no thread that would ever end its parent's copies."""
+        """Drop all copies in a forked child, which has no thread to end them."""
         self._lock, self._copies = threading.Lock(), {}
 
     def wait(self) -> None:
@@ -59,14 +59,14 @@ running = Running()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Runs before the step of every optimizer of this process, registered with us or not."""
+    """Wait for copies before the step of any optimizer of this process, registered or not."""
     running.wait()
 
 
 def guarded_storages(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    """Storages (by address) that hold nothing but what one of these optimizers changes, in its `step`.
+    """Return the addresses of storages that only the `step` of one of these optimizers changes.
 
-    Left out: optimizers whose `step` runs no hooks, and parameters that are updated inside backward.
+    Without: optimizers whose `step` runs no hooks, and parameters that are updated inside backward.
     """
     guarded: set[int] = set()
     refused: set[int] = set()
@@ -74,7 +74,7 @@ def guarded_storages(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
         runs_hooks = getattr(type(optimizer).step, "hooked", False)
         for group in optimizer.param_groups:
             for param in group["params"]:
-                places = guarded if runs_hooks and not _has_backward_hook(param) else refused
+                places = guarded if runs_hooks and not is_updated_in_backward(param) else refused
                 places.add(storage_of(param))
                 state = optimizer.state.get(param, {}) if param in optimizer.state else {}
                 places.update(storage_of(v) for v in state.values() if isinstance(v, torch.Tensor))
@@ -82,29 +82,26 @@ def guarded_storages(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 
 
 def hooks_in_backward(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """How many parameters are updated inside backward, or may be."""
+    """Return the number of parameters that may be updated inside backward."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return sum(_has_backward_hook(param) for group in groups for param in group["params"])
-
-
-def _has_backward_hook(param: torch.Tensor) -> bool:
-    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
+    return sum(is_updated_in_backward(param) for group in groups for param in group["params"])
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address of the memory behind this rank's part of a tensor; 0 of an empty one."""
+    """Return the address of the memory behind this rank's part of a tensor; 0 for an empty one."""
     return local_tensor(tensor).untyped_storage().data_ptr()
 
 
 def _may_wait(live: LiveSlice) -> bool:
-    """Whether its changes come in steps only, and are counted."""
+    """Return whether the slice changes in steps only, and changes are counted."""
     return live.changes_in_step and not live.leaf.is_inference() and not live.tensor.is_inference()
 
 
 def background_slices(slices: Iterable[LiveSlice], guarded: set[int]) -> set[str]:
-    """Keys of the slices whose memory nothing but an optimizer's step changes.
+    """Return the keys of the slices whose memory only an optimizer's step changes.
 
-    `slices` are all of the rank, also those that another rank saves: a buffer may be a view of a parameter.
+    `slices` are all slices of the rank, also those that another rank saves: a buffer may be a view of a
+    parameter.
     """
     if not guarded:
         return set()

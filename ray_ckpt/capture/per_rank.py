@@ -1,4 +1,4 @@
-"""What items have in common whose state is the rank's own and is put back by `load` alone."""
+"""Base class of items whose state belongs to the rank and is restored by `load` alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class PerRankItem:
-    """The part of an Item that does not depend on the object: nothing in it is shared between ranks."""
+    """Common methods of items without anything that ranks share."""
 
     per_rank = True
 
@@ -16,7 +16,7 @@ class PerRankItem:
         raise NotImplementedError
 
     def load_for_new_rank(self, tree: Any, rank: int) -> None:
-        """Put back what a rank starts with that the checkpoint has no state of. `tree` is rank 0's."""
+        """Load the start of a rank that has no state in the checkpoint; `tree` is that of rank 0."""
         self.load(tree)
 
     def problems(self, saved: Any) -> list[str]:

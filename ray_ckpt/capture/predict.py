@@ -1,8 +1,8 @@
-"""Optimizer state that does not exist yet: what it will look like, so that there is room for it in time.
+"""Prediction of optimizer state that does not exist yet, so that the arena has room for it.
 
-A copy of the optimizer takes a step over fake parameters, which have shapes and no memory. The live one is
-never stepped, and no hook runs. Only torch's own optimizers are predicted; the first save with another one's
-state lays the arena out again.
+A twin of the optimizer takes a step over fake parameters, which have shapes and no memory. The live optimizer
+is not stepped, and no hook runs. Only torch's own optimizers are predicted; for others the first save with
+state lays out the arena again.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from ray_ckpt.capture.items import Item, OptimizerItem, local_tensor
+from ray_ckpt.capture.torch_private import DataDependentOutputException, FakeTensorMode
 from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, slices_of
 
 _REAL_DEVICES_ONLY = ("foreach", "fused", "capturable")
 
 
 def with_predictions(walked: Walked, items: Mapping[str, Item], *, ranks: tuple[int, ...]) -> Walked:
-    """`walked` with the slices of the optimizer state to come; their tensors are of the device "meta".
+    """Return `walked` with the slices of future optimizer state; their tensors are on the device "meta".
 
     `ranks` may hold the same tensors (`walk`).
     """
@@ -42,7 +42,7 @@ def _predicted_slices(name: str, item: OptimizerItem, everyone: tuple[int, ...])
         path, local_shape = ("state", names[id(param)]), local_tensor(param).shape
         likes = list(slices_of(param, item=name, path=path, ranks=everyone, first=everyone[0]))
         for key, value in state.items():
-            is_cut = value.shape == local_shape  # else of its own shape: the same on every rank
+            is_cut = value.shape == local_shape  # else the same on every rank
             for like in likes if is_cut else likes[:1]:
                 yield _predicted(like, (*path, key), value, None if is_cut else everyone)
 
@@ -50,7 +50,7 @@ def _predicted_slices(name: str, item: OptimizerItem, everyone: tuple[int, ...])
 def _predicted(
     like: LiveSlice, path: tuple[str, ...], value: torch.Tensor, whole_on: tuple[int, ...] | None
 ) -> LiveSlice:
-    """The slice of a state to come: cut as `like` is, or whole on these ranks."""
+    """Return the slice of future state: cut like `like`, or whole on the given ranks."""
     place, ranks = like.slice, like.ranks
     if whole_on is not None:
         shape, ranks = tuple(value.shape), whole_on
@@ -63,7 +63,7 @@ def _predicted(
 def predicted_state(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
-    """(parameter, its state to come as fake tensors of this rank's shapes) of each that has none yet."""
+    """Yield each parameter without state, with its future state as fake tensors of local shapes."""
     for group in optimizer.param_groups:
         missing = [param for param in group["params"] if param not in optimizer.state and param.requires_grad]
         if missing:
@@ -74,18 +74,18 @@ def predicted_state(
 def used_keys(
     optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], settings: Sequence[Mapping[str, Any]]
 ) -> dict[int, frozenset[str]]:
-    """Return the names in the state of each parameter, by its identity, after a step of `kind`.
+    """Return the names in the state of each parameter, by its id, after a step of `kind`.
 
-    `settings` are by group, and win over those of the optimizer. A group that cannot be predicted has none.
+    `settings`, by group, override those of the optimizer. Groups that cannot be predicted are left out.
     """
     found: dict[int, frozenset[str]] = {}
     for group, over in zip(optimizer.param_groups, settings, strict=False):
-        alike: dict[int, list[torch.Tensor]] = {}  # by dimensions, on which alone the names depend
+        alike: dict[int, list[torch.Tensor]] = {}  # by number of dimensions, on which the names depend
         for param in group["params"]:
             alike.setdefault(param.dim(), []).append(param)
         firsts = [params[0] for params in alike.values()]
         changed = {**group, **{k: v for k, v in over.items() if isinstance(v, bool | int | float)}}
-        # Settings of another class may be none that this one takes.
+        # This class may refuse settings of another one.
         states = _step_of_twin(kind, changed, firsts) or _step_of_twin(kind, group, firsts)
         for params, state in zip(alike.values(), states, strict=False):
             found |= dict.fromkeys(map(id, params), frozenset(state))
@@ -108,7 +108,7 @@ def _step_of_twin(
     kind: type[torch.optim.Optimizer], group: Mapping[str, Any], params: list[torch.Tensor]
 ) -> list[Mapping[str, Any]]:
     if not is_torch_step(kind):
-        return []  # it may talk to other ranks
+        return []  # it may communicate with other ranks
     accepted = inspect.signature(kind.__init__).parameters
     options = {k: _plain(v) for k, v in group.items() if k in accepted and k != "params"}
     options |= {k: False for k in _REAL_DEVICES_ONLY if k in options}
@@ -122,12 +122,12 @@ def _step_of_twin(
             with contextlib.suppress(
                 DataDependentOutputException
             ):  # needs a value: its state is made by then
-                _bare_step(kind)(twin)  # the user's global hooks are not for a twin
-    except Exception:  # a foreign optimizer may do anything
+                _bare_step(kind)(twin)  # without the user's global hooks
+    except Exception:  # in code of another package
         return []
     return [twin.state.get(copy, {}) for copy in copies]
 
 
 def _plain(option: Any) -> Any:
-    """A learning rate that is a tensor as a number, whose value a fake one would not have."""
+    """Return the number in a learning rate that is a tensor, since a fake tensor has no value."""
     return option.item() if isinstance(option, torch.Tensor) and option.numel() == 1 else option

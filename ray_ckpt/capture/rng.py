@@ -1,10 +1,10 @@
-"""Random state: that of this process, and of generators that a user made.
+"""Random state of this process, and of generators that a user registered.
 
 A process has python's, numpy's and torch's own generators, the last on the CPU and on each device; `RngItem`
-saves them unasked. `generator_item` adapts those that were registered by name, which are restored in place.
+saves them automatically. `generator_item` adapts registered generators, which are restored in place.
 
-A rank that was not there when a checkpoint was saved has no state in it. It gets streams of its own, seeded
-by a digest of rank 0's saved state and by its number (numpy's SeedSequence; O'Neill's seed_seq): the same for
+A rank that did not exist when a checkpoint was saved has no state in it. It gets streams of its own, seeded
+by a digest of rank 0's saved state and by its rank (numpy's SeedSequence; O'Neill's seed_seq): the same for
 the same checkpoint, and independent of those of all other ranks.
 """
 
@@ -23,10 +23,10 @@ from ray_ckpt.format.digest import Digester
 
 
 class RngItem(PerRankItem):
-    """The generators of this process. Registered by itself on every rank."""
+    """The generators of this process; registered automatically on every rank."""
 
     def tree(self) -> Any:
-        """Copies: {"python", "numpy", "torch_cpu"} and, with an accelerator, "device" (`_device_states`)."""
+        """Return copies of the states: "python", "numpy", "torch_cpu", and "device" with an accelerator."""
         tree = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),
@@ -44,7 +44,7 @@ class RngItem(PerRankItem):
             _set_device_states(device, tree["device"])
 
     def load_for_new_rank(self, tree: Any, rank: int) -> None:
-        """Start streams for a rank that the checkpoint has none of; `tree` is rank 0's.
+        """Start streams for a rank that the checkpoint does not have; `tree` is that of rank 0.
 
         As torch.manual_seed does, all devices get the CPU's seed.
         """
@@ -55,14 +55,14 @@ class RngItem(PerRankItem):
 
 
 def _device_states(device: torch.device) -> dict[str, Any]:
-    """Of every device of the process's accelerator, and which is the current one. Waits for no device."""
+    """Return the state of every device of the accelerator, and the current device. Waits for no device."""
     module = torch.get_device_module(device)
     states = [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
     return {"type": device.type, "current": torch.accelerator.current_device_index(), "states": states}
 
 
 def _set_device_states(device: torch.device, saved: Any) -> None:
-    """The current device goes on where the rank's current one was, whichever index each has on its node."""
+    """Set the saved states; that of the saved current device goes to the current one, whatever its index."""
     module = torch.get_device_module(device)
     for index, state in enumerate(saved["states"][: torch.accelerator.device_count()]):
         module.set_rng_state(state, index)
@@ -82,7 +82,7 @@ class GeneratorItem(PerRankItem, ABC):
         self._set_state(tree["state"])
 
     def load_for_new_rank(self, tree: Any, rank: int) -> None:
-        """As `RngItem.load_for_new_rank`."""
+        """Start a stream for a rank that the checkpoint does not have, as RngItem does."""
         self._seed(_seeds(tree, rank))
 
     def problems(self, saved: Any) -> list[str]:
@@ -120,7 +120,7 @@ class _PythonGenerator(GeneratorItem):
 
 
 class _NumpyGenerator(GeneratorItem):
-    """Over any BitGenerator. How many children it has spawned is not part of its state."""
+    """A generator over any BitGenerator; the number of spawned children is not part of its state."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self._bits = generator.bit_generator
@@ -177,7 +177,7 @@ class _TorchGenerator(GeneratorItem):
 
 
 def generator_item(obj: object) -> GeneratorItem | None:
-    """The adapter for a generator; None of another object, and of random.SystemRandom, which has no state."""
+    """Return the adapter for a generator; None for other objects and the stateless random.SystemRandom."""
     match obj:
         case random.SystemRandom():
             return None
@@ -208,7 +208,7 @@ def _number(seeds: np.random.SeedSequence) -> int:
 
 
 def _bytes_of(value: Any) -> Iterator[bytes]:
-    """The same bytes for the same state on every machine."""
+    """Yield the same bytes for the same state on every machine."""
     if isinstance(value, dict):
         for key in sorted(value):
             yield key.encode()

@@ -1,7 +1,7 @@
-"""Where restored bytes go: straight into a live tensor's memory, or through a small buffer.
+"""Sinks for restored bytes: straight into a live tensor's memory, or through a small buffer.
 
 A saved slice that fills contiguous CPU memory is copied there as it arrives. Everything else (a part of a
-slice, strided memory, a device) passes through a buffer of the reading thread's, a slab of the slice at a
+slice, strided memory, a device) passes through a buffer of the reading thread, one slab of the slice at a
 time; on CUDA the buffer is pinned and the copy to the device runs while the next slab is filled.
 """
 
@@ -16,22 +16,20 @@ import torch
 
 from ray_ckpt.restore.reader import Bytes, FlatSink, Sink
 
-SLAB_BYTES = (
-    1 << 20
-)  # of a buffer for memory: what was just written is still in the cache when it is copied on
-DEVICE_SLAB_BYTES = 8 << 20  # of a pinned buffer: long enough for the full speed of PCIe
-NUM_BUFFERS = 2  # per thread: one is filled while the other is on its way to the device
+SLAB_BYTES = 1 << 20  # of a buffer for host memory: small enough to be in the cache when it is copied
+DEVICE_SLAB_BYTES = 8 << 20  # of a pinned buffer: large enough for the full speed of PCIe
+NUM_BUFFERS = 2  # per thread: one is filled while the other is copied to the device
 
 
 class Target(NamedTuple):
-    """`shape` elements from `source_start` of a saved slice go to all of `tensor`, which has that shape."""
+    """A target: `shape` elements from `source_start` of a saved slice fill `tensor`, which has that shape."""
 
     tensor: torch.Tensor
     source_start: tuple[int, ...]
 
 
 def sink_for(shape: Sequence[int], dtype: torch.dtype, targets: Sequence[Target]) -> Sink:
-    """The sink for a saved slice of `shape`, whose bytes are in C order, and everywhere its elements go."""
+    """Return the sink for a saved slice of `shape`, in C order, with all targets of its elements."""
     if len(targets) == 1 and tuple(targets[0].tensor.shape) == tuple(shape):
         flat = flat_bytes(targets[0].tensor)
         if flat is not None:
@@ -40,23 +38,23 @@ def sink_for(shape: Sequence[int], dtype: torch.dtype, targets: Sequence[Target]
 
 
 def flat_bytes(tensor: torch.Tensor) -> Bytes | None:
-    """The memory behind a contiguous CPU tensor, writable; None if there is no such thing."""
+    """Return the writable memory of a contiguous CPU tensor; None for other tensors."""
     if not tensor.is_cpu or type(tensor) is not torch.Tensor or not tensor.is_contiguous():
         return None
     if tensor.is_conj() or tensor.is_neg():
-        return None  # its memory holds other values than it shows
+        return None  # a conjugate or negative view: its memory has other values
     if not tensor.numel():
         return np.empty(0, np.uint8)  # numpy before 2.4 refuses the null pointer
     return np.asarray(_Memory(tensor))
 
 
 class _Memory:
-    """A tensor's memory for numpy, whatever its dtype; `view(torch.uint8).numpy()` takes thrice as long."""
+    """Array interface to a tensor's memory, a third of the time of `view(torch.uint8).numpy()`."""
 
     __slots__ = ("__array_interface__", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor  # numpy keeps this object, so the memory stays
+        self._tensor = tensor  # numpy keeps this object, and so the memory
         self.__array_interface__ = {
             "data": (tensor.data_ptr(), False),
             "shape": (tensor.numel() * tensor.element_size(),),
@@ -66,7 +64,7 @@ class _Memory:
 
 
 class BoxSink:
-    """Gathers slabs of a slice and copies what is wanted of each to its targets."""
+    """Sink that gathers slabs of a slice and copies parts of each slab to its targets."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, targets: Sequence[Target]) -> None:
         self._shape = tuple(shape) or (1,)
@@ -76,9 +74,9 @@ class BoxSink:
         limit = DEVICE_SLAB_BYTES if self._devices else SLAB_BYTES
         self._axis, self._unit_bytes = _axis(self._shape, dtype.itemsize, limit)
         self._max_units = max(1, limit // self._unit_bytes)
-        self._unit = 0  # the first one of the slab
-        self._filled = 0  # bytes of the slab
-        self._buffer: _Buffer | None = None
+        self._unit = 0  # first unit of the slab
+        self._filled = 0  # bytes in the slab
+        self._buffer: _SlabBuffer | None = None
 
     def write(self, view: memoryview) -> None:
         data = np.frombuffer(view, np.uint8)
@@ -94,15 +92,15 @@ class BoxSink:
                 self._buffer, self._filled = None, 0
 
     def finish(self) -> None:
-        """What is on its way to a device arrives in order; whoever reads it waits for the device."""
+        """Do nothing: copies to a device are in its stream, and readers wait for the device."""
 
     def _slab_units(self) -> int:
-        """Units of the slab: no more than fit a buffer, and none beyond the end of the axis."""
+        """Return the units in the slab: what a buffer holds, up to the end of the axis."""
         length = self._shape[self._axis]
         return min(self._max_units, length - self._unit % length)
 
-    def _copy(self, buffer: _Buffer) -> None:
-        """Copy the full slab's share of every target."""
+    def _copy(self, buffer: _SlabBuffer) -> None:
+        """Copy the full slab to every target, as far as it is in it."""
         axis, count = self._axis, self._slab_units()
         lead = np.unravel_index(self._unit // self._shape[axis], self._shape[:axis]) if axis else ()
         start = (*map(int, lead), self._unit % self._shape[axis], *(0 for _ in self._shape[axis + 1 :]))
@@ -120,7 +118,7 @@ class BoxSink:
 
 
 def _axis(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
-    """The axis along which slabs are cut, and the bytes of one step along it: as large as fits `limit`."""
+    """Return the axis of the slabs, and the bytes of one step along it, of at most `limit` if possible."""
     axis, unit = len(shape) - 1, itemsize
     while axis > 0 and unit * shape[axis] <= limit:
         unit *= shape[axis]
@@ -132,8 +130,8 @@ def _box(first: Sequence[int], origin: Sequence[int], size: Sequence[int]) -> tu
     return tuple(slice(f - o, f - o + n) for f, o, n in zip(first, origin, size, strict=True))
 
 
-class _Buffer:
-    """Memory for a slab; pinned if it is on its way to a CUDA device."""
+class _SlabBuffer:
+    """Memory for a slab; pinned for a CUDA device."""
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         self.tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -141,32 +139,32 @@ class _Buffer:
         self._copies: list[Any] = []
 
     def sent(self, devices: Iterable[torch.device]) -> None:
-        """Copies to these devices now read from it."""
+        """Note that copies to these devices now read from the buffer."""
         for device in devices:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             self._copies.append(event)
 
     def wait(self) -> None:
-        """Until it may be filled again."""
+        """Wait until the buffer may be filled again."""
         while self._copies:
             self._copies.pop().synchronize()
 
 
-class _Buffers(threading.local):
-    """The buffers of each thread, used in turn; a thread reads one row at a time."""
+class _SlabBuffers(threading.local):
+    """Buffers of each thread, used in turn; a thread reads one row at a time."""
 
     def __init__(self) -> None:
         self._turn = 0
-        self._kept: dict[tuple[int, bool], _Buffer] = {}
+        self._kept: dict[tuple[int, bool], _SlabBuffer] = {}
 
-    def next(self, *, pinned: bool) -> _Buffer:
+    def next(self, *, pinned: bool) -> _SlabBuffer:
         self._turn = (self._turn + 1) % NUM_BUFFERS
         key = (self._turn, pinned)
         if key not in self._kept:
-            self._kept[key] = _Buffer(DEVICE_SLAB_BYTES if pinned else SLAB_BYTES, pinned=pinned)
+            self._kept[key] = _SlabBuffer(DEVICE_SLAB_BYTES if pinned else SLAB_BYTES, pinned=pinned)
         self._kept[key].wait()
         return self._kept[key]
 
 
-_BUFFERS = _Buffers()
+_BUFFERS = _SlabBuffers()

@@ -1,7 +1,7 @@
-"""One snapshot: live tensors copied into an arena or a ring, in the background where that is safe.
+"""Copies of live tensors into an arena or a ring, in the background where that is safe.
 
-`start` returns as soon as everything that may change at any time has been copied. The rest is copied while
-training goes on; `before_change`, called before parameters change, waits for it.
+`start` returns as soon as the tensors that may change at any time are copied. The rest is copied during
+training; `before_change`, called before parameters change, waits for it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from threadpoolctl import threadpool_limits
 
 from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.overlap_guard import running
+from ray_ckpt.capture.torch_private import copy_all, version
 from ray_ckpt.capture.walk import LiveSlice
 from ray_ckpt.errors import StateError, Unavailable
 
 log = logging.getLogger("ray_ckpt")
 
-COPY_WAIT_S = 300.0  # that training waits for a copy; one of a second that takes so long never ends
-MAX_CLONED_BYTES = 1 << 30  # of a device's memory for copies of what may change at any time; buffers and such
-OPERATION_S = 2.0  # that one operation on one tensor may still take when the copy has ended
+COPY_WAIT_S = 300.0  # longest wait of training for a copy: a copy takes about a second, so this one hangs
+MAX_CLONED_BYTES = (
+    1 << 30
+)  # of device memory for copies of tensors that may change at any time, such as buffers
+OPERATION_S = 2.0  # longest rest of an operation on a tensor after the copy has ended
 
 
 @dataclass(slots=True)
-class _Part:
-    """A slice on its way. Sources that may change at any time are replaced by copies of them."""
+class _Piece:
+    """A slice to copy. A source that may change at any time is replaced by a copy of it."""
 
     live: LiveSlice
     source: torch.Tensor
     is_late: bool  # copied in the background
-    view: torch.Tensor | None = None  # where it goes in an arena; a ring has none
-    reference: torch.Tensor | None = None  # what it must look like there, if captures are verified
+    view: torch.Tensor | None = None  # its target in an arena; a ring has none
+    reference: torch.Tensor | None = None  # its expected content, if captures are verified
 
     def differs(self) -> bool:
-        """Whether a verified capture is not what it should be, bit for bit (NaN included)."""
+        """Return whether a verified capture differs from its reference in any bit (NaN included)."""
         if self.view is None or self.reference is None:
             return False
         return not torch.equal(_raw(self.view), _raw(self.reference.cpu()))
@@ -50,7 +53,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Batch:
-    """Slices in the host's memory that are copied at once, none of which needs a part of its own."""
+    """Slices in host memory that are copied in one call."""
 
     sources: list[torch.Tensor]
     views: list[torch.Tensor]
@@ -58,26 +61,26 @@ class _Batch:
 
 
 class Snapshot:
-    """A copy that is running, or has ended. Made by `Snapshotter.start`."""
+    """A copy that is running or has ended; made by `Snapshotter.start`."""
 
-    def __init__(self, parts: Sequence[_Part], waited: Callable[[float], None]) -> None:
+    def __init__(self, parts: Sequence[_Piece], waited: Callable[[float], None]) -> None:
         self.parts = parts
         self.is_late = any(part.is_late for part in parts)
-        self._waited = waited  # told the seconds for which `before_change` held training up
+        self._waited = waited  # gets the seconds for which `before_change` stalled training
         self._versions = [(part.live, _version(part.live)) for part in parts if part.is_late]
         self._lock = threading.Lock()
-        self._changed: list[LiveSlice] | None = None  # None: not judged yet
+        self._changed: list[LiveSlice] | None = None  # None: not checked yet
         self._judged = threading.Event()
         self._is_abandoned = False
-        self.waits_since_s: float | None = None  # since when training has waited before a change (monotonic)
+        self.waits_since_s: float | None = None  # monotonic time at which training began to wait
         self.host_copied = threading.Event()
         # (torch.cuda or the like, device, event) of each device's copies
         self.device_copied: list[tuple[Any, torch.device, Any]] = []
 
     def before_change(self) -> None:
-        """Return when live state may be changed: the host waits for host copies, a device for its own.
+        """Wait until live state may change: the host waits for host copies, a device for its own.
 
-        Called by the thread that trains. A copy that takes longer than COPY_WAIT_S is given up.
+        Called by the training thread. A copy that takes longer than COPY_WAIT_S is abandoned.
         """
         start_s = self.waits_since_s = time.monotonic()
         self._note_changes()
@@ -90,15 +93,15 @@ class Snapshot:
         self._waited(time.monotonic() - start_s)
 
     def judge(self) -> None:
-        """Called by the thread that trains, which is in no operation then: if all is copied, look at it."""
+        """Check for changes if all is copied. Called by the training thread, between two operations."""
         if self.host_copied.is_set() and not self.device_copied:
             self._note_changes()
 
     def finish(self) -> None:
-        """When all is copied, by the thread that copied. StateError if a tensor changed before it was.
+        """Check for changes when all is copied. StateError if a tensor changed during its copy.
 
-        torch counts a change when the operation ends, so one may still be running in the thread that trains.
-        Waits for that thread to say that it is not, or for OPERATION_S.
+        Called by the copying thread. torch bumps a tensor's version only when an operation finishes, so one
+        may still be in flight on the training thread. Waits for its next `judge`, or for OPERATION_S.
         """
         if self._versions:
             self._judged.wait(OPERATION_S)
@@ -111,12 +114,12 @@ class Snapshot:
             raise StateError(
                 f"{keys[0]} was changed outside optimizer.step() while it was being captured"
                 + (f", and {len(keys) - 1} others." if len(keys) > 1 else "."),
-                hint="Put that change into `with ckpt.lock():`, or set overlap=False.",
+                hint="Make the change within `with ckpt.lock():`, or set overlap=False.",
                 keys=keys,
             )
 
     def _note_changes(self) -> None:
-        """Once: when all is copied, or before the first change that is allowed."""
+        """Note changed slices, once: when all is copied, or before the first allowed change."""
         with self._lock:
             if self._changed is None:
                 self._changed = [live for live, version in self._versions if _version(live) != version]
@@ -124,10 +127,10 @@ class Snapshot:
 
 
 class Snapshotter:
-    """Copies of one rank, one at a time, on a thread and, for an accelerator, a stream of its own.
+    """Copies of one rank, one at a time, on its own thread and, with an accelerator, its own stream.
 
-    `verify` takes a second copy at once and compares: for finding code that changes parameters behind the
-    optimizer's back, at the price of a blocking copy and its memory.
+    `verify` compares each copy with a second, blocking one, to find code that changes parameters outside of
+    an optimizer step.
     """
 
     def __init__(self, *, overlap: bool, verify: bool, waited: Callable[[float], None]) -> None:
@@ -136,7 +139,9 @@ class Snapshotter:
         self._verify = verify
         self._thread = ThreadPoolExecutor(1, "ray_ckpt-capture", initializer=_use_one_core)
         self._streams: dict[torch.device, Any] = {}
-        self._unsafe: set[str] = set()  # slices found changed during a copy are copied at once from then on
+        self._unsafe: set[str] = (
+            set()
+        )  # slices that changed during a copy; from then on copied before `start` returns
 
     def start(
         self,
@@ -150,9 +155,10 @@ class Snapshotter:
     ) -> Snapshot:
         """Copy `slices`, in the layout's order, into `target`; then call `finish`, or `fail` with the reason.
 
-        Those whose keys are in `background` may be copied while training goes on; `during` is called then,
-        before live state may change. Either `finish` or `fail` is called once, by the thread of the copy, or
-        before returning if nothing is overlapped. The target has begun; `finish` seals it.
+        Slices with keys in `background` may be copied during training; `during` is called meanwhile, before
+        live state may change. Either `finish` or `fail` is called once, by the copying thread, or before
+        `start` returns if nothing is overlapped. The caller has called `begin` of the target; `finish` seals
+        it.
         """
         safe = background - self._unsafe if self._overlap else frozenset()
         batch, parts = self._split(target, slices, safe)
@@ -167,7 +173,7 @@ class Snapshotter:
             return snapshot
         try:
             self._thread.submit(run).add_done_callback(partial(_ended, snapshot, fail))
-        except RuntimeError as error:  # closed, or there can be no more threads
+        except RuntimeError as error:  # closed, or no thread can be started
             running.end(snapshot)
             raise Unavailable(f"There is no thread to copy in: {error}.") from error
         return snapshot
@@ -197,32 +203,34 @@ class Snapshotter:
             fail(error)
         finally:
             running.end(snapshot)
-            snapshot.parts = ()  # copies on devices, references, and views of an arena that may be given up
+            snapshot.parts = ()  # frees device copies, references, and views of an arena that may be unmapped
 
     def close(self) -> None:
-        """End the thread once the copy that it is at has ended."""
+        """End the thread after its current copy."""
         self._thread.shutdown(wait=False)
 
     def _split(
         self, target: Arena | Ring, slices: Sequence[LiveSlice], safe: Set[str]
-    ) -> tuple[_Batch, list[_Part]]:
-        """What one call copies at once, and a part for each other slice: a part alone takes a microsecond."""
+    ) -> tuple[_Batch, list[_Piece]]:
+        """Return a batch for one call, and a piece, which costs a microsecond, for each other slice."""
         batch, parts = _Batch([], []), []
         if not isinstance(target, Arena):
-            return batch, [_Part(live, live.tensor, is_late=live.slice.key in safe) for live in slices]
+            return batch, [_Piece(live, live.tensor, is_late=live.slice.key in safe) for live in slices]
         for live, view in zip(slices, target.views, strict=True):
             source = live.tensor
-            is_late = bool(safe) and live.changes_in_step and live.slice.key in safe  # the key costs most
+            is_late = (
+                bool(safe) and live.changes_in_step and live.slice.key in safe
+            )  # the key costs most, so it comes last
             if is_late or self._verify or not _is_on_host(source):
                 reference = source.detach().clone() if self._verify else None
-                parts.append(_Part(live, source, is_late=is_late, view=view, reference=reference))
+                parts.append(_Piece(live, source, is_late=is_late, view=view, reference=reference))
             else:
                 batch.sources.append(source)
                 batch.views.append(view)
         return batch, parts
 
     def _copy_now(self, target: Arena | Ring, batch: _Batch, snapshot: Snapshot) -> Callable[[], None]:
-        """Copy what may change at any time; returns what copies the rest."""
+        """Copy the slices that may change at any time; return a function that copies the rest."""
         parts = snapshot.parts
         if isinstance(target, Arena):
             on_host = [part for part in parts if _is_on_host(part.source)]
@@ -236,11 +244,11 @@ class Snapshotter:
 
     # -- accelerators ----------------------------------------------------------------------------------
 
-    def _start_devices(self, parts: Sequence[_Part]) -> list[tuple[Any, torch.device, Any]]:
-        """Enqueue the copies from each device on its own stream, after what its current stream has to do.
+    def _start_devices(self, parts: Sequence[_Piece]) -> list[tuple[Any, torch.device, Any]]:
+        """Enqueue the copies from each device on a stream of its own, after the work of its current stream.
 
-        What may change at any time is copied on the device first, in the order of the training's stream; if
-        that is more than MAX_CLONED_BYTES, this waits until all of the device has been copied instead.
+        Tensors that may change at any time are first cloned on the device, in the training stream; if they
+        have more than MAX_CLONED_BYTES, this waits until the whole device has been copied instead.
         """
         copied = []
         for device in dict.fromkeys(part.source.device for part in parts):
@@ -270,8 +278,8 @@ class Snapshotter:
                 self._streams[device] = module.Stream()
         return module, self._streams[device]
 
-    def _ready_events(self, parts: Sequence[_Part]) -> dict[torch.device, Any]:
-        """An event for each device, behind everything that training has asked of it so far."""
+    def _ready_events(self, parts: Sequence[_Piece]) -> dict[torch.device, Any]:
+        """Return an event for each device, after the work that training has enqueued so far."""
         events = {}
         for device in {part.source.device for part in parts if not _is_on_host(part.source)}:
             module, _ = self._stream_of(device)
@@ -280,8 +288,8 @@ class Snapshotter:
                 events[device].record(module.current_stream(device))
         return events
 
-    def _stream_out(self, ring: Ring, parts: Sequence[_Part], ready: dict[torch.device, Any]) -> None:
-        """Put every part through the ring, in file order."""
+    def _stream_out(self, ring: Ring, parts: Sequence[_Piece], ready: dict[torch.device, Any]) -> None:
+        """Write every piece through the ring, in file order."""
         for part in parts:
             device = part.source.device
             if _is_on_host(part.source):
@@ -294,7 +302,7 @@ class Snapshotter:
 
 
 def _ended(snapshot: Snapshot, fail: Callable[[Exception], None], done: Future[None]) -> None:
-    """The thread itself may have failed, so that nothing was run."""
+    """Report the failure of the thread itself, which then ran nothing."""
     running.end(snapshot)
     error = done.exception() if not done.cancelled() else CancelledError()
     if isinstance(error, Exception):
@@ -302,8 +310,8 @@ def _ended(snapshot: Snapshot, fail: Callable[[Exception], None], done: Future[N
 
 
 def _version(live: LiveSlice) -> tuple[int, int]:
-    """Counts the changes of a tensor; a DTensor and its local part count their own."""
-    return live.leaf._version, live.tensor._version
+    """Return the change counters of a tensor; a DTensor and its local part have one each."""
+    return version(live.leaf), version(live.tensor)
 
 
 def _is_on_host(source: torch.Tensor) -> bool:
@@ -311,24 +319,24 @@ def _is_on_host(source: torch.Tensor) -> bool:
 
 
 def _on_device(module: Any, device: torch.device) -> AbstractContextManager[Any]:
-    """`device` as the current one of this thread, if the module has several."""
+    """Make `device` the current one of this thread, if the module has several."""
     current = getattr(module, "device", None)
     return current(device) if current is not None else nullcontext()
 
 
 def _clone(source: torch.Tensor) -> torch.Tensor:
-    """A copy on the same device, in the order of this thread's stream."""
+    """Return a copy on the same device, in the order of this thread's stream."""
     return source.detach().clone()
 
 
-def _copy_from_device(part: _Part) -> None:
+def _copy_from_device(part: _Piece) -> None:
     """Enqueue the copy on the current stream."""
     assert part.view is not None
     part.view.copy_(part.source, non_blocking=True)
 
 
-def _copy(parts: Sequence[_Part | _Batch]) -> None:
-    """In one call, which holds the interpreter's lock at its beginning and its end only."""
+def _copy(parts: Sequence[_Piece | _Batch]) -> None:
+    """Copy all of it in one call."""
     views: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for part in parts:
@@ -339,7 +347,7 @@ def _copy(parts: Sequence[_Part | _Batch]) -> None:
             views.append(part.view)
             sources.append(part.source)
     if views:
-        torch._foreach_copy_(views, sources)
+        copy_all(views, sources)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -347,9 +355,9 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _use_one_core() -> None:
-    """This thread's copies run on one core, so that they do not push training off the others."""
+    """Run this thread's copies on one core, so that training keeps the others."""
     try:
-        torch.get_num_threads()  # sets this thread up; it would undo the limit later
+        torch.get_num_threads()  # initializes this thread now, which would undo the limit later
         threadpool_limits(limits=1, user_api="openmp")  # of the calling thread only
-    except Exception as error:  # a thread that cannot start would hold training up
+    except Exception as error:  # without the limit copies still work
         log.debug("captures run on several cores: %s", error)

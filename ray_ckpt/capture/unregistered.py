@@ -1,10 +1,10 @@
-"""What an exact resume needs, lives in this process, and was not registered.
+"""Search for live objects that an exact resume needs and that are not registered.
 
-Nothing tells a Checkpointer of the scheduler that a loop made beside it. The garbage collector knows all
-objects, and those of a few of torch's classes are easily told: whose optimizer, whose parameters. What a user
-wrote himself is not found, nor what `gc.freeze()` has taken out of the collector's sight.
+A Checkpointer does not see the scheduler that a loop creates. The garbage collector lists all objects, and
+instances of a few classes of torch show what they belong to: an optimizer, parameters. A user's own classes
+are not found, nor objects that `gc.freeze()` hides from the collector.
 
-Objects of strangers are looked at by their type alone, which cannot lie or raise, unlike `__class__`.
+Unknown objects are examined by `type()` only, which, unlike `__class__`, runs no code of theirs.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DistributedSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from ray_ckpt.capture.items import unwrap
+from ray_ckpt.capture.torch_private import is_map_style, iterator_class, num_batches_read
 
-MAX_NAMED = 20  # in one answer; who registers these is told of the others the next time
-MAX_INSIDE = 10_000  # objects looked through for what they hold: milliseconds
-MAX_DEPTH = 8  # references from one to the next; an attribute may count for two, by the object's __dict__
-MAX_ELEMENTS = 1_000  # of a container that is looked through; longer ones hold data
+MAX_NAMED = 20  # per call; after these are registered the next call finds the others
+MAX_INSIDE = 10_000  # objects whose references are followed: milliseconds
+MAX_DEPTH = 8  # references in a row; an attribute may count for two, through __dict__
+MAX_ELEMENTS = 1_000  # of a container that is searched; longer ones hold data
 
 _CLOSED = (str, bytes, torch.Tensor, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-"""Not looked into: plain data, and what leads to everything else in the process."""
+"""Types whose references are not followed: plain data, and those that lead to the whole process."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def unregistered(objects: Mapping[str, object]) -> list[str]:
-    """A phrase for each live object that is missing in `objects`, the registered ones; at most MAX_NAMED.
+    """Return a phrase for each live object that is missing in `objects`; at most MAX_NAMED.
 
-    Named are a scheduler of a registered optimizer, an enabled GradScaler, an optimizer of registered
-    parameters, an AveragedModel shaped as a registered module, a torchdata StatefulDataLoader, and a
-    DistributedSampler that shuffles. Not what a registered object or another of these holds: that is for its
-    holder to save.
+    It finds schedulers of a registered optimizer, enabled GradScalers, optimizers of registered parameters,
+    AveragedModels with the shapes of a registered module, torchdata StatefulDataLoaders, and
+    DistributedSamplers that shuffle; not those that a registered object or another of these holds, since the
+    holder saves them.
 
-    Looks at every object that the collector tracks, 0.1 s for a million. If it finds something it collects
-    (0.2 s) and looks again: what only a reference cycle holds is not alive.
+    Examines every object that the collector tracks, 0.1 s for a million. If it finds one, it collects garbage
+    (0.2 s) and searches again, to leave out objects that only a reference cycle holds.
     """
     if not _phrases(objects):
         return []
@@ -56,8 +56,8 @@ def unregistered(objects: Mapping[str, object]) -> list[str]:
 def early_iterators() -> list[str]:
     """Return a phrase for each live iterator over a plain DataLoader; at most MAX_NAMED.
 
-    An iterator that exists before a restore does not go to the restored position. If one is found, collects
-    and looks again, as `unregistered` does: what only a reference cycle holds is not alive.
+    An iterator that exists before a restore ignores the restored position. If one is found, garbage is
+    collected and the search repeated, as in `unregistered`.
     """
     if not _iterator_phrases():
         return []
@@ -66,12 +66,12 @@ def early_iterators() -> list[str]:
 
 
 def _iterator_phrases() -> list[str]:
-    kinds = _and_subclasses(_BaseDataLoaderIter)
+    kinds = _and_subclasses(iterator_class())
     live = [obj for obj in gc.get_referrers(*kinds) if type(obj) in kinds]
     return [
-        f"a DataLoader is being iterated already ({found._num_yielded} of {len(found)} batches are read)"
+        f"a DataLoader is already being iterated ({num_batches_read(found)} of {len(found)} batches are read)"
         for found in live
-        if found._dataset_kind == _DatasetKind.Map and not type(found).__module__.startswith("torchdata")
+        if is_map_style(found) and not type(found).__module__.startswith("torchdata")
     ][:MAX_NAMED]
 
 
@@ -91,7 +91,7 @@ def _phrases(objects: Mapping[str, object]) -> list[str]:
 
 
 def _suspects() -> list[Any]:
-    """Every live object of a class that an exact resume may need."""
+    """Return every live object of a class that an exact resume may need."""
     classes: deque[type] = deque(
         (LRScheduler, Optimizer, AveragedModel, DistributedSampler, torch.amp.GradScaler)
     )
@@ -103,13 +103,13 @@ def _suspects() -> list[Any]:
         kind = classes.popleft()
         wanted[id(kind)] = kind
         classes.extend(type.__subclasses__(kind))
-    # An object refers to its class. Not from a list of all objects: while it lives, a tuple that another
-    # thread is just making has a second holder, and CPython fails that thread (_PyTuple_Resize).
+    # By the reference of an object to its class. A list of all objects would also hold a tuple that another
+    # thread is building, and CPython would fail that thread (_PyTuple_Resize).
     return [obj for obj in gc.get_referrers(*wanted.values()) if id(type(obj)) in wanted]
 
 
 def _held_by(roots: Iterable[object]) -> set[int]:
-    """Ids of what `roots` hold and would save: attributes, elements, and theirs."""
+    """Return the ids of objects that `roots` hold and would save: attributes, elements, and theirs."""
     found: set[int] = set()
     level = [child for root in roots for child in _children(root)]
     for _ in range(MAX_DEPTH):
@@ -124,16 +124,16 @@ def _held_by(roots: Iterable[object]) -> set[int]:
 def _children(obj: object) -> list[Any]:
     try:
         return list(_references(obj))
-    except Exception:  # half made, or its attributes are its own idea
+    except Exception:  # partly initialized, or with attributes that raise
         return []
 
 
 def _references(obj: Any) -> Iterable[Any]:
     if _is(obj, *_CLOSED) or (_is(obj, *_CONTAINERS) and len(obj) > MAX_ELEMENTS):
         return []
-    if _is(obj, nn.Module):  # its state_dict has that of its modules, and of nothing else
+    if _is(obj, nn.Module):  # its state_dict has the state of its modules only
         return (child for child in obj.modules() if child is not obj)
-    if _is(obj, Optimizer):  # a wrapper of another
+    if _is(obj, Optimizer):  # it may wrap another one
         return (child for child in vars(obj).values() if _is(child, Optimizer))
     if _is(obj, LRScheduler):  # does not save its optimizer
         return (child for child in vars(obj).values() if not _is(child, Optimizer))
@@ -145,7 +145,7 @@ def _is(obj: object, *classes: type) -> bool:
 
 
 class _Owners:
-    """Which registered name an optimizer, a parameter or a model's shape belongs to."""
+    """Registered names by optimizer, by parameter and by the shapes of a model."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.optimizers: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""From items to slices: which bytes this rank holds, which of them it saves, and the tree around them."""
+"""Walk over items: the slices that this rank holds, those that it saves, and the trees around them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import torch
 
 from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
-from ray_ckpt.capture.flat_shards import Pieces
+from ray_ckpt.capture.flat_shards import FlatShard
 from ray_ckpt.capture.items import Item, local_tensor
+from ray_ckpt.capture.torch_private import local_part
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.short import key_text
@@ -40,81 +41,81 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.complex64: "C64",
 }
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-MIN_BLOCK_TENSORS = 16  # in a container that is looked at as a whole; of fewer each is as fast alone
-Leaf: TypeAlias = torch.Tensor | Pieces
-"""What stands in an item's tree where a tensor is."""
+MIN_BLOCK_TENSORS = 16  # in a container that is compared as a whole; fewer are as fast one by one
+Leaf: TypeAlias = torch.Tensor | FlatShard
+"""A leaf of an item's tree that holds a tensor."""
 SliceKey: TypeAlias = tuple[str, tuple[int, ...]]
-"""What tells the slices of a rank apart: key and offset. A rank may hold several slices of a tensor."""
+"""Identity of a slice on a rank: its tensor's name and its offset. A rank may hold several per tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSlice:
-    """A slice and the live local tensor behind it. `ranks` hold the same bytes; one of them saves it."""
+    """A slice and its live local tensor. `ranks` hold the same bytes; one of them saves it."""
 
     slice: Slice
     tensor: torch.Tensor
     path: tuple[str, ...]
     ranks: tuple[int, ...]
     leaf: torch.Tensor
-    """As it stands in the item: `tensor` itself, or the DTensor around it. Its version counts changes."""
+    """The leaf in the item: `tensor` itself, or the DTensor around it. Its version counts changes."""
     changes_in_step: bool = False
-    """Nothing but an optimizer's step is expected to change it."""
+    """True if only an optimizer's step is expected to change it."""
 
     @property
     def nbytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
 
     @property
-    def place(self) -> SliceKey:
+    def slice_key(self) -> SliceKey:
         return self.slice.key, self.slice.offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLeaf:
-    """A leaf of an item's tree and the slices of it that this rank has; none of what others hold alone."""
+    """A leaf of an item's tree and its slices on this rank; none if other ranks hold all of it."""
 
     leaf: Leaf
     slices: tuple[LiveSlice, ...]
     memory: tuple[Any, ...]
 
     def is_still(self, leaf: Leaf) -> bool:
-        """Whether `leaf` is the same object in the same memory as when the slices were made of it."""
+        """Return whether `leaf` is the same object in the same memory as when the slices were made of it."""
         return leaf is self.leaf and self.memory == _memory(leaf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A container of nothing but plain tensors, and what a walk has made of it. Looked at as a whole later.
+    """A container of plain tensors only, and the result of its walk, which later walks compare as a whole.
 
-    A tensor costs a walk some microseconds alone, and a tenth of that in a loop of torch's own functions,
-    which leaves nothing behind for the garbage collector.
+    A tensor alone costs a walk some microseconds, and a tenth of that in a loop of torch's own functions,
+    which creates no objects for the garbage collector.
     """
 
     kind: type
-    names: tuple[Any, ...]  # of a dict
+    names: tuple[Any, ...]  # keys, if it is a dict
     leaves: tuple[torch.Tensor, ...]
-    tensors: tuple[torch.Tensor, ...]  # the slices', which keep the memory
+    tensors: tuple[torch.Tensor, ...]  # of the slices, which keep the memory
     dtypes: list[torch.dtype]
     device: torch.device
-    keys: dict[int, str]  # by identity of the leaf
+    keys: dict[int, str]  # by id of the leaf
     held: dict[str, HeldLeaf]
     slices: tuple[LiveSlice, ...]
     refs: Kept
 
     def is_still(self, value: Any) -> bool:
-        """Whether `value` has the same names for the same objects in the same memory."""
+        """Return whether `value` has the same names for the same objects in the same memory."""
         found = plain_tensors(value) if type(value) is self.kind else None
         if found is None or len(found[1]) != len(self.leaves) or found[0] != self.names:
             return False
         return (
             all(map(is_, found[1], self.leaves))
-            and _devices(found[1]) == {self.device}  # torch does not compare memory of different ones
+            and _devices(found[1]) == {self.device}  # torch cannot compare memory of different devices
             and list(map(_DTYPE, found[1])) == self.dtypes
             and all(map(torch.Tensor.is_set_to, found[1], self.tensors))
         )
 
     def is_alone(self, keys: Mapping[int, str], held: Mapping[str, HeldLeaf]) -> bool:
-        """Whether neither its tensors nor their names are among those of a walk."""
+        """Return whether none of its tensors and names is among those of a walk."""
         return keys.keys().isdisjoint(self.keys.keys()) and held.keys().isdisjoint(self.held.keys())
 
 
@@ -122,8 +123,8 @@ class Block:
 class Walked:
     """All slices of this rank, and the items as trees with TensorRef in place of tensors.
 
-    `held` has every leaf by its key, also those of which no slice is here. `blocks` have the containers of
-    tensors alone, by item and path.
+    `held` has every leaf by its key, also those without a slice here. `blocks` has the containers of tensors
+    only, by item and path.
     """
 
     slices: tuple[LiveSlice, ...]
@@ -133,7 +134,7 @@ class Walked:
 
     @property
     def kept(self) -> dict[int, Kept]:
-        """Containers in `trees` that stay the same objects from walk to walk, by identity."""
+        """Containers in `trees` that stay the same objects from walk to walk, by id."""
         return {id(block.refs.value): block.refs for block in self.blocks.values()}
 
     @property
@@ -141,15 +142,15 @@ class Walked:
         return {live.slice.key: live for live in self.slices}
 
     @property
-    def by_place(self) -> dict[SliceKey, LiveSlice]:
-        return {live.place: live for live in self.slices}
+    def by_slice_key(self) -> dict[SliceKey, LiveSlice]:
+        return {live.slice_key: live for live in self.slices}
 
     def owned(self, rank: int) -> tuple[LiveSlice, ...]:
-        """The slices that `rank` saves: those it alone holds and its share of those that others hold too."""
+        """Return the slices that `rank` saves: its own, and its share of those that several ranks hold."""
         loads: dict[tuple[int, ...], dict[int, int]] = {}
         mine = [live for live in self.slices if live.ranks == (rank,)]
         shared = (live for live in self.slices if len(live.ranks) > 1)
-        for live in sorted(shared, key=lambda s: (-s.nbytes, *s.place)):
+        for live in sorted(shared, key=lambda s: (-s.nbytes, *s.slice_key)):
             load = loads.setdefault(live.ranks, dict.fromkeys(live.ranks, 0))
             owner = min(load, key=lambda k: (load[k], k))
             load[owner] += live.nbytes
@@ -158,14 +159,14 @@ class Walked:
         return tuple(mine)
 
     def shared(self, everyone: tuple[int, ...]) -> list[LiveSlice]:
-        """What this rank takes for common to all of several ranks, those of its part."""
+        """Return the slices that all of `everyone`, the ranks of this rank's part, hold."""
         return [s for s in self.slices if s.ranks == everyone] if len(everyone) > 1 else []
 
     def shared_digest(self, everyone: tuple[int, ...], contents: Mapping[str, str]) -> str:
-        """Digest of what is common to these ranks; the same on every one, or shares get lost.
+        """Return a digest of the slices that these ranks share; ranks compare it before they divide them.
 
-        Over names, dtypes and shapes, and the digests of bytes in `contents`, by key: parameters that differ
-        between ranks without being a DTensor would lose all copies but one.
+        It covers names, dtypes, shapes, and the digests of bytes in `contents`, by key: of parameters that
+        differ between ranks without being DTensors, all copies but one would be lost.
         """
         lines = sorted(
             [s.slice.key, s.slice.dtype, list(s.slice.shape), contents.get(s.slice.key, "")]
@@ -177,13 +178,13 @@ class Walked:
 def walk(
     items: Mapping[str, Item], *, rank: int, world_size: int, first: int = 0, before: Walked | None = None
 ) -> Walked:
-    """Every tensor of `items` as slices of this rank, nothing copied. UnsupportedLeaf names a bad leaf.
+    """Return the tensors of `items` as slices of this rank, not copied. UnsupportedLeaf names a bad leaf.
 
-    The `world_size` ranks from `first` on may hold the same; torch.distributed calls `first` its rank 0.
+    The `world_size` ranks from `first` on may hold the same tensors; torch.distributed calls `first` rank 0.
 
-    A tensor that an item has under several names (tied weights) is there once, under the first of them. A
-    DTensor is of the whole group, also in an item whose state is the rank's own.
-    What is where it was in `before` keeps its slices; if that is everything, `slices` is the same object.
+    A tensor with several names in an item (tied weights) occurs once, with the first name. A DTensor belongs
+    to the whole group, also in an item whose state belongs to the rank. Tensors that are where they were in
+    `before` keep their slices; if all are, `slices` is the same object.
     """
     everyone = tuple(range(first, first + world_size))
     known = before.held if before is not None else {}
@@ -193,10 +194,10 @@ def walk(
     all_slices: list[LiveSlice] = []
 
     def visit_item(name: str, item: Item) -> Any:
-        keys: dict[int, str] = {}  # of this item's leaves, by identity
+        keys: dict[int, str] = {}  # of this item's leaves, by id
 
         def visit(value: Any, path: tuple[str, ...]) -> Any:
-            if not isinstance(value, torch.Tensor | Pieces):
+            if not isinstance(value, torch.Tensor | FlatShard):
                 return visit_container(value, path)
             if id(value) not in keys:
                 prefix, inner = place_in(name, item, value, path, rank)
@@ -249,7 +250,7 @@ def walk(
 
 
 def plain_tensors(value: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] | None:
-    """The names, of a dict, and the tensors of a container that has nothing but plain tensors in it."""
+    """Return the keys (of a dict) and the tensors of a container that has only plain tensors."""
     if type(value) not in (dict, OrderedDict, list, tuple) or len(value) < MIN_BLOCK_TENSORS:
         return None
     names: tuple[Any, ...] = ()
@@ -268,9 +269,9 @@ def _block_of(
     held: Mapping[str, HeldLeaf],
     num_new: int,
 ) -> Block | None:
-    """What a visit has made of a container, in which it came to `num_new` tensors for the first time.
+    """Return the block of a visited container with `num_new` new tensors.
 
-    None if one of them has its name elsewhere, or if it is no block.
+    None if one of its tensors has a name elsewhere, or if it is no block.
     """
     found = plain_tensors(value)
     if found is None:
@@ -298,13 +299,13 @@ def _block_of(
 def place_in(
     name: str, item: Item, leaf: Leaf, path: tuple[str, ...], rank: int
 ) -> tuple[str, tuple[str, ...]]:
-    """The prefix and the names under which a leaf of an item is stored."""
+    """Return the prefix and the names under which a leaf of an item is stored."""
     return (f"rank{rank}", (name, *path)) if item.per_rank and not is_global(leaf) else (name, path)
 
 
 def is_global(leaf: Leaf) -> bool:
-    """Whether the leaf is this rank's part of a tensor that several ranks have between them."""
-    return isinstance(leaf, Pieces) or is_dtensor(leaf)
+    """Return whether the leaf is this rank's part of a tensor that is cut over ranks."""
+    return isinstance(leaf, FlatShard) or is_dtensor(leaf)
 
 
 def _check_free(key: str, held: Mapping[str, HeldLeaf]) -> None:
@@ -317,15 +318,15 @@ def _check_free(key: str, held: Mapping[str, HeldLeaf]) -> None:
 
 
 def _memory(leaf: Leaf) -> tuple[Any, ...]:
-    """Where a leaf's bytes are and how they lie there; Pieces are not changed once they are made."""
-    if isinstance(leaf, Pieces):
+    """Return address and layout of a leaf's bytes; a FlatShard is immutable."""
+    if isinstance(leaf, FlatShard):
         return ()
-    local = getattr(leaf, "_local_tensor", leaf)  # of a DTensor, without a node in the autograd graph
+    local = local_part(leaf)
     return local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
 _DTYPE = attrgetter("dtype")
-_COMPARED_ON = ("cpu", "cuda")  # devices whose tensors torch compares by their memory
+_COMPARED_ON = ("cpu", "cuda")  # devices on which torch compares tensors by address
 
 
 def _devices(leaves: Sequence[torch.Tensor]) -> set[torch.device]:
@@ -354,12 +355,12 @@ def _same_kind(value: Any, mapped: dict[Any, Any]) -> Any:
 
 
 def resolve_leaves(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Put tensors and dtypes back where `walk` took them out; `tensors` by key."""
+    """Return a tree with tensors, by key, and dtypes where `walk` replaced them."""
     return replace_refs(tree, lambda ref, _: tensors[ref.key])
 
 
 def replace_refs(tree: Any, found: Callable[[TensorRef, tuple[str, ...]], Any]) -> Any:
-    """Rebuild a saved tree with `found(ref, path)` in place of each TensorRef, and dtypes as torch's."""
+    """Rebuild a saved tree with `found(ref, path)` in place of each TensorRef, and with torch's dtypes."""
 
     def visit(value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, TensorRef):
@@ -374,7 +375,7 @@ def replace_refs(tree: Any, found: Callable[[TensorRef, tuple[str, ...]], Any]) 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise FormatError(f"The state names the dtype {name!r}, which this torch has not.")
+        raise FormatError(f"The state has the dtype {name!r}, which this version of torch does not have.")
     return found
 
 
@@ -387,10 +388,10 @@ def slices_of(
     changes_in_step: bool = False,
     first: int = 0,
 ) -> Iterator[LiveSlice]:
-    """The slices of one tensor on this rank; none for the empty local part of a sharded tensor.
+    """Yield the slices of one tensor on this rank; none for the empty local part of a sharded tensor.
 
-    `ranks` hold a plain tensor; others know their own holders, as torch.distributed numbers them from `first`
-    on. UnsupportedLeaf names what cannot be stored.
+    `ranks` hold a plain tensor; other tensors know their holders, as torch.distributed numbers them from
+    `first` on. UnsupportedLeaf, with the name, for a tensor that cannot be stored.
     """
     name, label = ".".join(path), ".".join((item, *path))
     _check_storable(leaf, label)
@@ -412,7 +413,7 @@ def slices_of(
             changes_in_step=changes_in_step,
         )
 
-    if isinstance(leaf, Pieces):
+    if isinstance(leaf, FlatShard):
         ranks = tuple(first + rank for rank in leaf.ranks)
         for offset, tensor in leaf.parts:
             yield live(tensor, offset, tensor)
@@ -447,6 +448,6 @@ def _check_storable(leaf: Leaf, name: str) -> None:
 
 
 def bytes_digest(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's bytes in row-major order; empty for an empty one."""
+    """Return the digest of a tensor's bytes in row-major order; "" for an empty one."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return digest(flat.view(torch.uint8).numpy().data) if flat.numel() else ""

@@ -31,7 +31,7 @@ Pairs = list[tuple[str, Any]]
 
 
 def dumps(document: object, *, what: str, max_bytes: int, indent: int | None = None) -> bytes:
-    """`document` as UTF-8 JSON with sorted keys and a final newline. FormatError if JSON cannot hold it."""
+    """Return `document` as UTF-8 JSON with sorted keys and a final newline. FormatError if JSON cannot hold it."""
     try:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, sort_keys=True, indent=indent)
         data = text.encode() + b"\n"
@@ -49,7 +49,7 @@ def loads(
     hook: Callable[[Pairs], Any] | None = None,
     final_newline: bool = True,
 ) -> Any:
-    """The value of a JSON document; `hook` builds objects from (key, value) pairs. Raises FormatError."""
+    """Return the value of a JSON document; `hook` builds objects from (key, value) pairs. Raises FormatError."""
     check_size(data, what=what, max_bytes=max_bytes)
     if final_newline and not data.endswith(b"\n"):
         raise FormatError(f"{what} is cut short: it does not end in a newline.")
@@ -71,7 +71,7 @@ def dumps_sealed(
 
 
 def loads_sealed(data: bytes, *, what: str, max_bytes: int, indent: int | None = None) -> dict[str, Any]:
-    """The document of `dumps_sealed`, its format version checked, without `digest`.
+    """Return the document of `dumps_sealed`, its format version checked, without `digest`.
 
     The bytes must be exactly what `dumps_sealed` writes for it, so a change of any byte is a FormatError.
     """
@@ -89,7 +89,7 @@ def loads_if_sealed(
     indent: int | None = None,
     final_newline: bool = True,
 ) -> dict[str, Any]:
-    """The document of `dumps_sealed` without `digest`, or one that was written before it had that field.
+    """Return the document of `dumps_sealed` without `digest`, or one that was written before it had that field.
 
     Such a one has no fields but those that are `known`: a writer that adds a field seals the document, too.
     So a change of any byte of a sealed document is a FormatError, also of the name of the seal.
@@ -149,7 +149,7 @@ def _values_bytes(data: bytes) -> int:
 
 
 def check_version(value: object, what: str) -> None:
-    """NewerFormat unless this code reads format `value`; FormatError if it is none."""
+    """Raise NewerFormat unless this code reads format `value`; FormatError if it is none."""
     version = integer(value, f"{what}: format", low=1)
     if version > FORMAT_VERSION:
         found = f"it is in format {version}, and this one reads up to format {FORMAT_VERSION}"
@@ -171,7 +171,7 @@ def refuse_newer(data: bytes, *, what: str, max_bytes: int) -> None:
 
 
 def newer(what: str, found: str, **fields: object) -> NewerFormat:
-    """The error for `what`, in which `found` is a thing that only a newer ray_ckpt writes."""
+    """Return the error for `what`, in which `found` is a thing that only a newer ray_ckpt writes."""
     return NewerFormat(
         f"{what} is of a newer version; update ray_ckpt: {found}.",
         hint="Nothing is damaged.",
@@ -181,7 +181,7 @@ def newer(what: str, found: str, **fields: object) -> NewerFormat:
 
 
 def unique_keys(pairs: Pairs) -> dict[str, Any]:
-    """A JSON object as a dict; FormatError if a key stands in it twice."""
+    """Return a JSON object as a dict; FormatError if a key stands in it twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise FormatError("an object has the same key twice")
@@ -195,7 +195,7 @@ def integer(value: object, name: str, *, low: int = 0, high: int = MAX_INT) -> i
 
 
 def bounded(value: object, name: str, most: float) -> float:
-    """A `number` from -`most` to `most`."""
+    """Return a `number` from -`most` to `most`."""
     if not abs(found := number(value, name)) <= most:
         raise FormatError(f"{name} must be a number from {-most:g} to {most:g}, not {_shown(value)}.")
     return found
@@ -233,7 +233,7 @@ def mapping(value: object, name: str) -> dict[str, Any]:
 
 
 def number(value: object, name: str) -> float:
-    """A finite float; whole numbers are taken as floats."""
+    """Return a finite float; whole numbers are taken as floats."""
     if type(value) not in (int, float) or not isfinite(result := _to_float(value, name)):
         raise FormatError(f"{name} must be a finite number, not {_shown(value)}.")
     return result
@@ -273,7 +273,7 @@ def _surrogates(value: str) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A short spelling for an error; only plain values show their content."""
+    """Return a short spelling for an error; only plain values show their content."""
     if type(value) in (str, int, float, bool) and not (type(value) is int and value.bit_length() > 256):
         return repr(value)[:80]
     return f"a {type(value).__name__}"

@@ -84,7 +84,7 @@ class CheckpointDescription:
 
 
 def encode_fragment(fragment: Fragment) -> bytes:
-    """`fragment` as a Parquet file; equal fragments give equal bytes (with one version of pyarrow).
+    """Return `fragment` as a Parquet file; equal fragments give equal bytes (with one version of pyarrow).
 
     Raises FormatError for a fragment that `decode_fragment` would refuse.
     """
@@ -118,7 +118,7 @@ def encode_fragment(fragment: Fragment) -> bytes:
 
 
 def decode_fragment(data: bytes) -> Fragment:
-    """The fragment in a Parquet file, checked in full: grammar, bounds, and that the rows of each file cover
+    """Return the fragment in a Parquet file, checked in full: grammar, bounds, and that the rows of each file cover
     it exactly once. Raises FormatError.
     """
     jsontext.check_size(data, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
@@ -157,7 +157,7 @@ def rows_table(fragments: Iterable[Fragment]) -> pa.Table:
 
 
 def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
-    """The metadata and the columns of a fragment, of the right types."""
+    """Return the metadata and the columns of a fragment, of the right types."""
     try:
         metadata = parquet.metadata(data, METADATA_KEY)
         jsontext.refuse_newer(metadata, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
@@ -195,7 +195,7 @@ def _slice(item: Any, name: Any, dtype: Any, global_shape: Any, offset: Any, sha
 
 
 def _tuples(column: pa.ListArray) -> list[tuple[int, ...] | None]:
-    """A column of lists as tuples, equal ones as one object; several times faster than `to_pylist`."""
+    """Return a column of lists as tuples, equal ones as one object; several times faster than `to_pylist`."""
     values, ends = column.values.to_pylist(), column.offsets.to_pylist()
     present, known = column.is_valid().to_pylist(), dict[tuple[int, ...], tuple[int, ...]]()
     return [
@@ -205,7 +205,7 @@ def _tuples(column: pa.ListArray) -> list[tuple[int, ...] | None]:
 
 
 def version_files(version: FragmentVersion) -> tuple[FileEntry, ...]:
-    """The fragment's own file and those that it lists."""
+    """Return the fragment's own file and those that it lists."""
     entry, fragment = version
     return entry, *fragment.files
 
@@ -230,7 +230,7 @@ def choose_fragments(
 
 
 def encode_checkpoint(description: CheckpointDescription) -> bytes:
-    """The bytes of `checkpoint.json`; equal descriptions give equal bytes. Raises FormatError."""
+    """Return the bytes of `checkpoint.json`; equal descriptions give equal bytes. Raises FormatError."""
     _check_description(description)
     document = {
         **_attempt_json(description.attempt),
@@ -290,7 +290,7 @@ def uncovered(rows: Iterable[ManifestRow]) -> Iterator[str]:
 
 
 def by_tensor(rows: Iterable[ManifestRow]) -> Iterator[tuple[str, Sequence[ManifestRow]]]:
-    """The slices of each tensor, with its item."""
+    """Yield the slices of each tensor, with its item."""
     tensors: dict[tuple[str, str], list[ManifestRow]] = {}
     for row in rows:
         if row.slice is not None:
@@ -308,7 +308,7 @@ def _check_tiling(key: str, global_shape: tuple[int, ...], regions: Sequence[Reg
 
 
 def _overlap(regions: Sequence[Region], num_dims: int) -> bool:
-    """Whether two of the non-empty, distinct `regions` share an element: a sweep along the most cut axis."""
+    """Return whether two of the non-empty, distinct `regions` share an element: a sweep along the most cut axis."""
     if len(regions) < 2:
         return False
     axis = max(range(num_dims), key=lambda d: len({offset[d] for offset, _ in regions}))

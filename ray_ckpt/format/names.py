@@ -29,7 +29,7 @@ _RUN_UID = re.compile(r"[0-9a-f]{32}\Z")
 
 
 def make_attempt(*, run_uid: str, session: int, step: int, attempt: int, epoch: int = 0) -> AttemptId:
-    """The id of try number `attempt` at a step: a function of these five, so that all ranks compute the same.
+    """Return the id of try number `attempt` at a step: a function of these five, so that all ranks compute the same.
 
     `epoch` is that of the coordinator which opened the session. A session that it could not bring into the
     log may have its number used again, but never its number and epoch.
@@ -39,7 +39,7 @@ def make_attempt(*, run_uid: str, session: int, step: int, attempt: int, epoch: 
 
 
 def attempt_of(directory: str) -> str:
-    """The attempt whose folder has this name."""
+    """Return the attempt whose folder has this name."""
     return check_directory(directory).rpartition("-")[2]
 
 
@@ -60,7 +60,7 @@ def record_file(seq: int) -> str:
 
 
 def record_seq(name: str) -> int | None:
-    """The sequence number of a log file, or None if the name is not one of ours."""
+    """Return the sequence number of a log file, or None if the name is not one of ours."""
     match = _RECORD.match(name)
     return int(match.group(1)) if match else None
 
@@ -70,7 +70,7 @@ def snapshot_file(seq: int) -> str:
 
 
 def snapshot_seq(name: str) -> int | None:
-    """The last record that a snapshot file covers, or None if the name is not one of ours."""
+    """Return the last record that a snapshot file covers, or None if the name is not one of ours."""
     match = _SNAPSHOT.match(name)
     return int(match.group(1)) if match else None
 
@@ -84,12 +84,12 @@ def is_file_name(name: str) -> bool:
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether a file of this name holds tensors, and so may be stored compressed."""
+    """Return whether a file of this name holds tensors, and so may be stored compressed."""
     return is_file_name(name) and _SHARD.match(name) is not None
 
 
 def is_data_name(name: str) -> bool:
-    """Whether a file of this name holds what was saved, rather than tells of it."""
+    """Return whether a file of this name holds what was saved, rather than tells of it."""
     return is_file_name(name) and name != CHECKPOINT_JSON and not name.startswith("manifest-")
 
 

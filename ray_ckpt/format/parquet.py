@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def read_table(data: bytes, schema: pa.Schema, *, max_rows: int) -> pa.Table:
-    """The columns of `schema` that are there, with texts as dictionaries.
+    """Return the columns of `schema` that are there, with texts as dictionaries.
 
     FormatError if it unpacks to more than the limits above; whatever pyarrow raises if it is no such file.
     """
@@ -71,26 +71,26 @@ def column_names(data: bytes) -> list[str]:
 
 
 def texts(array: pa.Array) -> list[str | None]:
-    """The values of a dictionary of texts; equal ones are one object."""
+    """Return the values of a dictionary of texts; equal ones are one object."""
     values = array.dictionary.cast(pa.string()).to_pylist()
     return [None if index is None else values[index] for index in array.indices.to_pylist()]
 
 
 def values(table: pa.Table, name: str) -> list[Any]:
-    """A column as a list; equal texts are one object."""
+    """Return a column as a list; equal texts are one object."""
     found = column(table, name)
     listed: list[Any] = texts(found) if pa.types.is_dictionary(found.type) else found.to_pylist()
     return listed
 
 
 def column(table: pa.Table, name: str) -> pa.Array:
-    """A column as one array."""
+    """Return a column as one array."""
     found = table.column(name)
     return found.chunk(0) if found.num_chunks == 1 else found.combine_chunks()
 
 
 def _fits(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether a column of type `found`, whose texts are dictionaries, is of the type that is wanted."""
+    """Return whether a column of type `found`, whose texts are dictionaries, is of the type that is wanted."""
     if wanted == pa.string():
         return bool(pa.types.is_dictionary(found))
     if pa.types.is_map(wanted):
@@ -113,7 +113,7 @@ def _text_paths(field: pa.Field) -> Iterator[str]:
 
 
 def _leaf_types(schema: pa.Schema) -> dict[str, Collection[int]]:
-    """The physical types that the leaves of each column may have."""
+    """Return the physical types that the leaves of each column may have."""
     found: dict[str, Collection[int]] = {}
     for field in schema:
         kind = field.type
@@ -175,7 +175,7 @@ def _chunks(data: bytes) -> Iterator[_Chunk]:
 
 
 def _of(struct: Any, field: int, kind: type[T]) -> T:
-    """A field of a struct of the footer."""
+    """Return a field of a struct of the footer."""
     value = struct.get(field) if isinstance(struct, dict) else None
     if type(value) is not kind:
         raise FormatError("its footer is damaged")
@@ -220,7 +220,7 @@ class _Thrift:
         self.at = at
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """The fields by number: ints, texts, lists and structs; None for a float."""
+        """Return the fields by number: ints, texts, lists and structs; None for a float."""
         if depth > _MAX_DEPTH:
             raise FormatError("its footer is nested too deep")
         found: dict[int, Any] = {}

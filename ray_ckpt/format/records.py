@@ -258,7 +258,7 @@ class LogRecord:
 
 
 def encode_record(record: LogRecord) -> bytes:
-    """`record` as one line of sealed JSON; equal records give equal bytes.
+    """Return `record` as one line of sealed JSON; equal records give equal bytes.
 
     FormatError if no reader takes it.
     """
@@ -280,7 +280,7 @@ def encode_record(record: LogRecord) -> bytes:
 
 
 def check_op(op: Op) -> None:
-    """FormatError if no record can say it, wherever in the log and whoever writes it."""
+    """Raise FormatError if no record can say it, wherever in the log and whoever writes it."""
     writer, prev = "f" * _MAX_WRITER, "f" * 32
     encode_record(
         LogRecord(seq=MAX_SEQ, epoch=jsontext.MAX_INT, writer=writer, prev=prev, time_s=-_LONG_TIME_S, op=op)
@@ -288,7 +288,7 @@ def check_op(op: Op) -> None:
 
 
 def _said(op: Op) -> Iterator[tuple[str, Any]]:
-    """The fields of an op, but for those that nobody has given."""
+    """Yield the fields of an op, but for those that nobody has given."""
     for field in fields(op):
         value = getattr(op, field.name)
         if value is not None or field.default is MISSING:
@@ -296,7 +296,7 @@ def _said(op: Op) -> Iterator[tuple[str, Any]]:
 
 
 def decode_record(data: bytes) -> LogRecord:
-    """The record in `data`. Raises FormatError, also for any change of what `encode_record` has written."""
+    """Return the record in `data`. Raises FormatError, also for any change of what `encode_record` has written."""
     document = jsontext.loads_if_sealed(data, what=_WHAT, max_bytes=MAX_RECORD_BYTES, known=_KNOWN)
     seq = jsontext.integer(document.get("seq"), "seq", high=MAX_SEQ)
     return LogRecord(

@@ -41,7 +41,7 @@ def read_flag(memory: memoryview) -> int:
 
 
 def step_of(word: int) -> int:
-    """The agreed step of a word, 0 if there is none."""
+    """Return the agreed step of a word, 0 if there is none."""
     return word & MAX_STEP
 
 

@@ -86,7 +86,7 @@ class HeaderTensor:
 
 
 def check_slice(part: Slice) -> int:
-    """The bytes of `part`. NewerFormat for an unknown dtype, FormatError for a region outside its tensor."""
+    """Return the bytes of `part`. NewerFormat for an unknown dtype, FormatError for a region outside its tensor."""
     if part.dtype not in ITEMSIZE:
         raise newer(part.key, f"its dtype is {part.dtype[:80]!r}", key=part.key)
     if not len(part.global_shape) == len(part.offset) == len(part.shape):
@@ -131,7 +131,7 @@ def build_layout(slices: Iterable[Slice]) -> ShardLayout:
 
 
 def parse_header(data: bytes, *, file_size_bytes: int) -> tuple[HeaderTensor, ...]:
-    """The tensors of a safetensors file from its first bytes, in file order.
+    """Return the tensors of a safetensors file from its first bytes, in file order.
 
     `data` must hold at least the header. Raises FormatError unless the tensors follow the header without
     gaps or overlaps and end where the file ends.
@@ -160,7 +160,7 @@ def _rank(part: Slice) -> tuple[int, str, tuple[int, ...]]:
 
 
 def _further(part: Slice) -> str:
-    """The name in the header of a slice whose tensor has one there already."""
+    """Return the name in the header of a slice whose tensor has one there already."""
     return f"{part.key}@{','.join(map(str, part.offset))}"
 
 

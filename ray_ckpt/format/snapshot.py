@@ -115,7 +115,7 @@ class LogSnapshot:
 
 
 def encode_snapshot(snapshot: LogSnapshot) -> bytes:
-    """`snapshot` as a Parquet file. FormatError if it is beyond the bounds of the format or not sound."""
+    """Return `snapshot` as a Parquet file. FormatError if it is beyond the bounds of the format or not sound."""
     if len(snapshot.checkpoints) > MAX_CHECKPOINTS:
         raise FormatError(
             f"A snapshot of {len(snapshot.checkpoints)} checkpoints; the format allows {MAX_CHECKPOINTS}."
@@ -143,7 +143,7 @@ def _encode(snapshot: LogSnapshot) -> bytes:
 
 
 def decode_snapshot(data: bytes) -> LogSnapshot:
-    """The snapshot in a Parquet file, checked in full. Raises FormatError."""
+    """Return the snapshot in a Parquet file, checked in full. Raises FormatError."""
     jsontext.check_size(data, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)
     metadata, table = _read_parquet(data)
     head = jsontext.loads_sealed(metadata, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)
@@ -211,7 +211,7 @@ def _columns(checkpoints: Sequence[CheckpointInfo]) -> Columns:
 
 
 def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> tuple[CheckpointInfo, ...]:
-    """The rows as checkpoints; FormatError for a value that no record could have given."""
+    """Return the rows as checkpoints; FormatError for a value that no record could have given."""
     for name in _WHOLE:
         _check_range(columns[name], name, 0, jsontext.MAX_INT)
     for name in _COUNTS:
@@ -258,7 +258,7 @@ def _maps(columns: Columns, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _rows_digest(columns: Columns) -> str:
-    """The digest of all values: numbers as 8 bytes (null as NaN), texts with a line feed after each."""
+    """Return the digest of all values: numbers as 8 bytes (null as NaN), texts with a line feed after each."""
     digester = Digester()
     for name, kind in _KINDS.items():
         if name not in columns:
@@ -305,7 +305,7 @@ def _map_array(columns: Columns, name: str) -> pa.MapArray:
 
 
 def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
-    """The metadata and the columns of a snapshot, of the right types and null where null may be."""
+    """Return the metadata and the columns of a snapshot, of the right types and null where null may be."""
     try:
         metadata = parquet.metadata(data, METADATA_KEY)
         jsontext.refuse_newer(metadata, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)

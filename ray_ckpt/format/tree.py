@@ -69,7 +69,7 @@ class Kept:
 
 
 def encode_tree(value: object, kept: Mapping[int, Kept] | None = None) -> bytes:
-    """`value` as one line of UTF-8 JSON. Equal trees in equal order give equal bytes.
+    """Return `value` as one line of UTF-8 JSON. Equal trees in equal order give equal bytes.
 
     `kept` has containers by their identity whose JSON is to be kept, and used again.
 
@@ -96,7 +96,7 @@ def encode_tree(value: object, kept: Mapping[int, Kept] | None = None) -> bytes:
 
 
 def decode_tree(data: bytes) -> Any:
-    """The value that `encode_tree` made `data` from. Runs no code of the data. Raises FormatError."""
+    """Return the value that `encode_tree` made `data` from. Runs no code of the data. Raises FormatError."""
     return loads(data, what="The state tree", max_bytes=MAX_TREE_BYTES, hook=_object)
 
 
@@ -271,7 +271,7 @@ _LEAVES: Mapping[type, Callable[[Any], Any]] = {
 
 
 def _rare(value: Any) -> Any:
-    """The JSON of a value whose type has many members, or None if it is not one of ours."""
+    """Return the JSON of a value whose type has many members, or None if it is not one of ours."""
     if type(value) is TorchDtype and _DTYPE_NAME.match(value.name):
         return {"$dtype": value.name}
     if type(value) is np.ndarray and (dtype := _dtype_text(value.dtype)):

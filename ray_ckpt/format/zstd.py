@@ -65,7 +65,7 @@ def check_installed() -> None:
 
 
 def encode(blocks: Iterable[Buffer], level: int) -> Iterator[bytes]:
-    """The stored file of the raw file that `blocks` make up: each frame, then the table.
+    """Yield the stored file of the raw file that `blocks` make up: each frame, then the table.
 
     Holds one raw and one stored frame. The same bytes for the same raw file, level and version of zstd,
     however it is cut into blocks. FormatError for more than MAX_FRAMES.
@@ -86,7 +86,7 @@ def encode(blocks: Iterable[Buffer], level: int) -> Iterator[bytes]:
 
 
 def max_encoded_bytes(size_bytes: int) -> int:
-    """The most that `encode` makes of a raw file of this size: ZSTD_COMPRESSBOUND for each frame, and the
+    """Return the most that `encode` makes of a raw file of this size: ZSTD_COMPRESSBOUND for each frame, and the
     table.
     """
     num_frames = -(-size_bytes // FRAME_BYTES)
@@ -95,7 +95,7 @@ def max_encoded_bytes(size_bytes: int) -> int:
 
 
 def sample_ranges(size_bytes: int) -> tuple[tuple[int, int], ...]:
-    """(offset, size) of what to judge a raw file by: the whole of a small one, else NUM_SAMPLES ranges.
+    """Return (offset, size) of what to judge a raw file by: the whole of a small one, else NUM_SAMPLES ranges.
 
     One lies in each equal part of the file, elsewhere in each, so that tensors that alternate are all met;
     none at the beginning, where the header would look like an eighth of the file.
@@ -125,7 +125,7 @@ def estimate(sample: Iterable[Buffer], level: int) -> float:
 
 
 def pays(ratio: float) -> bool:
-    """Whether a file of this ratio is worth the core time of writing and reading it."""
+    """Return whether a file of this ratio is worth the core time of writing and reading it."""
     return ratio <= MAX_RATIO
 
 
@@ -147,12 +147,12 @@ class SeekTable:
         return min(FRAME_BYTES, self.raw_size - frame * FRAME_BYTES)
 
     def stored(self, frames: range) -> tuple[int, int]:
-        """(offset, size) in the stored file of frames that follow each other."""
+        """Return (offset, size) in the stored file of frames that follow each other."""
         start = int(self.starts[frames.start])
         return start, int(self.starts[frames.stop]) - start
 
     def runs(self, ranges: Iterable[tuple[int, int]]) -> tuple[range, ...]:
-        """The frames that hold the ranges (offset, size) of the raw file: runs in rising order, with a gap
+        """Return the frames that hold the ranges (offset, size) of the raw file: runs in rising order, with a gap
         between each two. The ranges must rise and not overlap, ValueError otherwise; they may be empty.
         EOFError if one ends behind the file.
         """
@@ -174,7 +174,7 @@ class SeekTable:
 
 
 def table_nbytes(tail: bytes, stored_size: int) -> int:
-    """How many of the last bytes of a stored file are its table; the last nine bytes say it.
+    """Return how many of the last bytes of a stored file are its table; the last nine bytes say it.
 
     FormatError if there can be no such table.
     """
@@ -192,7 +192,7 @@ def table_nbytes(tail: bytes, stored_size: int) -> int:
 
 
 def parse_table(tail: bytes, stored_size: int) -> SeekTable:
-    """The table from the last bytes of a stored file, at least `table_nbytes` of them.
+    """Return the table from the last bytes of a stored file, at least `table_nbytes` of them.
 
     FormatError unless its frames fill the file up to the table, hold FRAME_BYTES each but for the last one,
     and are not larger than zstd makes them.
@@ -216,7 +216,7 @@ def parse_table(tail: bytes, stored_size: int) -> SeekTable:
 
 
 def decode(blocks: Iterable[Buffer], table: SeekTable, frames: Iterable[int]) -> Blocks:
-    """The raw bytes of `frames`, a view for each, from their stored bytes one after the other.
+    """Yield the raw bytes of `frames`, a view for each, from their stored bytes one after the other.
 
     Holds one stored and one raw frame; the views are of memory of their own. zstd works without the GIL.
     CorruptionError for a frame that is cut short, damaged, or not of the size that the table says, which is
@@ -261,7 +261,7 @@ class SeekableReader:
         return self._table.num_frames
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        """The bytes of the ranges (offset, size), one after the other, in views of at most a frame.
+        """Yield the bytes of the ranges (offset, size), one after the other, in views of at most a frame.
 
         The ranges must rise and not overlap. Each frame is read and decoded once, and those that follow each
         other are asked for together; two raw frames and a stored one are held. Raises what `read` raises,
@@ -286,7 +286,7 @@ class SeekableReader:
 
 
 def _cut(frames: Iterator[tuple[memoryview, int]], ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
-    """The bytes of `ranges` from raw frames with their numbers. Lets whoever gives the frames finish."""
+    """Yield the bytes of `ranges` from raw frames with their numbers. Lets whoever gives the frames finish."""
     view, number = memoryview(b""), -1
     for offset, nbytes in ranges:
         end = offset + nbytes

@@ -1,1 +1,1 @@
-"""Pure geometry: which saved slices fill which live ones."""
+"""Geometry of slices: regions of cut tensors, and the reads that fill live slices from saved ones."""

@@ -1,8 +1,7 @@
-"""Which boxes of a global tensor a rank holds, from how the tensor was cut.
+"""Boxes of a global tensor that a rank holds, computed from the cuts of the tensor.
 
 A tensor is cut along its dimensions, once for each mesh dimension that shards it, or flattened and cut at
-element numbers, as FSDP1 does. Either way a rank may hold several boxes, which lie in its memory one after
-another.
+element numbers, as in FSDP1. In both cases a rank may hold several boxes, one after the other in its memory.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import NamedTuple, TypeAlias
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A region of a tensor: offset and shape."""
 Span: TypeAlias = tuple[int, int]
-"""Indices along one dimension: the first, and how many."""
+"""Indices along one dimension: the first, and their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Dimension `dim` is cut into `count` chunks, of which number `index` is taken.
+    """A cut of dimension `dim` into `count` chunks, of which chunk `index` is kept.
 
-    With `strides` > 1 it is cut into so many pieces first, and the chunk with that number of each is taken.
+    With `strides` > 1 the dimension is first cut into that many pieces, and chunk `index` of each is kept.
     """
 
     dim: int
@@ -33,17 +32,17 @@ class Cut:
 
 
 class Region(NamedTuple):
-    """A box of the global tensor, and where it begins in the rank's own tensor."""
+    """A box of the global tensor, and its offset in the rank's local tensor."""
 
     box: Box
     local_offset: tuple[int, ...]
 
 
 def cut_parts(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[tuple[int, ...], tuple[Region, ...]]:
-    """The shape of what is left of a tensor of `shape` after `cuts`, in their order, and its boxes.
+    """Return the local shape of a tensor of `shape` after `cuts`, applied in order, and its boxes.
 
-    A chunk is a torch.chunk: all but the last ones have ceil(size / count) indices, the last may have none.
-    Nothing that is empty has a box, but for a tensor without elements itself, which is one.
+    Chunks are those of torch.chunk: all but the last ones have ceil(size / count) indices, the last may have
+    none. An empty local tensor has no box, except for a global tensor without elements, which is one box.
     """
     spans: list[tuple[Span, ...]] = [((0, size),) for size in shape]
     for cut in cuts:
@@ -57,22 +56,22 @@ def cut_parts(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[tuple[int, ...
 
 
 def flat_parts(shape: Sequence[int], start: int, stop: int) -> tuple[Region, ...]:
-    """The boxes of the elements number `start` to `stop` - 1 of a C-contiguous tensor, in their order.
+    """Return the boxes of elements `start` to `stop` - 1 of a C-contiguous tensor, in order.
 
-    `local_offset` has one number, from `start` on. At most 2 * len(shape) - 1 boxes.
+    `local_offset` is one number, counted from `start`. At most 2 * len(shape) - 1 boxes.
     """
     return tuple(Region(box, (first - start,)) for box, first in _flat(tuple(shape), start, stop))
 
 
 def _flat(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """Boxes, and the number of the first element of each."""
+    """Yield boxes, each with the number of its first element."""
     if start >= stop:
         return
     if (start, stop) == (0, prod(shape)):
         yield ((0,) * len(shape), shape), 0
         return
     rows, inner = shape[0], prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # rows that are there entirely
+    first, last = -(-start // inner), stop // inner  # complete rows
     if first > last:  # it begins and ends inside one row
         yield from _in_row(shape, last, start, stop)
         return
@@ -96,7 +95,7 @@ def _size(spans: Iterable[Span]) -> int:
 
 
 def _chunk(spans: Sequence[Span], count: int, index: int) -> tuple[Span, ...]:
-    """Chunk number `index` of `count` of these indices."""
+    """Return chunk `index` of `count` of these indices."""
     step = -(-_size(spans) // count)
     begin, end, seen, found = index * step, (index + 1) * step, 0, []
     for start, length in spans:
@@ -108,7 +107,7 @@ def _chunk(spans: Sequence[Span], count: int, index: int) -> tuple[Span, ...]:
 
 
 def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Neighbours as one."""
+    """Join neighbouring spans."""
     found: list[Span] = []
     for start, length in spans:
         if found and sum(found[-1]) == start:

@@ -1,6 +1,6 @@
-"""From what is wanted and what was saved to the reads that join them, in any layout.
+"""Plan of a restore: the reads that fill live slices from saved ones, for any two layouts.
 
-Each wanted slice is a box in a global tensor, each saved slice too; a read copies one intersection.
+Each target and each saved slice is a box of a global tensor; each copy is one intersection.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeAlias
 from ray_ckpt.types import ManifestRow, Slice
 
 RowKey: TypeAlias = tuple[str, int]
-"""Names a manifest row of a checkpoint: its file, and the offset of its bytes there."""
+"""Identity of a manifest row in a checkpoint: its file, and the offset of its bytes there."""
 
 
 def row_key(row: ManifestRow) -> RowKey:
@@ -22,7 +22,7 @@ def row_key(row: ManifestRow) -> RowKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """`shape` elements from `source_start` of the saved slice to `target_start` of target `target`."""
+    """A copy of `shape` elements from `source_start` of the saved slice to `target_start` of `target`."""
 
     target: int
     source_start: tuple[int, ...]
@@ -32,7 +32,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """One saved slice to read, and everywhere its elements go."""
+    """One saved slice to read, and the copies of its elements."""
 
     row: ManifestRow
     copies: tuple[Copy, ...]
@@ -40,7 +40,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:
-    """The reads, and every way in which the checkpoint does not fit (empty: it fits)."""
+    """The reads of a restore, and all problems; without problems the checkpoint fits."""
 
     reads: tuple[Read, ...]
     problems: tuple[str, ...]
@@ -53,10 +53,10 @@ class RestorePlan:
 def plan_restore(
     targets: Sequence[Slice], rows: Iterable[ManifestRow], *, prefer_file: str = ""
 ) -> RestorePlan:
-    """Reads that fill `targets` from the saved `rows`.
+    """Return the reads that fill `targets` from the saved `rows`.
 
-    A region that several ranks saved is read once, from `prefer_file` if it is there: a rank gets back its
-    own copy of what may differ between ranks.
+    A region that several ranks saved is read once, from `prefer_file` if it has it: so a rank gets its own
+    copy of regions that may differ between ranks.
     """
     saved = _by_key(rows, prefer_file)
     copies: dict[RowKey, list[Copy]] = {}
@@ -68,7 +68,9 @@ def plan_restore(
             problems.append(problem)
             continue
         exact = found.get((target.offset, target.shape))
-        if exact is not None and target.num_elements:  # saved as it is wanted, as in most restores
+        if (
+            exact is not None and target.num_elements
+        ):  # a slice of the same box was saved, as in most restores
             origin = (0,) * len(target.shape)
             whole = Copy(target=index, source_start=origin, target_start=origin, shape=target.shape)
             copies.setdefault(row_key(exact), []).append(whole)
@@ -116,7 +118,7 @@ def _misfit(target: Slice, found: Mapping[tuple[object, ...], ManifestRow]) -> s
 
 
 def _overlap(pieces: Sequence[Copy]) -> bool:
-    """Whether two boxes share an element; sorted by their first dimension, so few pairs are compared."""
+    """Return whether two boxes overlap; sorting by the first dimension leaves few pairs to compare."""
     ordered = sorted(pieces, key=lambda piece: piece.target_start)
     for at, one in enumerate(ordered):
         for other in ordered[at + 1 :]:

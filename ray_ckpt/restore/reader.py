@@ -1,9 +1,9 @@
-"""Reading a checkpoint's bytes from the cheapest intact source, straight to where they belong.
+"""Reader of a checkpoint's rows, from the cheapest intact source straight to their targets.
 
-Rows are gathered into extents that some threads read at a time; the bytes of an extent arrive in order, and
-each piece is hashed and copied while it is in the cache. A destination may therefore hold bytes that turn out
-to be wrong: they are overwritten from the next source, or the row is named in `damage` and nobody may go on.
-Memory is bounded by what a few threads have in hand, whatever the size of the checkpoint.
+Rows are gathered into extents that several threads read; the bytes of an extent arrive in order, and each
+piece is hashed and copied while it is in the cache. A target may therefore hold wrong bytes for a while: they
+are overwritten from the next source, or the row is named in `damage`, and then the targets must not be used.
+Memory is bounded by the buffers of a few threads, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from ray_ckpt.types import (
     Tier,
 )
 
-PIECE_BYTES = 2 << 20  # hashed and then copied: fits a cache, and is long enough to be copied past it
-FETCH_BYTES = 256 << 20  # asked of the node's agent at a time
+PIECE_BYTES = 2 << 20  # hashed and then copied: fits a cache, and is long enough for streaming stores
+FETCH_BYTES = 256 << 20  # requested from the node's agent at a time
 PROGRESS_S = 1.0  # between two calls of `progress`
 LOG_EVERY_S = 5.0  # between two lines about a long restore
-MAX_REJECTED = 200  # notes kept about bad rows and sources; the rest would say the same
+MAX_REJECTED = 200  # notes about bad rows and sources; more would repeat them
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 def num_threads(tier: Tier) -> int:
-    """Extents read at a time from a tier.
+    """Return the number of extents to read at a time from a tier.
 
-    Memory keeps every core busy. A disk read has its own read-ahead, so two are enough to hide one's start
-    behind the other, and more would only hold more buffers. Peers and remote folders answer late and have
-    many disks.
+    Memory keeps every core busy. A disk read has its own read-ahead, so with two extents the start of one is
+    hidden behind the other; more would only hold more buffers. Peers and stores answer late and have many
+    disks.
     """
     if tier == "memory":
         return min(16, len(os.sched_getaffinity(0)))
@@ -68,17 +68,17 @@ def num_threads(tier: Tier) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSource:
-    """One place that holds a file: a path on this node, a peer's endpoint, or the run's storage path."""
+    """A copy of a file: at a path on this node, at a peer's endpoint, or on the run's storage path."""
 
     tier: Tier
-    where: str  # for people: a node id or a storage path
+    where: str  # node id or storage path, for messages
     path: str = ""
     endpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreTicket:
-    """What a rank needs to restore: the checkpoint, its manifest, and each file's sources, best first."""
+    """Input of a restore on one rank: the checkpoint, its manifest, each file's sources, best first."""
 
     session: int
     epoch: int  # of the coordinator that opened the session
@@ -86,13 +86,13 @@ class RestoreTicket:
     fragments: tuple[Fragment, ...] = ()
     sources: Mapping[str, tuple[FileSource, ...]] = field(default_factory=dict)
     credentials: Credentials | None = field(default=None, repr=False)
-    storage: RemoteRef | None = None  # of the sources that are remote
-    damage: tuple[str, ...] = ()  # why the manifest itself cannot be had; then there is nothing to read
+    storage: RemoteRef | None = None  # for remote sources
+    damage: tuple[str, ...] = ()  # reasons why the manifest cannot be read; then there is nothing to restore
     node_ranks: tuple[int, ...] = ()  # the ranks of this node
 
     @property
     def remote(self) -> RemoteTier | None:
-        """Where remote sources are read; opened here, with this process's credentials."""
+        """The tier for remote sources, opened with this process's credentials."""
         return self.storage.open() if self.storage is not None else None
 
 
@@ -100,32 +100,32 @@ class RestoreTicket:
 class SharedRows:
     """Rows that the node's agent has read for all its ranks, in memory that a rank can map.
 
-    A row that was asked for and is in neither `offsets` nor `refused` will be there later.
+    A requested row that is in neither `offsets` nor `refused` will be there later.
     """
 
     path: str = ""
     offsets: Mapping[RowKey, int] = field(default_factory=dict)
-    origin: Mapping[str, tuple[Tier, str]] = field(default_factory=dict)  # of each file: tier and where
-    refused: tuple[RowKey, ...] = ()  # the rank has to read them by itself
+    origin: Mapping[str, tuple[Tier, str]] = field(default_factory=dict)  # by file: tier and `where`
+    refused: tuple[RowKey, ...] = ()  # rows that the rank must read itself
 
 
 FetchRows: TypeAlias = Callable[[Mapping[RowKey, tuple[int, ...]], tuple[RowKey, ...]], SharedRows]
-"""Ask the agent for rows, each with the ranks of the node that want it, and say which ones this rank has
-copied since. Blocks until some of them are there or refused. CheckpointError if there is no agent."""
+"""Requests rows from the agent, each with the ranks of the node that want it, and reports the rows that this
+rank has copied since. Blocks until some are there or refused. CheckpointError if there is no agent."""
 
 RestoreProgress: TypeAlias = Callable[[int, int, Tier], None]
-"""Told bytes read, bytes wanted and the tier that is being read; from one thread, about once a second."""
+"""Called with bytes read, bytes wanted and the current tier, from one thread, about once a second."""
 
 
 class Sink(Protocol):
-    """Where the bytes of one row go. A row that has to be read again gets another sink."""
+    """Target of the bytes of one row. A row that is read again gets another sink."""
 
     def write(self, view: memoryview) -> None:
-        """The next bytes; `view` is only valid during the call."""
+        """Take the next bytes; `view` is valid during the call only."""
         ...
 
     def finish(self) -> None:
-        """All bytes were there and had the row's digest."""
+        """All bytes were there and matched the row's digest."""
         ...
 
 
@@ -133,7 +133,7 @@ SinkFor: TypeAlias = Callable[[ManifestRow], Sink]
 
 
 class FlatSink:
-    """Bytes into memory as they come."""
+    """Sink that copies bytes into memory as they come."""
 
     def __init__(self, destination: Bytes) -> None:
         self._destination = destination
@@ -149,8 +149,10 @@ class FlatSink:
 
 
 class SourceReader:
-    """Reads rows of a checkpoint's files, no faster than `limiter` lets it; remembers what came from where,
-    and what no source could give.
+    """Reader of a checkpoint's rows, at the rate of `limiter`.
+
+    `parts` has the bytes by file and source, `damage` the rows without an intact source, `rejected` notes
+    about bad rows and sources.
     """
 
     def __init__(
@@ -183,11 +185,11 @@ class SourceReader:
         sink_for: SinkFor,
         sharers: Mapping[RowKey, tuple[int, ...]] | None = None,
     ) -> None:
-        """Bring each row to its sink, verified. Rows without an intact source go to `damage`.
+        """Bring each row to its sink, verified; add rows without an intact source to `damage`.
 
         `sink_for` and the sinks are called from several threads, those of one row from one at a time.
-        Rows in `sharers` are wanted by these ranks of this node; the agent is asked for them first. An empty
-        row needs no source.
+        `sharers` has the rows that several ranks of this node want, which are first requested from the agent.
+        An empty row needs no source.
         """
         rows = list(rows)
         for row in rows:
@@ -209,7 +211,7 @@ class SourceReader:
             self.damage += [f"{file}: {row.label}" for row in left[file]]
 
     def read_bytes(self, row: ManifestRow) -> bytes | None:
-        """A row's bytes, verified; None if no source has them."""
+        """Return a row's verified bytes; None if no source has them."""
         data, damaged = np.empty(row.nbytes, np.uint8), len(self.damage)
         self.read([row], lambda _: FlatSink(data))
         return None if len(self.damage) > damaged else data.tobytes()
@@ -251,7 +253,7 @@ class SourceReader:
         pools: _Pools,
         fetch: FetchRows,
     ) -> None:
-        """Take from the agent what it gives. All ranks ask in the order of places: see SharedReads."""
+        """Read the rows that the agent shares. All ranks request them in the same order: see SharedReads."""
         wanted = {
             key: row
             for file in sorted(left)
@@ -388,7 +390,7 @@ class SourceReader:
 
 
 class ProgressLog:
-    """Says how far a restore is, every LOG_EVERY_S once it takes longer than that."""
+    """Logger of the progress of a restore, every LOG_EVERY_S once it takes longer than that."""
 
     def __init__(
         self, step: int, *, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -415,7 +417,9 @@ class ProgressLog:
 
 
 class _Pools:
-    """Threads per tier, started when the tier is read, so that a slow one never keeps a fast one waiting."""
+    """Threads per tier, started when the tier is first read, so that a slow tier does not delay a fast
+    one.
+    """
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
@@ -431,7 +435,7 @@ class _Pools:
 
 
 class _Meter:
-    """Counts bytes and tells of them now and then."""
+    """Counter of bytes that calls `progress` now and then."""
 
     def __init__(self, progress: RestoreProgress | None) -> None:
         self._progress = progress

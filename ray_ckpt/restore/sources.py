@@ -1,13 +1,14 @@
-"""How the bytes of one file come from one source: a disk, memory of another process, a peer."""
+"""Sources of a file's bytes: a disk, the storage path, memory of another process, a peer."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.storage.local.direct import read_blocks_direct
@@ -17,59 +18,43 @@ from ray_ckpt.transport.client import SLOWEST_BYTES_PER_S, PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 
-REMOTE_TRIES = (
-    2  # a connection may break in the middle of an answer; requests by themselves are repeated below
-)
-PEER_TRIES = 2  # a connection may break once; then the peer is gone for this restore
+REMOTE_TRIES = 2  # a connection may break within an answer; the store's client repeats single requests
+PEER_TRIES = 2  # a connection may break once; after that this restore leaves the peer alone
 
 Blocks: TypeAlias = Generator[memoryview, None, None]
 
 
-class ByteSource(Protocol):
-    """How the bytes of one file come from one source. Shared by the threads that read it."""
-
-    tries: int
-
-    def open(self) -> None:
-        """Before a read: OSError, EOFError or Unavailable if there is no use in one."""
-        ...
-
-    def check(self) -> None:
-        """After a read: Unavailable if the bytes may have changed under it."""
-        ...
-
-    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        """The bytes of the ranges (offset, size), one after the other, in blocks of any size."""
-        ...
-
-    def give_up(self) -> None:
-        """The last try has failed."""
-        ...
-
-
-class Disk:
-    """A file on a disk of this node."""
+class ByteSource(ABC):
+    """A source of one file's bytes, shared by the threads that read it."""
 
     tries = 1
 
+    def open(self) -> None:  # noqa: B027
+        """Prepare a read; OSError, EOFError or Unavailable if it cannot succeed."""
+
+    def check(self) -> None:  # noqa: B027
+        """Check after a read; Unavailable if the bytes may have changed meanwhile."""
+
+    @abstractmethod
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        """Return the bytes of the ranges (offset, size), one after the other, in blocks of any size."""
+
+    def give_up(self) -> None:  # noqa: B027
+        """Note that the last try has failed."""
+
+
+class Disk(ByteSource):
+    """A file on a disk of this node."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
-
-    def open(self) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         for offset, size in ranges:
             yield from read_blocks_direct(self._path, offset, size)
 
-    def give_up(self) -> None:
-        pass
 
-
-class Remote:
+class Remote(ByteSource):
     """A file on the storage path, which may be stored compressed."""
 
     tries = REMOTE_TRIES
@@ -82,28 +67,20 @@ class Remote:
     def open(self) -> None:
         try:
             _ = self._tier.files
-        except ConfigError as error:  # such as no credentials here: another source may do
+        except ConfigError as error:  # such as missing credentials: another source may work
             raise Unavailable(str(error), refused=True) from None
-
-    def check(self) -> None:
-        pass
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         yield from self._tier.read(self._directory, self._file, ranges)
 
-    def give_up(self) -> None:
-        pass
 
-
-class Mapped:
-    """Memory of another process: an arena, or what the agent has read for all.
+class Mapped(ByteSource):
+    """Memory of another process: an arena, or the agent's buffer of shared rows.
 
     Each extent is mapped by itself, so that page tables are filled and given up by all threads at once: in
     small pages that takes nearly as long as the copy. The views must not outlive the file's bytes: arenas
     keep their size, and are freed when the last one has unmapped them.
     """
-
-    tries = 1
 
     def __init__(self, path: str, *, base: int, seal: bytes) -> None:
         self._path = path
@@ -117,7 +94,7 @@ class Mapped:
 
     def check(self) -> None:
         if os.pread(self._file(), len(self._seal), 0) != self._seal:
-            raise Unavailable("the arena has been captured into again.")
+            raise Unavailable("the arena holds a newer capture.")
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         fd = self._file()
@@ -131,9 +108,6 @@ class Mapped:
             if at + size > memory.nbytes:
                 raise EOFError(f"it ends at byte {end - self._base}")
 
-    def give_up(self) -> None:
-        pass
-
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
@@ -146,7 +120,7 @@ class Mapped:
             return self._fd
 
 
-class Peer:
+class Peer(ByteSource):
     """A file on another node."""
 
     tries = PEER_TRIES
@@ -158,10 +132,7 @@ class Peer:
 
     def open(self) -> None:
         if self._endpoint in self._peers.gone:
-            raise Unavailable(f"{self._endpoint} has not answered.", refused=True)
-
-    def check(self) -> None:
-        pass
+            raise Unavailable(f"{self._endpoint} did not answer.", refused=True)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         with self._peers.acquire(self._endpoint) as peer:
@@ -173,16 +144,16 @@ class Peer:
 
 
 class Peers:
-    """Connections to peers, kept for the next extent: each thread has one of its own while it reads."""
+    """Pool of connections to peers; each thread has its own while it reads."""
 
     def __init__(
         self, credentials: Credentials | None, slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
     ) -> None:
         self._credentials = credentials
-        self.slowest_bytes_per_s = slowest_bytes_per_s  # of an answer
+        self.slowest_bytes_per_s = slowest_bytes_per_s  # of a response
         self._lock = threading.Lock()
         self._idle: dict[str, list[PeerClient]] = {}
-        self.gone: set[str] = set()  # endpoints that this restore waits for no more
+        self.gone: set[str] = set()  # endpoints that this restore no longer uses
 
     @contextlib.contextmanager
     def acquire(self, endpoint: str) -> Iterator[PeerClient]:

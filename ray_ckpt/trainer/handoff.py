@@ -67,7 +67,7 @@ class CopyPlan:
         for old, new in compress(zip(self.whole, whole, strict=True), map(is_not, self.whole, whole)):
             if not self._is_alike(old, new):
                 return None
-            if (index := self.places.get(new.place)) is not None:
+            if (index := self.places.get(new.slice_key)) is not None:
                 slices[index] = new
         return replace(self, whole=whole, slices=tuple(slices))
 

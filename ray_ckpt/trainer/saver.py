@@ -275,14 +275,14 @@ class Saver:
         if plan is None or plan.optimized != optimized:
             owned = walked.owned(self._link.identity.rank)
             layout = self._layout_of(frozenset(live.slice for live in owned))
-            by_place = walked.by_place
+            by_key = walked.by_slice_key
             order = [(placed.slice.key, placed.slice.offset) for placed in layout.slices]
             background = background_slices(walked.slices, guarded_storages(self._optimizers))
             plan = self._plan = CopyPlan(
                 whole=walked.slices,
                 optimized=optimized,
                 layout=layout,
-                slices=tuple(map(by_place.__getitem__, order)),
+                slices=tuple(map(by_key.__getitem__, order)),
                 places={place: index for index, place in enumerate(order)},
                 background=background,
                 guarded={

@@ -90,7 +90,7 @@ class Files:
     def save(self, items: Mapping[str, Item], rank: int) -> Walked:
         """What `rank` adds."""
         walked = walk(items, rank=rank, world_size=self.world_size)
-        owned = {live.place: live for live in walked.owned(rank)}
+        owned = {live.slice_key: live for live in walked.owned(rank)}
         layout = build_layout(live.slice for live in owned.values())
         data, file = bytearray(layout.header), shard_file(rank, self.world_size)
         rows = []

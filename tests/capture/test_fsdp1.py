@@ -267,7 +267,7 @@ def test_a_save_goes_on_beside_training(tmp_path: Path) -> None:
         train(model, optimizer, 1)
         items = items_of(model=model, optimizer=optimizer)
         owned = walk(items, rank=rank, world_size=2).owned(rank)
-        right = {live.place: live.tensor.clone() for live in owned}
+        right = {live.slice_key: live.tensor.clone() for live in owned}
         assert ckpt.save(1)
         train(model, optimizer, 1)
         ckpt.flush()

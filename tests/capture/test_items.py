@@ -148,7 +148,7 @@ def test_the_iterator_of_ray_data_is_refused_with_a_way_around() -> None:
     shard = type("DataIterator", (), {"__module__": "ray.data.iterator"})()
     with pytest.raises(UnsupportedItem) as caught:
         adapt("shard", shard, {})
-    assert "Ray Data does not tell" in caught.value.hint
+    assert "Ray Data exposes neither" in caught.value.hint
 
 
 def test_a_distributed_sampler_has_its_epoch() -> None:

@@ -266,7 +266,7 @@ def test_a_parameter_that_is_gone_here_is_a_difference(tmp_path: Path) -> None:
 
 def test_other_items_are_named(tmp_path: Path) -> None:
     saved = Saved(tmp_path).save(items_of(model=nn.Linear(1, 1), state={"a": 1}))
-    with pytest.raises(MismatchError, match=r"missing in it \['ema'\], unexpected \['state'\]") as caught:
+    with pytest.raises(MismatchError, match=r"missing \['ema'\], unexpected \['state'\]") as caught:
         saved.load(items_of(model=nn.Linear(1, 1), ema={"a": 1}))
     assert caught.value.fields == {"missing": ("ema",), "unexpected": ("state",)}
 

@@ -236,7 +236,7 @@ def test_a_plain_loader_that_is_iterated_already_is_named() -> None:
     assert early_iterators() == [], "that one has ended"
     batches = iter(loader)
     next(batches)
-    assert early_iterators() == ["a DataLoader is being iterated already (1 of 4 batches are read)"]
+    assert early_iterators() == ["a DataLoader is already being iterated (1 of 4 batches are read)"]
     del batches
     assert early_iterators() == []
     cycle: list[Any] = [iter(loader)]

@@ -454,7 +454,7 @@ def test_warnings_of_the_start_are_in_the_result(tmp_path: Path) -> None:
     warnings = read_traces(tmp_path, "first")[0].warnings
     assert len(warnings) == 2, warnings
     assert warnings[0].startswith("an averaged model (AveragedModel) of the registered module 'model'")
-    assert warnings[1].startswith("a DataLoader is being iterated already")
+    assert warnings[1].startswith("a DataLoader is already being iterated")
     check = ResumeCheck(
         name="check",
         folder=tmp_path,

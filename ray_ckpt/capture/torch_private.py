@@ -1,0 +1,151 @@
+"""Private names of torch that this package uses: all but those of FSDP1, which are in `fsdp1.FlatUnit`.
+
+| Private name of torch | Function here | Used for | |---|---|---| | `Tensor._version` | `version` | detecting
+changes during a copy, and gradients that a step used | | `DTensor._local_tensor` | `local_part` | the memory
+of a DTensor, without a node in the autograd graph | | `Tensor._post_accumulate_grad_hooks` |
+`is_updated_in_backward` | parameters whose optimizer runs inside backward | | `torch._foreach_copy_` |
+`copy_all` | many copies in one call | | `torch._subclasses.fake_tensor` | `FakeTensorMode`,
+`DataDependentOutputException` | optimizer state before the first step | | `Module._parameters` |
+`own_parameters` | parameters of an FSDP1 module, without a gather | | `Module._non_persistent_buffers_set` |
+`persistent_buffers` | buffers of an FSDP1 module that are saved | |
+`nn.modules.module._EXTRA_STATE_KEY_SUFFIX` | `EXTRA_STATE_SUFFIX` | names of extra state in a state_dict | |
+`OptimizedModule._orig_mod` | `compiled_module` | the module inside torch.compile | | `_orig_mod`,
+`_fsdp_wrapped_module`, `_checkpoint_wrapped_module` | `WRAPPER_SEGMENTS` | names of parameters in wrapped
+modules | | `FSDPModule._get_fsdp_state()`, `_fsdp_param_groups`, `_partial_reduce_output`, `_unsharded_param`
+| `has_hidden_gradients` | gradients that FSDP2 has not reduced yet | | `_schedulers`, `_milestones` of
+composed schedulers | `inner_schedulers`, `active_scheduler` | the schedules inside | |
+`LRScheduler._last_lr`, `_get_closed_form_lr()` | `set_last_lrs`, `closed_form_lrs` | rates at a position | |
+`_BaseDataLoaderIter`, `_num_yielded`, `_dataset_kind`, `_DatasetKind` | `iterator_class`, `num_batches_read`,
+`is_map_style` | iterators that exist before a restore | | `DataLoader._iterator` | `is_iterated` | a loader
+that is iterated already |
+
+tests/capture/test_torch_private_names.py checks each name, so that a release of torch that moves one fails
+there with a sentence about it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFIX
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+__all__ = ["EXTRA_STATE_SUFFIX", "DataDependentOutputException", "FakeTensorMode"]
+
+
+# -- tensors -----------------------------------------------------------------------------------------
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return the counter of changes in place."""
+    return tensor._version
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, or the tensor itself."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def is_updated_in_backward(param: torch.Tensor) -> bool:
+    """Return whether a hook may update the parameter as soon as its gradient is there."""
+    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target in one call, which holds the GIL at its start and end only."""
+    torch._foreach_copy_(targets, sources)
+
+
+# -- modules -----------------------------------------------------------------------------------------
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the module's own parameters, as they are registered."""
+    return ((name, param) for name, param in module._parameters.items() if param is not None)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the module's own buffers that its state_dict has."""
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that torch.compile wrapped as `module`, or None."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def has_hidden_gradients(module: Any) -> bool:
+    """Return whether an FSDP2 module keeps gradients that are not reduced, or by half of its mesh only.
+
+    The former come with `set_requires_gradient_sync(False)`, the latter with
+    `set_requires_all_reduce(False)`.
+    """
+    return any(
+        group._partial_reduce_output is not None
+        or any(
+            param.unsharded_accumulated_grad is not None
+            or getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
+            for param in group.fsdp_params
+        )
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    )
+
+
+# -- schedulers --------------------------------------------------------------------------------------
+
+
+def inner_schedulers(scheduler: Any) -> Sequence[LRScheduler]:
+    """Return the schedulers inside a SequentialLR or ChainedScheduler; none of others."""
+    return list(getattr(scheduler, "_schedulers", ()))
+
+
+def active_scheduler(scheduler: LRScheduler) -> LRScheduler:
+    """Return the innermost scheduler of a SequentialLR that is active at its position."""
+    while isinstance(scheduler, SequentialLR):
+        scheduler = scheduler._schedulers[bisect_right(scheduler._milestones, scheduler.last_epoch)]
+    return scheduler
+
+
+def set_last_lrs(scheduler: LRScheduler, lrs: list[Any]) -> None:
+    """Set the rates that `get_last_lr` returns."""
+    scheduler._last_lr = lrs
+
+
+def closed_form_lrs(scheduler: LRScheduler | None) -> list[Any] | None:
+    """Return the rates at the scheduler's position if it can compute them directly."""
+    closed_form = getattr(scheduler, "_get_closed_form_lr", None)
+    return None if closed_form is None else list(closed_form())
+
+
+# -- data loaders ------------------------------------------------------------------------------------
+
+
+def iterator_class() -> type:
+    """Return the base class of iterators over a DataLoader."""
+    return _BaseDataLoaderIter
+
+
+def num_batches_read(iterator: Any) -> int:
+    return int(iterator._num_yielded)
+
+
+def is_map_style(iterator: Any) -> bool:
+    """Return whether the iterator's dataset is read by index."""
+    return bool(iterator._dataset_kind == _DatasetKind.Map)
+
+
+def is_iterated(loader: object) -> bool:
+    """Return whether a loader keeps an iterator that exists already."""
+    return getattr(loader, "_iterator", None) is not None
