@@ -1,4 +1,4 @@
-"""A data position that survives another number of ranks.
+"""Data positions that stay valid with another number of ranks.
 
     sampler = GlobalBatchSampler(len(dataset), global_batch=256, rank=rank, world_size=world_size, seed=0)
     batches = sampler.batches(DataLoader(dataset, batch_sampler=sampler, num_workers=4))
@@ -7,42 +7,42 @@
         ...
         ckpt.step(step)
 
-The steps stand first in `zip`: the other way round it takes a batch before it finds that no step is left, and
+`ckpt.steps` must come first in `zip`: otherwise `zip` takes a batch before it finds that no step is left, and
 the checkpoint of the last step counts that batch as used.
 
 All samples of a run are numbered. Number g is the data set's sample `permutation(seed, g // n)[g % n]`, so
 one integer is the position of the whole group, epochs follow each other without a gap, and no sample is
-lost, doubled, dropped or padded, whatever the number of ranks and the size of a batch were before. The
-state that `batches` saves is that integer, the seed and the length of the data set.
+lost, doubled, dropped or padded, even if the number of ranks and the batch size change. The state that
+`batches` saves is that integer, the seed and the length of the data set.
 
-What this module does not do, and what to use instead:
+Limits, and alternatives:
 
-- `DistributedSampler` has an epoch and no position. Its state restores the epoch only: after a restart in
-  the middle of an epoch the samples of that epoch come again.
-- torchdata's `StatefulDataLoader` is saved and restored exactly, also in the middle of an epoch, by as many
-  ranks with as many worker processes each. Its state belongs to one rank: at another world size samples are
-  lost and doubled, and torchdata does not say so (`is_bound_to_world_size`). Another number of workers is an
-  error (`loader_problems`). In torchdata 0.11 give it no `generator`: without worker processes it also draws
-  the seed for those from it, once less after a restore, and the epochs after the restored one come in
-  another order. Save inside an epoch, as `ckpt.step` at the end of a loop's body does: restored between two
-  epochs it gives the right samples, and draws once more from the random state that dropout uses. Inside
-  `sampler.batches(...)` it works as a plain DataLoader does; its own state is then not needed.
-- Random augmentation: the random state of DataLoader's worker processes is saved by nobody. Wrap the data
-  set in `SeededSamples`, and what a sample looks like depends on its number alone.
-- Ray Data has no position that can be restored: see "Ray Data" below.
+- `DistributedSampler` has an epoch and no position. Its state restores the epoch only: after a restart
+  within an epoch its samples come again.
+- torchdata's `StatefulDataLoader` is saved and restored exactly, also within an epoch, with the same number
+  of ranks and of worker processes. Its state belongs to one rank: at another world size samples are lost and
+  doubled, and torchdata does not report it (`is_bound_to_world_size`). Another number of workers is an error
+  (`loader_problems`). In torchdata 0.11 give it no `generator`: without worker processes it also draws their
+  seed from it, one time less after a restore, and the epochs after the restored one have another order. Save
+within an epoch, as `ckpt.step` at the end of a loop's body does: restored between two epochs, it returns the
+  right samples, but draws once more from the random state that dropout uses. Inside `sampler.batches(...)` it
+  works as a plain DataLoader; its own state is then not needed.
+- Random augmentation: the random state of DataLoader's worker processes is not saved. Wrap the data set in
+  `SeededSamples`: then a sample depends on its number only.
+- Ray Data has no position that can be restored; see below.
 
-Ray Data (Ray 2.60): `ray.train.get_dataset_shard(name)` gives a `DataIterator`, which has neither
-`state_dict` nor a way to begin elsewhere than at the start. Each epoch executes the data set anew
+Ray Data (Ray 2.60): `ray.train.get_dataset_shard(name)` returns a `DataIterator`, which has no `state_dict`
+and always begins at the start. Each epoch executes the data set again
 (`SplitCoordinator._try_start_new_epoch`), and `OutputSplitter` hands each block to the rank that has the
 fewest rows so far, near the rank by default, in the order in which blocks are ready: "does not provide any
 ordering guarantees". `ExecutionOptions(preserve_order=True)` makes that order repeatable only while the
 number of ranks, the blocks (`override_num_blocks`, sizes of files) and every `map_batches` are the same, and
-a seeded shuffle counts executions (`DataContext._execution_idx`), which begin at 0 again with each new group.
-Ray Data's own `CheckpointConfig` leaves out rows whose id it finds under a path, also for a training split,
-but only a `Write` puts ids there. So a restart begins an epoch anew: rows that were seen in the one before
-are seen twice, in another order. Skipping as many rows as were read would leave out other rows than those,
-and is not offered. For an exact position, put the rows where they can be read by number (Parquet or Arrow
-files, a memory-mapped array) and use `GlobalBatchSampler`; keep Ray Data for what is done to them before.
+a seeded shuffle depends on the count of executions (`DataContext._execution_idx`), which restarts at 0 with
+each new group. Ray Data's own `CheckpointConfig` leaves out rows whose id it finds under a path, also for a
+training split, but only a `Write` stores ids there. So a restart begins an epoch again: rows that were read
+before it are read twice, in another order. Skipping the number of rows that were read would skip other rows,
+and is not offered. For an exact position, store the rows so that they can be read by number (Parquet or Arrow
+files, a memory-mapped array) and use `GlobalBatchSampler`; keep Ray Data for preprocessing.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Words: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 
-ROUNDS = 8  # with 6, neighbours in small data sets still show; with 8 nothing does in the tests
-SHUFFLED = f"feistel-{ROUNDS}"  # the order's name in a checkpoint; another algorithm is another name
+ROUNDS = 8  # with 6, neighbours in small data sets are still correlated; with 8 no test finds a correlation
+SHUFFLED = f"feistel-{ROUNDS}"  # name of the order in a checkpoint; another algorithm has another name
 IN_SEQUENCE = "sequence"
-MAX_SAMPLES = 1 << 62  # the square that holds them must fit 64 bits
+MAX_SAMPLES = 1 << 62  # the square of the permutation must fit 64 bits
 
 
 class Share(list[int]):
-    """Dataset indices of one rank's samples in a global batch; `first` is the number of the first of them."""
+    """Dataset indices of one rank's samples in a global batch; `first` is the first sample's number."""
 
     def __init__(self, indices: Iterable[int] = (), first: int = 0) -> None:
         super().__init__(indices)
@@ -81,21 +81,20 @@ class Share(list[int]):
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Batches of dataset indices for one rank, a function of (seed, global sample number).
+    """Sampler of batches of dataset indices for one rank, as a function of (seed, global sample number).
 
     A global batch takes the next `global_batch` numbers. Rank r of w takes the contiguous share from
-    `global_batch * r // w` to `global_batch * (r + 1) // w`: shares differ by at most one sample. Where they
-    differ, a mean over ranks weighs samples unequally; weigh a rank's loss by
+    `global_batch * r // w` to `global_batch * (r + 1) // w`: shares differ by at most one sample. If they
+    differ, a mean over ranks weights samples unequally; weight a rank's loss by
     `len(share) * world_size / global_batch` if that matters.
 
-    `num_samples` is the length of the data set, at most 2**62. `num_batches` ends the iteration after so
-    many global batches of the whole run, restarts included; None goes on forever. Time and memory are those
-    of one share, 50 to 70 us for up to 256 samples, whatever the length: there is no table of the
-    permutation (of 10**8 samples it would take 0.8 GB and 4 to 9 s an epoch, on each rank).
+    `num_samples` is the length of the data set, at most 2**62. `num_batches` is the number of global batches
+    of the whole run, restarts included; None: no end. Time and memory are those of one share, 50 to 70 us for
+    up to 256 samples, for any length: there is no table of the permutation (for 10**8 samples it would take
+    0.8 GB and 4 to 9 s per epoch, on each rank).
 
     It holds no position. Iterate and register `sampler.batches(loader)`; any other iteration is refused,
-    for it would count what worker processes have prefetched, or nothing. Raises ConfigError for sizes that
-    do not fit.
+    since it would count prefetched batches, or none. ConfigError for invalid sizes.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     ) -> None:
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise ConfigError(
-                f"A data set of {num_samples} samples has no batches.", hint="Give 1 to 2**62 of them."
+                f"A data set of {num_samples} samples has no batches.", hint="Give 1 to 2**62 samples."
             )
         if not 0 <= rank < world_size:
             raise ConfigError(
@@ -120,7 +119,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
         if global_batch < world_size:
             raise ConfigError(
-                f"A global batch of {global_batch} leaves some of {world_size} ranks without a sample.",
+                f"A global batch of {global_batch} leaves some of the {world_size} ranks without a sample.",
                 hint=f"Give global_batch at least {world_size}: it counts the samples of all ranks.",
             )
         self.num_samples = operator.index(num_samples)
@@ -132,14 +131,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._start: tuple[int, int] | None = None
 
     def batches(self, loader: Iterable[T]) -> Batches[T]:
-        """What `loader` makes of this sampler's batches, with a position: to be iterated and registered.
+        """Return the batches of `loader`, which uses this sampler, with a position.
 
-        `loader` is a DataLoader with `batch_sampler=sampler`, or the sampler itself for bare indices.
+        Iterate and register the result. `loader` is a DataLoader with `batch_sampler=sampler`, or the sampler
+        itself for bare indices.
         """
         return Batches(self, loader)
 
     def share(self, position: int) -> Share:
-        """Dataset indices of this rank's samples in the global batch that begins at number `position`."""
+        """Return the dataset indices of this rank's samples in the global batch that begins at `position`."""
         first, end = (position + offset for offset in self._share)
         indices = Share(first=first)
         while first < end:
@@ -153,7 +153,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return indices
 
     def __len__(self) -> int:
-        """Global batches of the whole run. TypeError without `num_batches`, as of any endless iterable."""
+        """Return the global batches of the whole run; TypeError without `num_batches`, as without an end."""
         if self.num_batches is None:
             raise TypeError("this sampler has no end: give it num_batches")
         return self.num_batches
@@ -161,10 +161,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[Share]:
         if self._start is None:
             raise ConfigError(
-                "GlobalBatchSampler was iterated by something else than its own batches().",
+                "GlobalBatchSampler was iterated outside of its batches().",
                 hint="batches = sampler.batches(loader); iterate and register `batches`, not the loader.",
             )
-        return self._shares(*self._start)  # twice for one DataLoader with workers: it throws the first away
+        return self._shares(*self._start)  # called twice by a DataLoader with workers
 
     def _shares(self, position: int, done: int) -> Iterator[Share]:
         while self.num_batches is None or done < self.num_batches:
@@ -173,7 +173,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @contextmanager
     def _starting(self, position: int, done: int) -> Iterator[None]:
-        """Iterations that begin in here begin at number `position`, after `done` global batches."""
+        """Make iterations that begin in the `with` block start at `position`, after `done` global batches."""
         self._start = (position, done)
         try:
             yield
@@ -182,41 +182,41 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 class Batches(Generic[T]):
-    """The batches of a loader, and how many samples of all ranks have been consumed.
+    """Batches of a loader, with the number of samples that all ranks have consumed.
 
-    A batch counts from when it is handed out, so what worker processes have prefetched does not, and the
-    position is the same with any number of them. That is right for a save at the end of a loop's body,
-    where the last batch handed out has been used; several batches per step are no different.
+    A batch counts once the loop has received it; prefetched batches do not count, so the position does not
+    depend on the number of worker processes. This is correct for a save at the end of a loop's body, where
+    the last received batch has been used, also with several batches per step.
 
-    The state is the same on all ranks and holds at another world size or global batch. An iterator that
-    was made before `load_state_dict` is at another place and raises ConfigError; `Checkpointer` refuses to
-    restore while there is one. Making an iterator leaves torch's random state as it was.
+    The state is the same on all ranks, and valid at another world size or global batch. An iterator from
+    before `load_state_dict` has another position and raises ConfigError; `Checkpointer` refuses to restore
+    while there is one. Creating an iterator leaves torch's random state as it was.
 
-    Raises ConfigError for a loader of other batches, or one that hands them out in no certain order.
+    ConfigError for a loader of other batches, and for one without a fixed order.
     """
 
     def __init__(self, sampler: GlobalBatchSampler, loader: Iterable[T]) -> None:
         if getattr(loader, "batch_sampler", loader) is not sampler:
             raise ConfigError(
-                "The loader does not take its batches from this sampler.",
+                "The loader does not use this sampler.",
                 hint="Build DataLoader(dataset, batch_sampler=sampler); with ray.train.torch."
                 "prepare_data_loader pass add_dist_sampler=False, or it puts its own sampler there.",
             )
         if getattr(loader, "num_workers", 0) > 0 and not getattr(loader, "in_order", True):
             raise ConfigError(
-                "A loader with in_order=False hands out batches that no position can tell.",
+                "A loader with in_order=False has batches without a position.",
                 hint="Leave in_order=True.",
             )
         self._sampler = sampler
         self._loader = loader
         self._position = 0
         self._done = 0
-        self._turn = 0  # of the iterator that counts; earlier ones are stale
+        self._turn = 0  # of the current iterator; earlier ones are stale
         self._live: weakref.ref[Iterator[T]] | None = None
 
     @property
     def position(self) -> int:
-        """Samples of all ranks that were handed out since the run began; the number of the next one."""
+        """The number of samples that all ranks have received since the run began, and of the next sample."""
         return self._position
 
     @property
@@ -226,19 +226,18 @@ class Batches(Generic[T]):
 
     @property
     def epoch_fraction(self) -> float:
-        """How much of that epoch has been handed out, at least 0 and less than 1."""
+        """The part of that epoch that is done, from 0 to less than 1."""
         return self._position % self._sampler.num_samples / self._sampler.num_samples
 
     def __len__(self) -> int:
-        """Batches that are left of `num_batches`. TypeError without it, as of any endless iterable.
+        """Return the number of batches that are left; TypeError without `num_batches`, as without an end.
 
-        A loop that knows it has no need to look ahead for the end: Lightning fetches one batch more than it
-        has used where it does not, and the position is that of the batches that were handed out.
+        Without it Lightning prefetches one batch to find the end, and the position would count that batch.
         """
         return max(0, len(self._sampler) - self._done)
 
     def __iter__(self) -> Iterator[T]:
-        """Begin at the position, at once: a DataLoader starts its worker processes here."""
+        """Begin at the position; a DataLoader starts its worker processes here."""
         with torch.random.fork_rng(devices=[]), self._sampler._starting(self._position, self._done):
             loaded = iter(self._loader)  # draws a seed for worker processes
         self._turn += 1
@@ -251,9 +250,9 @@ class Batches(Generic[T]):
             if turn != self._turn:
                 raise ConfigError(
                     "This iterator is at an earlier position than its batches.",
-                    hint="Make one iterator, after the restore.",
+                    hint="Create one iterator, after the restore.",
                 )
-            try:  # no `for`: what ray.train.torch.prepare_data_loader makes begins again at each iter()
+            try:  # no `for`: the loader of ray.train.torch.prepare_data_loader begins again at each iter()
                 batch = next(loaded)
             except StopIteration:
                 break
@@ -264,25 +263,25 @@ class Batches(Generic[T]):
 
     @property
     def _iterator(self) -> Iterator[T] | None:
-        """The iterator in use, under the name that DataLoader has for it: a restore looks there."""
+        """The current iterator, under its name in DataLoader, where a restore looks for it."""
         return self._live() if self._live is not None else None
 
     @_iterator.setter
     def _iterator(self, iterator: None) -> None:
-        """Give the iterator in use up. Lightning resets a loader by setting None here."""
+        """Drop the current iterator. Lightning resets a loader by setting None here."""
         self._turn, self._live = self._turn + 1, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what the meaning of a position depends on."""
+        """Return the position, and the properties on which its meaning depends."""
         return {**self._meaning(), "position": self._position, "batches": self._done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. MismatchError if its numbers mean other samples."""
+        """Continue at the position in `state`; MismatchError if its numbers stand for other samples."""
         meaning = self._meaning()
         changed = [(name, state.get(name), here) for name, here in meaning.items() if state.get(name) != here]
         if changed:
             raise MismatchError(
-                "The data position is that of another order of samples: "
+                "The data position belongs to another order of samples: "
                 + "; ".join(f"{name} was {then!r} and is {here!r} here" for name, then, here in changed)
                 + ".",
                 hint="Give the sampler the same data set, seed and shuffle as the run that saved it, "
@@ -306,12 +305,12 @@ class Samples(Protocol[T_co]):
 
 
 class SeededSamples(Dataset[T]):
-    """A data set whose samples are read with random state that follows from (seed, sample number) alone.
+    """Wrapper that reads each sample of a data set with random state derived from (seed, sample number).
 
-    For random augmentation with Python's `random`, `numpy.random` or torch on the CPU: a sample looks the
-    same in whichever process of whichever rank it is read, and another in each epoch. The reading process
-    gets its own random state back. 10 to 25 us a sample. For GlobalBatchSampler only; ConfigError for
-    indices from elsewhere, which have no number.
+    For random augmentation with Python's `random`, `numpy.random` or torch on the CPU: a sample is the same
+    in any process of any rank, and another one in each epoch. The reading process gets its own random state
+    back. Costs 10 to 25 us per sample. For GlobalBatchSampler only; ConfigError for other indices, which have
+    no number.
     """
 
     def __init__(self, samples: Samples[T], *, seed: int = 0) -> None:
@@ -322,10 +321,10 @@ class SeededSamples(Dataset[T]):
         return len(self._samples)
 
     def __getitems__(self, share: list[int]) -> list[T]:
-        """What DataLoader calls, once for a batch."""
+        """Return the samples of a batch; called by DataLoader, once per batch."""
         if not isinstance(share, Share):
             raise ConfigError(
-                "SeededSamples was asked for samples without a number.",
+                "SeededSamples was read without sample numbers.",
                 hint="Read it through sampler.batches(DataLoader(dataset, batch_sampler=sampler)).",
             )
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -351,12 +350,13 @@ def round_keys(seed: int, epoch: int) -> Words:
 
 
 def permute(places: Words, num_samples: int, keys: Words) -> Words:
-    """Where a pseudo-random permutation of `range(num_samples)` takes each of `places`; uint64, same shape.
+    """Return the image of each of `places` under a permutation of `range(num_samples)`; uint64, same shape.
 
-    A Feistel network on the pairs (left, right) with left, right < side, which permutes range(side**2),
-    applied again to what it takes out of range (cycle walking), on average less than four times: Black and
-    Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. `side` is even, for with an odd one all
-    these permutations have the same parity. Statistical quality only: no secret is kept by it.
+    The permutation is pseudo-random: a Feistel network on the pairs (left, right) with left, right < side,
+    which permutes range(side**2), applied again to results out of range (cycle walking), on average less than
+    four times: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. `side` is even, since
+    with an odd one all these permutations have the same parity. It has statistical quality only, and is not
+    for cryptography.
     """
     root = math.isqrt(num_samples - 1) + 1
     side = np.uint64(root + root % 2)
@@ -372,17 +372,17 @@ def permute(places: Words, num_samples: int, keys: Words) -> Words:
 
 
 def _mix(words: Words) -> Words:
-    """Return a hash of each word: the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), modulo 2**64."""
+    """Return a hash of each number: the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def loader_problems(loader: object, saved: object) -> list[str]:
-    """Why torchdata's StatefulDataLoader `loader` cannot continue from the state `saved`; [] for any other.
+    """Return why a StatefulDataLoader of torchdata cannot continue from `saved`; [] for other objects.
 
-    It continues with as many worker processes only, and says otherwise with a bare AssertionError once it is
-    iterated. Layout of its state: torchdata 0.11, `stateful_dataloader.py`.
+    It needs the same number of worker processes, and otherwise raises a bare AssertionError when it is
+    iterated. The layout of its state is that of torchdata 0.11, `stateful_dataloader.py`.
     """
     if not _is_torchdata(loader) or not isinstance(saved, Mapping):
         return []
@@ -391,13 +391,13 @@ def loader_problems(loader: object, saved: object) -> list[str]:
     if then == now:
         return []
     return [
-        f"num_workers: was {then} and is {now} here; a StatefulDataLoader continues with as many worker "
-        "processes only: give it the same num_workers, or use ray_ckpt.data.GlobalBatchSampler"
+        f"num_workers: was {then} and is {now} here; a StatefulDataLoader needs the same number of worker "
+        "processes: give it the same num_workers, or use ray_ckpt.data.GlobalBatchSampler"
     ]
 
 
 def is_bound_to_world_size(obj: object) -> bool:
-    """Return whether a position in the state of `obj` is that of one rank among so many, and wrong among others."""
+    """Return whether a position in the state of `obj` is valid for one world size only."""
     return _is_torchdata(obj) or isinstance(obj, torch.utils.data.DistributedSampler)
 
 

@@ -26,7 +26,7 @@
     |- ServiceError (RuntimeError)       the service failed
     |  |- Unavailable                    an agent, a peer or the store did not answer
 
-Each has a `hint`, which says what to do, and plain `fields`. Pickling keeps both, so errors cross Ray actors
+Each has a `hint` with the next action, and plain `fields`. Pickling keeps both, so errors cross Ray actors
 unchanged.
 """
 

@@ -279,8 +279,7 @@ ARENA_PAGE_BYTES = 4096  # an arena's state page; the shard file follows it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPart:
-    """Ranks of a group with a torch.distributed world of their own, such as the actor or the critic of a
-    run."""
+    """Ranks of a group with their own torch.distributed world, such as the actor or the critic of a run."""
 
     name: str
     world_size: int

@@ -486,7 +486,7 @@ def test_reading_seeded_samples_leaves_random_state_alone() -> None:
 
 
 def test_seeded_samples_need_numbers() -> None:
-    with pytest.raises(ConfigError, match="without a number"):
+    with pytest.raises(ConfigError, match="without sample numbers"):
         next(iter(DataLoader(SeededSamples(Noisy()), batch_size=2)))
 
 

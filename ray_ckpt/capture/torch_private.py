@@ -1,26 +1,25 @@
-"""Private names of torch that this package uses: all but those of FSDP1, which are in `fsdp1.FlatUnit`.
+"""Private names of torch, each behind one function; those of FSDP1 are in `fsdp1.FlatUnit`.
 
-| Private name of torch | Function here | Used for | |---|---|---| | `Tensor._version` | `version` | detecting
-changes during a copy, and gradients that a step used | | `DTensor._local_tensor` | `local_part` | the memory
-of a DTensor, without a node in the autograd graph | | `Tensor._post_accumulate_grad_hooks` |
-`is_updated_in_backward` | parameters whose optimizer runs inside backward | | `torch._foreach_copy_` |
-`copy_all` | many copies in one call | | `torch._subclasses.fake_tensor` | `FakeTensorMode`,
-`DataDependentOutputException` | optimizer state before the first step | | `Module._parameters` |
-`own_parameters` | parameters of an FSDP1 module, without a gather | | `Module._non_persistent_buffers_set` |
-`persistent_buffers` | buffers of an FSDP1 module that are saved | |
-`nn.modules.module._EXTRA_STATE_KEY_SUFFIX` | `EXTRA_STATE_SUFFIX` | names of extra state in a state_dict | |
-`OptimizedModule._orig_mod` | `compiled_module` | the module inside torch.compile | | `_orig_mod`,
-`_fsdp_wrapped_module`, `_checkpoint_wrapped_module` | `WRAPPER_SEGMENTS` | names of parameters in wrapped
-modules | | `FSDPModule._get_fsdp_state()`, `_fsdp_param_groups`, `_partial_reduce_output`, `_unsharded_param`
-| `has_hidden_gradients` | gradients that FSDP2 has not reduced yet | | `_schedulers`, `_milestones` of
-composed schedulers | `inner_schedulers`, `active_scheduler` | the schedules inside | |
-`LRScheduler._last_lr`, `_get_closed_form_lr()` | `set_last_lrs`, `closed_form_lrs` | rates at a position | |
-`_BaseDataLoaderIter`, `_num_yielded`, `_dataset_kind`, `_DatasetKind` | `iterator_class`, `num_batches_read`,
-`is_map_style` | iterators that exist before a restore | | `DataLoader._iterator` | `is_iterated` | a loader
-that is iterated already |
+- `Tensor._version`: `version`, to detect changes during a copy, and gradients that a step used.
+- `DTensor._local_tensor`: `local_part`, a DTensor's memory, without a node in the autograd graph.
+- `Tensor._post_accumulate_grad_hooks`: `is_updated_in_backward`.
+- `torch._foreach_copy_`: `copy_all`.
+- `torch._subclasses.fake_tensor`: `FakeTensorMode`, to predict optimizer state before the first step.
+- `Module._parameters`: `own_parameters`, of an FSDP1 module without a gather.
+- `Module._non_persistent_buffers_set`: `persistent_buffers`.
+- `nn.modules.module._EXTRA_STATE_KEY_SUFFIX`: `EXTRA_STATE_SUFFIX`, of names in a state_dict.
+- `_orig_mod`: `compiled_module`; with `_fsdp_wrapped_module` and `_checkpoint_wrapped_module` also
+  `WRAPPER_SEGMENTS`, the segments that wrappers add to parameter names.
+- `FSDPModule._get_fsdp_state()`, `_fsdp_param_groups`, `_partial_reduce_output`, `_unsharded_param`:
+  `has_hidden_gradients`.
+- `SequentialLR._schedulers`, `_milestones`: `inner_schedulers`, `active_scheduler`.
+- `LRScheduler._last_lr`, `_get_closed_form_lr()`: `set_last_lrs`, `closed_form_lrs`.
+- `_BaseDataLoaderIter`, `_num_yielded`: `iterator_class`, `num_batches_read`.
+- `_dataset_kind`, `_DatasetKind`: `is_map_style`.
+- `DataLoader._iterator`: `is_iterated`.
 
-tests/capture/test_torch_private_names.py checks each name, so that a release of torch that moves one fails
-there with a sentence about it.
+tests/capture/test_torch_private_names.py checks each of them, so that a release of torch that moves a name
+fails there with a sentence about it.
 """
 
 from __future__ import annotations

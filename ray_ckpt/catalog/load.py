@@ -321,7 +321,7 @@ class _Saved:
             raise error.at(file) from error
 
     def _reader(self) -> SourceReader:
-        progress = ProgressLog(self.info.step, say=log.info)
+        progress = ProgressLog(self.info.step, log=log.info)
         return SourceReader(
             self.info.id, self._sources, credentials=None, remote=self._tier, progress=progress
         )

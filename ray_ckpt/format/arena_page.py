@@ -1,16 +1,15 @@
-"""The arena's first page: what a rank and its agent tell each other through memory, without a message.
+"""The arena's first page: state that a rank and its agent share through memory, without messages.
 
-    byte 0     16 hex digits of the attempt that is sealed here; zeros while it is being written
+    byte 0     16 hex digits of the attempt that is sealed here; zeros during a write
     byte 64    u64, bytes of the arena that have memory behind them (written by the agent)
     byte 128   u64, blocks of a stream that the rank has filled
-    byte 192   u64, blocks of a stream that the agent has done with
-    byte 256   u64, 1 when the rank gives the stream up
+    byte 192   u64, blocks of a stream that the agent has written
+    byte 256   u64, 1 when the rank abandons the stream
     byte 320   16 hex digits of the attempt that is being streamed
     byte 4096  the shard file, or the ring of a stream
 
-Each counter has one writer and a cache line of its own. A counter is written after the bytes that it
-counts: the order in which x86 stores become visible, and on other machines the interpreter's own locking
-between two Python operations orders them.
+Each counter has one writer and its own cache line. It is written after the bytes that it counts. The order of
+stores on x86 keeps this order visible, and elsewhere the interpreter's locking between two Python operations.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import struct
 
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
-RING_BLOCK_BYTES = 8 << 20  # what a disk takes at full speed in one write
+RING_BLOCK_BYTES = 8 << 20  # one write at the full speed of a disk
 RING_BLOCKS = 16  # 128 MiB a rank: the writes in flight, the block being filled, and room between them
 RING_BYTES = RING_BLOCK_BYTES * RING_BLOCKS
 
@@ -29,7 +28,7 @@ _COUNTER = struct.Struct("<Q")
 
 
 class ArenaPage:
-    """The state page of a mapped arena. Both ends make one over their own mapping."""
+    """The state page of a mapped arena; rank and agent each create one over their own mapping."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -43,7 +42,7 @@ class ArenaPage:
         self._memory[:_SEAL_BYTES] = attempt.encode()
 
     def unseal(self) -> None:
-        """Before the first byte changes: what was here is nobody's from now on."""
+        """Invalidate the sealed capture, before its first byte changes."""
         self._memory[:_SEAL_BYTES] = bytes(_SEAL_BYTES)
 
     @property
@@ -52,7 +51,7 @@ class ArenaPage:
         return bytes(self._memory[_STREAM : _STREAM + _SEAL_BYTES]).strip(b"\0").decode()
 
     def begin_stream(self, attempt: str) -> None:
-        """A stream starts over; whoever still reads the one before it must find another name here."""
+        """Start a stream under a new name, so that a reader of the previous one notices it."""
         self._memory[_STREAM : _STREAM + _SEAL_BYTES] = attempt.encode()
         for place in (_FILLED, _DONE, _GIVEN_UP):
             self._set(place, 0)
@@ -97,6 +96,6 @@ class ArenaPage:
 
 
 def ring_block(index: int) -> slice:
-    """Where block `index` of a stream lies in the arena."""
+    """Return the slice of the arena that holds block `index` of a stream."""
     start = ARENA_PAGE_BYTES + index % RING_BLOCKS * RING_BLOCK_BYTES
     return slice(start, start + RING_BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""The digest of this format: xxh3-128, as 32 hex digits. For corruption, not against an attacker."""
+"""The digest of the format: xxh3-128, as 32 hex digits. It detects damage, not attacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def digest(data: Buffer) -> str:
-    """xxh3-128 of `data`, 32 hex digits. Releases the GIL for large buffers."""
+    """Return the xxh3-128 of `data`, 32 hex digits; releases the GIL for large buffers."""
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
@@ -35,6 +35,6 @@ class Digester:
 
 
 def root_digest(files: Iterable[FileEntry]) -> str:
-    """One digest over every (name, size, digest) of a checkpoint, independent of the order given."""
+    """Return one digest over every (name, size, digest) of a checkpoint, in any order."""
     in_order = sorted(files, key=attrgetter("name"))
     return digest("".join([f"{file.name}\0{file.size_bytes}\0{file.digest}\n" for file in in_order]).encode())

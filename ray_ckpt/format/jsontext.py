@@ -1,4 +1,4 @@
-"""JSON as this format writes it, and typed reading of its fields.
+"""JSON of the format: canonical writing, and typed reading of fields.
 
 One spelling per value: sorted keys, UTF-8, no NaN literals, no repeated keys, a newline at the end. Whatever
 is malformed is a FormatError that names the document and the field; nothing else leaves this module.
@@ -18,20 +18,20 @@ from ray_ckpt.errors import FormatError, NewerFormat
 from ray_ckpt.format.digest import digest
 
 FORMAT_VERSION = 1
-MAX_INT = 2**63 - 1  # what an int64 column holds; larger sizes do not occur
+MAX_INT = 2**63 - 1  # the limit of an int64 column; larger sizes do not occur
 MAX_VALUES_BYTES = 400 * 2**20  # of the values of one document in memory: ten million numbers
 
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 _VALUE_BYTES = {b"{": 240, b"[": 96, b":": 48, b",": 40, b'"': 28}
-"""CPython's memory for what a character of JSON stands for: a dict of one item, a list, an item of a dict, a
-number and its place, half a string."""
+"""CPython's memory for the value that a character of JSON begins: a dict of one item, a list, an item of a
+dict, a number and its slot, half a string."""
 _BLOCK_BYTES = 1 << 20
 _NON_FINITE = ("nan", "inf", "-inf")
 Pairs = list[tuple[str, Any]]
 
 
 def dumps(document: object, *, what: str, max_bytes: int, indent: int | None = None) -> bytes:
-    """Return `document` as UTF-8 JSON with sorted keys and a final newline. FormatError if JSON cannot hold it."""
+    """Return `document` as UTF-8 JSON with sorted keys and a final newline. Raises FormatError."""
     try:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, sort_keys=True, indent=indent)
         data = text.encode() + b"\n"
@@ -49,7 +49,7 @@ def loads(
     hook: Callable[[Pairs], Any] | None = None,
     final_newline: bool = True,
 ) -> Any:
-    """Return the value of a JSON document; `hook` builds objects from (key, value) pairs. Raises FormatError."""
+    """Return the value of a JSON text; `hook` builds objects from (key, value) pairs. Raises FormatError."""
     check_size(data, what=what, max_bytes=max_bytes)
     if final_newline and not data.endswith(b"\n"):
         raise FormatError(f"{what} is cut short: it does not end in a newline.")
@@ -65,7 +65,7 @@ def loads(
 def dumps_sealed(
     document: Mapping[str, Any], *, what: str, max_bytes: int, indent: int | None = None
 ) -> bytes:
-    """Like `dumps`, with a field `digest` over the same text without that field."""
+    """Return the text of `dumps` with a field `digest` over the text without that field."""
     body = digest(dumps(document, what=what, max_bytes=max_bytes))
     return dumps({**document, "digest": body}, what=what, max_bytes=max_bytes, indent=indent)
 
@@ -89,10 +89,10 @@ def loads_if_sealed(
     indent: int | None = None,
     final_newline: bool = True,
 ) -> dict[str, Any]:
-    """Return the document of `dumps_sealed` without `digest`, or one that was written before it had that field.
+    """Return the document of `dumps_sealed` without `digest`, or an older document without that field.
 
-    Such a one has no fields but those that are `known`: a writer that adds a field seals the document, too.
-    So a change of any byte of a sealed document is a FormatError, also of the name of the seal.
+    An older one has only fields in `known`: writers that add a field also seal the document. So a change of
+    any byte of a sealed document is a FormatError, even of the name of the seal.
     """
     document = mapping(loads(data, what=what, max_bytes=max_bytes, final_newline=final_newline), what)
     if "digest" in document:
@@ -107,7 +107,7 @@ def loads_if_sealed(
 def _unsealed(
     document: dict[str, Any], data: bytes, *, what: str, max_bytes: int, indent: int | None
 ) -> dict[str, Any]:
-    """`document` without `digest`, which `data` must prove."""
+    """Return `document` without `digest`, checked against `data`."""
     document.pop("digest", None)
     if dumps_sealed(document, what=what, max_bytes=max_bytes, indent=indent) != data:
         raise FormatError(f"{what} is damaged: it does not match its own digest.", what=what)
@@ -135,8 +135,8 @@ def check_values(data: bytes, *, what: str) -> None:
 
 
 def _values_bytes(data: bytes) -> int:
-    """Memory of the values of a JSON text; characters inside of strings are none."""
-    text = data.replace(rb"\\", b"").replace(rb"\"", b"")  # so each quotation mark begins or ends a string
+    """Return the memory of the values of a JSON text; characters within strings do not count."""
+    text = data.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quotation mark begins or ends a string
     found, in_string = 0, np.False_
     for offset in range(0, len(text), _BLOCK_BYTES):
         block = np.frombuffer(text[offset : offset + _BLOCK_BYTES], np.uint8)
@@ -149,7 +149,7 @@ def _values_bytes(data: bytes) -> int:
 
 
 def check_version(value: object, what: str) -> None:
-    """Raise NewerFormat unless this code reads format `value`; FormatError if it is none."""
+    """Raise NewerFormat unless this code reads format `value`; FormatError if that is no version."""
     version = integer(value, f"{what}: format", low=1)
     if version > FORMAT_VERSION:
         found = f"it is in format {version}, and this one reads up to format {FORMAT_VERSION}"
@@ -157,7 +157,7 @@ def check_version(value: object, what: str) -> None:
 
 
 def refuse_newer(data: bytes, *, what: str, max_bytes: int) -> None:
-    """Raise NewerFormat if the sealed document `data` is of a newer format, whatever stands around it.
+    """Raise NewerFormat if the sealed document `data` is of a newer format, whatever other fields it has.
 
     Other errors are left to `loads_sealed`.
     """
@@ -171,7 +171,7 @@ def refuse_newer(data: bytes, *, what: str, max_bytes: int) -> None:
 
 
 def newer(what: str, found: str, **fields: object) -> NewerFormat:
-    """Return the error for `what`, in which `found` is a thing that only a newer ray_ckpt writes."""
+    """Return the error for `what` with `found`, which only a newer ray_ckpt writes."""
     return NewerFormat(
         f"{what} is of a newer version; update ray_ckpt: {found}.",
         hint="Nothing is damaged.",
@@ -181,7 +181,7 @@ def newer(what: str, found: str, **fields: object) -> NewerFormat:
 
 
 def unique_keys(pairs: Pairs) -> dict[str, Any]:
-    """Return a JSON object as a dict; FormatError if a key stands in it twice."""
+    """Return a JSON object as a dict; FormatError if a key occurs twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise FormatError("an object has the same key twice")
@@ -208,7 +208,7 @@ def boolean(value: object, name: str) -> bool:
 
 
 def text(value: object, name: str, *, pattern: re.Pattern[str] | None = None) -> str:
-    """`value` if it is a string that UTF-8 can hold and that matches `pattern`."""
+    """Return `value`, a string that UTF-8 can encode and that matches `pattern`; else FormatError."""
     if type(value) is not str or (pattern is not None and not pattern.match(value)) or _surrogates(value):
         raise FormatError(f"{name} must be {'such a name' if pattern else 'text'}, not {_shown(value)}.")
     return value
@@ -233,14 +233,14 @@ def mapping(value: object, name: str) -> dict[str, Any]:
 
 
 def number(value: object, name: str) -> float:
-    """Return a finite float; whole numbers are taken as floats."""
+    """Return a finite float, also from an integer."""
     if type(value) not in (int, float) or not isfinite(result := _to_float(value, name)):
         raise FormatError(f"{name} must be a finite number, not {_shown(value)}.")
     return result
 
 
 def metrics(value: object, name: str) -> dict[str, float]:
-    """Metrics as written by `metrics_json`."""
+    """Return metrics from the JSON of `metrics_json`."""
     return {
         text(key, name): float(item) if item in _NON_FINITE else number(item, f"{name}.{key}")
         for key, item in mapping(value, name).items()
@@ -248,7 +248,7 @@ def metrics(value: object, name: str) -> dict[str, float]:
 
 
 def metrics_json(values: Mapping[str, float]) -> dict[str, float | str]:
-    """Metrics as JSON holds them: nan, inf and -inf as strings. FormatError for what is not a number."""
+    """Return metrics for JSON, with nan, inf and -inf as strings; FormatError for other values."""
     plain = {text(key, "a metric's name"): _to_float(item, f"metrics.{key}") for key, item in values.items()}
     return {key: item if isfinite(item) else repr(item) for key, item in plain.items()}
 

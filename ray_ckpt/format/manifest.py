@@ -1,4 +1,4 @@
-"""The manifest: which bytes of which file are which slice, and their digests.
+"""The manifest: the slice and the digest of each byte range of each file.
 
 Each node writes one fragment, a Parquet file that any tool can query; `checkpoint.json` lists every file of a
 checkpoint with its digest, so that a directory copied elsewhere stays verifiable. Both are checked in full
@@ -32,11 +32,11 @@ from ray_ckpt.format.shard import MAX_HEADER_BYTES, check_slice
 from ray_ckpt.format.tree import MAX_TREE_BYTES
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow, Slice
 
-MAX_FRAGMENT_BYTES = 64 * 2**20  # a million rows take about 40 MB; bounds what a reader holds
+MAX_FRAGMENT_BYTES = 64 * 2**20  # a million rows take about 40 MB; bounds the memory of a reader
 MAX_ROWS = 1_000_000  # of one fragment: eight ranks with 125,000 slices each
 MAX_DESCRIPTION_BYTES = 64 * 2**20  # of checkpoint.json: about 300,000 files
 _MAX_BYTES = {"state": MAX_TREE_BYTES, "header": 8 + MAX_HEADER_BYTES}  # of a row of these kinds
-MAX_CHOICES = 64  # of fragments that differ between holders, until one is the log's: copies hardly ever do
+MAX_CHOICES = 64  # combinations of fragments that differ between holders, which is rare
 METADATA_KEY = b"ray_ckpt"
 
 _INT64S = pa.list_(pa.int64())
@@ -59,18 +59,18 @@ COLUMNS = pa.schema(
 
 _SLICE_COLUMNS = ("item", "name", "dtype", "global_shape", "offset", "shape")
 _ROW_COLUMNS = ("kind", "file", "byte_offset", "nbytes", "digest")
-_KINDS = {"shard": ("header", "slice"), "state": ("state",)}  # which rows a file may have, by its name
+_KINDS = {"shard": ("header", "slice"), "state": ("state",)}  # kinds of rows by kind of file
 
 Region: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in a global tensor
 
 
 FragmentVersion: TypeAlias = tuple[FileEntry, Fragment]
-"""A fragment as one holder has it, with its own file."""
+"""A fragment of one holder, with its own file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDescription:
-    """What `checkpoint.json` says. `files` are all files of the directory but itself, sorted by name."""
+    """Content of `checkpoint.json`; `files` are all other files of the directory, sorted by name."""
 
     attempt: AttemptId
     world_size: int
@@ -118,8 +118,9 @@ def encode_fragment(fragment: Fragment) -> bytes:
 
 
 def decode_fragment(data: bytes) -> Fragment:
-    """Return the fragment in a Parquet file, checked in full: grammar, bounds, and that the rows of each file cover
-    it exactly once. Raises FormatError.
+    """Return the fragment in a Parquet file; FormatError for any violation of the format.
+
+    Names, bounds, and that the rows of each file cover it exactly once are checked.
     """
     jsontext.check_size(data, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
     metadata, table = _read_parquet(data)
@@ -145,7 +146,7 @@ def decode_fragment(data: bytes) -> Fragment:
 
 
 def rows_table(fragments: Iterable[Fragment]) -> pa.Table:
-    """All rows of `fragments` as one table with the columns COLUMNS, in the order given."""
+    """Return all rows of `fragments`, in order, as one table with the columns COLUMNS."""
     rows = [row for fragment in fragments for row in fragment.rows]
     columns = {name: [getattr(row, name) for row in rows] for name in _ROW_COLUMNS}
     for name in _SLICE_COLUMNS:
@@ -166,7 +167,7 @@ def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
             raise FormatError(f"it has no column {min(missing)}")
     except NewerFormat:
         raise
-    except Exception as error:  # the errors of a foreign decoder on foreign bytes have no common class
+    except Exception as error:  # the decoder's errors on damaged bytes have no common class
         raise FormatError(f"The fragment is not a Parquet file of a manifest: {error}.") from error
     return metadata, table
 
@@ -213,10 +214,10 @@ def version_files(version: FragmentVersion) -> tuple[FileEntry, ...]:
 def choose_fragments(
     versions: Mapping[str, Mapping[str, Sequence[FileEntry]]], expected: str
 ) -> dict[str, str] | None:
-    """Of each fragment, by name, the digest of the version that makes the root digest `expected` with the
-    others; None if none of the first MAX_CHOICES choices does.
+    """Return the digest of each fragment, by name, so that all together have the root digest `expected`.
 
-    `versions` have, by fragment and by digest, the `version_files`.
+    None if none of the first MAX_CHOICES combinations has. `versions` has the `version_files` by fragment and
+    digest.
     """
     found = sorted(versions)
     for choice in islice(product(*(versions[name] for name in found)), MAX_CHOICES):
@@ -244,7 +245,7 @@ def encode_checkpoint(description: CheckpointDescription) -> bytes:
 
 
 def decode_checkpoint(data: bytes) -> CheckpointDescription:
-    """What `checkpoint.json` says; a change of any byte is a FormatError."""
+    """Return the content of `checkpoint.json`; a change of any byte is a FormatError."""
     document = jsontext.loads_sealed(data, what=CHECKPOINT_JSON, max_bytes=MAX_DESCRIPTION_BYTES, indent=1)
     description = CheckpointDescription(
         attempt=_attempt(document),
@@ -281,7 +282,7 @@ def check_coverage(rows: Iterable[ManifestRow]) -> None:
 
 
 def uncovered(rows: Iterable[ManifestRow]) -> Iterator[str]:
-    """What `check_coverage` has against each tensor by itself, for people."""
+    """Return the problem of each tensor that fails `check_coverage`, as text."""
     for _, slices in by_tensor(rows):
         try:
             check_coverage(slices)
@@ -308,11 +309,11 @@ def _check_tiling(key: str, global_shape: tuple[int, ...], regions: Sequence[Reg
 
 
 def _overlap(regions: Sequence[Region], num_dims: int) -> bool:
-    """Return whether two of the non-empty, distinct `regions` share an element: a sweep along the most cut axis."""
+    """Return whether two of the non-empty, distinct `regions` overlap: a sweep along the most cut axis."""
     if len(regions) < 2:
         return False
     axis = max(range(num_dims), key=lambda d: len({offset[d] for offset, _ in regions}))
-    reached: list[Region] = []  # regions that the sweep is inside of
+    reached: list[Region] = []  # regions that contain the sweep line
     for region in sorted(regions, key=lambda r: r[0][axis]):
         start = region[0][axis]
         reached = [r for r in reached if r[0][axis] + r[1][axis] > start]
@@ -336,7 +337,7 @@ def _attempt_json(attempt: AttemptId) -> dict[str, Any]:
         "session": attempt.session,
         "step": attempt.step,
         "attempt": attempt.attempt,
-        **({"epoch": attempt.epoch} if attempt.epoch else {}),  # not in checkpoints from before that field
+        **({"epoch": attempt.epoch} if attempt.epoch else {}),  # older checkpoints lack the field
     }
 
 

@@ -1,4 +1,4 @@
-"""Names on disk and on the wire: one grammar, checked wherever a name comes from outside (P9)."""
+"""Names on disk and on the wire, checked wherever a name comes from outside (P9)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ray_ckpt.types import AttemptId
 CHECKPOINT_JSON = "checkpoint.json"
 CHECKPOINTS_DIR = "checkpoints"
 LOG_DIR = "log"
-SNAPSHOT_PREFIX = "snapshot-"  # of the names in the log that are snapshots
+SNAPSHOT_PREFIX = "snapshot-"  # of names of snapshots in the log
 SERVICE_DIR = "ray_ckpt"  # <storage_path>/<run>/ray_ckpt
 
-MAX_RANKS = 999_999  # of a group, and its nodes and copies: what file names of 6 digits count to
+MAX_RANKS = 999_999  # of a group; also of nodes and copies: the limit of 6 digits in file names
 
 _DIRECTORY = re.compile(r"(\d{12})-([0-9a-f]{16})\Z")
 _FILE = re.compile(
@@ -29,10 +29,10 @@ _RUN_UID = re.compile(r"[0-9a-f]{32}\Z")
 
 
 def make_attempt(*, run_uid: str, session: int, step: int, attempt: int, epoch: int = 0) -> AttemptId:
-    """Return the id of try number `attempt` at a step: a function of these five, so that all ranks compute the same.
+    """Return the id of try number `attempt` at a step, which all ranks compute alike.
 
-    `epoch` is that of the coordinator which opened the session. A session that it could not bring into the
-    log may have its number used again, but never its number and epoch.
+    `epoch` is the epoch of the coordinator that opened the session. The number of a session that did not get
+    into the log may be used again; the pair of number and epoch is unique.
     """
     name = digest(f"{run_uid}/{epoch}/{session}/{step}/{attempt}".encode())[:16]
     return AttemptId(run_uid=run_uid, session=session, step=step, attempt=name, epoch=epoch)
@@ -60,7 +60,7 @@ def record_file(seq: int) -> str:
 
 
 def record_seq(name: str) -> int | None:
-    """Return the sequence number of a log file, or None if the name is not one of ours."""
+    """Return the sequence number of a record's file name, or None for other names."""
     match = _RECORD.match(name)
     return int(match.group(1)) if match else None
 
@@ -70,7 +70,7 @@ def snapshot_file(seq: int) -> str:
 
 
 def snapshot_seq(name: str) -> int | None:
-    """Return the last record that a snapshot file covers, or None if the name is not one of ours."""
+    """Return the last record that a snapshot covers by its file name, or None for other names."""
     match = _SNAPSHOT.match(name)
     return int(match.group(1)) if match else None
 
@@ -84,24 +84,24 @@ def is_file_name(name: str) -> bool:
 
 
 def is_shard_name(name: str) -> bool:
-    """Return whether a file of this name holds tensors, and so may be stored compressed."""
+    """Return whether a file of this name holds tensors, and may be stored compressed."""
     return is_file_name(name) and _SHARD.match(name) is not None
 
 
 def is_data_name(name: str) -> bool:
-    """Return whether a file of this name holds what was saved, rather than tells of it."""
+    """Return whether a file of this name holds saved state, and no metadata."""
     return is_file_name(name) and name != CHECKPOINT_JSON and not name.startswith("manifest-")
 
 
 def check_directory(name: str) -> str:
-    """`name` if it is a checkpoint directory of this format; FormatError otherwise."""
+    """Return `name` if it is a checkpoint directory's; else FormatError."""
     if not is_directory_name(name):
         raise FormatError(f"{name!r} is not a checkpoint directory name.", name=name)
     return name
 
 
 def check_file(name: str) -> str:
-    """`name` if it is a file name of this format; FormatError otherwise. Never escapes its directory."""
+    """Return `name` if it is a file name of the format, which has no path; else FormatError."""
     if not is_file_name(name):
         raise FormatError(f"{name!r} is not a file name of a checkpoint.", name=name)
     return name
@@ -114,7 +114,7 @@ def check_run_uid(uid: str) -> str:
 
 
 def check_run_name(name: str) -> str:
-    """`name` if it can be a folder on every store; ConfigError otherwise."""
+    """Return `name` if it can be a folder on every store; else ConfigError."""
     if not _RUN_NAME.match(name):
         raise ConfigError(
             f"The run name {name!r} cannot be a folder name.",

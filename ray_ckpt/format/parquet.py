@@ -1,7 +1,7 @@
-"""Parquet files of foreign bytes, read in bounded memory.
+"""Reader of untrusted Parquet files in bounded memory.
 
 A file of a few KB may unpack to gigabytes: a page that compresses well, a dictionary of one long text that
-every row repeats, lists of any length. So each page says how large it is before anything is unpacked, and
+every row repeats, lists of any length. So the size of each page is read before anything is unpacked, and
 texts stay dictionaries, each of which is made once. https://github.com/apache/parquet-format
 """
 
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from ray_ckpt.errors import FormatError
 
 MAX_UNPACKED_BYTES = 256 * 2**20  # of all pages; a million rows of a manifest take about 120 MB
-MAX_TEXT_BYTES = 1024 * 2**20  # of all texts together, as if each row had its own
+MAX_TEXT_BYTES = 1024 * 2**20  # of the texts of all rows, repeated ones included
 MAX_FREE_VALUES = 2**20  # of a column, in a file of any size; beyond it one for each byte of the file
 MAX_FREE_ROWS = 2**17  # likewise
 MAX_THRIFT_ITEMS = 1000  # of a list in the footer: row groups, columns
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 def read_table(data: bytes, schema: pa.Schema, *, max_rows: int) -> pa.Table:
-    """Return the columns of `schema` that are there, with texts as dictionaries.
+    """Return the columns of `schema` in the file, with texts as dictionaries.
 
-    FormatError if it unpacks to more than the limits above; whatever pyarrow raises if it is no such file.
+    FormatError if it unpacks to more than the limits above; errors of pyarrow if it is no Parquet file.
     """
     _check_pages(data, schema)
     there = set(column_names(data))
@@ -57,14 +57,14 @@ def read_table(data: bytes, schema: pa.Schema, *, max_rows: int) -> pa.Table:
 
 
 def metadata(data: bytes, key: bytes) -> bytes:
-    """What a file has under `key`; whatever pyarrow raises if it is none, KeyError if there is nothing."""
+    """Return the metadata under `key`; KeyError if there is none, errors of pyarrow for a bad file."""
     file = pq.ParquetFile(pa.BufferReader(data), thrift_container_size_limit=MAX_THRIFT_ITEMS)
     found: bytes = file.metadata.metadata[key]
     return found
 
 
 def column_names(data: bytes) -> list[str]:
-    """Of the columns of a file; whatever pyarrow raises if it is none."""
+    """Return the names of the columns of a file; errors of pyarrow for a bad file."""
     file = pq.ParquetFile(pa.BufferReader(data), thrift_container_size_limit=MAX_THRIFT_ITEMS)
     names: list[str] = file.schema_arrow.names
     return names
@@ -90,7 +90,7 @@ def column(table: pa.Table, name: str) -> pa.Array:
 
 
 def _fits(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Return whether a column of type `found`, whose texts are dictionaries, is of the type that is wanted."""
+    """Return whether a column of type `found`, with texts as dictionaries, is of the wanted type."""
     if wanted == pa.string():
         return bool(pa.types.is_dictionary(found))
     if pa.types.is_map(wanted):
@@ -105,7 +105,7 @@ def _fits(found: pa.DataType, wanted: pa.DataType) -> bool:
 
 
 def _text_paths(field: pa.Field) -> Iterator[str]:
-    """Of the leaves of a column that are texts, as Parquet names them."""
+    """Return the Parquet names of the leaves of a column that are texts."""
     if field.type == pa.string():
         yield field.name
     elif pa.types.is_map(field.type) and field.type.key_type == pa.string():
@@ -127,7 +127,7 @@ def _leaf_types(schema: pa.Schema) -> dict[str, Collection[int]]:
 
 
 def _check_pages(data: bytes, schema: pa.Schema) -> None:
-    """That the pages of the columns of `schema` are not too much when they are unpacked."""
+    """Check that the unpacked pages of the columns of `schema` are within the limits."""
     types, unpacked_bytes = _leaf_types(schema), 0
     num_values: dict[str, int] = {}
     for chunk in _chunks(data):
@@ -146,7 +146,7 @@ def _check_pages(data: bytes, schema: pa.Schema) -> None:
 
 
 class _Chunk(NamedTuple):
-    """One leaf of a column in a row group: its physical type, and where its pages are."""
+    """One leaf of a column in a row group: its physical type, and the range of its pages."""
 
     name: str
     kind: int
@@ -155,7 +155,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(data: bytes) -> Iterator[_Chunk]:
-    """From the footer. pyarrow ends the process for some that are damaged, so it is asked later."""
+    """Yield the column chunks from the footer, before pyarrow, which some damaged footers crash."""
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[-4:] != b"PAR1" or size > len(data) - 12:
         raise FormatError("it has no footer")
@@ -183,7 +183,7 @@ def _of(struct: Any, field: int, kind: type[T]) -> T:
 
 
 def _pages(data: bytes, chunk: _Chunk) -> Iterator[tuple[int, int]]:
-    """Unpacked bytes and values of each page of a column chunk."""
+    """Yield the unpacked bytes and the number of values of each page of a column chunk."""
     reader = _Thrift(data, chunk.start, chunk.end)
     while reader.at < chunk.end:
         header = reader.struct()
@@ -197,7 +197,7 @@ def _pages(data: bytes, chunk: _Chunk) -> Iterator[tuple[int, int]]:
 
 
 def _check_texts(table: pa.Table) -> None:
-    """That the texts of all rows together are not too long to be worked with."""
+    """Check that the texts of all rows together are within the limit."""
     total = 0
     for name in table.column_names:
         array = column(table, name)
@@ -212,7 +212,7 @@ def _check_texts(table: pa.Table) -> None:
 
 
 class _Thrift:
-    """Structs of Thrift's compact protocol, as far as the footer and headers of pages need them."""
+    """Parser of structs in Thrift's compact protocol, for footers and page headers."""
 
     def __init__(self, data: bytes, at: int, end: int) -> None:
         self._data = data

@@ -18,12 +18,12 @@ from ray_ckpt.format import jsontext
 from ray_ckpt.format.names import MAX_RANKS, check_run_name, check_run_uid
 from ray_ckpt.types import END_CAUSES, EndCause, Level
 
-MAX_RECORD_BYTES = 2**20  # a commit takes about 500 bytes; bounds what a reader holds per record
-MAX_SEQ = 10**20 - 1  # what a file name of 20 digits counts to
-MAX_STEP = 10**12 - 1  # what a directory name of 12 digits counts to
-MAX_TIME_S = 253_402_300_800.0  # the year 10000, as Unix time: what a calendar holds; of spans as well
-MAX_COMMITTED_METRICS = 10_000  # of a commit, each of which readers show
-MAX_METRICS = 100  # of a checkpoint that are added later: each is a column of what readers show
+MAX_RECORD_BYTES = 2**20  # a commit takes about 500 bytes; bounds the memory of a reader
+MAX_SEQ = 10**20 - 1  # the limit of 20 digits in file names
+MAX_STEP = 10**12 - 1  # the limit of 12 digits in directory names
+MAX_TIME_S = 253_402_300_800.0  # Unix time of the year 10000, the limit of calendars; also of time spans
+MAX_COMMITTED_METRICS = 10_000  # of a commit; readers show each
+MAX_METRICS = 100  # added to a checkpoint later: each is a column in readers
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
 _NOT_EMPTY = re.compile(r".", re.DOTALL)
@@ -31,7 +31,7 @@ _NOT_EMPTY = re.compile(r".", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Create:
-    """The run begins. Always record 0, and only that."""
+    """The run begins; always record 0, and only record 0."""
 
     run_uid: str
     run_name: str
@@ -47,11 +47,11 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A training group begins. `after` is the session before it, `resumed_from` what it restores.
+    """A training group begins. `after` is the previous session, `resumed_from` the restored checkpoint.
 
-    `service` and `owner` say who opened it: the checkpoint service of a cluster, and the launcher (driver or
-    a controller) in it; `opened_by` is the epoch of the coordinator that began it. `retention` is
-    its retention policy as `ray_ckpt.core.retention` writes it.
+    `service` and `owner` identify the checkpoint service of a cluster, and the launcher (driver or
+    controller) in it that opened the session; `opened_by` is the epoch of the coordinator that began it.
+    `retention` is its retention policy as `ray_ckpt.core.retention` writes it.
     """
 
     session: int
@@ -79,11 +79,11 @@ class Commit:
     size_bytes: int
     root_digest: str
     metrics: Mapping[str, float]
-    mesh: str | None = None  # this and the next three: `SaveFacts`
+    mesh: str | None = None  # `mesh` to `local_s`: `SaveFacts`
     stall_s: float | None = None
     capture_s: float | None = None
     local_s: float | None = None
-    replicate_s: float | None = None  # from then on until the goal was reached, or given up
+    replicate_s: float | None = None  # after that until the level was reached, or the wait ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """`owner` wants a checkpoint kept, until Unix time `expires_at_s` (null: until the unpin)."""
+    """`owner` keeps a checkpoint until Unix time `expires_at_s` (null: until the unpin)."""
 
     attempt: str
     owner: str
@@ -129,7 +129,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpin:
-    """`owner` does not need it any more."""
+    """`owner` no longer keeps it."""
 
     attempt: str
     owner: str
@@ -137,14 +137,14 @@ class Unpin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """A scrub has read every copy of a checkpoint and found or made them good."""
+    """A scrub has read every copy of a checkpoint, and found or repaired them intact."""
 
     attempt: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotated:
-    """A checkpoint has these metrics too; of one name the later value counts. See MAX_METRICS."""
+    """A checkpoint has these metrics as well; for one name the latest value counts. See MAX_METRICS."""
 
     attempt: str
     metrics: Mapping[str, float]
@@ -152,10 +152,10 @@ class Annotated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """All ranks of a session have the state of the checkpoint that it resumes from, or begins with.
+    """All ranks of a session have the state of the checkpoint that it resumes from or begins with.
 
-    `seconds` is the slowest rank's time, `read_bytes` what all of them read, by tier. `origin_step` is
-    the step of another run's checkpoint which training goes on from.
+    `seconds` is the time of the slowest rank, `read_bytes` the bytes that all ranks read, by tier.
+    `origin_step` is the step of another run's checkpoint from which training continues.
     """
 
     session: int
@@ -166,7 +166,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A session is over; see `SessionEnd`. Of several of one session the last one counts."""
+    """A session is over; see `SessionEnd`. If a session has several of these, the last one counts."""
 
     session: int
     cause: EndCause
@@ -178,9 +178,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drilled:
-    """A recovery drill has read a checkpoint from what `scenario` leaves of it.
+    """A recovery drill has read a checkpoint from the copies that `scenario` leaves.
 
-    `read_bytes` are those read, by tier; `text` says what was missing or damaged.
+    `read_bytes` are the bytes read, by tier; `text` names missing and damaged parts.
     """
 
     attempt: str
@@ -193,7 +193,7 @@ class Drilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something a person should find in the log; changes nothing."""
+    """A remark for readers of the log; changes nothing."""
 
     text: str
 
@@ -236,7 +236,7 @@ OPS: Mapping[str, type[Op]] = {
     "note": Note,
 }
 _WHAT = "The log record"
-_MAX_WRITER = 64  # characters of a writer's name; a uuid, sometimes behind a word
+_MAX_WRITER = 64  # characters of a writer's name: a uuid, sometimes with a prefix
 _LONG_TIME_S = 1.7976931348623157e-308  # as many digits as a time can have
 _OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}
 
@@ -245,7 +245,7 @@ _OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}
 class LogRecord:
     """One record. `prev` is the digest of the bytes of record seq - 1, empty for record 0.
 
-    `time_s` is Unix time in seconds by the writer's clock: for people, and for ages
+    `time_s` is Unix time in seconds by the writer's clock, for display and for ages
     (retention, pins, scrub), never for order.
     """
 
@@ -260,7 +260,7 @@ class LogRecord:
 def encode_record(record: LogRecord) -> bytes:
     """Return `record` as one line of sealed JSON; equal records give equal bytes.
 
-    FormatError if no reader takes it.
+    FormatError if readers would refuse it.
     """
     name = _OP_NAMES.get(type(record.op))
     if name is None:
@@ -272,7 +272,7 @@ def encode_record(record: LogRecord) -> bytes:
         "prev": record.prev,
         "time_s": record.time_s,
         "op": name,
-        **{name: _to_json(value) for name, value in _said(record.op)},
+        **{name: _to_json(value) for name, value in _set_fields(record.op)},
     }
     data = jsontext.dumps_sealed(document, what=_WHAT, max_bytes=MAX_RECORD_BYTES)
     decode_record(data)
@@ -280,15 +280,15 @@ def encode_record(record: LogRecord) -> bytes:
 
 
 def check_op(op: Op) -> None:
-    """Raise FormatError if no record can say it, wherever in the log and whoever writes it."""
+    """Raise FormatError if `op` fits no record, with any position in the log and any writer."""
     writer, prev = "f" * _MAX_WRITER, "f" * 32
     encode_record(
         LogRecord(seq=MAX_SEQ, epoch=jsontext.MAX_INT, writer=writer, prev=prev, time_s=-_LONG_TIME_S, op=op)
     )
 
 
-def _said(op: Op) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of an op, but for those that nobody has given."""
+def _set_fields(op: Op) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of an op that are set."""
     for field in fields(op):
         value = getattr(op, field.name)
         if value is not None or field.default is MISSING:
@@ -296,7 +296,7 @@ def _said(op: Op) -> Iterator[tuple[str, Any]]:
 
 
 def decode_record(data: bytes) -> LogRecord:
-    """Return the record in `data`. Raises FormatError, also for any change of what `encode_record` has written."""
+    """Return the record in `data`; FormatError for any change of the bytes of `encode_record`."""
     document = jsontext.loads_if_sealed(data, what=_WHAT, max_bytes=MAX_RECORD_BYTES, known=_KNOWN)
     seq = jsontext.integer(document.get("seq"), "seq", high=MAX_SEQ)
     return LogRecord(
@@ -341,7 +341,7 @@ def _to_json(value: Any) -> Any:
 
 
 def read_count(value: object, name: str) -> int:
-    """Ranks or nodes of a group."""
+    """Return a number of ranks or nodes of a group."""
     return jsontext.integer(value, name, low=1, high=MAX_RANKS)
 
 
@@ -350,7 +350,7 @@ def _copies(value: object, name: str) -> int:
 
 
 def read_time(value: object, name: str) -> float:
-    """Unix time or a span, in seconds."""
+    """Return Unix time or a time span, in seconds."""
     return jsontext.bounded(value, name, MAX_TIME_S)
 
 
@@ -441,6 +441,6 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "reason": jsontext.text,
     "text": jsontext.text,
 }
-"""How each field of an op is read; a name means the same in every op."""
+"""Readers of the fields of ops; a name has the same meaning in every op."""
 _KNOWN = _FIELDS.keys() | {"seq", "epoch", "writer", "prev", "time_s", "op"}
-"""What a record without a digest may have: all that was ever written without one."""
+"""Fields of a record without a digest: all that were ever written without one."""

@@ -1,10 +1,10 @@
-"""The agreed step: one word of shared memory that a node's agent writes and its ranks read at each step.
+"""The save signal: 8 bytes of shared memory that a node's agent writes and its ranks read at each step.
 
-    bits 0 to 47    the step after which all ranks save; a word of 0 says nothing
-    bits 48 to 62   its number; a step that is named again has another one
-    bit 63          urgent: the node of some rank is about to go
+    bits 0 to 47    the step after which all ranks save; all 64 bits 0: no signal
+    bits 48 to 62   its number; a step that is announced again has another number
+    bit 63          urgent: the node of a rank is about to be lost
 
-The word is written and read as a whole: it is aligned, and the interpreter copies eight bytes at once.
+It is written and read as a whole: it is aligned, and the interpreter copies eight bytes at once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-PAGE_BYTES = 4096  # what a mapping needs at least
+PAGE_BYTES = 4096  # the smallest mapping
 MAX_STEP = (1 << 48) - 1  # the signal has 48 bits for the step
-NUMBERS = 1 << 15  # then they begin again; two words in a row differ in any case
+NUMBERS = 1 << 15  # then they start again; two signals in a row always differ
 _WORD = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSignal:
-    """Save after `step`. `number` tells it from the ones before."""
+    """Signal to save after `step`; `number` distinguishes it from earlier ones."""
 
     step: int
     number: int
@@ -41,7 +41,7 @@ def read_flag(memory: memoryview) -> int:
 
 
 def step_of(word: int) -> int:
-    """Return the agreed step of a word, 0 if there is none."""
+    """Return the step in a signal, 0 if there is none."""
     return word & MAX_STEP
 
 

@@ -1,7 +1,7 @@
 """The layout of a shard: a safetensors file whose data begins at a multiple of 4096 bytes.
 
-The header is complete before any tensor byte exists, so that bytes go straight to their place. It also says
-where each slice lies in its global tensor, in the way torch's HuggingFaceStorageReader expects; see
+The header is complete before any tensor byte exists, so that bytes go straight to their position. It also has
+the offset of each slice in its global tensor, as torch's HuggingFaceStorageReader expects; see
 https://huggingface.co/docs/safetensors and torch.distributed.checkpoint._hf_utils.
 """
 
@@ -17,8 +17,8 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.jsontext import MAX_INT, array, integer, loads, mapping, newer, text
 from ray_ckpt.types import Slice
 
-ALIGNMENT_BYTES = 4096  # what O_DIRECT asks of offsets on every common disk
-MAX_HEADER_BYTES = 100_000_000  # of JSON; the safetensors library refuses more
+ALIGNMENT_BYTES = 4096  # the alignment that O_DIRECT needs on every common disk
+MAX_HEADER_BYTES = 100_000_000  # of JSON; the limit of the safetensors library
 METADATA_KEY = "__metadata__"
 SHARDING_KEY = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint._hf_utils.CUSTOM_METADATA_KEY
 OFFSETS_KEY = "saved_offsets"  # ... SAVED_OFFSETS_KEY
@@ -58,7 +58,7 @@ class PlacedSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout:
-    """Where everything lies in a shard.
+    """Positions of all slices in a shard.
 
     `header` is the beginning of the file, a multiple of 4096 bytes; the slices follow it without gaps.
     """
@@ -69,13 +69,13 @@ class ShardLayout:
 
     @property
     def signature(self) -> str:
-        """Equal for equal layouts: the digest of the header."""
+        """The digest of the header, equal for equal layouts."""
         return digest(self.header)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeaderTensor:
-    """A tensor as a safetensors header names it; `offset` is its place in the global tensor."""
+    """A tensor in a safetensors header; `offset` is its position in the global tensor."""
 
     key: str
     dtype: str
@@ -86,7 +86,7 @@ class HeaderTensor:
 
 
 def check_slice(part: Slice) -> int:
-    """Return the bytes of `part`. NewerFormat for an unknown dtype, FormatError for a region outside its tensor."""
+    """Return the size of `part`; NewerFormat for an unknown dtype, FormatError outside its tensor."""
     if part.dtype not in ITEMSIZE:
         raise newer(part.key, f"its dtype is {part.dtype[:80]!r}", key=part.key)
     if not len(part.global_shape) == len(part.offset) == len(part.shape):
@@ -105,9 +105,9 @@ def check_slice(part: Slice) -> int:
 def build_layout(slices: Iterable[Slice]) -> ShardLayout:
     """Lay `slices` out in one file: wider dtypes first, then by key, dense, each naturally aligned.
 
-    Of several slices of one tensor the first has its key in the header; the others have a name of their own.
-    The result depends on the slices only, not on their order. Raises FormatError for a slice that is there
-    twice or that `check_slice` refuses, or a header beyond MAX_HEADER_BYTES.
+    The first of several slices of a tensor has the tensor's key in the header; the others have other names.
+    The result depends on the slices only, not on their order. FormatError for a slice that occurs twice or
+    that `check_slice` refuses, and for a header of more than MAX_HEADER_BYTES.
     """
     ordered = sorted(((check_slice(part), part) for part in slices), key=lambda pair: _rank(pair[1]))
     entries: dict[str, Any] = {}
@@ -160,7 +160,7 @@ def _rank(part: Slice) -> tuple[int, str, tuple[int, ...]]:
 
 
 def _further(part: Slice) -> str:
-    """Return the name in the header of a slice whose tensor has one there already."""
+    """Return the name in the header of a further slice of a tensor."""
     return f"{part.key}@{','.join(map(str, part.offset))}"
 
 

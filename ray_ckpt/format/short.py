@@ -1,4 +1,6 @@
-"""Values as short text for people. Python refuses to write an int of more than 4,300 digits in decimal, and a
+"""Values as short text for messages.
+
+Python refuses to write an int of more than 4,300 digits in decimal, and a
 state may have such ints: those are written in hex, which takes time in proportion to their length.
 """
 
@@ -6,16 +8,16 @@ from __future__ import annotations
 
 from reprlib import Repr
 
-MAX_DECIMAL_BITS = 14_000  # of an int that is written in decimal: 4,215 digits, below Python's limit
+MAX_DECIMAL_BITS = 14_000  # of an int in decimal: 4,215 digits, below Python's limit
 
 
 def key_text(key: object) -> str:
-    """`str` of a key of a dict, of ints of any size."""
+    """Return `str` of a key of a dict, also of large ints."""
     return hex(key) if _is_long(key) and isinstance(key, int) else str(key)
 
 
 class ShortRepr(Repr):
-    """`reprlib.Repr` that takes ints of any size."""
+    """A `reprlib.Repr` for ints of any size."""
 
     def repr_int(self, x: int, level: int) -> str:
         if not _is_long(x):

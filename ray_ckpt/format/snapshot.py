@@ -1,4 +1,4 @@
-"""A snapshot of the log: all that records 0 to `seq` say, in one Parquet file, a row per checkpoint.
+"""A snapshot of the log: the content of records 0 to `seq` in one Parquet file, a row per checkpoint.
 
 A snapshot stands in for the records that it covers, so reading is as strict as theirs: damage of any byte is
 a FormatError, and so is a field or column that this version does not know. The reader of the log then goes
@@ -27,7 +27,7 @@ from ray_ckpt.format.records import MAX_STEP, MAX_TIME_S, end_cause, read_count,
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
 
 MAX_CHECKPOINTS = 1_000_000  # in one log: one a minute for two years
-MAX_SNAPSHOT_BYTES = 256 * 2**20  # a million checkpoints take about 60 MB; bounds what a reader holds
+MAX_SNAPSHOT_BYTES = 256 * 2**20  # a million checkpoints take about 60 MB; bounds the memory of a reader
 METADATA_KEY = b"ray_ckpt"
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
@@ -59,7 +59,7 @@ COLUMNS = pa.schema(
         pa.field("pins", _NUMBERS),
     ]
 )
-"""The columns of a snapshot; null are only those of `_NULLABLE`, and ends of pins."""
+"""The columns of a snapshot; only those in `_NULLABLE` and the ends of pins may be null."""
 
 _SECONDS = (
     "durable_at_s",
@@ -71,7 +71,7 @@ _SECONDS = (
     "drilled_at_s",
 )
 _LATER: Mapping[str, float | str | None] = {**dict.fromkeys(_SECONDS), "mesh": "", "drill": ""}
-"""Columns that a snapshot of before them does not have, with the value that stands for it."""
+"""Columns that older snapshots lack, with their default values."""
 
 _PLAIN = tuple(field.name for field in COLUMNS if field.type != _NUMBERS)
 _LETTERS = {pa.string(): "text", pa.int64(): "q", pa.float64(): "d"}
@@ -80,7 +80,7 @@ _KINDS = {name: _LETTERS[COLUMNS.field(name).type] for name in _PLAIN} | {
     for name in ("metrics", "pins")
     for part, kind in (("count", "q"), ("key", "text"), ("value", "d"))
 }
-"""The lists that hold the columns, in their order: "text", or the letter of `struct`."""
+"""The lists that hold the columns, in order: "text", or a letter of `struct`."""
 
 _NULLABLE = {"verified_at_s", *_SECONDS}
 _STATES = {"live", "lost", "retired", "collected"}
@@ -98,8 +98,8 @@ Columns: TypeAlias = Mapping[str, list[Any]]
 class LogSnapshot:
     """The state of a run after record `seq`, whose bytes have `last_digest`; see `RunHistory`.
 
-    `time_s` is Unix time in seconds by the writer's clock when it was made: when the records that it covers
-    may go depends on it, never what it says. Sessions and checkpoints are in log order.
+    `time_s` is its Unix time by the writer's clock: it decides when the covered records may be deleted, and
+    never the content. Sessions and checkpoints are in log order.
     """
 
     seq: int
@@ -115,7 +115,7 @@ class LogSnapshot:
 
 
 def encode_snapshot(snapshot: LogSnapshot) -> bytes:
-    """Return `snapshot` as a Parquet file. FormatError if it is beyond the bounds of the format or not sound."""
+    """Return `snapshot` as a Parquet file; FormatError if it violates the format."""
     if len(snapshot.checkpoints) > MAX_CHECKPOINTS:
         raise FormatError(
             f"A snapshot of {len(snapshot.checkpoints)} checkpoints; the format allows {MAX_CHECKPOINTS}."
@@ -211,7 +211,7 @@ def _columns(checkpoints: Sequence[CheckpointInfo]) -> Columns:
 
 
 def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> tuple[CheckpointInfo, ...]:
-    """Return the rows as checkpoints; FormatError for a value that no record could have given."""
+    """Return the rows as checkpoints; FormatError for a value that no record can have."""
     for name in _WHOLE:
         _check_range(columns[name], name, 0, jsontext.MAX_INT)
     for name in _COUNTS:
@@ -224,7 +224,7 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
     _check_all(map(_LEVELS.__contains__, set(columns["level"])), "level")
     _check_all((value is not None for value in columns["metrics.value"]), "metric")
     for name in ("committed_at_s", "verified_at_s", *_SECONDS, "pins.value"):
-        given = filter(None, columns[name])  # without null and 0.0, which are sound
+        given = filter(None, columns[name])  # without null and 0.0, which are valid
         _check_all((-MAX_TIME_S <= value <= MAX_TIME_S for value in given), name)
     count = len(columns["seq"])
     ids = {name: columns[name] for name in ("session", "step", "attempt")}
@@ -240,10 +240,10 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
 
 
 def _made(kind: type[T], count: int, columns: Columns) -> list[T]:
-    """Instances of a frozen class with slots, of columns by the names of its fields.
+    """Return instances of a frozen class with slots, from columns by field name.
 
-    One column after another goes straight into the slots: its constructor takes five times as long, and a
-    long run has 100,000 checkpoints.
+    Columns are written straight into the slots: the constructor takes five times as long, and a long run has
+    100,000 checkpoints.
     """
     made = [object.__new__(kind) for _ in range(count)]
     for each in fields(kind):  # type: ignore[arg-type]
@@ -258,7 +258,7 @@ def _maps(columns: Columns, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _rows_digest(columns: Columns) -> str:
-    """Return the digest of all values: numbers as 8 bytes (null as NaN), texts with a line feed after each."""
+    """Return the digest of all values: numbers as 8 bytes (null: NaN), texts each with a line feed."""
     digester = Digester()
     for name, kind in _KINDS.items():
         if name not in columns:
@@ -305,7 +305,7 @@ def _map_array(columns: Columns, name: str) -> pa.MapArray:
 
 
 def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
-    """Return the metadata and the columns of a snapshot, of the right types and null where null may be."""
+    """Return the metadata and the columns of a snapshot, of the right types, null only where allowed."""
     try:
         metadata = parquet.metadata(data, METADATA_KEY)
         jsontext.refuse_newer(metadata, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)
@@ -318,7 +318,7 @@ def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
                 raise FormatError(f"{name} is null somewhere")
     except NewerFormat:
         raise
-    except Exception as error:  # the errors of a foreign decoder on foreign bytes have no common class
+    except Exception as error:  # the decoder's errors on damaged bytes have no common class
         raise FormatError(f"The snapshot is not a Parquet file of one: {error}.") from error
     return metadata, table
 
@@ -342,7 +342,7 @@ def _lists(table: pa.Table) -> dict[str, list[Any]]:
 _SESSION_DEFAULTS = {f.name: f.default for f in fields(SessionInfo) if f.default is not MISSING} | {
     "read_bytes": {}
 }
-"""What a session has that was written before such a field was there."""
+"""Defaults of fields that sessions in older snapshots lack."""
 
 
 def _session_json(session: SessionInfo) -> dict[str, Any]:
@@ -397,7 +397,7 @@ def _seconds(value: object, name: str) -> float | None:
 
 
 def _check_whole(snapshot: LogSnapshot) -> None:
-    """What the replay of records sees to, so that a history may be built from a snapshot as it is."""
+    """Check what a replay of records ensures, so that a history can be built from a snapshot directly."""
     sessions = {s.session for s in snapshot.sessions}
     attempts = {c.id.attempt for c in snapshot.checkpoints}
     seqs = [c.seq for c in snapshot.checkpoints]
@@ -425,7 +425,7 @@ def _check_range(values: list[int], name: str, low: int, high: int) -> None:
 
 
 def _check_hex(texts: Sequence[str], name: str, digits: int) -> None:
-    """All at once, which takes a fifth of the time."""
+    """Check all values at once, in a fifth of the time."""
     if not (set(map(len, texts)) <= {digits} and _HEX.fullmatch("".join(texts))):
         raise FormatError(f"A checkpoint of the snapshot has an impossible {name}.")
 

@@ -24,15 +24,15 @@ from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.jsontext import Pairs, check_values, loads, newer, unique_keys
 from ray_ckpt.format.short import ShortRepr
 
-MAX_TREE_BYTES = 64 * 2**20  # of JSON; larger things belong into tensors, which are never parsed
+MAX_TREE_BYTES = 64 * 2**20  # of JSON; larger data belongs into tensors, which are not parsed
 MAX_DEPTH = 100  # containers inside each other; real states have about 10, the JSON parser allows about 900
-MAX_VALUES = 10_000_000  # in one tree; stops shared references from unfolding without end
+MAX_VALUES = 10_000_000  # in one tree; bounds the expansion of shared references
 
 ENUMS: Mapping[str, type[Enum]] = {}
-"""Enums that may stand in a tree, by the name they are stored under. Members are stored by name."""
+"""Enums that a tree may contain, by stored name. Members are stored by name."""
 
 _FACTORIES: Mapping[str, type[Any]] = {t.__name__: t for t in (bool, dict, float, int, list, set, str, tuple)}
-_PLAIN_INT_BITS = 63  # up to here a JSON number, which every reader understands; beyond, hex
+_PLAIN_INT_BITS = 63  # larger ints are stored in hex, since not every reader takes them as JSON numbers
 _DTYPE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _HEX_INT = re.compile(r"-?0x[0-9a-f]+\Z")
 _NUMPY_DTYPE = re.compile(
@@ -45,7 +45,7 @@ _SHORT.maxstring = _SHORT.maxlong = 80
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor that lies in the shard file under the safetensors key `key`."""
+    """A tensor in the shard file, under the safetensors key `key`."""
 
     key: str
 
@@ -58,7 +58,7 @@ class TorchDtype:
 
 
 class Kept:
-    """The JSON of a container that never changes, written when it is first met in a tree."""
+    """The JSON of an immutable container, written when a tree first contains it."""
 
     __slots__ = ("num_values", "text", "value")
 
@@ -71,11 +71,11 @@ class Kept:
 def encode_tree(value: object, kept: Mapping[int, Kept] | None = None) -> bytes:
     """Return `value` as one line of UTF-8 JSON. Equal trees in equal order give equal bytes.
 
-    `kept` has containers by their identity whose JSON is to be kept, and used again.
+    `kept` has, by id, the containers whose JSON is kept for later calls.
 
     Raises UnsupportedLeaf, with the path in `fields["path"]`, for a value that only pickle could store, a
     container inside itself, more than MAX_DEPTH levels, MAX_VALUES values, MAX_TREE_BYTES bytes, or values
-    that a reader would have no memory for.
+    that exceed a reader's limit of memory.
     """
     encoder = _Encoder(kept or {})
     try:
@@ -96,12 +96,12 @@ def encode_tree(value: object, kept: Mapping[int, Kept] | None = None) -> bytes:
 
 
 def decode_tree(data: bytes) -> Any:
-    """Return the value that `encode_tree` made `data` from. Runs no code of the data. Raises FormatError."""
+    """Return the value in `data` from `encode_tree`, without running code of the data; FormatError."""
     return loads(data, what="The state tree", max_bytes=MAX_TREE_BYTES, hook=_object)
 
 
 def decode_state(data: bytes) -> dict[str, Any]:
-    """Return the document of a state file: a rank's items by name, and what else a save notes of them.
+    """Return the document of a state file: a rank's items by name, and notes about them.
 
     Raises FormatError, also for a tree that is no such document.
     """
@@ -127,7 +127,7 @@ def _is_parts(value: Any) -> bool:
 
 
 class _Encoder:
-    """One walk over a tree; knows where it is, for errors."""
+    """One walk over a tree, with the current path for errors."""
 
     def __init__(self, kept: Mapping[int, Kept]) -> None:
         self._kept = kept
@@ -177,7 +177,7 @@ class _Encoder:
         return self._mapping(value) if isinstance(value, dict) else self._sequence(value)
 
     def _use(self, kept: Kept) -> Any:
-        """What stands for its text until all is written; no tree has such an object of its own."""
+        """Return the placeholder for its text until all is written; no tree contains such an object."""
         if kept.text is None:
             num_before = self._num_values
             kept.text = _dumps(self._content(kept.value))
@@ -223,7 +223,7 @@ class _Encoder:
         return None
 
 
-_USED = re.compile(r'\{"\$kept": (\d+)\}')  # never inside a text, where JSON escapes each quote
+_USED = re.compile(r'\{"\$kept": (\d+)\}')  # never within a text, where JSON escapes quotes
 
 
 def _dumps(tree: Any) -> str:
@@ -271,7 +271,7 @@ _LEAVES: Mapping[type, Callable[[Any], Any]] = {
 
 
 def _rare(value: Any) -> Any:
-    """Return the JSON of a value whose type has many members, or None if it is not one of ours."""
+    """Return the JSON of a value whose type has many members, or None for other types."""
     if type(value) is TorchDtype and _DTYPE_NAME.match(value.name):
         return {"$dtype": value.name}
     if type(value) is np.ndarray and (dtype := _dtype_text(value.dtype)):
@@ -286,7 +286,7 @@ def _rare(value: Any) -> Any:
 
 
 def _dtype_text(dtype: np.dtype[Any]) -> str | None:
-    """numpy's own name of a plain dtype; None for objects, records and foreign types."""
+    """Return numpy's name of a plain dtype; None for objects, records and other types."""
     known = _NUMPY_DTYPE.match(dtype.str) and np.dtype(dtype.str) == dtype
     return dtype.str if known else None
 

@@ -1,12 +1,12 @@
-"""Files compressed with zstd of which any range can be read without the rest.
+"""Files compressed with zstd, with random access to any range.
 
-The zstd seekable format 0.1.0, narrowed as FORMAT.md section 10 says: a frame for every FRAME_BYTES of the
+The zstd seekable format 0.1.0 with the limits of FORMAT.md section 10: a frame for every FRAME_BYTES of the
 raw file, then a table of their sizes in a frame that zstd skips. `zstd -d` gives back the raw file.
 https://github.com/facebook/zstd/blob/dev/contrib/seekable_format/zstd_seekable_compression_format.md
 
-Nothing that a stored file says of itself is trusted: what a reader holds is bounded by the constants here,
-and every frame must say its size and carry a checksum. That finds most damage early; whether bytes are those
-that were saved, only the digests of a manifest say, which are of raw bytes.
+No size in a stored file is trusted: the constants here bound the memory of a reader, and every frame must
+have its size and a checksum. These find most damage early; only the digests of a manifest, which are of raw
+bytes, prove that bytes are those that were saved.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 SUFFIX = ".zst"  # after the name of the raw file
-FRAME_BYTES = 4 << 20  # raw: longer ones compress no better, and a small range costs a whole one
-MAX_STORED_BYTES = FRAME_BYTES + (FRAME_BYTES >> 8)  # of a frame: ZSTD_COMPRESSBOUND, for bytes without order
-MAX_FRAMES = 1 << 20  # of a file: 4 TiB raw; its table takes 8 MiB, and so does its reader
+FRAME_BYTES = 4 << 20  # raw: longer frames compress no better, and a small range costs a whole frame
+MAX_STORED_BYTES = FRAME_BYTES + (FRAME_BYTES >> 8)  # of a frame: ZSTD_COMPRESSBOUND, for random bytes
+MAX_FRAMES = 1 << 20  # of a file: 4 TiB raw; its table takes 8 MiB, also in a reader
 TAIL_BYTES = 64 << 10  # read first, in one request: the whole table of a file of up to 31 GiB raw
-MAX_RATIO = 0.9  # stored by raw; normal fp32 comes to 0.92, bf16 to 0.78. A restore pays for it in core time
-NUM_SAMPLES = 8  # ranges by which a file is judged: 8 MiB take some 20 ms
-SAMPLE_BYTES = 1 << 20  # of each: much longer than what the compressor needs to settle
+MAX_RATIO = 0.9  # stored divided by raw; normal fp32 reaches 0.92, bf16 0.78. Restores pay with core time
+NUM_SAMPLES = 8  # sample ranges of a file: 8 MiB take about 20 ms
+SAMPLE_BYTES = 1 << 20  # of each: much longer than the start-up of the compressor
 
 _SKIPPABLE_MAGIC = 0x184D2A5E
 _SEEKABLE_MAGIC = 0x8F92EAB1
-_DESCRIPTOR = 0  # no checksums in the table: each frame ends with the same one, which every decoder checks
+_DESCRIPTOR = 0  # no checksums in the table: each frame ends with its checksum, which every decoder checks
 _HEADER = struct.Struct("<II")  # of the table: magic, bytes that follow
 _ENTRY = struct.Struct("<II")  # stored and raw bytes of a frame
 _FOOTER = struct.Struct("<IBI")  # frames, descriptor, magic
-_BOUND_EXTRA_BYTES = 64  # what ZSTD_COMPRESSBOUND adds at most for short frames
+_BOUND_EXTRA_BYTES = 64  # the largest addition of ZSTD_COMPRESSBOUND for short frames
 _MIX = 0x9E3779B1  # 2**32 by the golden ratio: its multiples spread evenly
 
 Blocks: TypeAlias = Generator[memoryview, None, None]
 
 ReadStored: TypeAlias = Callable[[Sequence[tuple[int, int]]], Blocks]
-"""Gives the stored bytes of ranges (offset, size), one after the other, in blocks of any size. A block need
-be valid only until the next one is asked for. Called and iterated from each thread that reads."""
+"""Returns the stored bytes of ranges (offset, size), one after the other, in blocks of any size. A block need
+be valid only until the next one is requested. Called and iterated from each reading thread."""
 
 
 def check_installed() -> None:
@@ -86,16 +86,14 @@ def encode(blocks: Iterable[Buffer], level: int) -> Iterator[bytes]:
 
 
 def max_encoded_bytes(size_bytes: int) -> int:
-    """Return the most that `encode` makes of a raw file of this size: ZSTD_COMPRESSBOUND for each frame, and the
-    table.
-    """
+    """Return the largest result of `encode` for a raw file of this size, by ZSTD_COMPRESSBOUND."""
     num_frames = -(-size_bytes // FRAME_BYTES)
     table_bytes = _HEADER.size + num_frames * _ENTRY.size + _FOOTER.size
     return size_bytes + (size_bytes >> 8) + num_frames * _BOUND_EXTRA_BYTES + table_bytes
 
 
 def sample_ranges(size_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Return (offset, size) of what to judge a raw file by: the whole of a small one, else NUM_SAMPLES ranges.
+    """Return the ranges (offset, size) to sample: all of a small file, else NUM_SAMPLES ranges.
 
     One lies in each equal part of the file, elsewhere in each, so that tensors that alternate are all met;
     none at the beginning, where the header would look like an eighth of the file.
@@ -110,7 +108,7 @@ def sample_ranges(size_bytes: int) -> tuple[tuple[int, int], ...]:
 
 
 def estimate(sample: Iterable[Buffer], level: int) -> float:
-    """Stored by raw bytes of a sample; 1.0 for an empty one."""
+    """Return the ratio of stored to raw bytes of a sample; 1.0 for an empty one."""
     raw_bytes = 0
 
     def counted() -> Iterator[memoryview]:
@@ -134,7 +132,7 @@ def pays(ratio: float) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeekTable:
-    """Where the frames of a stored file lie."""
+    """Positions of the frames in a stored file."""
 
     raw_size: int
     starts: npt.NDArray[np.int64]  # of each frame in the stored file; then the end of the last one
@@ -152,9 +150,10 @@ class SeekTable:
         return start, int(self.starts[frames.stop]) - start
 
     def runs(self, ranges: Iterable[tuple[int, int]]) -> tuple[range, ...]:
-        """Return the frames that hold the ranges (offset, size) of the raw file: runs in rising order, with a gap
-        between each two. The ranges must rise and not overlap, ValueError otherwise; they may be empty.
-        EOFError if one ends behind the file.
+        """Return runs of the frames that hold the ranges (offset, size) of the raw file, in rising order.
+
+        ValueError unless the ranges, which may be empty, rise without overlaps; EOFError if one ends beyond
+        the file.
         """
         runs: list[range] = []
         end = 0
@@ -174,7 +173,7 @@ class SeekTable:
 
 
 def table_nbytes(tail: bytes, stored_size: int) -> int:
-    """Return how many of the last bytes of a stored file are its table; the last nine bytes say it.
+    """Return the size of the table at the end of a stored file, from its last nine bytes.
 
     FormatError if there can be no such table.
     """
@@ -202,7 +201,7 @@ def parse_table(tail: bytes, stored_size: int) -> SeekTable:
         raise FormatError(f"{len(tail)} bytes of a seek table of {nbytes}.")
     table = tail[len(tail) - nbytes :]
     if _HEADER.unpack_from(table) != (_SKIPPABLE_MAGIC, nbytes - _HEADER.size):
-        raise FormatError("The seek table does not begin where its end says.")
+        raise FormatError("The seek table does not begin where its footer puts it.")
     entries = np.frombuffer(table[_HEADER.size : -_FOOTER.size], "<u4").reshape(-1, 2).astype(np.int64)
     stored, raw = entries[:, 0], entries[:, 1]
     if not (np.all(raw[:-1] == FRAME_BYTES) and np.all((raw[-1:] > 0) & (raw[-1:] <= FRAME_BYTES))):
@@ -218,13 +217,15 @@ def parse_table(tail: bytes, stored_size: int) -> SeekTable:
 def decode(blocks: Iterable[Buffer], table: SeekTable, frames: Iterable[int]) -> Blocks:
     """Yield the raw bytes of `frames`, a view for each, from their stored bytes one after the other.
 
-    Holds one stored and one raw frame; the views are of memory of their own. zstd works without the GIL.
-    CorruptionError for a frame that is cut short, damaged, or not of the size that the table says, which is
-    known before memory is taken; and for bytes that are left over.
+    Holds one stored and one raw frame; each view has its own memory. zstd works without the GIL.
+    CorruptionError for a frame that is cut short, damaged, or not of the size in the table, which is checked
+    before memory is allocated; and for bytes that are left over.
     """
     import zstandard
 
-    decompressor = zstandard.ZstdDecompressor(max_window_size=FRAME_BYTES)  # else it takes 128 MiB if told
+    decompressor = zstandard.ZstdDecompressor(
+        max_window_size=FRAME_BYTES
+    )  # else a frame can make it allocate 128 MiB
     cutter = BlockCutter(blocks)
     for frame in frames:
         _, nbytes = table.stored(range(frame, frame + 1))
@@ -236,12 +237,12 @@ def decode(blocks: Iterable[Buffer], table: SeekTable, frames: Iterable[int]) ->
 
 
 class SeekableReader:
-    """Ranges of a raw file, read from its stored file. For any number of threads."""
+    """Reader of ranges of a raw file from its stored file, for any number of threads."""
 
     def __init__(self, read: ReadStored, stored_size: int) -> None:
-        """Reads the table: with one call of `read`, or two for a file with a large one.
+        """Read the table, with one call of `read`, or two for a large table.
 
-        Raises what `read` raises, and FormatError. `raw_size` is what the file says of itself: compare it
+        Exceptions of `read` propagate; FormatError for a bad table. `raw_size` is not verified: compare it
         with the manifest.
         """
         check_installed()
@@ -263,9 +264,9 @@ class SeekableReader:
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         """Yield the bytes of the ranges (offset, size), one after the other, in views of at most a frame.
 
-        The ranges must rise and not overlap. Each frame is read and decoded once, and those that follow each
-        other are asked for together; two raw frames and a stored one are held. Raises what `read` raises,
-        ValueError and EOFError as `SeekTable.runs` says, CorruptionError as `decode` does.
+        The ranges must rise and not overlap. Each frame is read and decoded once, and adjacent ones are
+        requested together; two raw frames and a stored one are held. Exceptions of `read` propagate;
+        ValueError and EOFError as in `SeekTable.runs`, CorruptionError as in `decode`.
         """
         table = self._table
         runs = table.runs(ranges)
@@ -286,7 +287,7 @@ class SeekableReader:
 
 
 def _cut(frames: Iterator[tuple[memoryview, int]], ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
-    """Yield the bytes of `ranges` from raw frames with their numbers. Lets whoever gives the frames finish."""
+    """Yield the bytes of `ranges` from numbered raw frames; then let the stream of frames finish."""
     view, number = memoryview(b""), -1
     for offset, nbytes in ranges:
         end = offset + nbytes
@@ -306,13 +307,15 @@ def _decode_frame(
     import zstandard
 
     try:
-        said = zstandard.get_frame_parameters(stored)
-        if said.content_size != raw_nbytes:  # what `decompress` takes memory for
-            raise _damaged(frame, f"it says {said.content_size} raw bytes, the seek table {raw_nbytes}")
-        if not said.has_checksum:
+        header = zstandard.get_frame_parameters(stored)
+        if header.content_size != raw_nbytes:  # what `decompress` takes memory for
+            raise _damaged(
+                frame, f"its header has {header.content_size} raw bytes, the seek table {raw_nbytes}"
+            )
+        if not header.has_checksum:
             raise _damaged(frame, "it has no checksum")
         return decompressor.decompress(stored, allow_extra_data=False)
-    except zstandard.ZstdError as error:  # also for a frame of another size than it says
+    except zstandard.ZstdError as error:  # also for a frame whose size differs from its header
         raise _damaged(frame, str(error)) from error
 
 

@@ -393,10 +393,10 @@ class ProgressLog:
     """Logger of the progress of a restore, every LOG_EVERY_S once it takes longer than that."""
 
     def __init__(
-        self, step: int, *, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self, step: int, *, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._step = step
-        self._log = say
+        self._log = log
         self._clock = clock
         self._logged_s = clock()
         self._logged_bytes = 0
@@ -417,9 +417,7 @@ class ProgressLog:
 
 
 class _Pools:
-    """Threads per tier, started when the tier is first read, so that a slow tier does not delay a fast
-    one.
-    """
+    """Threads per tier, started when the tier is first read, so that no tier waits for a slower one."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack

@@ -48,7 +48,7 @@ class ItemReader:
             credentials=ticket.credentials,
             remote=ticket.remote,
             fetch=partial(self.link.fetch, ticket.session),
-            progress=ProgressLog(checkpoint.step, say=log.info),
+            progress=ProgressLog(checkpoint.step, log=log.info),
         )
         rows = [row for fragment in ticket.fragments for row in fragment.rows]
         chosen = choose(_States(reader, rows, checkpoint.world_size))

@@ -509,4 +509,4 @@ def test_an_arena_is_a_source_while_its_seal_is_the_attempts(
     (one / "arena-0").write_bytes(data)
     late = saved.load(Training().items, reader=reader())
     assert len(late.damage) == len(saved.rows)
-    assert "captured into again" in late.rejected[0]
+    assert "newer capture" in late.rejected[0]

@@ -247,7 +247,7 @@ def test_an_arena_that_is_captured_into_meanwhile_gives_nothing(tmp_path: Path) 
     reader.read(checkpoint.rows, sink_for)
     assert not reader.damage
     assert {part.where for part in reader.parts} == {"disk"}, "no row that was read before counts"
-    assert "captured into again" in reader.rejected[0]
+    assert "newer capture" in reader.rejected[0]
     assert set(memory.finished) == set(checkpoint.places()) - {middle}
 
 
@@ -429,7 +429,7 @@ def test_progress_is_told_from_the_reading_thread(tmp_path: Path, monkeypatch: p
 def test_a_long_restore_says_how_far_it_is() -> None:
     now_s = 100.0
     lines: list[str] = []
-    log = ProgressLog(7, say=lines.append, clock=lambda: now_s)
+    log = ProgressLog(7, log=lines.append, clock=lambda: now_s)
     for second in range(13):
         now_s = 100.0 + second
         log(second * 2_000_000_000, 40_000_000_000, "peer")
