@@ -130,9 +130,9 @@ def test_a_live_iterator_is_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: iter([1, 2]), "how far an iterator is"),
-        (lambda: (x for x in range(3)), "how far an iterator is"),
-        (lambda: iter(DataLoader([1, 2])), "how far an iterator is"),  # type: ignore[arg-type]
+        (lambda: iter([1, 2]), "position of an iterator"),
+        (lambda: (x for x in range(3)), "position of an iterator"),
+        (lambda: iter(DataLoader([1, 2])), "position of an iterator"),  # type: ignore[arg-type]
         (lambda: DataLoader([1, 2]), "how far it has been read"),  # type: ignore[arg-type]
         (lambda: RandomSampler([1, 2]), "how far it has been read"),
     ],
@@ -262,7 +262,7 @@ def test_an_optimizer_that_hides_its_state_is_refused() -> None:
     finally:
         dist.destroy_process_group()
     with pytest.raises(
-        UnsupportedItem, match=r"'optimizer' .ZeroRedundancyOptimizer. has state inside"
+        UnsupportedItem, match=r"'optimizer' .ZeroRedundancyOptimizer. has inner state"
     ) as caught:
         adapt("optimizer", optimizer, {"model": model})
     assert "fully_shard" in caught.value.hint
