@@ -204,9 +204,10 @@ def test_compressed_shards_are_read_as_any(run: SampleRun, opened: OpenedRun, wh
 
 
 def test_a_step_that_cannot_be_read_from_here_is_named(run: SampleRun, opened: OpenedRun) -> None:
-    with pytest.raises(ConfigError, match=r"in the cluster only\. The nearest durable steps are 10, 30, 50"):
+    hint = r"step 40 in the cluster only\. The nearest durable steps are 10, 30, 50"
+    with pytest.raises(ConfigError, match=hint):
         opened.load(step=40)
-    hint = r"checkpoint of step 41\. The nearest live steps are 10, 20, 30, 40"
+    hint = r"no live checkpoint of step 41\. The nearest live steps are 10, 20, 30, 40"
     with pytest.raises(ConfigError, match=hint):
         opened.load(step=41)
 
