@@ -20,23 +20,23 @@ from ray_ckpt.transport.pulse import BEAT, SILENT_S, Pulse
 
 CALL_BASE_S = 30.0  # a live peer answers at once; this covers a busy one
 SLOWEST_BYTES_PER_S = 10 << 20  # a slower peer is treated as gone
-GONE_S = 30.0  # bytes that the kernel of a peer that is read from has not taken for so long: its node is gone
-LOOK_S = 0.05  # at least between two looks at whether a peer is silent
+GONE_S = 30.0  # a node whose kernel acknowledges no bytes for so long is gone
+LOOK_S = 0.05  # at least between two checks for a silent peer
 PING_S = 600.0  # idle connections are pinged this often; servers refuse more than one ping in 5 minutes
 
 _FINAL = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError, flight.FlightTimedOutError)
-NO_DIRECTORY = "000000000000-0000000000000000"  # of no checkpoint; any answer will do
+NO_DIRECTORY = "000000000000-0000000000000000"  # no checkpoint has it; `is_there` accepts any answer
 _UNREACHED = (flight.FlightUnavailableError, flight.FlightTimedOutError)
 _FAILURES = (flight.FlightError, pa.ArrowException, OSError, FormatError)
 
 
 class PeerClient:
-    """A connection of its own to one agent. Every failure of the peer or the way to it is `Unavailable`.
+    """A connection to one agent. Every failure of the peer or of the network is raised as `Unavailable`.
 
-    Its `fields["refused"]` is true if another try cannot go better: the peer has said no, or a frozen one has
-    used up the time that its slowest acceptable pace would take. `fields["answered"]` is true if the peer
-    itself has told what is wrong, so that it may well have other files. `fields["unreachable"]` is true if it
-    gave no sign of life at all, or none for SILENT_S.
+    `fields["refused"]` of the error is true if a retry cannot succeed: the peer refused the call, or the call
+    took longer than the slowest acceptable rate allows. `fields["answered"]` is true if the peer itself
+    reported the error, so that it may well have other files. `fields["unreachable"]` is true if the peer gave
+    no sign of life at all, or none for SILENT_S.
     """
 
     def __init__(self, endpoint: str, *, credentials: Credentials, gone_s: float = GONE_S) -> None:
@@ -63,21 +63,21 @@ class PeerClient:
         *,
         slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S,
     ) -> None:
-        """Send a file; returns when the peer has it durably and has answered with the same digest.
+        """Send a file; return when the peer has stored it durably and answered with the same digest.
 
-        A chunk may change once the next is asked for. What `chunks` raises comes through as it is.
-        At less than `slowest_bytes_per_s` on average it is given up; who is slow on purpose says so. It is
-        given up as well when the peer gives no sign of life for SILENT_S.
+        The caller may overwrite a chunk as soon as the next one is requested. Exceptions from `chunks`
+        propagate. The call fails if it is slower than `slowest_bytes_per_s` on average (a caller that limits
+        its own rate passes a lower value), or if the peer gives no sign of life for SILENT_S.
 
-        Calls of Flight can neither be cancelled nor waited for with a limit, so this one runs in a thread of
-        its own, and is left behind if the peer falls silent. That thread takes no further chunk, and ends
-        when the kernel gives the connection up, or with the call's own deadline.
+        A Flight call can be neither cancelled nor waited for with a timeout. It therefore runs in a thread of
+        its own, which is abandoned if the peer falls silent. An abandoned thread takes no further chunk; it
+        ends when the kernel closes the connection or when the deadline of the call passes.
         """
         call = _Put(self._client, request, chunks, self._options(request.size_bytes, slowest_bytes_per_s))
         call.start()
         while not call.ended.wait(max(SILENT_S - call.pulse.silent_s, LOOK_S)):
             if call.pulse.silent_s >= SILENT_S:
-                call.is_given_up = True
+                call.is_abandoned = True
                 if call.source_error is not None:
                     raise call.source_error
                 silent = flight.FlightTimedOutError(f"it gave no sign of life for {SILENT_S:.0f} s")
@@ -85,9 +85,10 @@ class PeerClient:
         if call.source_error is not None:
             raise call.source_error
         if call.failure is not None:
-            raise self._unavailable(request.name, call.failure, heard=call.pulse.heard) from call.failure
+            was_alive = call.pulse.was_alive
+            raise self._unavailable(request.name, call.failure, was_alive=was_alive) from call.failure
         if call.stored != request.digest:
-            wrong = FormatError(f"it has stored other bytes (digest {call.stored})")
+            wrong = FormatError(f"it stored other bytes (digest {call.stored})")
             raise self._unavailable(request.name, wrong)
 
     def read(
@@ -97,10 +98,10 @@ class PeerClient:
         *,
         slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S,
     ) -> Iterator[memoryview]:
-        """The bytes of all ranges (offset, size) in order, in blocks as they arrive, none copied.
+        """Yield the bytes of all ranges (offset, size) in order, in blocks as they arrive, without a copy.
 
-        A block keeps its bytes as long as it is held. Bounds of blocks say nothing about bounds of ranges.
-        It is given up as a `put` is.
+        A block stays valid as long as it is referenced. Blocks do not end where ranges end. The call fails
+        if it is slower than `slowest_bytes_per_s` on average.
         """
         left = sum(size for _, size in ranges)
         if not left:
@@ -114,12 +115,12 @@ class PeerClient:
                         raise FormatError(f"{-left} bytes too many")
                     yield chunk
             finally:
-                reader.cancel()  # of one that nobody reads to its end
+                reader.cancel()  # the caller may stop before the end
             if left:
                 raise FormatError(f"{left} bytes are missing")
 
     def read_file(self, name: wire.FileName, *, max_bytes: int) -> bytes:
-        """A whole small file; Unavailable if it is larger than `max_bytes`."""
+        """Return a whole small file. Raise Unavailable if it is larger than `max_bytes`."""
         data = bytearray()
         with self._naming(name):
             for chunk in wire.chunks(self._get(name, (), self._options(max_bytes))):
@@ -129,7 +130,7 @@ class PeerClient:
         return bytes(data)
 
     def is_there(self, run_uid: str, *, within_s: float) -> bool:
-        """Return whether the peer answers at all, whatever it says."""
+        """Return whether the peer answers at all; an error is an answer too."""
         name = wire.FileName(run_uid=run_uid, directory=NO_DIRECTORY, file=fragment_file(0, 1))
         request = wire.encode_request(wire.GetRequest(name=name, ranges=()))
         options = flight.FlightCallOptions(timeout=within_s, headers=self._headers)
@@ -142,7 +143,7 @@ class PeerClient:
         return True
 
     def size(self, name: wire.FileName) -> int | None:
-        """How many bytes the peer has of a file; None if it has no such file."""
+        """Return the size of a file in bytes; None if the peer has no such file."""
         request = wire.encode_request(wire.GetRequest(name=name, ranges=()))
         descriptor = flight.FlightDescriptor.for_command(request)
         with self._naming(name):
@@ -160,14 +161,14 @@ class PeerClient:
 
     @contextlib.contextmanager
     def _naming(self, name: wire.FileName) -> Iterator[None]:
-        """Whatever fails at the peer is Unavailable."""
+        """Raise Unavailable, with the name of the file, for every failure in the block."""
         try:
             yield
         except _FAILURES as error:
             raise self._unavailable(name, error) from error
 
     def _unavailable(
-        self, name: wire.FileName, error: Exception, *, heard: bool = True, unreachable: bool = False
+        self, name: wire.FileName, error: Exception, *, was_alive: bool = True, unreachable: bool = False
     ) -> Unavailable:
         reason = (
             str(error).split(". gRPC client debug context", maxsplit=1)[0].split(". Detail: ", maxsplit=1)[0]
@@ -177,29 +178,29 @@ class PeerClient:
             f"Peer {self._endpoint}, {name.directory}/{name.file}: {reason.rstrip('.')}.",
             refused=is_refused,
             answered=isinstance(error, flight.FlightServerError),
-            unreachable=unreachable or (not heard and isinstance(error, _UNREACHED)),
+            unreachable=unreachable or (not was_alive and isinstance(error, _UNREACHED)),
         )
 
 
 class _Abandoned(Exception):
-    """The source has failed, or the caller has given the peer up."""
+    """The source failed, or the caller abandoned the call."""
 
 
 class _Put(threading.Thread):
-    """The call of a `put`. `ended` is set when it is over, in whatever way."""
+    """The thread of one `put`. `ended` is set when the call is over, whether it succeeded or failed."""
 
     def __init__(self, client: Any, request: wire.PutRequest, chunks: Iterable[Buffer], options: Any) -> None:
-        super().__init__(name="ray_ckpt-put", daemon=True)  # one that is left behind holds no process up
+        super().__init__(name="ray_ckpt-put", daemon=True)  # an abandoned call must not delay the exit
         self._client = client
         self._request = request
         self._chunks = chunks
         self._options = options
         self.pulse = Pulse()
         self.ended = threading.Event()
-        self.is_given_up = False  # nobody waits for it any more
-        self.stored = ""  # digest of what the peer has stored
-        self.failure: Exception | None = None  # of the peer or the way to it
-        self.source_error: BaseException | None = None
+        self.is_abandoned = False  # the caller no longer waits
+        self.stored = ""  # digest that the peer answered with
+        self.failure: Exception | None = None  # of the peer or the network
+        self.source_error: BaseException | None = None  # from `chunks`
 
     def run(self) -> None:
         try:
@@ -209,41 +210,41 @@ class _Put(threading.Thread):
         except _FAILURES as error:
             self.failure = error
         finally:
-            self._chunks = ()  # the source's memory is its own again
+            self._chunks = ()  # frees the memory of the source
             self.ended.set()
 
     def _call(self) -> None:
         descriptor = flight.FlightDescriptor.for_command(wire.encode_request(self._request))
         self.pulse.wait_for_peer()
         writer, answers = self._client.do_put(descriptor, wire.CHUNK_SCHEMA, self._options)
-        self.pulse.beat()  # the connection is there
+        self.pulse.beat()  # the connection is open
         listener = threading.Thread(target=self._listen, args=(answers,), name="ray_ckpt-put", daemon=True)
         listener.start()
         try:
             self._send(writer)
-        except BaseException:  # the peer finds that bytes are missing and keeps nothing
+        except BaseException:  # the peer notices that bytes are missing and deletes the file
             if self.source_error is not None:
                 self.pulse.wait_for_peer()
             else:
-                self.pulse.rest()  # the failure is reported, not silence after it
+                self.pulse.stop_waiting()  # the failure is reported, not the silence after it
             for end in (writer.done_writing, listener.join, writer.close):
                 with contextlib.suppress(*_FAILURES):
                     end()
             raise
         self.pulse.wait_for_peer()
         writer.done_writing()
-        listener.join()  # before `close`, which waits for a read that is under way
+        listener.join()  # before `close`, which would wait for the pending read
         writer.close()
 
     def _send(self, writer: Any) -> None:
-        for chunk in self._taken():
+        for chunk in self._source_chunks():
             self.pulse.wait_for_peer()
             writer.write_batch(wire.batch(chunk))
-            self.pulse.rest()
+            self.pulse.stop_waiting()
 
-    def _taken(self) -> Iterator[memoryview]:
-        """The source's chunks, for as long as they are wanted."""
-        self.pulse.rest()
+    def _source_chunks(self) -> Iterator[memoryview]:
+        """Yield the chunks of the source until the call is abandoned."""
+        self.pulse.stop_waiting()
         chunks = wire.split(self._chunks)
         while True:
             try:
@@ -251,25 +252,25 @@ class _Put(threading.Thread):
             except BaseException as error:
                 self.source_error = error
                 raise _Abandoned from error
-            if self.is_given_up:
+            if self.is_abandoned:
                 raise _Abandoned
             if chunk is None:
                 return
             yield chunk
 
     def _listen(self, answers: Any) -> None:
-        """Read beats until the answer comes; a failure shows when the writer is closed."""
+        """Read beats until the answer arrives; closing the writer reports a failure."""
         with contextlib.suppress(*_FAILURES):
             while (answer := answers.read()) is not None:
                 self.pulse.beat()
-                if (told := answer.to_pybytes()) != BEAT:
-                    self.stored = told.decode(errors="replace")
+                if (message := answer.to_pybytes()) != BEAT:
+                    self.stored = message.decode(errors="replace")
                     return
 
 
 def _channel(gone_s: float) -> list[tuple[str, int]]:
     return [
-        ("grpc.use_local_subchannel_pool", 1),  # else all clients of an endpoint share one connection
+        ("grpc.use_local_subchannel_pool", 1),  # otherwise all clients of an endpoint share one connection
         ("grpc.keepalive_time_ms", int(PING_S * 1000)),
-        ("grpc.keepalive_timeout_ms", int(gone_s * 1000)),  # TCP_USER_TIMEOUT as well
+        ("grpc.keepalive_timeout_ms", int(gone_s * 1000)),  # gRPC also sets TCP_USER_TIMEOUT to this
     ]

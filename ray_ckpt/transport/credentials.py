@@ -1,9 +1,10 @@
-"""Who may speak with the agents of a service, and how each end knows the other.
+"""Keys and tokens with which the agents of a service and their peers authenticate each other.
 
-An agent proves itself with the service's self-signed certificate, which is the only root that its peers
-trust. A peer proves itself with a token that is good for one run: a rank of one run can neither read nor
-write the files of another. Keys stay with the coordinator and the agents; ranks get `Credentials` with the
-ticket of their restore. Both travel inside Ray's control plane only and stand in no repr, error or log.
+An agent proves its identity with the service's self-signed certificate, which is the only root that its peers
+trust. A peer proves its identity with a token that is valid for one run: a rank of one run can neither read
+nor write the files of another run. Only the coordinator and the agents have the keys; ranks get `Credentials`
+with the ticket of their restore. Keys and tokens travel only inside Ray's control plane and appear in no
+repr, error or log.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from cryptography.x509.oid import NameOID
 
 from ray_ckpt.format import names
 
-SERVER_NAME = "ray_ckpt"  # in every certificate: nodes are known by their service's key, not by an address
+SERVER_NAME = "ray_ckpt"  # in every certificate: the service's key identifies a node, not its address
 VALID_DAYS = 3650  # longer than any service lives
 CLOCK_SKEW_DAYS = 1  # a node whose clock is behind must not refuse a new certificate
-SECRET_BYTES = 32  # as long as the SHA-256 that the tokens are made with
+SECRET_BYTES = 32  # the length of the SHA-256 in the tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What a peer of one run shows (`token`) and whom it trusts (`root_cert`, PEM)."""
+    """The token that a peer of one run sends and the root certificate (PEM) that it trusts."""
 
     root_cert: bytes = field(repr=False)  # not secret, only long
     token: str = field(repr=False)
@@ -47,7 +48,7 @@ class ServiceKeys:
 
     @classmethod
     def make(cls, now: datetime, *, encrypt: bool = True) -> ServiceKeys:
-        """New keys, valid from `now` (with its time zone) for VALID_DAYS."""
+        """Make new keys, valid from `now` (with its time zone) for VALID_DAYS."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SERVER_NAME)])
         cert = (
@@ -70,12 +71,12 @@ class ServiceKeys:
         )
 
     def credentials(self, run_uid: str) -> Credentials:
-        """What the peers of a run need."""
+        """Return the credentials for the peers of a run."""
         names.check_run_uid(run_uid)
         return Credentials(root_cert=self.cert, token=self._token(run_uid), encrypt=self.encrypt)
 
     def run_of(self, token: str) -> str | None:
-        """The run that a token is good for; None if it is no token of this service. Takes constant time."""
+        """Return the run of a token, None if the token is not of this service, in constant time."""
         run_uid = token.partition(".")[0]
         is_good = hmac.compare_digest(token.encode(errors="replace"), self._token(run_uid).encode())
         return run_uid if is_good else None

@@ -1,4 +1,4 @@
-"""Sending several files to a peer at a time: paced, and again after an interruption."""
+"""Sending several files to a peer at a time, with a rate limit and retries."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ray_ckpt.transport.credentials import Credentials
 
 log = logging.getLogger("ray_ckpt.transport")
 
-MAX_STREAMS = 4  # connections to one peer: together as fast as its disk
-CORES_PER_STREAM = 4  # two threads encrypt and decrypt at each end; the rest of the cores are the training's
+MAX_STREAMS = 4  # connections to one peer; together they are as fast as its disk
+CORES_PER_STREAM = 4  # two threads encrypt and decrypt at each end; the training needs the other cores
 STREAMS = max(1, min(MAX_STREAMS, (os.cpu_count() or 1) // CORES_PER_STREAM))
-BURST_S = 0.1  # what a limiter lets through at once, in seconds of its rate: a chunk or so of each stream
-MAX_TRIES = 4  # of one file: a peer that restarts is back in seconds, a longer loss is the coordinator's
-GONE_S = 10.0  # bytes that a holder's kernel has not taken: twice SILENT_S, so that silence is noticed first
+BURST_S = 0.1  # burst of a limiter, in seconds of its rate: about one chunk of each stream
+MAX_TRIES = 4  # of one file: a restarted peer is back in seconds; the coordinator handles a longer loss
+GONE_S = 10.0  # before the kernel gives a holder up: twice SILENT_S, so that silence is noticed first
 MAX_SHARING = 16  # streams that may share a limiter: 4 peers at a time, MAX_STREAMS to each
-RETRY_S = 0.5  # before the second try, doubled for each further one, with up to as much again by chance
+RETRY_S = 0.5  # before the second try, doubled for each further one, plus up to as much at random
 
 
 class Limiter:
-    """A bandwidth that several streams share; None: no limit. Safe to use from many threads.
+    """A bandwidth that several streams share, from any threads; with `bytes_per_s=None` there is no limit.
 
-    Each caller takes the next free span of time on the wire and sleeps until it begins (GCRA, ITU-T I.371).
+    Each caller reserves the next free span of time and sleeps until it begins (GCRA, ITU-T I.371).
     """
 
     def __init__(
@@ -44,22 +44,22 @@ class Limiter:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         if bytes_per_s is not None and bytes_per_s <= 0:
-            raise ValueError(f"a limit of {bytes_per_s} bytes a second lets nothing through")
+            raise ValueError(f"the limit must be above 0 bytes per second, not {bytes_per_s}")
         self.bytes_per_s = bytes_per_s
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._free_at_s = 0.0  # when what was let through so far has left at the allowed rate
+        self._free_at_s = 0.0  # end of the spans reserved so far
 
     @property
     def slowest_bytes_per_s(self) -> float:
-        """Below which a stream is one whose peer is gone, not one that waits here."""
+        """Rate below which the peer of a stream counts as gone, because the limiter alone is not so slow."""
         if self.bytes_per_s is None:
             return SLOWEST_BYTES_PER_S
         return min(SLOWEST_BYTES_PER_S, self.bytes_per_s / MAX_SHARING)
 
     def wait(self, nbytes: int) -> None:
-        """Return when `nbytes` may leave."""
+        """Sleep until `nbytes` may be sent."""
         if self.bytes_per_s is None:
             return
         with self._lock:
@@ -72,15 +72,17 @@ class Limiter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """A file to send. `chunks` makes a new iterator over its bytes for each try; a chunk may change once the
-    next is asked for."""
+    """A file to send. `chunks` returns a new iterator over its bytes for each try.
+
+    The iterator may overwrite a chunk as soon as the next one is requested.
+    """
 
     request: wire.PutRequest
     chunks: Callable[[], Iterable[Buffer]]
 
 
 class _Stopped(Exception):
-    """Another file has failed, so this one is not wanted any more."""
+    """The sending of another file failed, so this one is stopped."""
 
 
 def send_files(
@@ -92,11 +94,11 @@ def send_files(
     limiter: Limiter | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Send `files` over up to `streams` connections at a time; returns when the peer has all of them durably.
+    """Send `files` over up to `streams` connections at a time; return when the peer has stored all durably.
 
-    An interrupted file is sent again, MAX_TRIES times in all, over a new connection. Unavailable if the peer
-    refuses or cannot be reached; what the source of a file raises comes through and is not tried again. Once
-    one file has failed, the others stop. Files already stored stay; a fragment is to be sent after its files.
+    An interrupted file is sent again over a new connection, up to MAX_TRIES times in all. Raise Unavailable
+    if the peer refuses or cannot be reached. Exceptions from `chunks` propagate without a retry. When one
+    file fails, the others stop; files already stored stay. Send a fragment in a later call than its files.
     """
     sender = _Sender(endpoint, credentials, limiter or Limiter(), sleep)
     largest_first = sorted(files, key=lambda file: file.request.size_bytes, reverse=True)
@@ -120,7 +122,7 @@ class _Sender:
         self._stop = threading.Event()
 
     def send(self, file: Outgoing) -> None:
-        """Send one file, however many tries it takes."""
+        """Send one file, in up to MAX_TRIES tries."""
         try:
             for tried in range(1, MAX_TRIES + 1):
                 if self._stop.is_set():  # before a connection that may take seconds to fail
@@ -129,7 +131,7 @@ class _Sender:
                     return self._try(file)
                 except Unavailable as error:
                     if error.fields.get("refused", True) or tried == MAX_TRIES:
-                        raise  # without the field it is the source's own error
+                        raise  # an error without the field comes from the source
                     log.info("copy %d of %d failed: %s", tried, MAX_TRIES, error)
                 self._sleep(RETRY_S * 2 ** (tried - 1) * (1 + random.random()))
         except BaseException:

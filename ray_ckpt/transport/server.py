@@ -1,6 +1,6 @@
-"""An agent's end of the transport: takes copies in, gives sizes and byte ranges out, nothing else.
+"""The agent's end of the transport: it stores copies and serves sizes and byte ranges, nothing else.
 
-A peer cannot list, delete or name anything but a file of a checkpoint of the run that its token is for.
+A peer can name only files of checkpoints of the run that its token is for; it can neither list nor delete.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ from ray_ckpt.transport import wire
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.transport.pulse import Beats
 
-_KNOWN = "run"  # the middleware that knows whose call it is
+_CALLER = "run"  # the middleware with the run of a call
 
 
 class PeerFiles(Protocol):
-    """What the server serves. Called from several threads at a time."""
+    """The files that the server serves. Its methods are called from several threads at a time."""
 
     def put(self, request: wire.PutRequest, chunks: Iterable[Buffer]) -> str:
-        """Store a file durably and return the digest of what was stored.
+        """Store a file durably and return the digest of the stored bytes.
 
-        Raises if size or digest differ or there is no space. A chunk keeps its bytes as long as it is held.
+        Raise if the size or the digest differs or there is no space. A chunk stays valid as long as it is
+        referenced.
         """
         ...
 
     def read(self, name: wire.FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
-        """The bytes of a file; FileNotFoundError if it is not here.
+        """Yield the bytes of a file from `offset` on. Raise FileNotFoundError if the node does not have it.
 
-        A block may be overwritten once the next is asked for: by then it has left this process.
+        A block may be overwritten as soon as the next one is requested: by then the server has sent it.
         """
         ...
 
     def size(self, name: wire.FileName) -> int | None:
-        """In bytes; None if the file is not here."""
+        """Return the size of a file in bytes; None if the node does not have it."""
         ...
 
 
 class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Serves `files` on `host`, at a free port or the first free one of `ports`, until `shutdown()`.
+    """A server of `files` on `host`, at a free port or the first free one of `ports`, until `shutdown()`.
 
-    There is no serving without keys: ConfigError. Whether the wire is encrypted is the keys' to say.
+    `keys.encrypt` decides whether connections are encrypted. Raise ConfigError if `keys` is None.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
     ) -> None:
         if keys is None:
             raise ConfigError(
-                f"Peers are not served on {host} without keys: whoever reaches the port could read the run.",
-                hint="Make ServiceKeys once per service and give them to every agent.",
+                f"Peers are not served on {host} without keys: any client of the port could read the run.",
+                hint="Make ServiceKeys once per service and pass them to every agent.",
             )
         wire.keep_freed_memory()
         self._files = files
@@ -65,27 +66,27 @@ class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
         address = f"[{host}]" if ":" in host else host
         location = f"{scheme}://{address}:{_free_port(host, ports) if ports else 0}"
         certificates = [(keys.cert, keys.key)] if keys.encrypt else None
-        super().__init__(location, tls_certificates=certificates, middleware={_KNOWN: _RequireToken(keys)})
+        super().__init__(location, tls_certificates=certificates, middleware={_CALLER: _RequireToken(keys)})
         self.endpoint = f"{scheme}://{address}:{self.port}"
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        with _told():
+        with _errors_sent():
             request = wire.decode_put(descriptor.command)
             _check_run(context, request.name)
             with Beats(writer) as beats:
-                answer = self._files.put(request, beats.taken(wire.chunks(reader)))
+                answer = self._files.put(request, beats.watched(wire.chunks(reader)))
         writer.write(answer.encode())
 
     def do_get(self, context: Any, ticket: Any) -> Any:
-        with _told():
+        with _errors_sent():
             request = wire.decode_get(ticket.ticket)
             _check_run(context, request.name)
             if request.ranges and (size := self._files.size(request.name)) is not None:
-                wire.check_asked(request, size)
+                wire.check_ranges(request, size)
         return flight.GeneratorStream(wire.CHUNK_SCHEMA, self._batches(request))
 
     def get_flight_info(self, context: Any, descriptor: Any) -> Any:
-        with _told():
+        with _errors_sent():
             request = wire.decode_get(descriptor.command)
             _check_run(context, request.name)
             size = self._files.size(request.name)
@@ -97,13 +98,13 @@ class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
         if request.ranges:
             ranges = merge_ranges(request.ranges)
         blocks = (block for at, size in ranges for block in self._files.read(request.name, at, size))
-        with _told():
+        with _errors_sent():
             for chunk in wire.gathered(blocks):
                 yield wire.batch(chunk)
 
 
 class _Caller(flight.ServerMiddleware):  # type: ignore[misc]
-    """A call whose token is good, and the run that it is good for."""
+    """The run of a call whose token is valid."""
 
     def __init__(self, run_uid: str) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class _Caller(flight.ServerMiddleware):  # type: ignore[misc]
 
 
 class _RequireToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Looks at the token of each call before anything else of it is read."""
+    """Check of each call's token, before anything else of the call is read."""
 
     def __init__(self, keys: ServiceKeys) -> None:
         super().__init__()
@@ -126,23 +127,23 @@ class _RequireToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
 
 def _check_run(context: Any, name: wire.FileName) -> None:
-    if context.get_middleware(_KNOWN).run_uid != name.run_uid:
+    if context.get_middleware(_CALLER).run_uid != name.run_uid:
         raise flight.FlightUnauthenticatedError("a token of another run")
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Tell the peer what went wrong, and whether another try may go better."""
+def _errors_sent() -> Iterator[None]:
+    """Send an error in the block to the peer, with a mark if a retry cannot succeed."""
     try:
         yield
     except (CheckpointError, OSError, EOFError) as error:
-        # Bytes that were changed on their way may arrive the next time; a refusal stays one.
+        # A retry may deliver bytes that were changed on the way; all other errors would occur again.
         may_help = isinstance(error, CorruptionError) and not isinstance(error, FormatError)
         raise flight.FlightServerError(str(error), extra_info=b"" if may_help else wire.REFUSED) from error
 
 
 def _free_port(host: str, ports: range) -> int:
-    """The first port that nobody listens on. Another process may still take it first; then starting fails."""
+    """Return the first port that is free now. Another process may take it before the server starts."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in ports:
         with socket.socket(family) as probe, contextlib.suppress(OSError):
@@ -151,5 +152,5 @@ def _free_port(host: str, ports: range) -> int:
             return port
     raise ConfigError(
         f"No free port of {ports.start} to {ports.stop - 1} on {host}.",
-        hint="Give a wider range of ports: each agent on a machine needs one.",
+        hint="Configure a wider range of ports: each agent on a machine needs one.",
     )

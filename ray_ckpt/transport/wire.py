@@ -1,8 +1,8 @@
-"""What the two ends of the transport share: requests as JSON, bytes as one-column record batches.
+"""Messages of the transport: requests as JSON, bytes as one-column record batches.
 
-Of one stream, either way, at most some 10 MiB are on their way, in both processes and their kernels, however
-slow the other end is: HTTP/2 gives a stream a window of a few MiB, each end holds one message besides, and a
-message is not written before the one before has left.
+At most about 10 MiB of one stream are in flight, in both processes and their kernels, however slow the
+receiver is: HTTP/2 gives a stream a window of a few MiB, each end holds one message besides, and a message is
+not written before the previous one has been sent.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ray_ckpt.errors import FormatError
 from ray_ckpt.format import jsontext, names
 
 CHUNK_SCHEMA = pa.schema([("chunk", pa.large_binary())])
-CHUNK_BYTES = 2 << 20  # per message: 1 to 4 MiB are equally fast, larger ones leave the CPU's caches
+CHUNK_BYTES = 2 << 20  # per message: 1 to 4 MiB are equally fast, larger ones exceed the CPU's caches
 TOKEN_HEADER = "authorization"
 TOKEN_PREFIX = "Bearer "
 NOT_HERE = -1  # the size of a file that a peer does not have
-REFUSED = b"refused"  # goes with an error: this peer will not do it the next time either
-SMALL_BYTES = 64 << 10  # copied together: a message costs as much time as a copy of some MiB
-KEPT_BLOCK_BYTES = 31 << 20  # just below 32 MiB, from which on glibc adapts to nothing
+REFUSED = b"refused"  # sent with an error that a retry would meet again
+SMALL_BYTES = 64 << 10  # smaller blocks are merged: a message takes as long as a copy of a few MiB
+KEPT_BLOCK_BYTES = 31 << 20  # just below 32 MiB, the largest block to which glibc adapts
 MAX_RANGES = 10_000  # in one request: the rows of an extent, `restore.extents.EXTENT_ROWS`
-MAX_REQUEST_BYTES = 1 << 20  # of a request: twice what MAX_RANGES take
+MAX_REQUEST_BYTES = 1 << 20  # of a request: twice the size of MAX_RANGES ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileName:
-    """A file of a checkpoint of a run; checked on both ends, so it cannot leave its folder (P9)."""
+    """The name of a checkpoint's file, checked on both ends, so that it cannot leave its folder (P9)."""
 
     run_uid: str
     directory: str
@@ -48,7 +48,7 @@ class FileName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutRequest:
-    """A file to be stored; the receiver checks size and digest, and answers with the digest it computed."""
+    """A request to store a file. The receiver checks size and digest and answers with the computed digest."""
 
     name: FileName
     size_bytes: int
@@ -57,7 +57,7 @@ class PutRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetRequest:
-    """Byte ranges (offset, size) of one file; no ranges: the whole file, or its size, as the call says."""
+    """A request for byte ranges (offset, size) of a file; without ranges, for all of it or for its size."""
 
     name: FileName
     ranges: tuple[tuple[int, int], ...]
@@ -68,7 +68,7 @@ def encode_request(request: PutRequest | GetRequest) -> bytes:
 
 
 def decode_put(data: bytes) -> PutRequest:
-    """The request in `data`. FormatError for anything else."""
+    """Return the put request in `data`. Raise FormatError if there is none."""
     fields = _fields(data)
     size = jsontext.integer(fields.get("size_bytes"), "size_bytes")
     return PutRequest(
@@ -77,7 +77,7 @@ def decode_put(data: bytes) -> PutRequest:
 
 
 def decode_get(data: bytes) -> GetRequest:
-    """The request in `data`. FormatError for anything else."""
+    """Return the get request in `data`. Raise FormatError if there is none."""
     fields = _fields(data)
     ranges = jsontext.array(fields.get("ranges"), "ranges")
     if len(ranges) > MAX_RANGES:
@@ -85,19 +85,19 @@ def decode_get(data: bytes) -> GetRequest:
     return GetRequest(name=_name(fields), ranges=tuple(map(_range, ranges)))
 
 
-def check_asked(request: GetRequest, size_bytes: int) -> None:
-    """FormatError if the ranges of a request leave the file, or are more bytes than it has."""
-    asked_bytes = sum(size for _, size in request.ranges)
+def check_ranges(request: GetRequest, size_bytes: int) -> None:
+    """Raise FormatError if the ranges of a request exceed the file, or have more bytes than the file."""
+    requested_bytes = sum(size for _, size in request.ranges)
     end = max((offset + size for offset, size in request.ranges), default=0)
-    if max(asked_bytes, end) > size_bytes:
+    if max(requested_bytes, end) > size_bytes:
         raise FormatError(
-            f"A get request of {asked_bytes} bytes up to byte {end} of {request.name.file}, "
+            f"A get request of {requested_bytes} bytes up to byte {end} of {request.name.file}, "
             f"which ends at byte {size_bytes}."
         )
 
 
 def batch(chunk: bytes | memoryview) -> pa.RecordBatch:
-    """One chunk as a record batch, not copied."""
+    """Return a chunk as a record batch, without a copy."""
     data = pa.py_buffer(chunk)
     offsets = pa.py_buffer(struct.pack("=qq", 0, len(chunk)))
     column = pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data])
@@ -105,9 +105,9 @@ def batch(chunk: bytes | memoryview) -> pa.RecordBatch:
 
 
 def chunks(reader: Iterable[Any]) -> Iterator[memoryview]:
-    """The chunks of a stream, not copied; each keeps its memory as long as it is held.
+    """Yield the chunks of a stream, without a copy. A chunk stays valid as long as it is referenced.
 
-    A peer may send any bytes: what is not such a stream is a FormatError, and nothing is read outside it.
+    Raise FormatError if the peer sends anything else; no memory outside the message is read.
     """
     for item in reader:
         try:
@@ -120,7 +120,7 @@ def chunks(reader: Iterable[Any]) -> Iterator[memoryview]:
 
 
 def split(blocks: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Blocks cut to at most CHUNK_BYTES each."""
+    """Yield the bytes of `blocks` in views of at most CHUNK_BYTES."""
     for block in blocks:
         view = memoryview(block).cast("B")
         for start in range(0, view.nbytes, CHUNK_BYTES):
@@ -128,13 +128,13 @@ def split(blocks: Iterable[Buffer]) -> Iterator[memoryview]:
 
 
 def gathered(blocks: Iterable[Buffer]) -> Iterator[memoryview]:
-    """The same bytes in chunks of at most CHUNK_BYTES. Runs of small blocks are copied into one."""
+    """Yield the bytes of `blocks` in chunks of at most CHUNK_BYTES; merge runs of small blocks."""
     chunk = bytearray()
     for piece in split(blocks):
         is_small = piece.nbytes < SMALL_BYTES
         if chunk and (not is_small or len(chunk) + piece.nbytes > CHUNK_BYTES):
             yield memoryview(chunk)
-            chunk = bytearray()  # a new one: the old one may still be held
+            chunk = bytearray()  # not cleared: the caller may still reference the old one
         if is_small:
             chunk += piece
         else:
@@ -144,12 +144,12 @@ def gathered(blocks: Iterable[Buffer]) -> Iterator[memoryview]:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep some freed memory (64 MiB) for the next messages instead of giving it back each time.
+    """Make malloc keep up to 64 MiB of freed memory for the next messages instead of returning it each time.
 
-    gRPC allocates each arriving message anew, and memory touched for the first time is several times slower
-    than a copy. glibc learns from a large block that is freed that such blocks come and go (mallopt(3),
-    M_MMAP_THRESHOLD); most programs with tensors have taught it that long before. Other C libraries keep what
-    they want. The block itself is never touched, so it costs nothing.
+    gRPC allocates memory for each arriving message, and the first touch of new memory is several times slower
+    than a copy. glibc raises its mmap threshold when a large block is freed (mallopt(3), M_MMAP_THRESHOLD);
+    most programs with tensors have done that long before. Other C libraries are not affected. The block is
+    never touched, so it costs nothing.
     """
     np.empty(KEPT_BLOCK_BYTES, np.uint8)
 

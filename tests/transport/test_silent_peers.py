@@ -288,14 +288,14 @@ def test_only_the_time_in_which_the_peer_is_waited_for_counts() -> None:
     now_s = 0.0
     signs = Pulse(clock=lambda: now_s)
     now_s = 9.0
-    assert (signs.silent_s, signs.heard) == (0.0, False)
+    assert (signs.silent_s, signs.was_alive) == (0.0, False)
     signs.wait_for_peer()
     now_s = 12.0
     assert signs.silent_s == 3.0
     signs.beat()
-    assert (signs.silent_s, signs.heard) == (0.0, True)
+    assert (signs.silent_s, signs.was_alive) == (0.0, True)
     now_s = 13.0
-    signs.rest()
+    signs.stop_waiting()
     signs.beat()
     now_s = 20.0
     assert signs.silent_s == 0.0, "a beat while the caller is busy starts nothing"
