@@ -1,1 +1,1 @@
-"""A run's checkpoints, read without a service: list, load, export."""
+"""Access to a run's checkpoints without a service: list, load, export."""

@@ -1,8 +1,7 @@
-"""The checkpoints of a run as its log and its storage path show them. Read-only, and works without a cluster.
+"""The checkpoints of a run according to its log and its storage path: read-only, without a cluster.
 
-Trusts nothing that it reads: the log is replayed with every check of a coordinator, and `verify` reads each
-byte of a checkpoint against its digest. It refuses to guess: a log with a gap or a damaged record is an
-error, never a shorter history.
+No data is trusted: the log is replayed with every check of a coordinator, and `verify` compares each file of
+a checkpoint with its digest. A log with a gap or a damaged record is an error, never a shorter history.
 """
 
 from __future__ import annotations
@@ -59,27 +58,26 @@ __all__ = [
 
 log = logging.getLogger("ray_ckpt")
 
-MAX_FOLDERS = 1000  # of a storage path that are looked into for runs
+MAX_FOLDERS = 1000  # of a storage path that are searched for runs
 _MAX_NAMED_RUNS = 10  # in a hint
-
-
-# The catalog
 
 
 class Catalog:
     """A run's log, read once from its newest snapshot on. `path` is `<storage_path>/<run>` or its `ray_ckpt`.
 
-    It may be a folder or a URL, as the training's storage path; `storage_options` are those of RunOptions.
-    `catalog[30]` is the newest live checkpoint of step 30, the current lineage first; if that is in the
-    cluster only and another one of step 30 is durable, it is that one, and a warning says so. Iterating gives
-    the live checkpoints in log order. Raises ConfigError if there is no run at `path` or no way to open it,
-    StoragePathError if its log cannot be read, FormatError if its log is damaged.
+    `path` may be a folder or a URL, like the training's storage path; `storage_options` are those of
+    RunOptions. `catalog[30]` is the newest live checkpoint of step 30; those on the current lineage come
+    first. If that checkpoint is in the cluster only and another one of step 30 is durable, `catalog[30]` is
+    the durable one, and a warning is logged. Iteration yields the live checkpoints in log order.
+
+    Raise ConfigError if there is no run at `path` or `path` cannot be opened, StoragePathError if the log
+    cannot be read, FormatError if the log is damaged.
     """
 
     def __init__(self, path: StoragePath, storage_options: Mapping[str, str] | None = None) -> None:
         run = _run_at(locate(path), storage_options)
         self._tier = RemoteTier(run / names.SERVICE_DIR, storage_options)
-        self._warned: set[str] = set()  # attempts in whose place another one was given
+        self._warned: set[str] = set()  # attempts for which a durable one was returned
         self.refresh()
 
     @property
@@ -97,7 +95,7 @@ class Catalog:
         """Read the log again. If that fails, the catalog stays as it was."""
         with readable(self._tier.root):
             listed = self._tier.log.list()
-            # after the listing: all that was listed must be here
+            # read after the listing, so every listed record must be found
             history, found = read_run(self._ahead(_read_first(listed)))
         base = history.copy()
         for record, record_digest in found:
@@ -106,17 +104,17 @@ class Catalog:
         if last >= history.next_seq:
             raise FormatError(
                 f"The log in {self.where} has no record {history.next_seq}, but record {last}.",
-                hint="Bring the missing file back from a backup; nothing after it can be trusted.",
+                hint="Restore the missing file from a backup; no record after it can be trusted.",
                 path=self.where,
             )
         if history.next_seq == 0:
             raise ConfigError(
-                f"The log in {self.where} has no records.", hint="The run has not begun.", path=self.where
+                f"The log in {self.where} has no records.", hint="The run has not started.", path=self.where
             )
         self._base, self._history, self._newest = base, history, tuple(record for record, _ in found)
 
     def _ahead(self, wanted: Iterable[str]) -> LogStore:
-        """The log, with `wanted` fetched at once where each answer takes long. OSError."""
+        """Return the log; if it is in a bucket, fetch the files `wanted` in parallel. Raise OSError."""
         log = self._tier.log
         return log if self._tier.root.is_posix else _Fetched(log, wanted)
 
@@ -130,7 +128,7 @@ class Catalog:
 
     @property
     def sessions(self) -> tuple[SessionInfo, ...]:
-        """The training groups of this run, in the order in which they began."""
+        """The training groups of this run, in the order in which they started."""
         return tuple(self._history.sessions.values())
 
     @property
@@ -140,25 +138,25 @@ class Catalog:
 
     @property
     def lineage(self) -> tuple[CheckpointInfo, ...]:
-        """The live checkpoints that the current session has or comes from, in log order."""
+        """The live checkpoints of the current session and of those that it continues, in log order."""
         return self._history.lineage()
 
     def list(self, *, all: bool = False) -> tuple[CheckpointInfo, ...]:
-        """Checkpoints in log order; with `all` also those that are lost, retired or collected."""
+        """Return the live checkpoints in log order; with `all` also those lost, retired or collected."""
         return tuple(self._history.checkpoints.values()) if all else self.checkpoints
 
     def find(self, step: int, *, all: bool = False) -> CheckpointView | None:
-        """The newest checkpoint of `step`: live before others, on the current lineage before others."""
+        """Return the newest checkpoint of `step`; prefer live ones, then those on the current lineage."""
         found = self._newest_last(c for c in self.list(all=all) if c.step == step)
         return self.view(found[-1]) if found else None
 
     def _newest_last(self, found: Iterable[CheckpointInfo]) -> Sequence[CheckpointInfo]:
-        """Checkpoints of one step, the one that it means last."""
+        """Sort checkpoints of one step so that the one to choose is the last."""
         ends = self._history.branch_points()
         return sorted(found, key=lambda c: (c.state == "live", c.seq <= ends.get(c.id.session, -1), c.seq))
 
     def newest(self, level: Level = Level.LOCAL) -> CheckpointView | None:
-        """The checkpoint to resume from, of those that have reached `level`; None if there is none."""
+        """Return the newest checkpoint of the lineage that has reached `level`, None if there is none."""
         found = [c for c in self.lineage if c.level >= level]
         return self.view(found[-1]) if found else None
 
@@ -191,7 +189,7 @@ class Catalog:
         return CheckpointView(info=info, tier=self._tier if there else None)
 
     def __getitem__(self, step: int) -> CheckpointView:
-        step = operator.index(step)  # numpy's integers too, as a table gives them
+        step = operator.index(step)  # accepts numpy's integers, which tables contain
         if (view := self.find(step)) is not None:
             return self._durable_instead(view)
         raise ConfigError(
@@ -201,7 +199,7 @@ class Catalog:
         )
 
     def _durable_instead(self, view: CheckpointView) -> CheckpointView:
-        """`view` if it can be read here; else another live one of its step that can, if there is one."""
+        """Return `view` if it has files; otherwise a live durable checkpoint of its step if there is one."""
         same = (c for c in self.checkpoints if c.step == view.info.step and c.level is Level.DURABLE)
         durable = self._newest_last(same)
         if view.tier is not None or not durable:
@@ -258,26 +256,26 @@ class Catalog:
     def to_arrow(
         self, table: TableName = "checkpoints", *, steps: Iterable[SupportsIndex] | None = None
     ) -> pa.Table:
-        """One of the tables of the run, in log order; `write_parquet` writes all of them.
+        """Return one of the tables of the run, in log order; `write_parquet` writes all of them.
 
         checkpoints:
-            One row per checkpoint that the log knows, whatever its `state`. `on_lineage` says whether the
-            newest state comes from it, `on_storage` whether the storage path has it, `tiers` where the log
-            has put it. Durations are null where nobody has said them; `drain_s` is from the commit until all
-            of it was on the storage path. `cuts`, how its tensors are cut (`tables.Cuts`), is null without
-            `steps`.
+            One row per checkpoint in the log, whatever its `state`. `on_lineage` is true if the newest state
+            descends from the checkpoint, `on_storage` if the storage path has files of it; `tiers` lists
+            where it is according to the log. Durations that were not reported are null; `drain_s` lasts from
+            the commit until all of the checkpoint is on the storage path. `cuts` describes how its tensors
+            are cut (`tables.Cuts`) and is null without `steps`.
         sessions:
-            One row per training group: what it resumed from, its branch, its restore and its end.
+            One row per training group: its origin, its branch, its restore and its end.
         events:
-            One row per record of the log that is still there: of a long log those between the first and the
-            last day or two are in its snapshots alone.
+            One row per record that is still in the log. A long log keeps the first record and those of the
+            last day or two; the others exist only in snapshots.
         shards, slices:
-            One row per file, and per saved slice, of the live durable checkpoints, from their manifests.
-            Slices of many checkpoints take much memory, and `write_parquet` does not.
+            One row per file, or per saved slice, of the live durable checkpoints, from their manifests.
+            The slices of many checkpoints take much memory here; `write_parquet` needs little.
 
-        `steps` chooses live durable checkpoints, not for sessions and events; without it one that the run
-        deletes meanwhile is left out, and the log is read again. ConfigError; errors of
-        `CheckpointView.fragments` where manifests are read.
+        `steps` selects live durable checkpoints; it does not apply to sessions and events. Without `steps`, a
+        checkpoint that the run deletes in the meantime is left out, and the log is read again. Raise
+        ConfigError for an unknown table or step, and the errors of `CheckpointView.fragments`.
         """
         match table:
             case "checkpoints" if steps is None:
@@ -298,13 +296,13 @@ class Catalog:
                 return self.events()
         raise ConfigError(
             f"There is no table {table!r}{' of single steps' if table in TABLES else ''}.",
-            hint=f"There are {', '.join(TABLES)}; steps choose rows of the first three.",
+            hint=f"The tables are {', '.join(TABLES)}; `steps` works with the first three.",
         )
 
     def to_pandas(
         self, table: TableName = "checkpoints", *, steps: Iterable[SupportsIndex] | None = None
     ) -> Any:
-        """`to_arrow` as a pandas DataFrame. ConfigError without pandas."""
+        """Return `to_arrow` as a pandas DataFrame. Raise ConfigError if pandas is not installed."""
         try:
             import pandas  # noqa: F401
         except ImportError:
@@ -312,7 +310,7 @@ class Catalog:
         return self.to_arrow(table, steps=steps).to_pandas()
 
     def events(self) -> pa.Table:
-        """The log, one row per record; what an op lacks is null, `text` is for people. See `to_arrow`."""
+        """Return the log, one row per record; fields that an op lacks are null. See `to_arrow`."""
         with readable(self._tier.root):
             seqs = (seq for seq in _seqs(self._tier.log.list()) if seq < self._base.next_seq)
             covered = read_covered(self._ahead(map(names.record_file, seqs)), self._base)
@@ -325,14 +323,14 @@ class Catalog:
         steps: Iterable[SupportsIndex] | None = None,
         progress: ProgressCallback | None = None,
     ) -> dict[str, int]:
-        """All tables as `<table>.parquet` in `folder`, which is made; gives the rows of each.
+        """Write each table to `folder` as `<table>.parquet`; return the number of rows of each.
 
-        Files of these names are replaced, each when it is complete. `shards` and `slices` are those of the
-        live durable checkpoints, or of `steps` among them, and `checkpoints` has the `cuts` of these. Each
-        manifest is read once, and memory does not grow with their number. Without `steps` a checkpoint that
-        the run deletes meanwhile is left out, and the log is read again. `progress` is told of each
-        checkpoint that was read. ConfigError if a step is not durable, OSError, and errors of
-        `CheckpointView.fragments`.
+        The folder is created, and existing files of these names are replaced when the new ones are complete.
+        `shards` and `slices` cover the live durable checkpoints, or those of `steps`; `checkpoints` has
+        `cuts` for the same ones. Each manifest is read once, and memory does not grow with their number.
+        Without `steps`, a checkpoint that the run deletes in the meantime is left out, and the log is read
+        again. `progress(1)` is called after each checkpoint. Raise ConfigError if a step is not durable,
+        OSError, and the errors of `CheckpointView.fragments`.
         """
         chosen, cuts, out = self.durable(steps), {}, without_tilde(folder)
         out.mkdir(parents=True, exist_ok=True)
@@ -366,7 +364,7 @@ class Catalog:
 
     @contextmanager
     def _unless_deleted(self, view: CheckpointView, *, is_chosen: bool) -> Iterator[None]:
-        """A manifest that cannot be read is passed over if nobody has chosen it and it is no longer live."""
+        """Ignore an unreadable manifest if its checkpoint was not selected and is no longer live."""
         try:
             yield
         except CheckpointError:
@@ -380,8 +378,11 @@ class Catalog:
         return checkpoints_table(known, self._history, on_storage=self._on_storage(known), cuts=cuts)
 
     def durable(self, steps: Iterable[SupportsIndex] | None = None) -> tuple[CheckpointView, ...]:
-        """The live durable checkpoints in log order, or those of `steps`: ConfigError if a step has none."""
-        wanted = None if steps is None else {operator.index(step) for step in steps}  # a Series, a generator
+        """Return the live durable checkpoints, or those of `steps`, in log order.
+
+        Raise ConfigError if a step has none.
+        """
+        wanted = None if steps is None else {operator.index(step) for step in steps}
         found = [c for c in self.checkpoints if c.level is Level.DURABLE]
         if missing := sorted((wanted or set()) - {c.step for c in found}):
             raise ConfigError(
@@ -399,7 +400,7 @@ _MANIFEST_TABLES: Mapping[str, tuple[pa.Schema, Callable[[Fragment, FileEntry], 
 
 
 def _cuts_of(views: Iterable[CheckpointView]) -> dict[str, tuple[str, ...]]:
-    """By attempt; reads the manifests."""
+    """Read the manifests and return how tensors are cut, by attempt."""
     found = {}
     for view in views:
         cuts = Cuts()
@@ -410,7 +411,7 @@ def _cuts_of(views: Iterable[CheckpointView]) -> dict[str, tuple[str, ...]]:
 
 
 def _may_have_files(info: CheckpointInfo) -> bool:
-    """On the storage path: a live one has them, and another one until they are deleted."""
+    """Return whether the checkpoint is on the storage path; one that is not live may be deleted already."""
     return info.level is Level.DURABLE and info.state != "collected"
 
 
@@ -418,10 +419,10 @@ def _may_have_files(info: CheckpointInfo) -> bool:
 
 
 def find_runs(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> tuple[Location, ...]:
-    """The folders of the runs directly below a storage path, by name; none if it is not there.
+    """Return the folders of the runs directly below a storage path, by name; none if it does not exist.
 
-    Looks into the first MAX_FOLDERS folders, with a request each. StoragePathError if the path cannot be
-    read, ConfigError if it cannot be opened.
+    Only the first MAX_FOLDERS folders are searched, with one request each. Raise StoragePathError if the path
+    cannot be read, ConfigError if it cannot be opened.
     """
     location = locate(path)
     with readable(location):
@@ -429,7 +430,7 @@ def find_runs(path: StoragePath, storage_options: Mapping[str, str] | None = Non
 
 
 def _run_at(location: Location, storage_options: Mapping[str, str] | None) -> Location:
-    """The folder of the run that somebody means by `location`. ConfigError if there is none."""
+    """Return the folder of the run at `location`. Raise ConfigError if there is none."""
     with readable(location):
         files = open_store(location, storage_options)[0]
         if (run := _run_in(location, files)) is not None:
@@ -438,9 +439,8 @@ def _run_at(location: Location, storage_options: Mapping[str, str] | None) -> Lo
     more = f" and {len(found) - _MAX_NAMED_RUNS} more" if len(found) > _MAX_NAMED_RUNS else ""
     hint = "Give <storage_path>/<run name>, as in the RunConfig of the training."
     if found:
-        hint = (
-            f"It holds the runs {', '.join(found[:_MAX_NAMED_RUNS])}{more}; open {location / found[0]}, say."
-        )
+        listed = ", ".join(found[:_MAX_NAMED_RUNS])
+        hint = f"It holds the runs {listed}{more}; open {location / found[0]}, for example."
     raise ConfigError(f"There is no run at {location}.", hint=hint, path=str(location))
 
 
@@ -450,7 +450,7 @@ def _runs_in(location: Location, files: FileStore) -> tuple[Location, ...]:
     def is_run_folder(folder: str) -> bool:
         try:
             return _has_log(files, f"{folder}/{names.SERVICE_DIR}")
-        except PermissionError:  # somebody else's
+        except PermissionError:  # the folder of another user
             return False
 
     are_runs = map_in_order(is_run_folder, folders, threads=REQUESTS_AT_A_TIME, name="runs")
@@ -458,7 +458,7 @@ def _runs_in(location: Location, files: FileStore) -> tuple[Location, ...]:
 
 
 def _run_in(location: Location, files: FileStore) -> Location | None:
-    """The run whose folder is `location`, or whose `ray_ckpt` it is; `files` are those below it."""
+    """Return the run whose folder, or whose `ray_ckpt` folder, is `location`; `files` is the store there."""
     if _has_log(files, names.SERVICE_DIR):
         return location
     return location.parent if location.name == names.SERVICE_DIR and _has_log(files, "") else None
@@ -469,11 +469,11 @@ def _has_log(files: FileStore, folder: str) -> bool:
     return log in files.children(folder).folders
 
 
-# Reading
+# The log
 
 
 class _Fetched(MemoryLogStore):
-    """For reading: what was fetched at once, and the store behind it for everything else."""
+    """A log store to read from: `wanted` was fetched in parallel, other files come from `store`."""
 
     def __init__(self, store: LogStore, wanted: Iterable[str]) -> None:
         super().__init__()
@@ -492,12 +492,12 @@ class _Fetched(MemoryLogStore):
 
 
 def _seqs(listed: Iterable[str]) -> Iterator[int]:
-    """The numbers of the records among the names in a log."""
+    """Yield the numbers of the records among the names in a log."""
     return (seq for name in listed if (seq := names.record_seq(name)) is not None)
 
 
 def _read_first(listed: Iterable[str]) -> Iterator[str]:
-    """What a reader of the run asks for if all is well: record 0, the newest snapshot, what follows it."""
+    """Yield the files that a reader of an intact log needs: the newest snapshot, record 0, later records."""
     listed = tuple(listed)
     newest = max((seq for name in listed if (seq := names.snapshot_seq(name)) is not None), default=-1)
     if newest >= 0:

@@ -1,6 +1,6 @@
-"""One checkpoint as the catalog sees it: what the log says of it, its files, manifest and tensors.
+"""One checkpoint in the catalog: its facts from the log, its files, manifest and tensors.
 
-Nothing that is read is trusted: each file is compared with a digest that the log's root digest proves.
+No file is trusted: each is compared with a digest that the root digest in the log proves.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from ray_ckpt.texts import html_table, metrics_text, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, ProgressCallback
 from ray_ckpt.verify.content import Damage, verify_files
 
-REQUESTS_AT_A_TIME = 16  # for small files of a store that answers late
+REQUESTS_AT_A_TIME = 16  # for small files, because a bucket answers slowly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointView:
-    """One checkpoint: what the log says of it and, once it is durable, its files.
+    """A checkpoint: its facts from the log and, once it is durable, its files.
 
-    `tier` is None while it is in the cluster only. Reading files of such a one is a ConfigError; damage is a
-    CorruptionError that names the file.
+    `tier` is None if the storage path has no files of it; methods that read files then raise ConfigError.
+    Damage raises CorruptionError with the name of the file.
     """
 
     info: CheckpointInfo
@@ -53,7 +53,7 @@ class CheckpointView:
 
     @property
     def where(self) -> str | None:
-        """Its folder on the storage path: a path or a URL."""
+        """The checkpoint's folder on the storage path: a path or a URL."""
         return None if self.tier is None else str(self._location(self.tier))
 
     @property
@@ -62,12 +62,12 @@ class CheckpointView:
         return None if self.tier is None or not self.tier.root.is_posix else self._location(self.tier).folder
 
     def files(self) -> CheckpointFiles:
-        """Nothing is asked of the store yet."""
+        """Return the files without a request to the store. Raise ConfigError if there are none."""
         if self.tier is None:
             there = "in the cluster only" if self.info.state == "live" else self.info.state
             raise ConfigError(
                 f"Step {self.info.step} is {there}; the storage path has no files of it.",
-                hint="Only live checkpoints that are durable can be read here.",
+                hint="Only live durable checkpoints can be read from the storage path.",
                 step=self.info.step,
             )
         return files_on(self.tier, self.info.directory)
@@ -77,11 +77,11 @@ class CheckpointView:
         return self._description(self.files())
 
     def fragments(self) -> tuple[Fragment, ...]:
-        """Its manifest, by node, each fragment checked against its digest in `checkpoint.json`."""
+        """Return the manifest by node, each fragment checked against its digest in `checkpoint.json`."""
         return tuple(fragment for fragment, _ in self.each_fragment())
 
     def each_fragment(self) -> Iterator[tuple[Fragment, FileEntry]]:
-        """`fragments` one after the other, each with its file. One is held, and the bytes of a few."""
+        """Yield each fragment with its file; only one fragment and the bytes of a few are in memory."""
         files = self.files()
         listed = [f for f in self._description(files).files if is_fragment(f.name)]
         read = map_in_order(
@@ -96,13 +96,13 @@ class CheckpointView:
                 yield _decoded(files, entry, data), entry
 
     def slices(self) -> pa.Table:
-        """Its manifest as one table, a row per byte range; see format.manifest.COLUMNS."""
+        """Return the manifest as one table, a row per byte range; see format.manifest.COLUMNS."""
         return rows_table(self.fragments())
 
     def tensors(self) -> SavedTensors:
-        """Its tensors by their full names; of them nothing is read yet. The manifest read last is kept."""
+        """Return the tensors by their full names, without reading them. The last manifest is cached."""
         if self.tier is None:
-            self.files()  # which says why there are none
+            self.files()  # raises ConfigError with the reason
         assert self.tier is not None
         attempt, found = _LAST_TENSORS.get(self.tier, ("", None))
         if found is None or attempt != self.info.id.attempt:
@@ -111,9 +111,9 @@ class CheckpointView:
         return found
 
     def __getitem__(self, name: str) -> LazyTensor:
-        """A tensor by its full name, such as `model.layers.0.weight`, to be read whole or in part.
+        """Return a tensor by its full name, such as `model.layers.0.weight`, to be read whole or in part.
 
-        ConfigError, with the nearest names, if there is none of that name.
+        Raise ConfigError, with similar names, if there is none of that name.
         """
         return self.tensors()[name]
 
@@ -124,11 +124,14 @@ class CheckpointView:
         return iter(self.tensors())
 
     def verify(self, progress: ProgressCallback | None = None) -> tuple[Damage, ...]:
-        """Everything that is wrong with its files; empty if each byte is as it was saved."""
+        """Return the damages of the files; empty if each byte is as it was saved."""
         return verify_files(self.files(), root_digest=self.info.root_digest, progress=progress).damages
 
     def is_deleted(self) -> bool:
-        """Whether it is no longer live: the log is read again. StoragePathError; FormatError."""
+        """Read the log again and return whether the checkpoint is no longer live.
+
+        Raise StoragePathError or FormatError if the log cannot be read.
+        """
         if self.tier is None:
             return self.info.state != "live"
         with readable(self.tier.root):
@@ -138,7 +141,7 @@ class CheckpointView:
         return self.info.id.attempt not in {info.id.attempt for info in history.live()}
 
     def _repr_html_(self) -> str:
-        """Return its facts from the log for a notebook, escaped. No file of it is read."""
+        """Return the facts from the log for a notebook, escaped. No file is read."""
         info = self.info
         facts = (
             ("step", info.step),
@@ -171,21 +174,21 @@ class CheckpointView:
             raise error.at(files.place(names.CHECKPOINT_JSON), _DAMAGED) from error
         if (description.attempt, description.root_digest) != (self.info.id, self.info.root_digest):
             raise CorruptionError(
-                f"{files.place(names.CHECKPOINT_JSON)} does not describe what the log committed.",
+                f"{files.place(names.CHECKPOINT_JSON)} does not match the commit in the log.",
                 hint=_DAMAGED,
                 file=names.CHECKPOINT_JSON,
             )
         return description
 
 
-_DAMAGED = "Run `ray-ckpt verify` on it, and restore another step."
+_DAMAGED = "Run `ray-ckpt verify` on the checkpoint, and restore another step."
 
 _LAST_TENSORS: WeakKeyDictionary[RemoteTier, tuple[str, SavedTensors]] = WeakKeyDictionary()
-# of each run that is open, with its attempt: views are made anew each time, and a manifest may be large
+# of each open run, the last attempt and its tensors: views are short-lived, and a manifest may be large
 
 
 def _phases_text(info: CheckpointInfo) -> str:
-    """`0.12 s stall, 1.3 s capture`: what is known."""
+    """Return the known durations, such as `0.12 s stall, 1.3 s capture`."""
     phases = {
         "stall": info.stall_s,
         "capture": info.capture_s,

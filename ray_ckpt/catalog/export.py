@@ -1,8 +1,8 @@
-"""One durable checkpoint as files that stock tools read: safetensors in Hugging Face's layout, or one `.pt`.
+"""Export of a durable checkpoint for other tools: safetensors in Hugging Face's layout, or one `.pt` file.
 
-Files are written under a temporary name and renamed when all of them are complete and every byte that was
-read has been compared with its digest; after an error nothing of them is left. A folder that is already there
-stays the one that it is: it may be a mount, a link or the folder that somebody stands in.
+Files are written under temporary names and renamed when all of them are complete and every byte has been
+compared with its digest; after an error none of them is left. An existing folder is not replaced, only its
+files: it may be a mount, a link or a working directory.
 Hugging Face's layout: `model.safetensors`, or `model-00001-of-00002.safetensors` ... with
 `model.safetensors.index.json`, which names the file of each tensor; see
 https://huggingface.co/docs/safetensors and huggingface_hub.split_torch_state_dict_into_shards.
@@ -31,10 +31,10 @@ from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
 from ray_ckpt.storage.output_file import output_file, whole_file
 from ray_ckpt.types import ProgressCallback
 
-MAX_FILE_BYTES = 5 * 10**9  # of tensors in one file, but for a single larger one: as Hugging Face has it
+MAX_FILE_BYTES = 5 * 10**9  # of tensors in one file, except for a single larger one; as Hugging Face does
 INDEX_FILE = "model.safetensors.index.json"
 _EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")  # what an export writes
-METADATA = "__metadata__"  # in a header: what is no tensor
+METADATA = "__metadata__"  # the only key of a header that is not a tensor
 
 
 def export_safetensors(
@@ -47,19 +47,21 @@ def export_safetensors(
     force: bool = False,
     progress: ProgressCallback | None = None,
 ) -> tuple[Path, ...]:
-    """Whole tensors to the folder `out`; gives the files. Memory does not grow with the tensors.
+    """Write whole tensors to the folder `out` and return the files. Memory does not grow with the tensors.
 
-    With `item` those of one item, by their names in it; else all, by their full names. `only` are full
-    names or patterns of them. `progress` is told the bytes of each tensor. ConfigError: there are none, or
-    `out` has something in it; with `force` what an export may have left there is replaced. CorruptionError
-    for damage, OSError for `out`.
+    With `item` the tensors of one item are exported under their names in it, otherwise all tensors under
+    their full names. `only` has full names or patterns of them. `progress` is called with the bytes of each
+    tensor. `force` permits a folder that is not empty; only the files of an earlier export are replaced.
+
+    Raise ConfigError if there are no such tensors or `out` cannot be used, CorruptionError for damage,
+    OSError if `out` cannot be written.
     """
     tensors = _chosen(view, item, only)
     shards = _shards(tensors, max_file_bytes)
     headers = [_header(shard) for shard in shards]
     names = [_file_name(k, len(shards)) for k in range(len(shards))]
     if os.path.lexists(out) and not out.is_dir():
-        raise ConfigError(f"{out} is no folder.", hint="Give the folder for the safetensors files.")
+        raise ConfigError(f"{out} is not a folder.", hint="Give a folder for the safetensors files.")
     if out.is_dir() and any(out.iterdir()) and not force:
         raise ConfigError(f"{out} is not empty.", hint="Give another folder, or --force.")
     with _temporary(out) as folder:
@@ -81,28 +83,28 @@ def export_torch(
     only: Sequence[str] = (),
     force: bool = False,
 ) -> tuple[Path, ...]:
-    """The states of all items, {item: state}, or of one, or {full name: tensor} for patterns, as one file.
+    """Write one `.pt` file: {item: state}, the state of `item`, or {full name: tensor} for `only`.
 
-    `view` is a live durable checkpoint of `catalog`.
+    `view` is a live durable checkpoint of `catalog`. `torch.load(weights_only=True)` can load the file,
+    because numpy's arrays, such as its random state, are converted to tensors. Where ranks have different
+    values, those of rank 0 are written. The function needs as much memory as the state.
 
-    It is for `torch.load(weights_only=True)`, so arrays of numpy, such as its random state, become tensors.
-    Values that ranks have of their own are those of rank 0. Takes as much memory as the state. ConfigError:
-    no such item or name, `out` is there and not `force`, or a value that only pickle could load. RestoreError
-    or CorruptionError for damage, OSError for `out`.
+    Raise ConfigError if there is no such item or name, if `out` exists and `force` is false, or if only
+    pickle could load a value; RestoreError or CorruptionError for damage; OSError if `out` cannot be written.
     """
     import torch
 
     target = output_file(out, force=force)
     if item is not None and only:
-        raise ConfigError("An item and patterns exclude each other in a .pt file.", hint="Give one of them.")
+        raise ConfigError("A .pt file takes either an item or patterns.", hint="Give one of them.")
     state = OpenedRun(catalog).at(view.info.id).load(list(only) or item)
     with whole_file(target) as file:
-        with file.open("wb") as opened:  # torch's own way to open it has no OSError
+        with file.open("wb") as opened:  # torch raises no OSError if it opens the file itself
             torch.save(_without_numpy(state), opened)
             os.fsync(opened.fileno())
         try:
             torch.load(file, weights_only=True, mmap=True)
-        except Exception as error:  # whatever its unpickler raises
+        except Exception as error:  # the unpickler may raise anything
             raise ConfigError(
                 "The state has values that torch.load(weights_only=True) refuses.",
                 hint="Export one item, such as the model.",
@@ -111,7 +113,7 @@ def export_torch(
 
 
 def _without_numpy(value: Any) -> Any:
-    """`value` with tensors for numpy's arrays, if torch has their dtype, and numbers for its scalars."""
+    """Replace numpy's arrays by tensors, if torch has their dtype, and its scalars by Python numbers."""
     import torch
 
     if isinstance(value, np.ndarray):
@@ -129,7 +131,7 @@ def _without_numpy(value: Any) -> Any:
 
 
 def _chosen(view: CheckpointView, item: str | None, only: Sequence[str]) -> dict[str, LazyTensor]:
-    """The tensors by the names that they are to have."""
+    """Return the tensors to export, by their names in the export."""
     tensors = view.tensors()
     items = sorted({lazy.item for lazy in tensors.values()})
     if item is not None and item not in items:
@@ -143,7 +145,7 @@ def _chosen(view: CheckpointView, item: str | None, only: Sequence[str]) -> dict
 
 
 def _shards(tensors: Mapping[str, LazyTensor], max_file_bytes: int) -> list[dict[str, LazyTensor]]:
-    """Return the tensors of each file, in the order of their names."""
+    """Distribute the tensors over files; in each file sort them from wide to narrow dtypes."""
     shards: list[dict[str, LazyTensor]] = [{}]
     size_bytes = 0
     for name, lazy in tensors.items():
@@ -156,13 +158,13 @@ def _shards(tensors: Mapping[str, LazyTensor], max_file_bytes: int) -> list[dict
 
 
 def _header(shard: Mapping[str, LazyTensor]) -> bytes:
-    """Of a safetensors file: wide dtypes first, so that each tensor is aligned."""
+    """Return the header of a safetensors file. Each tensor is aligned, because wide dtypes come first."""
     entries: dict[str, object] = {METADATA: {"format": "pt"}}
     at = 0
     for name, lazy in shard.items():
         if name == METADATA:
             raise ConfigError(
-                f"A safetensors file can have no tensor of the name {name}.",
+                f"A safetensors file cannot have a tensor named {name}.",
                 hint="Export it by its full name, without --item, or with --to torch.",
             )
         span = [at, at := at + lazy.nbytes]
@@ -175,12 +177,12 @@ def _header(shard: Mapping[str, LazyTensor]) -> bytes:
 
 
 def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress: ProgressCallback) -> None:
-    """One file. A tensor goes to its place through mapped memory, which the kernel writes back."""
+    """Write one file. Tensors are read into mapped memory of the file, which the kernel writes back."""
     size_bytes = len(header) + sum(lazy.nbytes for lazy in shard.values())
     for lazy in shard.values():
-        lazy.check()  # before its room is taken
+        lazy.check()  # before space is allocated
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size_bytes)  # mapped memory of a full disk would be a SIGBUS
+        os.posix_fallocate(file.fileno(), 0, size_bytes)  # writing mapped memory of a full disk is a SIGBUS
         file.write(header)
     at = len(header)
     for lazy in shard.values():
@@ -189,7 +191,7 @@ def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress:
             place = np.memmap(path, np.uint8, "r+", offset=at, shape=shape)
             lazy.read_into(place)
             place.flush()
-            del place  # unmapped
+            del place  # unmaps the memory
         at += lazy.nbytes
         progress(lazy.nbytes)
     _sync(path)
@@ -208,11 +210,11 @@ def _file_name(index: int, count: int) -> str:
 
 @contextmanager
 def _temporary(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, or in `out`, for what is not complete; whatever is left there goes."""
+    """Make a temporary folder in `out`, or beside it if it does not exist; delete it at the end."""
     whole = out.absolute()
     place = whole if whole.is_dir() else whole.parent
     if not place.is_dir():
-        raise ConfigError(f"There is no folder {place}.", hint="Make it first.")
+        raise ConfigError(f"There is no folder {place}.", hint="Create it first.")
     path = place / f".{whole.name}.{token_hex(4)}.tmp"
     try:
         path.mkdir()
@@ -222,7 +224,7 @@ def _temporary(out: Path) -> Iterator[Path]:
 
 
 def _publish(folder: Path, out: Path) -> None:
-    """`folder` becomes `out`; if that is there, its files replace an older export's, the index last."""
+    """Rename `folder` to `out`; if `out` exists, replace the files of an earlier export, the index last."""
     if not out.is_dir():
         folder.rename(out.absolute())
         return

@@ -1,8 +1,8 @@
-"""Tensors of a durable checkpoint that are read when somebody looks at them, and only as far as they look.
+"""Tensors of a durable checkpoint that are read on access, and only the part that is accessed.
 
-A saved slice that is read as a whole is compared with its digest. The bytes of a part of one have no digest
-of their own: they are as the store gives them. What is asked of the store, and what is held besides the
-result, does not depend on how large a tensor is. torch is loaded with the first tensor.
+A saved slice that is read as a whole is compared with its digest. A part of a slice has no digest of its own
+and is not verified. Neither the size of a request to the store nor the memory besides the result grows with
+the tensor. torch is imported with the first tensor.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from ray_ckpt.types import ManifestRow, Slice
 if TYPE_CHECKING:
     import torch
 
-BLOCK_BYTES = 16 << 20  # copied on at a time: a request to a bucket
-GAP_BYTES = 64 << 10  # between wanted bytes: reading over it costs less than another request
-SLICES_AT_A_TIME = 4  # read by a thread each, with a block and the store's read-ahead: answers come late
+BLOCK_BYTES = 16 << 20  # copied at a time: the size of a request to a bucket
+GAP_BYTES = 64 << 10  # between wanted bytes: reading the gap costs less than another request
+SLICES_AT_A_TIME = 4  # threads, each with a block and the store's read-ahead, because answers are slow
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Index: TypeAlias = Any
-"""What basic indexing takes: an int, a slice, `...`, or a tuple of them."""
+"""A basic index: an int, a slice, `...`, or a tuple of them."""
 
 
 class SavedTensors(Mapping[str, "LazyTensor"]):
     """The tensors of one checkpoint by their full names, such as `model.layers.0.weight`; nothing is read.
 
-    `rows` are its manifest's, proven by the log. Of what several ranks have saved the first file is taken.
+    `rows` is the checkpoint's manifest, proven by the log. If several ranks saved the same slice, it is read
+    from the first file.
     """
 
     def __init__(self, files: CheckpointFiles, rows: Iterable[ManifestRow]) -> None:
@@ -88,7 +89,7 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
         return html_table(title, headers, rows, f"and {hidden} smaller ones" if hidden else "")
 
     def open(self, name: str) -> CheckpointFile:
-        """A file of the checkpoint. StoragePathError; CorruptionError if it is not there."""
+        """Open a file of the checkpoint. Raise StoragePathError, or CorruptionError if it is missing."""
         if name not in self._opened:
             with readable(self._files.location):
                 file = self._files.open(name)
@@ -100,17 +101,17 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
         return self._opened[name]
 
     def check(self, reads: Iterable[Read]) -> None:
-        """CorruptionError if a file ends before what is to be read of it: no memory is taken for that."""
+        """Raise CorruptionError if a file is too short for `reads`, before memory is allocated for them."""
         for row in (read.row for read in reads):
             size_bytes = self.open(row.file).size_bytes
             if row.byte_offset + row.nbytes > size_bytes:
                 raise _damaged(self._files, row, f"cannot be read: it ends at byte {size_bytes}")
 
     def read(self, read: Read, steps: Sequence[int], out: Bytes) -> None:
-        """What `read` says, of each dimension every `steps`th index, to its places in `out`.
+        """Read the regions of `read`, in each dimension only every `steps`th index, into `out`.
 
-        StoragePathError; CorruptionError if the slice is read as a whole and differs from its digest, or
-        its file ends too early.
+        Raise StoragePathError, or CorruptionError if the slice is read as a whole and differs from its
+        digest, or if its file is too short.
         """
         row = read.row
         file = self.open(row.file)
@@ -122,14 +123,14 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
             raise _damaged(self._files, row, f"cannot be read: {error}") from error
         except _Differs as error:
             raise _damaged(self._files, row, f"differs from its digest {row.digest}") from error
-        except (CorruptionError, FormatError) as error:  # of a compressed file: a frame, or its table
+        except (CorruptionError, FormatError) as error:  # a frame or the seek table of a compressed file
             raise _damaged(self._files, row, f"cannot be read: {error.message}") from error
 
 
 class LazyTensor:
-    """A tensor on the storage path. `lazy[0:10]` reads ten rows, `lazy.load()` all of it, both to the CPU.
+    """A tensor on the storage path. `lazy[0:10]` reads ten rows, `lazy.load()` the tensor, both to the CPU.
 
-    `torch.as_tensor(lazy)` and `numpy.asarray(lazy)` load it too, the latter bfloat16 and float8 only with a
+    `torch.as_tensor(lazy)` and `numpy.asarray(lazy)` load it too. For bfloat16 and float8, `asarray` needs a
     dtype that numpy has: `numpy.asarray(lazy, numpy.float32)`.
     """
 
@@ -138,8 +139,8 @@ class LazyTensor:
         assert first is not None
         self.name = name
         self.shape: tuple[int, ...] = first.global_shape
-        self.item, self.short_name = first.item, first.name  # its name in the item; empty if it is the item
-        self.dtype_name: str = first.dtype  # as safetensors calls it
+        self.item, self.short_name = first.item, first.name  # the name is empty if the item is one tensor
+        self.dtype_name: str = first.dtype  # safetensors' name of the dtype
         self._slice = first
         self._rows = rows
         self._tensors = tensors
@@ -149,7 +150,7 @@ class LazyTensor:
         from ray_ckpt.capture.walk import DTYPES
 
         if self.dtype_name not in DTYPES:
-            raise ConfigError(f"{self.name} has the dtype {self.dtype_name}, which torch has not.")
+            raise ConfigError(f"{self.name} has the dtype {self.dtype_name}, which torch does not have.")
         return DTYPES[self.dtype_name]
 
     @property
@@ -162,7 +163,7 @@ class LazyTensor:
 
     @property
     def num_slices(self) -> int:
-        """As it was saved, those included that several ranks have saved alike."""
+        """Number of saved slices, including those that several ranks saved identically."""
         return len(self._rows)
 
     def __len__(self) -> int:
@@ -176,13 +177,13 @@ class LazyTensor:
         return (self[row] for row in range(len(self)))
 
     def __contains__(self, value: object) -> bool:
-        raise TypeError(f"{self.name} is not read to look for a value; load() first")
+        raise TypeError(f"{self.name} is not searched for a value; load() it first")
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, shape={self.shape}, dtype={self.dtype_name}, nbytes={self.nbytes})"
 
     def _repr_html_(self) -> str:
-        """Return its facts for a notebook. Nothing is read, and names are escaped."""
+        """Return the tensor's facts for a notebook. Nothing is read, and names are escaped."""
         facts = (
             ("dtype", self.dtype_name),
             ("shape", self.shape),
@@ -193,11 +194,11 @@ class LazyTensor:
         return html_table(self.name, (), facts)
 
     def __getitem__(self, index: Index) -> torch.Tensor:
-        """The part at a basic index, as torch gives it: ints, slices with a step of 1 or more, `...`.
+        """Return the part at a basic index, like torch: ints, slices with a step of 1 or more, `...`.
 
-        Reads only what holds the part, and over gaps of up to GAP_BYTES. Slices of which all is wanted are
-        verified; the bytes of a part of a slice cannot be, for digests are of whole ones. IndexError for an
-        index outside, TypeError for one of another kind, ValueError for a step below 1; errors as `load`.
+        Only this part is read, and gaps of up to GAP_BYTES in it. Saved slices that are read as a whole are
+        verified; a part of a slice has no digest. Raise IndexError if an index is out of bounds, TypeError
+        for another kind of index, ValueError for a step below 1, and the errors of `load`.
         """
         wanted = _spans(index, self.shape)
         found = self._read([span for span, _ in wanted])
@@ -205,13 +206,13 @@ class LazyTensor:
         return found.reshape(kept)
 
     def load(self) -> torch.Tensor:
-        """All of it, verified. StoragePathError if it cannot be read, CorruptionError if it is damaged."""
+        """Read and verify the tensor. Raise StoragePathError if that fails, CorruptionError for damage."""
         return self._read([range(size) for size in self.shape])
 
     def read_into(self, out: Bytes) -> None:
-        """All of it, verified, into `out`: bytes of shape (*shape, bytes of an element), as a mapped file is.
+        """Read and verify the tensor into `out`, bytes of shape (*shape, bytes of an element).
 
-        Errors as `load`; then `out` holds a part of it.
+        Raise the errors of `load`; `out` then holds a part of the tensor.
         """
         self._read_into([range(size) for size in self.shape], out)
 
@@ -225,18 +226,19 @@ class LazyTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if copy is False:
-            raise ValueError("A tensor that has to be read cannot be had without a copy.")
+            raise ValueError("A lazy tensor has to be read, so numpy cannot have it without a copy.")
         if not self.dtype_name.startswith(("BF", "F8")):
             array: npt.NDArray[Any] = self.load().numpy()
             return array if dtype is None else array.astype(dtype, copy=False)
         if dtype is None:
             hint = "`lazy.load().float()` or `numpy.asarray(lazy, numpy.float32)` has the same values."
-            raise ConfigError(f"{self.name} has the dtype {self.dtype_name}, which numpy has not.", hint=hint)
+            error = f"{self.name} has the dtype {self.dtype_name}, which numpy does not have."
+            raise ConfigError(error, hint=hint)
         same: npt.NDArray[Any] = self.load().float().numpy()
         return same.astype(dtype, copy=False)
 
     def _read(self, spans: Sequence[range]) -> torch.Tensor:
-        """Of each dimension these indices, of which there may be none."""
+        """Return the elements at these indices of each dimension; a span may be empty."""
         import torch
 
         shape, dtype = [len(span) for span in spans], self.dtype
@@ -249,7 +251,7 @@ class LazyTensor:
         return out
 
     def check(self) -> None:
-        """CorruptionError unless its files are as long as the manifest has them."""
+        """Raise CorruptionError if a file is shorter than in the manifest."""
         if self.nbytes:
             self._tensors.check(self._plan([range(size) for size in self.shape]).reads)
 
@@ -264,7 +266,7 @@ class LazyTensor:
         )
         plan = plan_restore([target], self._rows)
         if plan.problems:
-            raise CorruptionError(f"The manifest does not have all of it: {plan.problems[0]}.", hint=_DAMAGED)
+            raise CorruptionError(f"The manifest is incomplete: {plan.problems[0]}.", hint=_DAMAGED)
         return plan
 
     def _read_into(self, spans: Sequence[range], out: Bytes) -> None:
@@ -280,12 +282,13 @@ class LazyTensor:
             pass
 
 
-_DAMAGED = "Run `ray-ckpt verify` on it, and read another step."
+_DAMAGED = "Run `ray-ckpt verify` on the checkpoint, and read another step."
 
 
 def matching_tensors(patterns: Iterable[str], names: Sequence[str], where: str = "") -> set[str]:
-    """Return the tensors that match any of `patterns`; a pattern that is a name, such as `layers[0].w`,
-    matches itself. Raise ConfigError for one that matches nothing.
+    """Return the names that match any of `patterns`. Raise ConfigError for a pattern without a match.
+
+    A pattern that is itself a name, such as `layers[0].w`, matches only this name.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -297,7 +300,7 @@ def matching_tensors(patterns: Iterable[str], names: Sequence[str], where: str =
 
 
 def unknown_tensor(wanted: str, names: Sequence[str], where: str = "") -> ConfigError:
-    """Return an error with the names most similar to `wanted`, else the items that have tensors."""
+    """Return an error with the names most similar to `wanted`, or with the items that have tensors."""
     item = wanted.partition(".")[0]
     same = [name for name in names if name.partition(".")[0] == item] or names
     items = sorted({f"{name.partition('.')[0]}.*" for name in names})
@@ -315,7 +318,7 @@ def _damaged(files: CheckpointFiles, row: ManifestRow, what: str) -> CorruptionE
 
 
 def _spans(index: Index, shape: Sequence[int]) -> list[tuple[range, bool]]:
-    """Return the range that a basic index takes of each dimension, and whether the dimension stays."""
+    """Return, for each dimension, the range that a basic index selects and whether the dimension stays."""
     given = list(index) if isinstance(index, tuple) else [index]
     num_dots = sum(part is Ellipsis for part in given)
     if num_dots > 1 or len(given) - num_dots > len(shape):
@@ -345,7 +348,7 @@ def _span(part: Index, size: int) -> tuple[range, bool]:
 
 
 def _is_single(part: Index) -> bool:
-    """Whether it is no array and no mask: `operator.index` takes a tensor of one element as an int."""
+    """Return False for arrays and masks, because `operator.index` accepts a tensor of one element."""
     is_mask = isinstance(part, bool) or str(getattr(part, "dtype", "")).endswith("bool")
     return not is_mask and not getattr(part, "ndim", 0)
 
@@ -354,27 +357,29 @@ def _is_single(part: Index) -> bool:
 
 
 class _Differs(Exception):
-    """A whole slice is not what was saved."""
+    """A slice that was read as a whole differs from its digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Consecutive elements of a saved slice: of the dimension number `axis` the indices `at` and `count` - 1
-    more, at the indices `lead` of those before it and with all of those behind it.
+    """Consecutive elements of a saved slice.
+
+    They have the indices `lead` in the dimensions before `axis`, `count` indices from `at` on in `axis`, and
+    all indices in the dimensions after it.
     """
 
     lead: tuple[int, ...]
     axis: int
     at: int
     count: int
-    first: int  # element
+    first: int  # number of the first element in the slice
     num_elements: int
 
 
 def _copy(file: CheckpointFile, row: ManifestRow, copy: Copy, steps: Sequence[int], out: Bytes) -> None:
-    """One box of a saved slice to its place in `out`, which has one dimension more: the bytes of an element.
+    """Copy one box of a saved slice to `out`, whose additional last dimension is the bytes of an element.
 
-    `_Differs` if all of the slice was read and differs. OSError, EOFError.
+    Raise _Differs if the slice was read as a whole and differs from its digest, OSError, or EOFError.
     """
     assert row.slice is not None
     itemsize = ITEMSIZE[row.slice.dtype]
@@ -397,7 +402,7 @@ def _copy(file: CheckpointFile, row: ManifestRow, copy: Copy, steps: Sequence[in
 
 
 def _boxes(copy: Copy, steps: Sequence[int]) -> tuple[list[range], list[int]] | None:
-    """The indices of a saved slice that are wanted, and where the first one goes, for each dimension."""
+    """Return, for each dimension, the wanted indices of a saved slice and the target of the first one."""
     source, target = [], []
     for start, at, size, step in zip(copy.source_start, copy.target_start, copy.shape, steps, strict=True):
         first = -(-at // step) * step  # the first index of the target that is a multiple of the step
@@ -414,10 +419,10 @@ def _is_all(span: range, size: int) -> bool:
 
 
 def _pieces(shape: Sequence[int], box: Sequence[range], itemsize: int) -> Iterator[_Piece]:
-    """What to read of a slice for a box of it, in rising order, each at most BLOCK_BYTES.
+    """Yield the pieces of a slice to read for a box of it, in ascending order, each of at most BLOCK_BYTES.
 
-    A row of a dimension is read as a whole if that is at most GAP_BYTES more than what lies between its
-    first and its last wanted byte, else one dimension further in.
+    A row of a dimension is read as a whole if that adds at most GAP_BYTES to the span from its first to its
+    last wanted byte. Otherwise the row is divided along the next dimension.
     """
     yield from _pieces_from(shape, box, itemsize, (), 0)
 
@@ -433,7 +438,7 @@ def _pieces_from(
         for at in box[axis]:
             yield from _pieces_from(shape, box, itemsize, (*lead, at), base + at * inner)
         return
-    sparse = (box[axis].step - 1) * row_bytes > GAP_BYTES  # then each row by itself
+    sparse = (box[axis].step - 1) * row_bytes > GAP_BYTES  # rows are read one by one
     most = 1 if sparse else max(1, BLOCK_BYTES // row_bytes)
     at, end = box[axis].start, box[axis][-1] + 1
     while at < end:
@@ -443,7 +448,7 @@ def _pieces_from(
 
 
 def _extent(shape: Sequence[int], box: Sequence[range]) -> int:
-    """Elements from the first to the last wanted one."""
+    """Return the number of elements from the first to the last wanted one."""
     extent = 0
     for size, span in zip(shape, box, strict=True):
         extent = extent * size + span[-1] - span.start
@@ -451,7 +456,7 @@ def _extent(shape: Sequence[int], box: Sequence[range]) -> int:
 
 
 def _buffers(blocks: Iterator[memoryview], sizes: Sequence[int]) -> Iterator[Bytes]:
-    """The bytes of `blocks` in buffers of these sizes; each is valid until the next one. EOFError."""
+    """Yield the bytes of `blocks` in buffers of these sizes, each valid until the next. Raise EOFError."""
     buffer, cutter = np.empty(max(sizes), np.uint8), BlockCutter(blocks)
     for size in sizes:
         filled = 0
@@ -462,7 +467,7 @@ def _buffers(blocks: Iterator[memoryview], sizes: Sequence[int]) -> Iterator[Byt
 
 
 def _place(piece: _Piece, data: Bytes, source: Sequence[range], target: Sequence[int], out: Bytes) -> None:
-    """What is wanted of a piece to its place. `data` has the piece's dimension and those behind it."""
+    """Copy the wanted elements of a piece to `out`. `data` has the dimensions from `piece.axis` on."""
     here: list[slice] = []
     there: list[int | slice] = []
     for axis, (span, to) in enumerate(zip(source, target, strict=True)):

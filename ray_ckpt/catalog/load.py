@@ -1,15 +1,15 @@
-"""A run's checkpoints as tensors and values, anywhere that reaches the storage path. Needs no cluster.
+"""A run's checkpoints as tensors and values, on any machine that can read the storage path.
 
-    run = ray_ckpt.open("s3://bucket/runs/gpt")  # a folder, a URL of S3 or GCS, or of what fsspec knows
-    state = run.load("model")  # what its state_dict() was at the newest durable checkpoint
+    run = ray_ckpt.open("s3://bucket/runs/gpt")  # a folder, or a URL of S3, GCS or a file system of fsspec
+    state = run.load("model")  # its state_dict() at the newest durable checkpoint
     model.load_state_dict(state)
     norms = run.load("optimizer.*.exp_avg", step=3000)  # {name: tensor}
-    run.load(into={"model": model, "optimizer": optimizer})  # in place, sharded as they are
+    run.load(into={"model": model, "optimizer": optimizer})  # in place, with their present sharding
 
-Every tensor is whole, however many ranks have saved it. Of the files only the ranges are read that hold what
-was asked for, several at a time, and each is compared with its digest; the manifest that says where they are
-is proven by the log. Nothing is written, and no code of the checkpoint's runs. torch is loaded with the first
-tensor.
+Every tensor is whole, however many ranks saved it. Only the byte ranges of the requested tensors are read,
+several at a time, and each range is compared with its digest from the manifest, which the log proves. Nothing
+is written, no code from the checkpoint is executed, and no cluster is needed. torch is imported with the
+first tensor.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray_ckpt")
 
-MAX_NOTES = 3  # of what has failed, in one error
+MAX_NOTES = 3  # failures in one error
 
 
 def open(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> OpenedRun:
-    """The run at `<storage_path>/<run name>`, as its log is now. Raises as `Catalog`."""
+    """Open the run at `<storage_path>/<run name>` with its present log. Raise the errors of `Catalog`."""
     return OpenedRun(Catalog(path, storage_options))
 
 
 class OpenedRun:
-    """A run to load from. `catalog` says what there is; `catalog.refresh()` reads the log again."""
+    """A run to load from. `catalog` lists its checkpoints; `catalog.refresh()` reads the log again."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self._last: _Saved | None = None  # the manifest that was read last: often the next one too
+        self._last: _Saved | None = None  # cache: the next load often needs the same manifest
 
     def __repr__(self) -> str:
         return f"OpenedRun({self.catalog!r})"
@@ -73,20 +73,23 @@ class OpenedRun:
         """Read a durable checkpoint: the newest of the lineage, or that of `step`.
 
         what:
-            None gives {item: state}; the name of an item its state, which is what its `state_dict()` was when
-            it was saved (an optimizer's by names of parameters); a full name, or a pattern of them such as
-            "model.layers.*.weight", or several, {name: tensor}. Tensors are new ones on the CPU.
+            None returns {item: state}. The name of an item returns its state: its `state_dict()` when it was
+            saved (an optimizer's state is keyed by parameter names). A full name, a pattern of full names
+            such as "model.layers.*.weight", or several of them return {name: tensor}. Tensors are new ones
+            on the CPU.
         rank:
-            Whose state, where ranks differ: data position, random state ("rng"), buffers, plain values.
+            The rank whose values are returned where ranks differ: data position, random state ("rng"),
+            buffers, plain values.
         into:
-            Objects by the names of their items, as for a Checkpointer: filled in place, whatever their layout
-            is. Where torch.distributed is initialized each rank reads its part; without `step` all must call,
-            and take what rank 0 finds newest. Random state stays as it is. Returns a RestoreInfo.
+            Objects by the names of their items, as for a Checkpointer. They are filled in place, whatever
+            their layout is, and a RestoreInfo is returned. Where torch.distributed is initialized, each rank
+            reads its part; without `step` all ranks must call, and load the checkpoint that is the newest
+            for rank 0. Random state does not change.
 
-        ConfigError: there is no such step, item, name or rank, or the step is not durable. MismatchError:
-        `into` does not fit, with each difference; nothing has been changed. RestoreError: something is
-        damaged or cannot be read; then `into` holds parts of it. CorruptionError: the manifest is damaged.
-        NewerFormat: a newer ray_ckpt wrote it.
+        Raise ConfigError if there is no such step, item, name or rank, or the step is not durable;
+        MismatchError, with each difference, if `into` does not fit (nothing is changed); RestoreError if
+        something is damaged or cannot be read (`into` then holds parts of the checkpoint); CorruptionError if
+        the manifest is damaged; NewerFormat if a newer ray_ckpt wrote the checkpoint.
         """
         if into is not None:
             _check_into(what, rank)
@@ -94,12 +97,12 @@ class OpenedRun:
         return self._load(self.choose(step)._view, what, rank)
 
     def at(self, attempt: AttemptId) -> OpenedCheckpoint:
-        """One checkpoint of the run. ConfigError, with the nearest ones, unless it is live and durable."""
+        """Return a live durable checkpoint of the run. Raise ConfigError, with the nearest, for any other."""
         found = next((c for c in self.catalog.list(all=True) if c.id.attempt == attempt.attempt), None)
         if found is not None and found.state == "live" and found.level is Level.DURABLE:
             return OpenedCheckpoint(self, self.catalog.view(found))
         if found is None:
-            what = "does not know the checkpoint of"
+            what = "has no record of this checkpoint of"
         else:
             what = "has in the cluster only" if found.state == "live" else f"has {found.state}"
         raise ConfigError(
@@ -113,7 +116,7 @@ class OpenedRun:
         seen_by = saved.check_rank(rank or 0)
         if what is None:
             return saved.states(None, seen_by)
-        if isinstance(what, str) and what.isidentifier():  # as the names of items are
+        if isinstance(what, str) and what.isidentifier():  # only the names of items are identifiers
             return saved.states(what, seen_by)[what]
         return saved.tensors((what,) if isinstance(what, str) else tuple(what), seen_by)
 
@@ -122,9 +125,9 @@ class OpenedRun:
 
         if step is None and _group()[1] > 1:
             newest = self.catalog.newest(Level.DURABLE)
-            told = [newest.info.id.attempt if newest is not None else ""]
-            dist.broadcast_object_list(told, src=0)
-            view = self._of_attempt(told[0]) if told[0] else self.choose(None)._view
+            chosen = [newest.info.id.attempt if newest is not None else ""]
+            dist.broadcast_object_list(chosen, src=0)
+            view = self._of_attempt(chosen[0]) if chosen[0] else self.choose(None)._view
         else:
             view = self.choose(step)._view
         return self._fill(view, objects)
@@ -139,7 +142,7 @@ class OpenedRun:
         return self._last
 
     def choose(self, step: int | None = None) -> OpenedCheckpoint:
-        """The checkpoint of a step, or the newest durable one. ConfigError if it cannot be read from here."""
+        """Return the checkpoint of a step, or the newest durable one. Raise ConfigError if there is none."""
         view = self.catalog.newest(Level.DURABLE) if step is None else self.catalog[step]
         if view is not None and view.where is not None:
             return OpenedCheckpoint(self, view)
@@ -156,21 +159,21 @@ class OpenedRun:
         return nearest_steps(self._durable_steps(), step, kind="durable")
 
     def _of_attempt(self, attempt: str) -> CheckpointView:
-        """Return the checkpoint that another rank chose, from a log that may be newer than ours."""
+        """Return the checkpoint that rank 0 chose; read the log again if the checkpoint is not in it yet."""
         if attempt not in {info.id.attempt for info in self.catalog.checkpoints}:
             self.catalog.refresh()
         for info in self.catalog.checkpoints:
             if info.id.attempt == attempt:
                 return self.catalog.view(info)
         raise ConfigError(
-            f"Rank 0 loads a checkpoint that run {self.catalog.run_name} has not here.",
+            f"Rank 0 loads a checkpoint that run {self.catalog.run_name} does not have on this rank.",
             hint="Open the same run on all ranks.",
             attempt=attempt,
         )
 
 
 class OpenedCheckpoint:
-    """One checkpoint to load from. `run` is what it belongs to, with all others."""
+    """One checkpoint to load from. `run` is its run, with all other checkpoints."""
 
     def __init__(self, run: OpenedRun, view: CheckpointView) -> None:
         self.run = run
@@ -184,7 +187,7 @@ class OpenedCheckpoint:
         return self._view.info
 
     def fragments(self) -> tuple[Fragment, ...]:
-        """Its manifest, by node, proven by the log. CorruptionError if it is damaged."""
+        """Return the manifest by node, proven by the log. Raise CorruptionError if it is damaged."""
         return self._view.fragments()
 
     @property
@@ -216,7 +219,7 @@ class OpenedCheckpoint:
 
 
 class _Saved:
-    """One checkpoint's manifest, proven by the log, and what is read by it."""
+    """One checkpoint's manifest, proven by the log, with the methods that load from it."""
 
     def __init__(self, view: CheckpointView) -> None:
         self.info = view.info
@@ -226,7 +229,7 @@ class _Saved:
         self._sources = dict.fromkeys((row.file for row in self._rows), source)
 
     def check_rank(self, rank: int) -> int:
-        """`rank` if it has saved something; ConfigError otherwise."""
+        """Return `rank`. Raise ConfigError if the checkpoint has no such rank."""
         if not 0 <= rank < self.info.world_size:
             raise ConfigError(
                 f"Step {self.info.step} has no rank {rank}.", hint=f"Give 0 to {self.info.world_size - 1}."
@@ -234,7 +237,7 @@ class _Saved:
         return rank
 
     def states(self, item: str | None, rank: int) -> dict[str, Any]:
-        """The states of one item or of all, as `rank` had them."""
+        """Return the states of one item or of all items on `rank`."""
         trees = self._merged(rank)["items"]
         if item is not None and item not in trees:
             raise ConfigError(
@@ -249,7 +252,7 @@ class _Saved:
         return {name: found.state for name, found in loaded.items()}
 
     def tensors(self, patterns: Collection[str], rank: int) -> dict[str, torch.Tensor]:
-        """Whole tensors by their full names, in the order of these; `rank`'s own where ranks differ."""
+        """Return whole tensors by their full names, sorted by name; those of `rank` where ranks differ."""
         names = sorted({row.slice.key for row in self._rows if row.slice is not None})
         chosen = matching_tensors(patterns, names, f" of step {self.info.step}")
         tree = {name: TensorRef(name) for name in names if name in chosen}
@@ -257,7 +260,7 @@ class _Saved:
         return state
 
     def load_into(self, objects: Mapping[str, Any], *, rank: int, world_size: int) -> RestoreInfo:
-        """Fill live objects, as rank `rank` of `world_size` that have them."""
+        """Fill live objects of rank `rank` of `world_size`."""
         from torch import nn
 
         from ray_ckpt.capture.adapt import adapt
@@ -280,7 +283,7 @@ class _Saved:
         )
 
     def _load(self, trees: Mapping[str, Any], rank: int) -> dict[str, _NewItem]:
-        """The trees with their tensors; where ranks have different ones under a name, those of `rank`."""
+        """Load the tensors of the trees; where ranks have different tensors of a name, those of `rank`."""
         from ray_ckpt.capture.load import load_items
 
         items = {name: _NewItem() for name in trees}
@@ -291,9 +294,10 @@ class _Saved:
         return items
 
     def _merged(self, rank: int) -> dict[str, Any]:
-        """Return what `load_items` takes, as `rank` has saved it, with TensorRef in place of tensors.
+        """Return the state of `rank` for `load_items`, with TensorRef in place of tensors.
 
-        Of a group of several parts also the items of the others, as their first ranks have saved them.
+        If the group has several parts, the items of the other parts are added, as their first ranks saved
+        them.
         """
         state = self._state(rank)
         trees, classes = state["items"], state.get("classes", {})
@@ -314,7 +318,7 @@ class _Saved:
         reader = self._reader()
         data = reader.read_bytes(row)
         self._check(reader)
-        assert data is not None, "nothing is damaged"
+        assert data is not None, "the reader found no damage"
         try:
             return decode_state(data)
         except FormatError as error:
@@ -327,7 +331,7 @@ class _Saved:
         )
 
     def _check(self, reader: SourceReader) -> None:
-        """RestoreError if something could not be read; what was read at the second try is said."""
+        """Raise RestoreError if a range could not be read; log the failures that a retry repaired."""
         if not reader.damage:
             for note in reader.rejected:
                 log.warning("load: %s", note)
@@ -336,12 +340,12 @@ class _Saved:
             raise RestoreError(
                 f"{len(reader.damage)} parts of step {self.info.step} cannot be read, the first is "
                 f"{reader.damage[0]}: {notes}.",
-                hint="If the store is well and has it, `ray-ckpt verify` shows damage; load another step.",
+                hint="If the store works, run `ray-ckpt verify` to find damage, and load another step.",
                 damage=tuple(reader.damage),
             )
 
     def _warn_partial(self, item: str, num_tensors: int, rank: int) -> None:
-        """Say so if other ranks have tensors of an item that this one has not, as in a pipeline."""
+        """Log a warning if other ranks have tensors of an item that `rank` lacks, as in a pipeline."""
         known = {row.slice.key for row in self._rows if row.slice is not None and row.slice.item == item}
         if len(known) > num_tensors:
             log.warning(
@@ -355,7 +359,7 @@ class _Saved:
 
 
 class _NewItem:
-    """An item that does not live yet: takes whatever was saved, each tensor whole and on the CPU."""
+    """An item without a live object: it accepts any saved state, with whole tensors on the CPU."""
 
     per_rank = False
 
@@ -389,7 +393,7 @@ class _NewItem:
 
 
 def _group() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
+    """Return the rank of this process and the number of ranks."""
     from torch import distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -399,4 +403,4 @@ def _group() -> tuple[int, int]:
 
 def _check_into(what: object, rank: object) -> None:
     if what is not None or rank is not None:
-        raise ConfigError("`into` names the items itself.", hint="Leave out `what` and `rank`.")
+        raise ConfigError("`into` itself names the items.", hint="Omit `what` and `rank`.")

@@ -1,7 +1,7 @@
-"""Arrow tables and Parquet files of the facts in a log and its manifests.
+"""Arrow tables and Parquet files with the facts in a log and its manifests.
 
 `checkpoints`, `sessions` and `events` come from the log, `shards` (files) and `slices` from manifests.
-`step` and `attempt` join them. Times are timestamps in UTC, durations seconds, sizes bytes.
+`step` and `attempt` join the tables. Times are timestamps in UTC, durations seconds, sizes bytes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Manif
 TableName: TypeAlias = Literal["checkpoints", "shards", "slices", "events", "sessions"]
 TABLES: tuple[TableName, ...] = get_args(TableName)
 
-ROW_GROUP_ROWS = 131_072  # of a Parquet file, held at a time: some 30 MB of slices
-MAX_CUTS = 8  # ways in which tensors are cut, of one checkpoint: a layout has three or four
+ROW_GROUP_ROWS = 131_072  # of a Parquet file, in memory at a time: about 30 MB of slices
+MAX_CUTS = 8  # different cuts per checkpoint; a layout has three or four
 MAX_HTML_ROWS = 20  # of a table in a notebook
-MAX_HTML_METRICS = 5  # of a checkpoint there
+MAX_HTML_METRICS = 5  # of a checkpoint in a notebook
 
 _TIME = pa.timestamp("us", tz="UTC")
 _STRINGS = pa.list_(pa.string())
 _RANK = re.compile(r"(?:shard|state)-(\d+)")
 
 
-# Of the log
+# Tables from the log
 
 
 def checkpoints_table(
@@ -48,10 +48,10 @@ def checkpoints_table(
     on_storage: Sequence[bool],
     cuts: Mapping[str, Sequence[str]],
 ) -> pa.Table:
-    """One row per checkpoint of `known`.
+    """Return a table with one row per checkpoint of `known`.
 
-    `on_storage` says of each whether the storage path has files of it, `cuts` what `Cuts.texts` gave, by
-    attempt. Metrics are columns `metric.<name>`, null where a checkpoint has none of that name.
+    `on_storage` is true for each checkpoint with files on the storage path; `cuts` has the `Cuts.texts` by
+    attempt. Metrics are columns `metric.<name>`, null where a checkpoint has no metric of that name.
     """
     ends = history.branch_points()
     sessions = sessions_rows(history)
@@ -97,28 +97,28 @@ _PINS = pa.list_(pa.struct({"owner": pa.string(), "until": _TIME}))
 
 
 def _tiers(info: CheckpointInfo, on_storage: bool) -> tuple[str, ...]:
-    """Where a checkpoint is by the log, which does not tell of nodes that have dropped theirs or are gone."""
+    """Return where a checkpoint is according to the log, which does not record the loss of local copies."""
     nodes = () if info.state != "live" else ("local", "peer") if info.replicas else ("local",)
     return (*nodes, "remote") if on_storage else nodes
 
 
 def _pins(info: CheckpointInfo) -> list[dict[str, Any]]:
-    """Expired ones too, as the log has them; without a time: for good."""
+    """Return all pins in the log, including expired ones; a pin without a time never expires."""
     return [{"owner": owner, "until": to_datetime(end_s)} for owner, end_s in sorted(info.pins.items())]
 
 
 def sessions_table(history: RunHistory) -> pa.Table:
-    """One row per session, in log order: its lineage, its group, its restore and its end.
+    """Return a table with one row per session, in log order: its lineage, group, restore and end.
 
-    `branch` is the session with which its branch began: one that resumed from the last commit of a branch
-    goes on in it, any other one begins a new one.
+    `branch` is the first session of the session's branch. A session that resumed from the last commit of a
+    branch continues that branch; any other session starts a new one.
     """
     rows = sessions_rows(history)
     return pa.table({name: pa.array([row[name] for row in rows.values()], kind) for name, kind in _SESSION})
 
 
 def sessions_rows(history: RunHistory) -> dict[int, dict[str, Any]]:
-    """The rows of `sessions_table` by session."""
+    """Return the rows of `sessions_table` by session."""
     ends = history.branch_points()
     counts = Counter(c.id.session for c in history.checkpoints.values())
     branches = _branches(history)
@@ -180,9 +180,9 @@ _SESSION = (
 
 
 def _branches(history: RunHistory) -> dict[int, int]:
-    """The branch of each session. A session's commits all lie before the next session's opening."""
+    """Return the branch of each session. All commits of a session precede the start of the next one."""
     last = {c.id.session: name for name, c in history.checkpoints.items()}
-    tips: dict[int, str | None] = {}  # of each branch, its last commit so far
+    tips: dict[int, str | None] = {}  # the last commit of each branch so far
     found: dict[int, int] = {}
     for number, info in history.sessions.items():
         branch, source = number, info.resumed_from
@@ -195,7 +195,7 @@ def _branches(history: RunHistory) -> dict[int, int]:
 
 
 def events_table(log: Sequence[records.LogRecord], history: RunHistory) -> pa.Table:
-    """One row per record of `log`; what an op lacks is null, `text` is for people."""
+    """Return a table with one row per record of `log`; fields that an op lacks are null."""
     rows = [_event(record.op, history) for record in log]
     columns = {
         "seq": pa.array([r.seq for r in log], pa.int64()),
@@ -219,7 +219,7 @@ _EVENT = (
 
 
 def _event(op: records.Op, history: RunHistory) -> dict[str, Any]:
-    """The columns of a record that depend on its op."""
+    """Return the columns of a record that depend on its op."""
     attempt = getattr(op, "attempt", None)
     info = history.checkpoints.get(attempt) if attempt else None
     level = getattr(op, "level", None)
@@ -268,7 +268,7 @@ def _event_text(op: records.Op, history: RunHistory) -> str:
             return ""
 
 
-# Of manifests
+# Tables from manifests
 
 _CHECKPOINT = (("step", pa.int64()), ("attempt", pa.string()), ("session", pa.int64()))
 _INT64S = pa.list_(pa.int64())
@@ -304,7 +304,7 @@ SLICES = pa.schema(
 
 
 def shards_table(fragment: Fragment, own: FileEntry) -> pa.Table:
-    """One row per file that `fragment` tells of, and of the one that it lies in: `own`, which has no rank."""
+    """Return a table with one row per file of `fragment` and one for its own file `own`, without a rank."""
     files = (*fragment.files, own)
     columns = {
         "node_index": pa.array([fragment.node_index] * len(files), pa.int64()),
@@ -318,7 +318,7 @@ def shards_table(fragment: Fragment, own: FileEntry) -> pa.Table:
 
 
 def slices_table(fragment: Fragment) -> pa.Table:
-    """One row per saved slice of `fragment`; `tensor` is the full name, `rank` the one that saved it."""
+    """Return a table with one row per saved slice of `fragment`; `rank` is the rank that saved the slice."""
     rows = rows_table([fragment])
     rows = rows.filter(pc.equal(rows["kind"], "slice")).combine_chunks()
     item, name = rows["item"], rows["name"]
@@ -330,7 +330,7 @@ def slices_table(fragment: Fragment) -> pa.Table:
 
 
 def _table(schema: pa.Schema, attempt: AttemptId, columns: Mapping[str, Any]) -> pa.Table:
-    """`columns` as a table of `schema`, with those that say of which checkpoint it is."""
+    """Return `columns` as a table of `schema`, with the columns that identify the checkpoint."""
     num_rows = len(columns["file"])
     whose = {"step": attempt.step, "attempt": attempt.attempt, "session": attempt.session}
     for name, kind in _CHECKPOINT:
@@ -344,15 +344,15 @@ def _rank(file: str) -> int | None:
 
 
 class Cuts:
-    """How the tensors of one checkpoint are cut, from its manifest.
+    """The numbers of pieces into which the tensors of one checkpoint are cut, from its manifest.
 
-    A manifest has neither device mesh nor placements, only the regions that were saved. They tell into how
-    many pieces each dimension of a tensor is cut. Replicas along a mesh are not seen, for one of them is
-    saved. 4 ranks of FSDP give `4`; 2 x 2 of FSDP over tensor parallelism `4`, `2x2` and `2`.
+    A manifest has neither device mesh nor placements, only the saved regions, from which the number of pieces
+    along each dimension follows. Replicas along a mesh are invisible, because only one of them is saved. FSDP
+    on 4 ranks results in `4`; 2 x 2 ranks of FSDP over tensor parallelism in `4`, `2x2` and `2`.
     """
 
     def __init__(self) -> None:
-        self._starts: dict[str, list[set[int]]] = {}  # of the slices of a tensor, along each dimension
+        self._starts: dict[str, list[set[int]]] = {}  # offsets of a tensor's slices, per dimension
         self._nbytes: Counter[str] = Counter()
 
     def add(self, rows: Iterable[ManifestRow]) -> None:
@@ -366,8 +366,9 @@ class Cuts:
             self._nbytes[part.key] += row.nbytes
 
     def texts(self) -> tuple[str, ...]:
-        """At most MAX_CUTS, those of most bytes first: `4` is four pieces along the first dimension, `1x2`
-        two along the second one, `1` a tensor that is whole.
+        """Return at most MAX_CUTS cuts, those with the most bytes first.
+
+        `4` means four pieces along the first dimension, `1x2` two along the second, `1` a whole tensor.
         """
         sizes: Counter[str] = Counter()
         for name, starts in self._starts.items():
@@ -382,16 +383,16 @@ class Cuts:
 
 
 class ParquetFile:
-    """A file of tables of one schema, which appears when the `with` ends without an error.
+    """A Parquet file of tables with one schema. It appears when the `with` block ends without an error.
 
-    Holds ROW_GROUP_ROWS rows and one table more. OSError.
+    At most ROW_GROUP_ROWS rows and one more table are in memory. Methods raise OSError.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.num_rows = 0
         self._path = path
         self._temporary = path.with_name(f".{path.name}.{token_hex(4)}.tmp")
-        self._file = self._temporary.open("wb")  # pyarrow takes some names for URLs
+        self._file = self._temporary.open("wb")  # pyarrow would read some names as URLs
         self._writer = pq.ParquetWriter(self._file, schema, compression="zstd")
         self._waiting: list[pa.Table] = []
         self._num_waiting = 0  # rows
@@ -428,7 +429,7 @@ class ParquetFile:
 
 
 def _times(times_s: Sequence[float | None]) -> pa.Array:
-    """Unix seconds as timestamps; null for None and for what no calendar holds."""
+    """Convert Unix seconds to timestamps; None and times outside the calendar become null."""
     seconds = np.array(times_s, np.float64)  # None is NaN
     is_known = (seconds >= 0) & (seconds < MAX_TIME_S)
     microseconds = np.round(np.where(is_known, seconds, 0) * 1e6).astype(np.int64)

@@ -1,12 +1,12 @@
-"""Where a run begins that has no checkpoint of its own: at a checkpoint of another run, named by a URI.
+"""URIs of checkpoints, with which a run without a checkpoint of its own starts from one of another run.
 
-    s3://bucket/runs/gpt                                   its newest durable checkpoint
-    s3://bucket/runs/gpt@3000                              that of step 3000
+    s3://bucket/runs/gpt                                   the newest durable checkpoint of a run
+    s3://bucket/runs/gpt@3000                              the checkpoint of step 3000
     <run>/ray_ckpt/checkpoints/000000003000-<attempt>      a checkpoint by its folder
     <run>/ray_ckpt_000000003000-<attempt>                  a checkpoint by Ray Train's pointer to it
 
-The coordinator chooses the checkpoint, once for all ranks, when a group begins; each rank reads its part from
-the storage path of that run.
+When a group starts, the coordinator chooses the checkpoint once for all ranks. Each rank then reads its part
+from the storage path of the other run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ray_ckpt.restore.reader import FileSource, RestoreTicket
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.types import AttemptId
 
-_STEP = re.compile(r"(.+)@(\d{1,12})\Z")  # the name of a run has no @
-POINTER_PREFIX = "ray_ckpt_"  # of the folders that Ray Train has for a run's checkpoints
+_STEP = re.compile(r"(.+)@(\d{1,12})\Z")  # names of runs contain no @
+POINTER_PREFIX = "ray_ckpt_"  # of the folders that Ray Train keeps for a run's checkpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointUri:
-    """A checkpoint as a person names it: of a run, and without step or folder its newest durable one."""
+    """A parsed URI of a checkpoint. Without step and folder it means the run's newest durable checkpoint."""
 
     run: Location
     """<storage_path>/<run name>"""
@@ -40,7 +40,7 @@ class CheckpointUri:
 
     @classmethod
     def parse(cls, text: str) -> CheckpointUri:
-        """ConfigError if it is no storage path of a run, or holds a secret."""
+        """Parse a URI. Raise ConfigError if it is not the storage path of a run or contains a secret."""
         where = Location.parse(text)
         directory = where.name.removeprefix(POINTER_PREFIX)
         if names.is_directory_name(directory):
@@ -53,7 +53,7 @@ class CheckpointUri:
         return cls(run=where.parent if where.name == names.SERVICE_DIR else where)
 
     def open(self, storage_options: Mapping[str, str] | None) -> OpenedCheckpoint:
-        """The checkpoint, which must be durable. ConfigError, StoragePathError or FormatError otherwise."""
+        """Open the checkpoint. Raise ConfigError if it is not durable, StoragePathError or FormatError."""
         run = open_run(self.run, storage_options)
         if self.directory is not None:
             return run.at(_attempt_of(run, self))
@@ -62,14 +62,14 @@ class CheckpointUri:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """A checkpoint that was chosen for all ranks of a group to begin with."""
+    """The checkpoint of another run that was chosen for all ranks of a group to start from."""
 
     uri: str
     storage: RemoteRef
     attempt: AttemptId
 
     def ticket(self, session: int, epoch: int) -> RestoreTicket:
-        """Return a ticket for a rank to read it from the storage path. Errors as of `CheckpointUri.open`."""
+        """Return a ticket with which a rank reads it. Raise the errors of `CheckpointUri.open`."""
         run = open_run(
             Location.parse(self.storage.storage_path) / self.storage.run_name, dict(self.storage.options)
         )
@@ -88,9 +88,9 @@ class Origin:
 
 
 def find_origin(options: RunOptions, storage: RemoteRef) -> Origin | None:
-    """What a run with those options, and without a checkpoint, begins with; None: with nothing.
+    """Return the checkpoint from which a run with no checkpoint of its own starts, None if there is none.
 
-    Options of the storage path count where both runs are in the same kind of store. Errors as of
+    The options of the storage path apply if both runs are in the same kind of store. Raise the errors of
     `CheckpointUri.open`.
     """
     text = options.resume if is_uri(options.resume) else options.init_from
@@ -108,7 +108,7 @@ def find_origin(options: RunOptions, storage: RemoteRef) -> Origin | None:
 
 
 def own_resume(resume: str, run: Location) -> str:
-    """`resume`, or what it means for `run` if it names a checkpoint of just that run."""
+    """Return `resume`; replace a URI of the same run by "must" or "step:<n>"."""
     if not is_uri(resume):
         return resume
     uri = CheckpointUri.parse(resume)
@@ -123,6 +123,6 @@ def _attempt_of(run: OpenedRun, uri: CheckpointUri) -> AttemptId:
             return info.id
     raise ConfigError(
         f"Run {run.catalog.run_name} has no checkpoint {uri.directory}.",
-        hint=f"`ray-ckpt ls {uri.run}` shows what it has.",
+        hint=f"`ray-ckpt ls {uri.run}` lists its checkpoints.",
         step=uri.step,
     )

@@ -235,7 +235,7 @@ def test_a_relative_path_counts_from_the_working_directory(
 
 def test_a_log_without_records_is_no_run_yet(tmp_path: Path) -> None:
     (tmp_path / "gpt" / "ray_ckpt" / "log").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="not begun"):
+    with pytest.raises(ConfigError, match="not started"):
         Catalog(tmp_path / "gpt")
 
 
@@ -358,7 +358,7 @@ def test_another_checkpoint_in_its_place_is_found(branched: SampleRun) -> None:
     shutil.copytree(branched.directory(30), branched.directory(50))
     view = Catalog(branched.folder)[50]
     assert [d.where for d in view.verify()] == ["attempt", "root digest"]
-    with pytest.raises(CorruptionError, match="not describe what the log committed"):
+    with pytest.raises(CorruptionError, match="not match the commit in the log"):
         view.description()
 
 

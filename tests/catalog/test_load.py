@@ -255,7 +255,7 @@ def test_unknown_names_are_answered_with_the_nearest(opened: OpenedRun) -> None:
 def test_names_and_objects_exclude_each_other(opened: OpenedRun) -> None:
     anything: Any = opened.load
     for arguments in ({"what": "model"}, {"rank": 1}):
-        with pytest.raises(ConfigError, match="names the items itself"):
+        with pytest.raises(ConfigError, match="itself names the items"):
             anything(into={"model": nn.Linear(1, 1)}, **arguments)
 
 

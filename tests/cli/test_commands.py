@@ -651,7 +651,7 @@ def test_what_keeps_a_bucket_from_being_read_is_said_in_one_line(
     copy_to(open_store(storage, None)[0], tmp_path)
     url = storage / "gpt"
     for args, message in (
-        (["verify", storage], f"It holds the runs gpt; open {url}, say."),
+        (["verify", storage], f"It holds the runs gpt; open {url}, for example."),
         (["ls", storage / "nothing"], "There is no run at"),
         (["ls", Location("s3", "nobody/gpt", storage.query)], "NoSuchBucket"),
         (["verify", Location("s3", "nobody/gpt", storage.query)], "NoSuchBucket"),

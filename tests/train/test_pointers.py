@@ -77,7 +77,7 @@ def test_a_pointer_to_what_is_gone_names_the_nearest_steps_that_are_kept(
 def test_a_pointer_into_another_life_of_the_run_is_refused(run: SampleRun) -> None:
     with pytest.raises(ConfigError, match="points to an earlier run"):
         open_checkpoint(pointer_to(run, 30, run_uid="f" * 32))
-    with pytest.raises(ConfigError, match="does not know the checkpoint of step 30"):
+    with pytest.raises(ConfigError, match="has no record of this checkpoint of step 30"):
         open_checkpoint(pointer_to(run, 30, attempt="never"))
 
 
