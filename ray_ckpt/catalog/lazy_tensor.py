@@ -177,7 +177,7 @@ class LazyTensor:
         return (self[row] for row in range(len(self)))
 
     def __contains__(self, value: object) -> bool:
-        raise TypeError(f"{self.name} is not searched for a value; load() it first")
+        raise TypeError(f"{self.name} is not searched for a value; load() first")
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, shape={self.shape}, dtype={self.dtype_name}, nbytes={self.nbytes})"

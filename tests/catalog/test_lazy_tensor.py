@@ -247,7 +247,7 @@ def test_what_numpy_has_no_dtype_for_comes_through_float32(
         whole = torch.arange(-3.0, 3.0).reshape(2, 3).to(dtype)
         lazy = write_tensor(tmp_path / str(dtype), whole, [np.s_[:, :]])[1]["model.w"]
         reads.found.clear()
-        with pytest.raises(ConfigError, match=r"numpy has not\. .*lazy\.load\(\)\.float\(\)"):
+        with pytest.raises(ConfigError, match=r"numpy does not have\. .*lazy\.load\(\)\.float\(\)"):
             np.asarray(lazy)
         assert reads.found == []
         for wanted in (np.float32, np.float64, "int8"):

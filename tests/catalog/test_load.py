@@ -340,7 +340,7 @@ def test_a_damaged_state_file_is_an_error(run: SampleRun, opened: OpenedRun) -> 
 def test_another_manifest_than_that_of_the_log_is_refused(run: SampleRun) -> None:
     shutil.rmtree(run.directory(50))
     shutil.copytree(run.directory(30), run.directory(50))
-    with pytest.raises(CorruptionError, match="not describe what the log committed"):
+    with pytest.raises(CorruptionError, match="not match the commit in the log"):
         ray_ckpt.open(run.folder).load()
 
 
