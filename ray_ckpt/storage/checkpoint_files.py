@@ -1,4 +1,4 @@
-"""The files of one checkpoint, wherever they lie: opened by the names and with the bytes that were saved."""
+"""The files of one checkpoint in any store, under the names and with the bytes that were saved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def readable(location: Location) -> Iterator[None]:
         if isinstance(error, FileNotFoundError):
             hint = PERHAPS_DELETED
         if isinstance(error, NotRegular):
-            hint = "Bring that file back from a backup."
+            hint = "Restore that file from a backup."
         where = "" if str(location) in str(error) else f" {location}"
         message = f"The storage path{where} cannot be read: {error}."
         raise StoragePathError(message, hint=hint, path=str(location)) from error
@@ -40,19 +40,16 @@ def is_fragment(name: str) -> bool:
     return name.startswith("manifest-")
 
 
-# The files of a checkpoint
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFile:
-    """A file as it was saved: its size, and a function that reads rising ranges (offset, nbytes)."""
+    """A file as it was saved: its size, and a function that reads ascending ranges (offset, nbytes)."""
 
     size_bytes: int
     read: Callable[[Sequence[tuple[int, int]]], Blocks]
 
 
 class SavedFiles(ABC):
-    """Files of one checkpoint at one place, by the names and with the bytes that were saved."""
+    """Files of one checkpoint in one location, under the names and with the bytes that were saved."""
 
     @property
     @abstractmethod
@@ -62,18 +59,21 @@ class SavedFiles(ABC):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The names of the files, as far as the place lists them, sorted. OSError."""
+        """The sorted names of the files that the location lists. Raises OSError."""
 
     @abstractmethod
     def place(self, name: str) -> str:
-        """Return the place of a file, as shown to people."""
+        """Return the path or URL of a file for messages."""
 
     @abstractmethod
     def open(self, name: str) -> CheckpointFile | None:
-        """Open a file; None if absent. OSError; FormatError if it is compressed and its table is damaged."""
+        """Open a file; return None if it does not exist.
+
+        Raise OSError, or FormatError if the file is compressed and its seek table is damaged.
+        """
 
     def read_whole(self, name: str, max_bytes: int) -> bytes:
-        """Read a small file. CorruptionError if it is absent, too large or unreadable."""
+        """Read a small file. Raise CorruptionError if it is missing, too large or unreadable."""
         try:
             file = self.open(name)
             if file is None:
@@ -100,11 +100,11 @@ class SavedFiles(ABC):
 class CheckpointFiles(SavedFiles):
     """The files of one checkpoint in a folder of a store.
 
-    A shard may lie there compressed, as NAME.zst. They are listed once, when they are first asked for.
+    A shard may be compressed, as NAME.zst. The folder is listed once, at the first access.
     """
 
     def __init__(self, location: Location, store: FileStore, folder: str = "") -> None:
-        """`folder` of `store` is the same place as `location`."""
+        """Take the files in `folder` of `store`, which is the same folder as `location`."""
         self.location = location
         self._store = store
         self._folder = folder
@@ -119,7 +119,7 @@ class CheckpointFiles(SavedFiles):
 
     @cached_property
     def _stored_bytes(self) -> Mapping[str, int]:
-        """Size of each file that is stored, by its name in the folder. OSError."""
+        """Size of each stored file by its name in the folder. Raises OSError."""
         found = self._store.children(self._folder).files
         return {stored.name.rpartition("/")[2]: stored.size_bytes for stored in found}
 
@@ -129,7 +129,7 @@ class CheckpointFiles(SavedFiles):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that the checkpoint's files take there. OSError."""
+        """Stored size of the checkpoint's files in bytes. Raises OSError."""
         sizes = self._stored_bytes.items()
         return sum(size for name, size in sizes if names.is_file_name(_saved_name(name)))
 
@@ -156,18 +156,18 @@ class CheckpointFiles(SavedFiles):
 
 
 def files_at(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> CheckpointFiles:
-    """Return the files of the checkpoint whose directory is at `path`. ConfigError."""
+    """Return the files of the checkpoint whose directory is at `path`. Raise ConfigError."""
     location = locate(path)
     return CheckpointFiles(location, open_store(location, storage_options)[0])
 
 
 def files_on(tier: RemoteTier, directory: str) -> CheckpointFiles:
-    """Return the files of a checkpoint on a run's storage path. Sends no request yet."""
+    """Return the files of a checkpoint on a run's storage path, without a request."""
     folder = f"{names.CHECKPOINTS_DIR}/{directory}"
     return CheckpointFiles(tier.root / folder, tier.files, folder)
 
 
 def _saved_name(stored: str) -> str:
-    """Return the name of the saved file that a stored one holds."""
+    """Return the name under which the stored file was saved."""
     plain = stored.removesuffix(zstd.SUFFIX)
     return plain if names.is_shard_name(plain) else stored

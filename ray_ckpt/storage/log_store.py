@@ -1,13 +1,13 @@
-"""The seam under the commit log: create-if-absent, read, list, delete. Nothing else is assumed of a store.
+"""The interface between the commit log and its store: create-if-absent, read, list and delete.
 
-A store must give: a create that succeeds for exactly one writer per name and is visible entirely or not
-at all; read-after-write; listing of what was there before the call. It need not give compare-and-swap or
-rename. `probe_store` finds those that do not keep this.
+A store must provide: a create that succeeds for exactly one writer per name and is visible completely or not
+at all; read-after-write; a listing of all objects that existed before the call. Compare-and-swap and rename
+are not needed. `probe_store` detects stores that do not provide this.
 
-A run's log on such a store is records, numbered without gaps, and snapshots that stand in for the records
-up to their number. Record 0 names the run and is never deleted. Other records are deleted once an old
-snapshot covers them (`trim_log`). A number at or below a snapshot counts as taken even when its record is
-absent, so that no writer replaces a deleted record (`create_record`; SlateDB RFC-0026).
+A run's log on such a store consists of records, numbered without gaps, and of snapshots, each of which
+replaces the records up to its number. Record 0 names the run and is never deleted. Other records are deleted
+once an old snapshot covers them (`trim_log`). A number at or below a snapshot counts as taken even when its
+record is missing, so that no writer replaces a deleted record (`create_record`; SlateDB RFC-0026).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from ray_ckpt.storage.local import files
 
 log = logging.getLogger("ray_ckpt")
 
-PROBE_PREFIX = "probe-"  # of the names that a probe leaves if it is killed; no reader takes them for records
-READ_TRIES = 3  # of a log whose records are trimmed while it is read: each time a reader a day late
-TRIM_AFTER_S = 24 * 3600.0  # age of a snapshot before the records that it covers go: for readers at work
-TRIM_BATCH = 2000  # names that one `trim_log` deletes: more than is written between two snapshots
+PROBE_PREFIX = "probe-"  # of names that a killed probe leaves; readers do not mistake them for records
+READ_TRIES = 3  # of a log whose records are trimmed while it is read, by a reader that is a day late
+TRIM_AFTER_S = 24 * 3600.0  # age of a snapshot before its records are deleted: active readers need them
+TRIM_BATCH = 2000  # names that one `trim_log` deletes: more than are created between two snapshots
 
 
 class CreateResult(enum.Enum):
     """The answer to a create."""
 
-    OK = "ok"  # these bytes are there now, durably, under this name
-    EXISTS = "exists"  # other bytes are there
+    OK = "ok"  # these bytes are stored durably under this name
+    EXISTS = "exists"  # the object has other bytes
     UNKNOWN = "unknown"  # no clear answer: do not acknowledge, do not clean up, try again
     UNSUPPORTED = "unsupported"  # the store has no conditional create; nothing was stored
 
@@ -50,30 +50,30 @@ class CreateResult(enum.Enum):
 class LogStore(Protocol):
     """Small immutable objects under flat names.
 
-    Every call may be repeated. `create` with bytes that are there already is OK, and looks itself when an
-    answer was unclear; it raises nothing. Nothing is promised about how long a call takes.
+    Every call may be repeated. `create` returns OK if the object exists with the same bytes; after an unclear
+    answer it reads the object itself, and it never raises. A call may take any time.
     """
 
     def create(self, name: str, data: bytes) -> CreateResult: ...
 
     def read(self, name: str) -> bytes | None:
-        """Return the object's bytes, None if it is absent. OSError if the store gives no answer.
+        """Return the object's bytes, None if it does not exist. Raise OSError if the store does not answer.
 
-        FormatError if it is larger than the format allows, of which little is read, or no file at all.
+        Raise FormatError if the object is larger than the format allows or is not a file.
         """
         ...
 
     def list(self, prefix: str = "") -> tuple[str, ...]:
-        """Return the existing names in any order, perhaps without those created meanwhile. OSError."""
+        """Return the names in any order; those created during the call may be missing. Raise OSError."""
         ...
 
     def delete(self, name: str) -> None:
-        """Delete the object. An absent one is not an error. OSError if the store gives no answer."""
+        """Delete the object if it exists. Raise OSError if the store does not answer."""
         ...
 
 
 class MemoryLogStore:
-    """The reference model."""
+    """A log store in memory, the reference model for tests."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -92,12 +92,11 @@ class MemoryLogStore:
 
 
 class PosixLogStore:
-    """A directory, which must exist: creating it could write below a mount point that is not mounted.
+    """A log in a directory, which must exist: creating it could write below an unmounted mount point.
 
-    create = fsynced unique temporary, `link()` to the name, fsync of the directory.
-
-    `link()` refuses an existing name on every POSIX file system including NFS, where its answer may be
-    lost: so any error is resolved by comparing what is there.
+    A create writes and fsyncs a unique temporary file, links it to the name, and fsyncs the directory.
+    `link()` refuses an existing name on every POSIX file system, including NFS, where its answer may be lost.
+    Therefore the stored bytes are compared after any error.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -107,7 +106,7 @@ class PosixLogStore:
         temporary: Path | None = None
         try:
             temporary = files.write_temporary(self._directory, [data])
-            files.fsync_dir(self._directory)  # the record that this one follows may be another writer's
+            files.fsync_dir(self._directory)  # another writer may have created the previous record
             os.link(temporary, self._directory / name)
         except OSError:
             pass  # the stored file decides
@@ -162,24 +161,24 @@ def compare(store: LogStore, name: str, data: bytes, *, absent: CreateResult) ->
 
 
 def probe(directory: Path) -> None:
-    """Prove that the file system of `directory` can hold a commit log; StoragePathError if it cannot."""
+    """Prove that the file system of `directory` can hold a commit log. Raise StoragePathError if not."""
     try:
         files.make_dirs(directory)
-        files.write_temporary(directory, [b"1"]).unlink()  # says why if it cannot: a create does not
+        files.write_temporary(directory, [b"1"]).unlink()  # raises the reason, unlike `create`
     except OSError as error:
         raise not_writable(str(directory), error) from error
     probe_store(PosixLogStore(directory), where=str(directory))
 
 
 def probe_store(store: LogStore, *, where: str) -> None:
-    """Prove that `store` keeps the promises of a log store; StoragePathError, naming `where`, if it does not.
+    """Prove that `store` keeps the promises of a log store. Raise StoragePathError, with `where`, if not.
 
-    Creates one name twice with different bytes: the second must be refused and the first stay, be listed,
-    and go when it is deleted.
+    One name is created twice with different bytes. The second create must be refused; the first object must
+    stay, be listed, and disappear when it is deleted.
     """
     name = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
     try:
-        store.read(name)  # says why if nothing can be: a create only says that it does not know
+        store.read(name)  # raises the reason of a failure, where `create` only returns UNKNOWN
         first, second, kept = store.create(name, b"1"), store.create(name, b"2"), store.read(name)
         listed = name in store.list(PROBE_PREFIX)
         store.delete(name)
@@ -221,30 +220,30 @@ Records: TypeAlias = tuple[tuple[LogRecord, str], ...]
 def read_run(store: LogStore) -> tuple[RunHistory, Records]:
     """Return the history up to the newest intact snapshot, or an empty one, and the records after it.
 
-    A snapshot that is damaged is passed over, as long as an older one or record 0 and the records from there
-    on lead past it. FormatError if they do not, or if a record is damaged; OSError if the store cannot be
-    read. An empty log is an empty history.
+    A damaged snapshot is skipped, as long as an older snapshot, or record 0, and the records after it reach
+    beyond the damaged one. Raise FormatError if they do not, or if a record is damaged; OSError if the store
+    cannot be read. An empty log is an empty history.
     """
     for _ in range(READ_TRIES):
         history, damage = _newest_history(store)
         records = read_log(store, start=history.next_seq)
         seq = history.next_seq + len(records)
-        newest = max(_snapshots(store), default=-1)  # looked at last: a record trimmed meanwhile is no tail
+        newest = max(_snapshots(store), default=-1)  # listed last: a record trimmed meanwhile is not the end
         if seq > newest:
             return history, records
     if isinstance(damage, NewerFormat):
         raise damage
     raise FormatError(
         f"The log has no record {seq}, but a snapshot of record {newest} that cannot be used.",
-        hint="Bring the missing or damaged file back from a backup; no shorter history is true.",
+        hint="Restore the missing or damaged file from a backup; a shorter history would be wrong.",
     ) from damage
 
 
 def read_log(store: LogStore, *, start: int = 0) -> Records:
-    """Every record from `start` to the first that is not there, each with the digest of its bytes.
+    """Return the records from `start` to the first missing one, each with the digest of its bytes.
 
-    The tail is found by opening numbers, since a listing may lag. OSError if the store cannot be read,
-    FormatError if a record is damaged.
+    The end is found by reading one number after the other, because a listing may lag. Raise OSError if the
+    store cannot be read, FormatError if a record is damaged.
     """
     found: list[tuple[LogRecord, str]] = []
     while (record := _read_record(store, start + len(found))) is not None:
@@ -253,23 +252,23 @@ def read_log(store: LogStore, *, start: int = 0) -> Records:
 
 
 def _read_record(store: LogStore, seq: int) -> tuple[LogRecord, str] | None:
-    """Return a record with the digest of its bytes, None if absent. OSError; FormatError that names it."""
+    """Return a record with its digest, None if it is missing. Raise OSError or FormatError with its name."""
     name = names.record_file(seq)
     try:
         data = store.read(name)
         return None if data is None else (decode_record(data), digest(data))
     except FormatError as error:
-        hint = error.hint or "Bring that file back from a backup; nothing after it can be trusted."
+        hint = error.hint or "Restore that file from a backup; no record after it can be trusted."
         message = f"Record {name} of the log cannot be read. {error.message}"
         raise type(error)(message, hint=hint, **error.fields) from error
 
 
 def read_covered(store: LogStore, history: RunHistory) -> Records:
-    """Return the records before `history.next_seq` that are left: record 0, and those that lead up to it.
+    """Return the records before `history.next_seq` that still exist: record 0 and the last ones.
 
-    Each is proven by the one after it. One that is not proven is left out with all before it, and logged: it
-    is damaged or missing, or a stalled writer put it in the place of a deleted one. OSError and FormatError
-    as in `read_log`.
+    Each record is proven by the next one. A record that is not proven is left out with all before it, and a
+    warning is logged: it is damaged or missing, or a stalled writer created it in the place of a deleted one.
+    Raise OSError and FormatError like `read_log`.
     """
     found: list[tuple[LogRecord, str]] = []
     seq, wanted = history.next_seq - 1, history.last_digest
@@ -290,18 +289,18 @@ def _read_covered(store: LogStore, seq: int, wanted: str) -> LogRecord | None:
         data, reason = b"", str(error)
     if data is None:
         if not any(0 < older < seq for older in _record_seqs(store)):
-            return None  # it was trimmed, which begins with the oldest
+            return None  # it was trimmed, oldest records first
         data, reason = b"", "it is missing"
     if digest(data) == wanted:
         return decode_record(data)
-    log.warning("The log up to %s is left out; a snapshot has what it says. %s: %s", name, name, reason)
+    log.warning("The log up to %s is left out; a snapshot covers it. %s: %s", name, name, reason)
     return None
 
 
 def create_record(store: LogStore, seq: int, data: bytes) -> CreateResult:
-    """Create record `seq`. EXISTS also if a snapshot covers that number: then others have passed it.
+    """Create record `seq`. The result is also EXISTS if a snapshot covers that number.
 
-    The snapshots are looked at after the create, so a record that was deleted before it is found out, however
+    The snapshots are listed after the create. A number whose record was deleted is thus recognized, however
     long this writer was stalled.
     """
     outcome = store.create(names.record_file(seq), data)
@@ -315,20 +314,21 @@ def create_record(store: LogStore, seq: int, data: bytes) -> CreateResult:
 
 
 def write_snapshot(store: LogStore, snapshot: LogSnapshot) -> CreateResult:
-    """Store a snapshot of what is in the log; EXISTS is as good, since its records are the same.
+    """Store a snapshot of the log. EXISTS is as good as OK, since both cover the same records.
 
-    FormatError if the history is too large for one; the log then goes on without.
+    Raise FormatError if the history is too large for a snapshot; the log then continues without one.
     """
     return store.create(names.snapshot_file(snapshot.seq), encode_snapshot(snapshot))
 
 
 def trim_log(store: LogStore, now_s: float) -> int:
-    """Delete what old snapshots make superfluous, at most TRIM_BATCH names. Returns how many; call it again.
+    """Delete up to TRIM_BATCH records and snapshots that an old snapshot replaces; return their number.
 
-    P is the newest snapshot that was made before `now_s` - TRIM_AFTER_S (Unix time) and is not the newest of
-    all. The records 1 to P go, and the snapshots before P; of those after P the first stays, which is the
-    next P, and the last two. Nothing goes while the newest is not sound, and P always is: so one damaged
-    file costs nothing. OSError if the store fails.
+    Repeat the call to delete more. P is the newest intact snapshot that was made before `now_s` -
+    TRIM_AFTER_S (Unix time) and is not the newest of all. The records 1 to P and the snapshots before P are
+    deleted. Of the snapshots after P, the first, which is the next P, and the last two are kept. Nothing is
+    deleted while the newest snapshot is damaged, so that one damaged file loses nothing. Raise OSError if the
+    store fails.
     """
     found, run_uid = _snapshots(store), _run_uid(store)
     read = {seq: _read_snapshot(store, seq, run_uid) for seq in found}
@@ -364,12 +364,12 @@ def _newest_history(store: LogStore) -> tuple[RunHistory, FormatError | None]:
 
 
 def _read_snapshot(store: LogStore, seq: int, run_uid: str) -> LogSnapshot | FormatError:
-    """Return the snapshot up to record `seq` of that run, or the reason why there is none."""
+    """Return the snapshot up to record `seq` of the run, or the error with which reading it failed."""
     name = names.snapshot_file(seq)
     try:
         data = store.read(name)
         if data is None:
-            return FormatError(f"{name} is gone.")
+            return FormatError(f"{name} is missing.")
         with _collector_paused():
             snapshot = decode_snapshot(data)
     except NewerFormat as error:
@@ -383,7 +383,7 @@ def _read_snapshot(store: LogStore, seq: int, run_uid: str) -> LogSnapshot | For
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause garbage collection, which would double the time to create many objects that all stay."""
+    """Pause garbage collection, which would double the time to create many long-lived objects."""
     if not gc.isenabled():
         yield
         return
@@ -395,13 +395,13 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _run_uid(store: LogStore) -> str:
-    """Return the uid of the run that record 0 begins; empty without one. FormatError if it is damaged."""
+    """Return the uid of the run in record 0, empty if there is no record. Raise FormatError for damage."""
     first = _read_record(store, 0)
     op = None if first is None else first[0].op
     return op.run_uid if isinstance(op, Create) else ""
 
 
 def _snapshots(store: LogStore) -> list[int]:
-    """Return the numbers of the stored snapshots, in rising order."""
+    """Return the numbers of the stored snapshots, in ascending order."""
     found = store.list(names.SNAPSHOT_PREFIX)
     return sorted(seq for name in found if (seq := names.snapshot_seq(name)) is not None)

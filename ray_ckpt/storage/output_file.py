@@ -1,4 +1,4 @@
-"""A file that somebody names for a result: nothing of his is replaced unasked, and nobody sees half of it."""
+"""Output files named by a user: no file is replaced without --force, and no incomplete file is visible."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from ray_ckpt.location import without_tilde
 
 
 def output_file(path: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """`path` as the file to write: where a link leads, and below home for `~`.
+    """Return the file to write for `path`, with links and `~` resolved.
 
-    ConfigError if its folder is not there, if it is a folder, a device or a pipe, or if a file is there and
-    not `force`.
+    Raise ConfigError if its folder does not exist, if it is a folder, a device or a pipe, or if the file
+    exists and `force` is false.
     """
     given = without_tilde(path)
     file = given.resolve()
     if file.is_dir():
         raise ConfigError(f"{given} is a folder.", hint="Give the name of a file in it.", path=str(given))
     if file.exists() and not file.is_file():
-        raise ConfigError(f"{given} is no file.", hint="Give the name of a file.", path=str(given))
+        raise ConfigError(f"{given} is not a file.", hint="Give the name of a file.", path=str(given))
     if file.exists() and not force:
         raise ConfigError(f"{given} is there already.", hint="Give --force to replace it.", path=str(given))
     if not file.parent.is_dir():
         folder = file.parent
-        raise ConfigError(f"There is no folder {folder}.", hint="Make it first.", path=str(folder))
+        raise ConfigError(f"There is no folder {folder}.", hint="Create it first.", path=str(folder))
     return file
 
 
 @contextmanager
 def whole_file(file: Path) -> Iterator[Path]:
-    """A name beside `file` to write to; takes its place when the `with` ends without an error. OSError."""
+    """Provide a temporary file that replaces `file` if the `with` block ends without an error."""
     temporary = file.with_name(f".{token_hex(8)}.tmp")
     try:
         yield temporary

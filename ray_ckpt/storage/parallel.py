@@ -1,4 +1,4 @@
-"""Calls that wait for disks and stores, several at a time, with results in order."""
+"""Parallel calls that wait for disks and stores, with results in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-AHEAD = 4  # calls per thread, begun or done before their turn: a slow one lets the other threads go on
+AHEAD = 4  # calls per thread that may run before their turn, so that a slow call does not stop the others
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,9 +25,9 @@ def map_in_order(
 ) -> Generator[R, None, None]:
     """Yield `function(item)` for each item in order, computed by `threads` threads.
 
-    At most `max_results` results are held, by default AHEAD for each thread. After an exception, and when
-    the caller closes the generator, `stopped` is set for calls that look at it, calls that have not begun
-    are cancelled, and the others are waited for.
+    At most `max_results` results are in memory, by default AHEAD for each thread. After an exception, or when
+    the caller closes the generator, `stopped` is set for calls that check it, calls that have not started are
+    cancelled, and the generator waits for the others.
     """
     calls: deque[Future[R]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix=f"ray_ckpt-{name}")

@@ -212,7 +212,7 @@ def test_spans_out_of_order_or_out_of_the_file_are_refused(
 @pytest.mark.parametrize("count", [0, 3, 5, 1000])
 def test_another_size_than_announced_is_refused(tmp_path: Path, count: int) -> None:
     asked = iter(range(count))
-    with pytest.raises(CorruptionError, match="came for a file of 40"):
+    with pytest.raises(CorruptionError, match="arrived for a file of 40"):
         write_direct(tmp_path, (b"0123456789" for _ in asked), size_bytes=40)
     assert not names_in(tmp_path)
     assert (next(asked, None) is None) == (count < 1000), "and no more is taken than shows it"

@@ -42,7 +42,7 @@ def test_what_is_no_file_is_refused_with_force_too(tmp_path: Path, force: bool) 
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
         for name in ("fifo", "to null", "socket"):
-            with pytest.raises(ConfigError, match=f"{name} is no file"):
+            with pytest.raises(ConfigError, match=f"{name} is not a file"):
                 output_file(tmp_path / name, force=force)
     with pytest.raises(ConfigError, match="is a folder"):
         output_file(tmp_path, force=force)

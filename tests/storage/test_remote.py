@@ -132,7 +132,7 @@ def test_a_file_of_this_node_that_is_short_or_gone_is_damage_of_the_node(
     with pytest.raises(CorruptionError, match="has 5 bytes here"):
         tier.put_file(DIRECTORY, entry, path, level=level)
     path.unlink()
-    with pytest.raises(CorruptionError, match="gone from this node"):
+    with pytest.raises(CorruptionError, match="missing on this node"):
         tier.put_file(DIRECTORY, entry, path, level=level)
 
 

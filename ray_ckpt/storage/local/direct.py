@@ -1,18 +1,19 @@
-"""Large files past the page cache: written and read with O_DIRECT, several blocks in flight.
+"""Reading and writing large files with O_DIRECT, past the page cache, with several blocks in flight.
 
-A checkpoint is written once and hardly ever read on the same node, so it has no business in the page cache,
-where it would push out the trainer's data and wait for pages to be cleared. Writing keeps `DEPTH` blocks of
-`BLOCK_BYTES` at the device while the calling thread hashes, so a file's digest costs no time of its own.
+A checkpoint is written once and rarely read on the same node. In the page cache it would displace the
+trainer's data, and writing would wait for pages to be cleared. A writer keeps `DEPTH` blocks of `BLOCK_BYTES`
+at the device while the calling thread hashes, so that the digest of a file takes no additional time.
 
-All bytes pass through a small pool of aligned buffers in huge pages, also those of page-aligned memory that
-could go to the device as it is: a virtual disk takes 4 KiB pages that are scattered over the machine's memory
-(an arena) at half its speed or less, whether they are cannot be seen, and the copy leaves the bytes in the
-processor's cache for the hash (measured, GB/s: huge pages 4.3, scattered pages 2.2, scattered pages copied
-and hashed 3.9). So a chunk is free again as soon as the next one is asked for.
+All bytes are copied through a small pool of aligned buffers in huge pages, even from page-aligned memory that
+the device could read directly. The reason is that a virtual disk reads 4 KiB pages that are scattered over
+the machine's memory (an arena) at half its speed or less, and a process cannot find out whether pages are
+scattered. The copy also leaves the bytes in the processor's cache for the hash. Measured, in GB/s: huge pages
+4.3, scattered pages 2.2, scattered pages copied and hashed 3.9. The caller may overwrite a chunk as soon as
+the next one is requested.
 
-Where the file system refuses O_DIRECT, and for the end of a file that is no whole page, the same calls go
-through the page cache, and what they leave there is given up afterwards. Files are published as those of
-`files.py`: whoever calls renames the temporary. An error is never retried on the same inode.
+If the file system refuses O_DIRECT, and for the end of a file that is not a whole page, the same calls use
+the page cache and drop their pages from it afterwards. Files are published as in `files.py`: the caller
+renames the temporary file. An error is never retried on the same inode.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.storage.local import files
 
 PAGE_BYTES = 4096  # alignment that every block device accepts for memory, offsets and lengths
-BLOCK_BYTES = 8 << 20  # of one request: measured, smaller ones are slower and larger ones no faster
-DEPTH = 4  # requests per file that is written: measured, 2 keep the device busy, 4 ride out a late thread
-READ_AHEAD = 8  # requests per file that is read: measured, a reader that hashes and copies needs so many
-COPY_BYTES = 1 << 20  # copied, then hashed while the processor's cache has them; far less is all calls
-MAX_IDLE_BUFFERS = 10  # kept for the next file, 80 MiB: a reader or two writers; fresh memory is slow
+BLOCK_BYTES = 8 << 20  # per request: measured, smaller ones are slower and larger ones no faster
+DEPTH = 4  # write requests per file: measured, 2 keep the device busy, 4 also if a thread is late
+READ_AHEAD = 8  # read requests per file: measured, as many as a reader that hashes and copies needs
+COPY_BYTES = 1 << 20  # copied, then hashed from the processor's cache; smaller pieces cost too many calls
+MAX_IDLE_BUFFERS = 10  # 80 MiB kept for the next file, a reader or two writers, because new memory is slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a write has put on the disk."""
+    """Digests and size of a written file."""
 
     digest: str
     size_bytes: int
-    spans: tuple[str, ...] = ()  # the digest of each span that was asked for, in order
+    spans: tuple[str, ...] = ()  # the digest of each requested span, in order
 
 
 def write_direct(
@@ -65,12 +66,12 @@ def write_direct(
 ) -> tuple[Path, Written]:
     """Write `chunks` to a new fsynced temporary file in `directory`, and hash them on the way.
 
-    `size_bytes`, if known, is taken from the file system first: a full disk shows before the work is done.
-    `spans` are (offset, nbytes) in ascending order, disjoint. A chunk may change as soon as the next one is
-    asked for.
+    `size_bytes`, if known, is first reserved in the file system, so that a full disk is found before the
+    work. `spans` are (offset, nbytes), disjoint and in ascending order. The iterator may overwrite a chunk as
+    soon as the next one is requested.
 
-    Raises CorruptionError if `chunks` are not `size_bytes` together, ValueError if a span is out of order or
-    out of the file, OSError if the disk fails. Any exception leaves nothing behind.
+    Raise CorruptionError if the total size of `chunks` is not `size_bytes`, ValueError if a span is out of
+    order or outside the file, OSError if the disk fails. After any exception the file is deleted.
     """
     path = files.temporary_name(directory)
     file = _File(path, partial(_create, path))
@@ -87,7 +88,7 @@ def write_direct(
                         break
                 written = writer.end()
             if size_bytes not in (None, written.size_bytes):
-                raise CorruptionError(f"{written.size_bytes} bytes came for a file of {size_bytes}.")
+                raise CorruptionError(f"{written.size_bytes} bytes arrived for a file of {size_bytes}.")
             os.fsync(file.fd)
         finally:
             file.close()
@@ -101,11 +102,11 @@ def write_direct(
 def read_blocks_direct(
     path: Path, offset: int = 0, nbytes: int | None = None, *, within: Path | None = None
 ) -> Iterator[memoryview]:
-    """The bytes of `path` from `offset`, read from the medium, in blocks of at most BLOCK_BYTES.
+    """Yield the bytes of `path` from `offset`, read from the medium, in blocks of at most BLOCK_BYTES.
 
-    Each view is valid until the next one is asked for; up to READ_AHEAD more are on their way. EOFError if
-    the file is too short; `files.open_file` opens it. Where O_DIRECT is refused the cache is asked to forget
-    the range before and after.
+    Each view is valid until the next one is requested; up to READ_AHEAD more are being read. The file is
+    opened by `files.open_file`. Where O_DIRECT is refused, the file is dropped from the page cache before and
+    after. Raise EOFError if the file is too short.
     """
     file = _File(path, partial(files.open_file, path, within=within))
     try:
@@ -129,16 +130,16 @@ class _Range(NamedTuple):
 
 
 def _read_ahead(file: _File, offset: int, end: int) -> Iterator[memoryview]:
-    """The blocks of a range in order, while the next READ_AHEAD are being read."""
+    """Yield the blocks of a range in order, while the next READ_AHEAD are being read."""
     starts = range(offset - offset % PAGE_BYTES, end, BLOCK_BYTES)
     ranges = (_Range(max(start, offset), min(start + BLOCK_BYTES, end)) for start in starts)
-    num_buffers = min(READ_AHEAD + 1, len(starts))  # one is the caller's
-    with contextlib.ExitStack() as held:  # given back when the pool has ended: nobody reads into them then
-        buffers = deque(held.enter_context(_BUFFERS.acquire()) for _ in range(num_buffers))
+    num_buffers = min(READ_AHEAD + 1, len(starts))  # the caller uses one of them
+    with contextlib.ExitStack() as acquired:  # released after the pool has ended, when no thread uses them
+        buffers = deque(acquired.enter_context(_BUFFERS.acquire()) for _ in range(num_buffers))
         with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="ray_ckpt-read") as pool:
             reads: deque[tuple[Future[None], _Range, mmap.mmap]] = deque()
 
-            def ask() -> None:
+            def start_read() -> None:
                 wanted = next(ranges, None)
                 if wanted is not None:
                     buffer = buffers.popleft()
@@ -146,34 +147,34 @@ def _read_ahead(file: _File, offset: int, end: int) -> Iterator[memoryview]:
 
             try:
                 for _ in range(num_buffers):
-                    ask()
+                    start_read()
                 while reads:
                     read, wanted, buffer = reads.popleft()
                     read.result()
                     yield _part(buffer, *wanted)
                     buffers.append(buffer)
-                    ask()
+                    start_read()
             finally:
                 for read, _, _ in reads:
                     read.cancel()
 
 
 def _part(buffer: mmap.mmap, start: int, end: int) -> memoryview:
-    """The bytes of a range in the buffer that it was read into, which begins at a page of the file."""
+    """Return the bytes of a range in its buffer, which starts at a page boundary of the file."""
     shift = start % PAGE_BYTES
     return memoryview(buffer)[shift : shift + end - start]
 
 
 class _Writer:
-    """Cuts chunks into blocks of the file, hashes them, and keeps some at the device."""
+    """A writer that cuts chunks into blocks, hashes them, and keeps up to DEPTH blocks at the device."""
 
     def __init__(self, file: _File, pool: ThreadPoolExecutor, hashes: _Hashes) -> None:
         self._file = file
         self._pool = pool
         self._hashes = hashes
-        self._offset = 0  # of the next block, always at a page
-        self._block: mmap.mmap | None = None  # a block that is being gathered
-        self._filled = 0  # bytes of it
+        self._offset = 0  # of the next block, a multiple of PAGE_BYTES
+        self._block: mmap.mmap | None = None  # the block that is being filled
+        self._filled = 0  # bytes in that block
         self._writes: deque[_Write] = deque()
 
     @property
@@ -185,7 +186,7 @@ class _Writer:
             self._gather(chunk[offset : offset + COPY_BYTES])
 
     def end(self) -> Written:
-        """Write what is left, wait for all of it, and say what it was."""
+        """Write the last block, wait for all blocks, and return the digests."""
         size = self.size_bytes
         rest = self._filled % PAGE_BYTES
         tail = self._block[self._filled - rest : self._filled] if self._block else b""
@@ -204,14 +205,14 @@ class _Writer:
             nbytes = min(piece.nbytes, BLOCK_BYTES - self._filled)
             copy = memoryview(self._block)[self._filled : self._filled + nbytes]
             np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(piece[:nbytes], np.uint8))
-            self._hashes.update(copy)  # of what is written, whatever becomes of the chunk
+            self._hashes.update(copy)  # not `piece`, which may change after the copy
             self._filled += nbytes
             if self._filled == BLOCK_BYTES:
                 self._flush()
             piece = piece[nbytes:]
 
     def _flush(self) -> None:
-        """Hand over the block that is being gathered."""
+        """Submit the block that is being filled."""
         block, self._block = self._block, None
         if block is None:
             return
@@ -236,7 +237,7 @@ class _Write(NamedTuple):
 
 
 class _Hashes:
-    """The digests of a file and of spans of it, from its bytes in order."""
+    """Digests of a file and of spans of it, computed from its bytes in order."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
         end = 0
@@ -248,7 +249,7 @@ class _Hashes:
         self._file = Digester()
         self._at = 0  # bytes seen
         self._found: list[str] = []
-        self._open: Digester | None = None  # of the span that has begun in an earlier block
+        self._open: Digester | None = None  # of a span that started in an earlier block
 
     def update(self, block: memoryview) -> None:
         self._file.update(block)
@@ -270,7 +271,7 @@ class _Hashes:
         self._at = end
 
     def end(self, size_bytes: int) -> Written:
-        """All digests; empty spans may lie at the very end."""
+        """Return all digests. Empty spans may lie at the end of the file."""
         rest = self._spans[len(self._found) :]
         if self._open is not None or any(span != (size_bytes, 0) for span in rest):
             raise ValueError(f"A span lies beyond the end of the file, which has {size_bytes} bytes.")
@@ -279,13 +280,13 @@ class _Hashes:
 
 
 class _File:
-    """A file that is open past the page cache, or through it where the file system has no other way.
+    """A file opened with O_DIRECT, or without it if the file system does not support it.
 
     `read` and `write` may run in several threads at once.
     """
 
     def __init__(self, path: Path, opened: Callable[..., int]) -> None:
-        """`opened(flags=...)` opens it, with these flags besides its own."""
+        """Open the file by `opened(flags=...)`, which adds these flags to its own."""
         self._path = path
         self._is_direct = True
         try:
@@ -304,22 +305,22 @@ class _File:
             os.close(self.fd)
 
     def write(self, block: memoryview, offset: int) -> None:
-        """All of `block`, whose address, size and offset are multiples of PAGE_BYTES."""
+        """Write all of `block`, whose address, size and offset are multiples of PAGE_BYTES."""
         while block.nbytes:
             count = self._try(os.pwrite, block, offset)
             if not self._is_direct:
-                os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)  # begins to write it back
+                os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)  # starts the write-back
             block, offset = block[count:], offset + count
 
     def write_tail(self, data: bytes, offset: int) -> None:
-        """The end of the file that is no full page, through the page cache. After everything else."""
+        """Write the last, partial page through the page cache, after all other writes."""
         self._use_cache()
         while data:
             count = os.pwrite(self.fd, data, offset)
             data, offset = data[count:], offset + count
 
     def read(self, wanted: _Range, buffer: mmap.mmap) -> None:
-        """The range and what its pages have around it into `buffer`; EOFError if it is not there."""
+        """Read the pages of a range into `buffer`. Raise EOFError if the file ends within the range."""
         start = wanted.start - wanted.start % PAGE_BYTES
         size = wanted.end + -wanted.end % PAGE_BYTES - start
         view, got = memoryview(buffer), 0
@@ -330,11 +331,11 @@ class _File:
             got += count
 
     def _forget_cached(self) -> None:
-        """Drop what the cache holds of the file and is on the medium already."""
+        """Drop the file's pages that are on the medium already from the page cache."""
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _try(self, call: Callable[[int, Any, int], int], data: Any, offset: int) -> int:
-        """`call` it; EINVAL is how a file system refuses O_DIRECT at the first use, or an odd rest of it."""
+        """Call `call`, again without O_DIRECT if the file system refuses it with EINVAL."""
         was_direct = self._is_direct
         try:
             return call(self.fd, data, offset)
@@ -347,21 +348,21 @@ class _File:
     def _use_cache(self) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self._is_direct = False  # said when it is true: another thread may look
+        self._is_direct = False  # only after the change: other threads read it
         self._forget_cached()
 
 
 def _create(path: Path, *, flags: int) -> int:
-    """A new file to write. A refused O_DIRECT may have made it all the same: it is ours, and empty."""
+    """Create a file to write. A refused O_DIRECT may have created it already, so that it may exist then."""
     is_new = os.O_EXCL if flags & os.O_DIRECT else 0
     wanted = flags | is_new | os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, wanted, files.FILE_MODE)
 
 
 def reserve(fd: int, size_bytes: int) -> None:
-    """Have the file system set `size_bytes` aside; OSError if it has not got them.
+    """Reserve `size_bytes` in the file system. Raise OSError if it does not have them.
 
-    Not `os.posix_fallocate`, which writes to each block of a file system that cannot do this.
+    `os.posix_fallocate` is not used, because it writes to each block if the file system cannot reserve.
     """
     while _LIBC.fallocate(fd, 0, 0, size_bytes):
         code = ctypes.get_errno()
@@ -376,7 +377,7 @@ _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class _Buffers:
-    """Page-aligned buffers of BLOCK_BYTES that are used again, because fresh memory is slow to touch."""
+    """A pool of page-aligned buffers of BLOCK_BYTES, because the first access to new memory is slow."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -394,7 +395,7 @@ class _Buffers:
         return buffer
 
     def give(self, buffer: mmap.mmap) -> None:
-        """Back into the pool; nobody may be using it any more. A full pool lets go of it."""
+        """Return a buffer that is no longer used to the pool; a full pool frees it."""
         with self._lock:
             if len(self._idle) < MAX_IDLE_BUFFERS:
                 self._idle.append(buffer)

@@ -1,8 +1,8 @@
-"""A node's local tier on one or several disks: a Staging folder on each, used as one.
+"""A node's local tier on one or several disks, with a Staging folder on each.
 
-A checkpoint's files are spread over the disks, a fragment may lie on another disk than the files that it
-lists, and a file is found by looking. A disk that fails a write takes no new files any more; what it holds
-is still read. The name of the storage is that of the first disk. With one disk this is that disk's Staging.
+A checkpoint's files are distributed over the disks, and a fragment may be on another disk than the files that
+it lists; a file is found by checking each disk. A disk that is broken gets no new files, but its files are
+still read. The name of the storage is that of the first disk. With one disk, all calls go to its Staging.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ray_ckpt.storage.local.staging import Holding, Staging
 
 log = logging.getLogger("ray_ckpt.disks")
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # another file may fit again after something was deleted
+FULL = (errno.ENOSPC, errno.EDQUOT)  # another file may fit after a deletion
 BROKEN = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN)  # no new files until a restart
 
 
 class Disks:
-    """The staging folders of a node. Holds an exclusive lock on each until closed.
+    """The staging folders of a node, each with an exclusive lock until `close`.
 
-    A folder of several that cannot be used because its disk is broken is left out, loudly, as long as one
-    works. Any other StagingError is raised: a folder that somebody else has is a mistake in the options.
+    If the disk of a folder is broken, the folder is left out with an error in the log, as long as another
+    one works. Any other StagingError is raised: a folder that another agent owns is a mistake in the options.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._stages: list[Staging] = []
-        self._out: set[Path] = set()  # roots that take no new files
-        self._pending: dict[Path, int] = dict.fromkeys(roots, 0)  # bytes that are being written to each
-        self._lock = threading.Lock()  # of the two above
+        self._out: set[Path] = set()  # roots that get no new files
+        self._pending: dict[Path, int] = dict.fromkeys(roots, 0)  # bytes that are being written to each root
+        self._lock = threading.Lock()  # for `_out` and `_pending`
         broken: StagingError | None = None
         try:
             for root in self._pending:
@@ -69,25 +69,25 @@ class Disks:
 
     @property
     def disk(self) -> str:
-        """The name of the node's storage, which nodes come and go with."""
+        """The name of the node's storage; it stays the same when the node gets a new id."""
         return self._stages[0].disk
 
     # -- space ---------------------------------------------------------------------------------------
 
     def free_bytes(self) -> int:
-        """Bytes that may still be written, over all file systems that take new files."""
+        """Return the free bytes of all file systems that get new files."""
         return sum(files.free_bytes(stage.root) for stage in self._file_systems())
 
     def total_bytes(self) -> int:
-        """The size of the same file systems."""
+        """Return the size of all file systems that get new files."""
         return sum(files.total_bytes(stage.root) for stage in self._file_systems())
 
     def check_space(
         self, needed_bytes: int, *, reserve_bytes: int, what: str, is_one_file: bool = True
     ) -> None:
-        """InsufficientSpace unless `needed_bytes` fit and `reserve_bytes` stay free on each disk.
+        """Raise InsufficientSpace unless `needed_bytes` fit and `reserve_bytes` stay free on each disk.
 
-        What is one file must fit on one disk, anything else on all of them together.
+        A single file must fit on one disk; several files must fit on all disks together.
         """
         if len(self._stages) == 1:
             self._stages[0].check_space(needed_bytes, reserve_bytes=reserve_bytes, what=what)
@@ -109,7 +109,7 @@ class Disks:
     # -- files ---------------------------------------------------------------------------------------
 
     def path(self, run_uid: str, directory: str, file: str) -> Path:
-        """Where the file is; if it is nowhere, a path where it is not."""
+        """Return the path of the file, or the path that it would have on a disk if no disk has it."""
         return self._stage_of(run_uid, directory, file).path(run_uid, directory, file)
 
     def put(
@@ -123,10 +123,10 @@ class Disks:
         spans: Sequence[tuple[int, int]] = (),
         expect: str | None = None,
     ) -> Written:
-        """Write one file of a checkpoint durably: where it is already, or where most room is.
+        """Write one file of a checkpoint durably, to the disk that has it or to the one with most free space.
 
-        A disk that fails is passed over if `chunks` can be read again (a sequence); of an iterator, some is
-        gone, so its OSError is raised, and the next `put` goes elsewhere.
+        If the disk fails and `chunks` can be read again (a sequence), the next disk is tried. An iterator is
+        partly consumed by then, so the OSError is raised, and only the next `put` uses another disk.
         """
         is_repeatable = iter(chunks) is not chunks
         stages = self._places(run_uid, directory, file)
@@ -142,9 +142,9 @@ class Disks:
                     raise
 
     def delete(self, run_uid: str, directory: str) -> None:
-        """Delete one checkpoint's files durably, on each disk data before manifests. Absent is fine.
+        """Delete one checkpoint's files durably, on each disk data before manifests, if there are any.
 
-        The first disk, where fragments go, is last. OSError if a disk failed, after the others are done.
+        The first disk is last, because it has the fragments. If a disk fails, raise OSError after the others.
         """
         failure: OSError | None = None
         for stage in reversed(self._stages):
@@ -156,11 +156,11 @@ class Disks:
             raise failure
 
     def quarantine(self, run_uid: str, directory: str, file: str) -> None:
-        """Move a bad file out of its checkpoint, which is no holding any more."""
+        """Move a damaged file out of its checkpoint, which is then no longer a holding."""
         self._stage_of(run_uid, directory, file).quarantine(run_uid, directory, file)
 
     def forget(self, run_uid: str, kept: Collection[str]) -> None:
-        """Delete what is here of a run but its folders `kept`. OSError if a disk failed, after the others."""
+        """Delete a run except its folders `kept`. If a disk fails, raise OSError after the others."""
         failure: OSError | None = None
         for stage in reversed(self._stages):
             try:
@@ -173,11 +173,11 @@ class Disks:
     # -- marks ---------------------------------------------------------------------------------------
 
     def write_mark(self, run_uid: str, *, run_name: str, storage_path: str, epoch: int) -> None:
-        """Remember durably, on every disk that takes new files, whose files these are and the highest epoch.
+        """Store the names of the run and its highest epoch durably on every disk that gets new files.
 
-        A disk that fails is passed over; OSError if all do.
+        A disk that fails is skipped. Raise OSError if all fail.
         """
-        self._ask_each(
+        self._call_each(
             self._working(),
             lambda stage: stage.write_mark(
                 run_uid, run_name=run_name, storage_path=storage_path, epoch=epoch
@@ -185,7 +185,7 @@ class Disks:
         )
 
     def marks(self, run_name: str, storage_path: str) -> tuple[RunMark, ...]:
-        """What the disks remember of runs of this name and storage path; normally one."""
+        """Return the marks of all runs with this name and storage path; normally there is one."""
         found: dict[str, int] = {}
         for stage in self._stages:
             for mark in stage.marks(run_name, storage_path):
@@ -193,46 +193,47 @@ class Disks:
         return tuple(RunMark(run_uid=uid, epoch=epoch) for uid, epoch in sorted(found.items()))
 
     def epoch(self, run_uid: str) -> int:
-        """The highest epoch that has spoken to this node about the run; 0 if none has."""
+        """Return the highest epoch that has contacted this node for the run, 0 if none has."""
         return max(stage.epoch(run_uid) for stage in self._stages)
 
     # -- what is here --------------------------------------------------------------------------------
 
     def holdings(self, run_uid: str) -> Iterator[Holding]:
-        """Every fragment of the run that is complete here, wherever its files lie. See `Staging.holdings`."""
+        """Yield the run's fragments whose files are complete on the disks. See `Staging.holdings`."""
         if len(self._stages) == 1:
             yield from self._stages[0].holdings(run_uid)
             return
         seen = set()
-        for held in self._ask_each(self._stages, lambda stage: tuple(stage.holdings(run_uid, self.path))):
-            for holding in held:
+        on_each = self._call_each(self._stages, lambda stage: tuple(stage.holdings(run_uid, self.path)))
+        for on_disk in on_each:
+            for holding in on_disk:
                 key = (holding.fragment.attempt, holding.entry.name)
                 if key not in seen:
                     seen.add(key)
                     yield holding
 
     def directories(self, run_uid: str) -> tuple[str, ...]:
-        """Every checkpoint folder of the run, complete or not."""
-        found = self._ask_each(self._stages, lambda stage: stage.directories(run_uid))
+        """Return the run's checkpoint folders, complete or not."""
+        found = self._call_each(self._stages, lambda stage: stage.directories(run_uid))
         return tuple(sorted(set().union(*found)))
 
     # -- which disk ----------------------------------------------------------------------------------
 
     def _working(self) -> list[Staging]:
-        """The disks that take new files; all, if none does."""
+        """Return the disks that get new files, or all disks if every one is broken."""
         return [stage for stage in self._stages if stage.root not in self._out] or self._stages[:]
 
     def _stage_of(self, run_uid: str, directory: str, file: str) -> Staging:
-        """The disk that has the file, or any. What a failed disk has is taken last."""
+        """Return the disk that has the file, or any disk if none has it; prefer disks that work."""
         if len(self._stages) == 1:
             return self._stages[0]
         stages = sorted(self._stages, key=lambda stage: stage.root in self._out)
         return next((stage for stage in stages if stage.path(run_uid, directory, file).exists()), stages[0])
 
     def _places(self, run_uid: str, directory: str, file: str) -> list[Staging]:
-        """Where a file may be written, best first: over the one that is there, or where most room is.
+        """Return the disks for a file, the best first: those that have it, then those with most free space.
 
-        Fragments go to the first disk that works.
+        A fragment goes to the first disk that works.
         """
         if len(self._stages) == 1:
             return self._stages[:]
@@ -248,12 +249,12 @@ class Disks:
         return 0
 
     def _file_systems(self) -> list[Staging]:
-        """One of the working disks for each file system that they are on."""
+        """Return one working disk for each file system."""
         return list({stage.root.stat().st_dev: stage for stage in self._working()}.values())
 
     @contextlib.contextmanager
     def _writing(self, stage: Staging, size_bytes: int) -> Iterator[None]:
-        """Files that are written at the same time go to different disks."""
+        """Count `size_bytes` as used in the block, so that concurrent files go to different disks."""
         with self._lock:
             self._pending[stage.root] += size_bytes
         try:
@@ -265,7 +266,7 @@ class Disks:
     # -- failures ------------------------------------------------------------------------------------
 
     def _may_pass_over(self, stage: Staging, error: OSError) -> bool:
-        """Whether another disk may do what this one could not; it is said, and remembered if it is broken."""
+        """Log the failure, exclude the disk if it is broken, and return whether to try another disk."""
         if len(self._stages) == 1 or error.errno not in (*FULL, *BROKEN):
             return False
         if error.errno in BROKEN and stage.root not in self._out:
@@ -276,17 +277,17 @@ class Disks:
             log.warning("the disk of %s is passed over: %s", stage.root, error)
         return True
 
-    def _ask_each(self, stages: Iterable[Staging], ask: Callable[[Staging], Answer]) -> list[Answer]:
-        """The answers of the disks that work; OSError if none does."""
-        answers: list[Answer] = []
+    def _call_each(self, stages: Iterable[Staging], call: Callable[[Staging], Result]) -> list[Result]:
+        """Return the results of the disks that work. Raise OSError if none does."""
+        results: list[Result] = []
         failure: OSError | None = None
         for stage in stages:
             try:
-                answers.append(ask(stage))
+                results.append(call(stage))
             except OSError as error:
                 if not self._may_pass_over(stage, error):
                     raise
                 failure = error
-        if failure is not None and not answers:
+        if failure is not None and not results:
             raise failure
-        return answers
+        return results

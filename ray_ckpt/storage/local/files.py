@@ -1,8 +1,8 @@
 """Writing and reading files so that a power loss leaves them whole or absent.
 
 The order is: unique temporary name, write, fsync, rename, fsync of the directory. An error from write,
-fsync or rename is never retried on the same inode, because Linux reports a failed write-back once and
-then forgets it (PostgreSQL's fsyncgate, 2018); the temporary is removed and the caller hears of it.
+fsync or rename is never retried on the same inode, because Linux reports a failed write-back only once
+(PostgreSQL's fsyncgate, 2018). The temporary file is removed and the error is raised.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ray_ckpt.format.digest import Digester
 
 FILE_MODE = 0o600  # weights are private
 DIR_MODE = 0o700
-IO_BLOCK_BYTES = 8 << 20  # large enough for any disk's bandwidth, small enough to bound a buffer
+IO_BLOCK_BYTES = 8 << 20  # large enough for a disk's bandwidth, small enough for a buffer
 _TMP_PREFIX = ".tmp-"
 TEMPORARIES = f"{_TMP_PREFIX}*"  # a glob
 
 
 class NotRegular(OSError):
-    """What should be a file is a folder, a named pipe, a device or a link."""
+    """A path names a folder, a named pipe, a device or a link instead of a file."""
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file of this name is a write that never finished."""
+    """Return whether a file of this name is the temporary file of a write."""
     return name.startswith(_TMP_PREFIX)
 
 
@@ -55,14 +55,14 @@ def make_dirs(path: Path, *, mode: int = DIR_MODE) -> None:
 
 
 def temporary_name(directory: Path) -> Path:
-    """A path in `directory` that no other write has."""
+    """Return a unique temporary path in `directory`."""
     return directory / f"{_TMP_PREFIX}{uuid.uuid4().hex}"
 
 
 def write_temporary(directory: Path, chunks: Iterable[Buffer]) -> Path:
-    """Write small `chunks` to a new fsynced temporary file in `directory`; OSError leaves nothing behind.
+    """Write small `chunks` to a new fsynced temporary file in `directory`; delete it after an error.
 
-    Large data goes through `direct.write_direct`.
+    Use `direct.write_direct` for large data.
     """
     path = temporary_name(directory)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
@@ -81,12 +81,12 @@ def write_temporary(directory: Path, chunks: Iterable[Buffer]) -> Path:
 
 
 def write_file(path: Path, chunks: Iterable[Buffer]) -> None:
-    """Make `path` hold `chunks`, durably and all at once. Its directory must exist."""
+    """Write `chunks` to `path` durably and atomically. Its directory must exist."""
     publish(write_temporary(path.parent, chunks), path)
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a file of `write_temporary` its name, durably. Visible a moment before it is durable."""
+    """Rename a file of `write_temporary` durably. It is visible shortly before it is durable."""
     try:
         temporary.rename(path)
     except BaseException:
@@ -97,7 +97,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def checked(chunks: Iterable[Buffer], *, size_bytes: int, digest: str, what: str) -> Iterator[Buffer]:
-    """Pass `chunks` on; CorruptionError at the end if their size or digest differs."""
+    """Yield `chunks`; raise CorruptionError at the end if their size or digest differs."""
     state = Digester()
     seen = 0
     for chunk in chunks:
@@ -113,14 +113,14 @@ def checked(chunks: Iterable[Buffer], *, size_bytes: int, digest: str, what: str
 
 
 def open_file(path: Path, *, within: Path | None = None, flags: int = 0) -> int:
-    """Open a regular file to read, without waiting: a named pipe, a device or a folder is an OSError.
+    """Open a regular file to read. Raise OSError, without blocking, for a named pipe, a device or a folder.
 
-    A link is followed if what it leads to lies in the folder `within`, which may itself be a link; without
-    `within` no link is. Every file of a run, a staging folder or a storage path is opened here.
+    A link is followed only if its target is in the folder `within`, which may itself be a link; without
+    `within` no link is followed. All files of a run, a staging folder or a storage path are opened here.
     """
     if within is None:
         flags |= os.O_NOFOLLOW
-    _check_regular(path, _stat(path, follow=within is not None).st_mode)  # some devices act when opened
+    _check_regular(path, _stat(path, follow=within is not None).st_mode)  # opening a device may have effects
     fd = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check_regular(path, os.fstat(fd).st_mode)
@@ -133,9 +133,7 @@ def open_file(path: Path, *, within: Path | None = None, flags: int = 0) -> int:
 
 
 def read_small(path: Path, max_bytes: int, *, within: Path | None = None) -> bytes:
-    """A small file, opened as `open_file` does. EOFError if it has more than `max_bytes`, of which little is
-    read.
-    """
+    """Read a small file, opened by `open_file`. Raise EOFError if it has more than `max_bytes`."""
     fd = open_file(path, within=within)
     with os.fdopen(fd, "rb", buffering=0) as file:
         size = os.fstat(fd).st_size
@@ -150,7 +148,7 @@ def read_small(path: Path, max_bytes: int, *, within: Path | None = None) -> byt
 
 
 def size_of(path: Path) -> int:
-    """Of a regular file, or of the one that a link leads to. OSError."""
+    """Return the size of a regular file or of a link's target. Raise OSError."""
     found = _stat(path, follow=True)
     _check_regular(path, found.st_mode)
     return found.st_size
@@ -161,13 +159,13 @@ def _stat(path: Path, *, follow: bool) -> os.stat_result:
         return path.stat(follow_symlinks=follow)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise NotRegular(f"{path} is a link to itself and no file") from error
+            raise NotRegular(f"{path} is a link to itself, not a file") from error
         raise
 
 
 def _check_regular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise NotRegular(f"{path} is {_kind(mode)} and no file")
+        raise NotRegular(f"{path} is {_kind(mode)}, not a file")
 
 
 def _kind(mode: int) -> str:
@@ -191,7 +189,7 @@ def _lies_in(fd: int, path: Path, folder: Path) -> bool:
 
 
 def read_blocks(path: Path, offset: int = 0, nbytes: int | None = None) -> Iterator[bytes]:
-    """The bytes of `path` from `offset`, in blocks of at most IO_BLOCK_BYTES. EOFError if it is too short."""
+    """Yield the bytes of `path` from `offset` in blocks of at most IO_BLOCK_BYTES. Raise EOFError."""
     fd = open_file(path)
     try:
         left = os.fstat(fd).st_size - offset if nbytes is None else nbytes
@@ -207,18 +205,18 @@ def read_blocks(path: Path, offset: int = 0, nbytes: int | None = None) -> Itera
 
 
 def read_range(path: Path, offset: int, nbytes: int) -> bytes:
-    """`nbytes` bytes of `path` from `offset`. EOFError if it is too short."""
+    """Return `nbytes` bytes of `path` from `offset`. Raise EOFError if the file is too short."""
     return b"".join(read_blocks(path, offset, nbytes))
 
 
 def total_bytes(path: Path) -> int:
-    """The size of the file system of `path`."""
+    """Return the size of the file system of `path`."""
     stat = os.statvfs(path)
     return stat.f_blocks * stat.f_frsize
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write to the file system of `path`."""
+    """Return the bytes that this user may still write to the file system of `path`."""
     stat = os.statvfs(path)
     return stat.f_bavail * stat.f_frsize
 

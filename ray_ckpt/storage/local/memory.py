@@ -1,4 +1,4 @@
-"""Memory that this process may take."""
+"""Memory that is available to this process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def available_memory_bytes() -> int:
-    """Memory that this process may still take: the machine's, or what its cgroups leave of it.
+    """Return the memory that this process may still allocate, on the machine and in its cgroups.
 
-    Page cache that the kernel would give up counts as free.
+    Page cache that the kernel can reclaim counts as free.
     """
     with open("/proc/meminfo") as file:  # noqa: PTH123
         free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
@@ -23,7 +23,7 @@ def available_memory_bytes() -> int:
 
 
 def _cgroups() -> Iterator[tuple[Path, str, str]]:
-    """This process's memory cgroup and those above it: (folder, file of the limit, file of the usage)."""
+    """Yield the process's memory cgroup and its parents as (folder, name of limit file, of usage file)."""
     root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -37,7 +37,7 @@ def _cgroups() -> Iterator[tuple[Path, str, str]]:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """The folder of a cgroup and its parents. In a container the path may not exist below its root."""
+    """Yield the folder of a cgroup and its parents, of which some may not exist in a container."""
     folder = root / path.strip("/")
     while folder != root:
         yield folder

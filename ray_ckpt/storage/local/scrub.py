@@ -1,4 +1,4 @@
-"""Reading a stored fragment and its files against their digests, from the medium and not from the cache."""
+"""Verification of a stored fragment and its files, read from the medium and not from the page cache."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ray_ckpt.storage.local.files import checked
 
 
 def verify_fragment(path: Callable[[str], Path], node_index: int, num_nodes: int) -> tuple[str, ...]:
-    """As `verify_stored`, of files on this node; `path` gives a file's place."""
+    """Call `verify_stored` for files on this node; `path` returns the path of a file."""
     return verify_stored(lambda file: read_blocks_direct(path(file)), node_index, num_nodes)
 
 
 def verify_stored(
     read: Callable[[str], Iterable[Buffer]], node_index: int, num_nodes: int
 ) -> tuple[str, ...]:
-    """Names of files that are missing or differ from what the fragment says; `read` gives a file's bytes.
+    """Return the names of files that are missing or differ from the fragment; `read` yields a file's bytes.
 
-    If the fragment itself is bad, it is the only name: nothing can be said of the others. None if it is of a
-    newer version, which is no damage. OSError if a file is there and cannot be read.
+    If the fragment itself is damaged, return only its name, because the others cannot be checked. A fragment
+    of a newer version is not damaged: return no names. Raise OSError if a file exists but cannot be read.
     """
     name = fragment_file(node_index, num_nodes)
     try:

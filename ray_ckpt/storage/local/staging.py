@@ -27,37 +27,37 @@ from ray_ckpt.storage.local import files
 from ray_ckpt.storage.local.direct import Written, write_direct
 from ray_ckpt.types import FileEntry, Fragment
 
-MARK_FILE = "run.json"  # <staging>/<run uid>/run.json: whose files these are, and the highest epoch heard of
+MARK_FILE = "run.json"  # <staging>/<run uid>/run.json: the names of the run and its highest known epoch
 DISK_FILE = "disk"  # <staging>/disk: the name of the folder
-MAX_MARK_BYTES = 1 << 16  # a mark has some hundred
+MAX_MARK_BYTES = 1 << 16  # a mark has a few hundred
 _MARK_FIELDS = frozenset(("run_uid", "run_name", "storage_path", "epoch"))
 _DISK_NAME = re.compile(r"[0-9a-f]{32}\Z")
 QUARANTINE_DIR = "quarantine"
-MAX_QUARANTINED = 4  # checkpoints of a run whose bad files are kept for a look; the oldest go
-LOCK_WAIT_S = 20.0  # a killed agent's lock is free within seconds; a live owner's never
+MAX_QUARANTINED = 4  # newest checkpoints of a run whose damaged files are kept for inspection
+LOCK_WAIT_S = 20.0  # the lock of a killed agent is free within seconds, that of a live one never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """A fragment that is complete here: its manifest file and every file that it lists are present."""
+    """A fragment that is complete on this node: its manifest file and every file that it lists exist."""
 
     fragment: Fragment
     entry: FileEntry
 
 
 class Staging:
-    """The staging folder. Holds an exclusive lock on it until closed."""
+    """The staging folder of a disk, with an exclusive lock until `close`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._publishing = threading.Lock()  # held while something is visible and not durable yet
+        self._publishing = threading.Lock()  # held while a file is visible but not durable yet
         try:
             files.make_dirs(root)
             self._check_owner()
             self._lock = self._take_lock()
             try:
                 files.write_temporary(root, [b"probe"]).unlink()
-                self._settle()
+                self._clean_up()
                 self.disk = self._name_disk()
             except OSError:
                 self._lock.close()
@@ -75,7 +75,7 @@ class Staging:
     # -- space ---------------------------------------------------------------------------------------
 
     def check_space(self, needed_bytes: int, *, reserve_bytes: int, what: str) -> None:
-        """InsufficientSpace unless `needed_bytes` fit and `reserve_bytes` stay free."""
+        """Raise InsufficientSpace unless `needed_bytes` fit and `reserve_bytes` stay free."""
         free = files.free_bytes(self.root)
         if free - reserve_bytes < needed_bytes:
             raise InsufficientSpace(
@@ -108,7 +108,7 @@ class Staging:
     ) -> Written:
         """Write one file of a checkpoint durably; see `write_direct`.
 
-        CorruptionError, and no file, if its digest is not the one to `expect`.
+        Raise CorruptionError, and write no file, if its digest is not `expect`.
         """
         path = self.path(run_uid, directory, file)
         with self._publishing:
@@ -122,14 +122,14 @@ class Staging:
         return written
 
     def delete(self, run_uid: str, directory: str) -> None:
-        """Delete one checkpoint's files durably, data before manifests. Absent is fine."""
+        """Delete one checkpoint's files durably, data before manifests, if there are any."""
         folder = self.folder(run_uid, directory)
         delete_checkpoint_dir(folder)
         with contextlib.suppress(FileNotFoundError):
             files.fsync_dir(folder.parent)
 
     def quarantine(self, run_uid: str, directory: str, file: str) -> None:
-        """Move a bad file out of its checkpoint, which is no holding any more; a few are kept for a look."""
+        """Move a damaged file out of its checkpoint, which then is not a holding; keep a few such files."""
         pen = self.root / names.check_run_uid(run_uid) / QUARANTINE_DIR
         target = pen / names.check_directory(directory)
         files.make_dirs(target)
@@ -142,7 +142,7 @@ class Staging:
             delete_checkpoint_dir(old)
 
     def forget(self, run_uid: str, kept: Collection[str]) -> None:
-        """Delete what is here of a run but its folders `kept`; without any, its mark and its folder too."""
+        """Delete a run except its folders `kept`; without any, delete its mark and its folder too."""
         run = self.root / names.check_run_uid(run_uid)
         for directory in self.directories(run_uid):
             if directory not in kept:
@@ -153,17 +153,17 @@ class Staging:
         for old in pen.iterdir() if pen.is_dir() else ():
             delete_checkpoint_dir(old)
         left = [path for path in run.iterdir() if path not in (pen, run / MARK_FILE)]
-        if not left:  # a mark without a checkpoint guards nothing
+        if not left:  # without a checkpoint the mark is useless
             (run / MARK_FILE).unlink(missing_ok=True)
             for folder in (pen, run):
-                with contextlib.suppress(OSError):  # somebody else's file is in it
+                with contextlib.suppress(OSError):  # a file of another program is in it
                     folder.rmdir()
         files.fsync_dir(self.root)
 
     # -- marks ---------------------------------------------------------------------------------------
 
     def write_mark(self, run_uid: str, *, run_name: str, storage_path: str, epoch: int) -> None:
-        """Remember durably whose files these are and the highest epoch that has spoken to this node."""
+        """Store the names of the run and its highest epoch durably."""
         folder = self.root / names.check_run_uid(run_uid)
         with self._publishing:
             files.make_dirs(folder)
@@ -172,7 +172,7 @@ class Staging:
         files.write_file(folder / MARK_FILE, [data])
 
     def marks(self, run_name: str, storage_path: str) -> tuple[RunMark, ...]:
-        """What this disk remembers of runs of this name and storage path; normally one."""
+        """Return the marks of all runs with this name and storage path; normally there is one."""
         found = []
         for path in sorted(self.root.glob(f"*/{MARK_FILE}")):
             mark = _read_mark(path)
@@ -181,7 +181,7 @@ class Staging:
         return tuple(found)
 
     def epoch(self, run_uid: str) -> int:
-        """The highest epoch that has spoken to this node about the run; 0 if none has."""
+        """Return the highest epoch that has contacted this node for the run, 0 if none has."""
         mark = _read_mark(self.root / names.check_run_uid(run_uid) / MARK_FILE)
         return int(mark["epoch"]) if mark is not None else 0
 
@@ -190,9 +190,9 @@ class Staging:
     def holdings(
         self, run_uid: str, find: Callable[[str, str, str], Path] | None = None
     ) -> Iterator[Holding]:
-        """Every fragment of the run that is complete and durable here, by its own list of files and sizes.
+        """Yield the run's fragments that are durable and whose listed files exist with the listed sizes.
 
-        `find` says where (run uid, directory, file) is, if the fragment's files may lie elsewhere.
+        `find` returns the path of (run uid, directory, file) if the files may be on another disk.
         """
         for folder in self._folders(run_uid):
             with self._publishing:
@@ -202,7 +202,7 @@ class Staging:
                     yield holding
 
     def directories(self, run_uid: str) -> tuple[str, ...]:
-        """Every checkpoint folder of the run, complete or not."""
+        """Return the run's checkpoint folders, complete or not."""
         return tuple(folder.name for folder in self._folders(run_uid))
 
     def _folders(self, run_uid: str) -> list[Path]:
@@ -212,26 +212,26 @@ class Staging:
         return []
 
     def _name_disk(self) -> str:
-        """The name of this folder, given once: nodes come and go, and a returned disk is the same disk."""
+        """Return the folder's name, which is created once, so that a returning disk is recognized."""
         path = self.root / DISK_FILE
         with contextlib.suppress(FileNotFoundError, EOFError):
             if _DISK_NAME.match(name := files.read_small(path, MAX_MARK_BYTES).decode(errors="replace")):
                 return name
-        name = uuid.uuid4().hex  # also for one whose name is damaged: to others it is a new disk then
+        name = uuid.uuid4().hex  # a disk whose name is damaged counts as a new one
         files.write_file(path, [name.encode()])
         return name
 
-    def _settle(self) -> None:
-        """Take over from the agent before, which may have been killed at any moment.
+    def _clean_up(self) -> None:
+        """Take over from the previous agent, which may have been killed at any moment.
 
-        What it left unfinished is removed, and what it made visible is made durable.
+        Delete its unfinished files, and make its visible files durable.
         """
         runs = [self.root / uid for uid in self._runs()]
         for folder in (self.root, *runs, *(folder for run in runs for folder in self._folders(run.name))):
             for path in folder.glob(files.TEMPORARIES):
                 path.unlink()
             files.fsync_dir(folder)
-        with contextlib.suppress(PermissionError):  # then it was not this user who made the root
+        with contextlib.suppress(PermissionError):  # another user created the root
             files.fsync_dir(self.root.parent)
 
     def _runs(self) -> Iterator[str]:
@@ -268,7 +268,7 @@ class Staging:
 
 
 class _Lock:
-    """An exclusive flock; the kernel frees it when the process ends, however it ends."""
+    """An exclusive flock, which the kernel frees when the process ends for any reason."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, files.FILE_MODE)
@@ -316,7 +316,7 @@ def _holding(path: Path, run_uid: str, find: Callable[[str, str, str], Path]) ->
 
 
 def delete_checkpoint_dir(folder: Path) -> None:
-    """Remove a checkpoint's folder, its data before its manifests; what is not ours in it stays."""
+    """Delete a checkpoint's files, data before manifests, and its folder if no other file is in it."""
     if not folder.is_dir():
         return
     entries = [p for p in folder.iterdir() if names.is_file_name(p.name) or files.is_temporary(p.name)]

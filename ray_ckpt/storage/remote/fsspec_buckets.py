@@ -134,7 +134,7 @@ class GcsFsStore(BucketStore):
 
     def __init__(self, location: Location, options: Mapping[str, str], *, request_s: int) -> None:
         try:
-            from gcsfs.core import GCSFileSystem  # gcsfs.GCSFileSystem asks over gRPC what a bucket is
+            from gcsfs.core import GCSFileSystem  # gcsfs.GCSFileSystem sends gRPC requests for bucket types
         except ImportError:
             raise missing_package("gcsfs", "fsspec", "The backend fsspec for gs://") from None
         endpoint, is_anonymous = server_of(location, options)

@@ -28,7 +28,7 @@ from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upl
 from ray_ckpt.storage.remote.object_log import Unsupported
 from ray_ckpt.storage.remote.object_store import Checksum, part_size, short_error, too_large
 
-READ_BYTES = 8 << 20  # asked for at a time
+READ_BYTES = 8 << 20  # per request
 UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}  # users may have instances of their own
 
 

@@ -41,22 +41,22 @@ from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upload
 from ray_ckpt.storage.remote.object_log import Unsupported
 
-PART_BYTES = 16 << 20  # of an upload: two blocks; larger ones are lost dearly, smaller ones are all requests
-PARTS_IN_FLIGHT = 8  # of one file: what a client's cores and a bucket take before more only queue
+PART_BYTES = 16 << 20  # of an upload: two blocks; a larger part costs more to resend, smaller need more calls
+PARTS_IN_FLIGHT = 8  # of one file: as many as a client's cores and a bucket handle without a queue
 IN_FLIGHT_BYTES = PARTS_IN_FLIGHT * PART_BYTES  # bound when parts must be larger
 MAX_PARTS = 10_000  # of S3 and GCS
-GET_BYTES = 16 << 20  # of a range that one request asks for: stores serve that well, and it is soon repeated
-READ_AHEAD = 2  # further answers of one reader that have begun: a restore has four readers
-AHEAD_S = 0.02  # an answer that begins later is worth asking for ahead; before that the threads cost more
-CHUNK_BYTES = 256 << 10  # of an answer, handed on at a time: fits a cache; measured, larger ones are slower
-DELETES = 8  # of one call at a time: a checkpoint of a thousand ranks has thousands of files
+GET_BYTES = 16 << 20  # per request: stores serve this size efficiently, and it is quickly repeated
+READ_AHEAD = 2  # further responses that a reader has started; a restore has four readers
+AHEAD_S = 0.02  # response time from which reading ahead pays; below it the threads cost more
+CHUNK_BYTES = 256 << 10  # of a response at a time: fits a cache; measured, larger ones are slower
+DELETES = 8  # requests of one call at a time: a checkpoint of a thousand ranks has thousands of files
 PUT_S = 900  # for a part: 16 of them share a node's link, which may have 300 KB/s
 GET_S = 600  # for a range
-STALL_S = 30  # of a range without a byte; a part is answered when all of it has arrived
+STALL_S = 30  # of a range without a byte; a part is acknowledged when all of it has arrived
 CONNECT_S = 5  # until a connection is open
-MAX_TRIES = 6  # of one request, with waits that double, by chance; then the drain as a whole is repeated
+MAX_TRIES = 6  # of one request, with random waits that double; after that the whole drain is repeated
 RETRY_S = 60  # for all tries of a request
-LOG_REQUEST_S = 10  # records are small; the coordinator calls a create unclear after 30 s
+LOG_REQUEST_S = 10  # records are small; after 30 s the coordinator treats a create as unknown
 LOG_RETRY_S = 15  # for all tries of a request of the log
 MAX_ERROR_CHARS = 300  # of a server's text in an error
 

@@ -1,10 +1,10 @@
-"""The remote tier: where checkpoints become durable, and where a run's log lives.
+"""The remote tier: the folder of a run on the storage path, with its log and its durable checkpoints.
 
 <storage_path>/<run>/ray_ckpt/log/...            the commit log
 <storage_path>/<run>/ray_ckpt/checkpoints/...    drained checkpoints, one folder each
 
-A shard may be stored compressed, as NAME.zst (`format/zstd.py`). The names, sizes and digests that callers
-use are those of the bytes that were saved.
+A shard may be stored compressed, as NAME.zst (`format/zstd.py`). Callers use the names, sizes and digests of
+the bytes that were saved.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from ray_ckpt.storage.log_store import PROBE_PREFIX, LogStore, PosixLogStore, no
 from ray_ckpt.storage.remote.file_store import Blocks, FileStore, PosixFiles, StoredFile, Upload, read_whole
 from ray_ckpt.types import FileEntry
 
-CLOCK_FILE = "clock.probe"  # written to see the store's time
-PROBE_FILE = "shared.probe"  # beside the log: what the coordinator left there for the nodes to find
-MAX_PROBE_BYTES = 1 << 10  # a probe has some hundred
+CLOCK_FILE = "clock.probe"  # written to read the store's time
+PROBE_FILE = "shared.probe"  # beside the log: the coordinator's nonce, which the nodes must find
+MAX_PROBE_BYTES = 1 << 10  # a probe has a few hundred
 MAX_OPEN = 16  # tiers that a process keeps open: runs of one service, or of one notebook
 MAX_READERS = 256  # of compressed files, kept for the next read
-MAX_READER_FRAMES = 4 << 20  # of all of them: 16 TiB of raw files, or 32 MiB of tables
+MAX_READER_FRAMES = 4 << 20  # of all readers: 16 TiB of raw files, or 32 MiB of tables
 
 
 class RateLimiter(Protocol):
-    """Lets bytes leave when they may."""
+    """A limit on the bytes per second; `wait` sleeps until `nbytes` may be sent."""
 
     def wait(self, nbytes: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """What the seek table of a compressed file gave: a reader, or why there is none.
+    """The result of reading the seek table of a compressed file: a reader or an error.
 
-    It counts as long as the stored file has this size and time: a damaged table is not read again for each
-    slice, and a file that was stored again is.
+    It is valid as long as the stored file has this size and time. A damaged table is thus not read again for
+    each slice, but the table of a file that was stored again is.
     """
 
     size_bytes: int
@@ -66,14 +66,14 @@ class _Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRef:
-    """How to open a run's remote tier, from anywhere that reaches it. Holds no secret."""
+    """A reference with which any process can open a run's remote tier. It contains no secret."""
 
     storage_path: str
     run_name: str
     options: tuple[tuple[str, str], ...] = ()
 
     def open(self) -> RemoteTier:
-        """Return the tier of this process, always the same: clients keep connections and credentials."""
+        """Return the process's tier of this reference, which keeps its connections and credentials."""
         return _open(self)
 
 
@@ -85,7 +85,7 @@ def _open(ref: RemoteRef) -> RemoteTier:
 
 
 def open_store(location: Location, options: Mapping[str, str] | None) -> tuple[FileStore, LogStore]:
-    """Return the files below a location, and its folder `log` as a log store. Sends no request yet."""
+    """Return the files below a location, and its folder `log` as a log store, without a request."""
     options = storage_options(location, options)
     if location.is_posix:
         return PosixFiles(location.folder), PosixLogStore(location.folder / names.LOG_DIR)
@@ -99,7 +99,7 @@ def open_store(location: Location, options: Mapping[str, str] | None) -> tuple[F
 class RemoteTier:
     """One run's folder, `<storage_path>/<run>/ray_ckpt`. Every call may be repeated; names are checked (P9).
 
-    Making one asks nothing of the store. ConfigError from the first call if it cannot be opened.
+    The store is opened by the first call, which raises ConfigError if that fails.
     """
 
     def __init__(self, root: Location, options: Mapping[str, str] | None = None) -> None:
@@ -111,7 +111,7 @@ class RemoteTier:
 
     @property
     def where(self) -> str:
-        """For people."""
+        """The path or URL of the folder."""
         return str(self.root)
 
     @property
@@ -128,13 +128,12 @@ class RemoteTier:
                 self._opened = open_store(self.root, self._options)
             return self._opened
 
-    # -- is it the right place ---------------------------------------------------------------------------
+    # -- checks of the storage path ----------------------------------------------------------------------
 
     def missing(self) -> str:
-        """Why the log takes no records, if what was there is gone: the folder's name, and what to do.
+        """Return a message with the missing folder and the remedy if the run's folder is gone.
 
-        Empty if record 0 is there, whole or damaged, and if the store does not answer, which says nothing of
-        the folder.
+        Return an empty string if record 0 exists, intact or damaged, or if the store does not answer.
         """
         try:
             if self.log.read(names.record_file(0)) is not None:
@@ -146,32 +145,38 @@ class RemoteTier:
             log = self.root.folder / names.LOG_DIR
             gone = next((str(path) for path in (*reversed(log.parents), log) if not path.is_dir()), str(log))
         return (
-            f"{gone} is not there any more, or is empty: no checkpoint can be recorded. Bring it back as it "
-            "was (a mount, a rename), and the saves that wait follow. If it was deleted, end training and "
-            "give the run another name: its checkpoints went with it."
+            f"{gone} is not there any more, or is empty: no checkpoint can be recorded. Restore it (mount it "
+            "again, rename it back), and waiting saves will be recorded. If it was deleted, its checkpoints "
+            "are lost: end training and give the run another name."
         )
 
     def probe_log(self) -> None:
-        """Prove that commits work here, whoever else is at work here. StoragePathError."""
+        """Check that records can be committed, also with concurrent writers. Raise StoragePathError."""
         if self.root.is_posix:
             probe(self.root.folder / names.LOG_DIR)
         else:
             probe_store(self.log, where=self.where)
 
     def probe(self, nonce: str) -> None:
-        """`probe_log`, and leave `nonce` for the nodes to find."""
+        """Call `probe_log` and `leave_nonce`."""
         self.probe_log()
         self.leave_nonce(nonce)
 
     def leave_nonce(self, nonce: str) -> None:
-        """For the nodes to find. Whoever does has the run. StoragePathError."""
+        """Write `nonce` for the nodes to find: a node that finds it sees this folder.
+
+        Raise StoragePathError.
+        """
         try:
             self.files.put(PROBE_FILE, [nonce.encode()], max_bytes=MAX_PROBE_BYTES)
         except OSError as error:
             raise not_writable(self.where, error) from error
 
     def check_shared(self, nonce: str, *, node: str) -> None:
-        """On a node: the nonce that the coordinator left must be readable and the folder writable here."""
+        """Check on a node that it can read the coordinator's nonce and write to the folder.
+
+        Raise StorageNotShared or StoragePathError if it cannot.
+        """
         try:
             seen = read_whole(self.files, PROBE_FILE, max_bytes=MAX_PROBE_BYTES).decode()
         except (OSError, EOFError) as error:
@@ -184,7 +189,7 @@ class RemoteTier:
                 node=node,
                 path=self.where,
             )
-        name = f"{PROBE_PREFIX}{node[:32]}"  # not in a folder: an empty one goes with its last file
+        name = f"{PROBE_PREFIX}{node[:32]}"  # not in a folder, which would disappear with its last file
         try:
             self.files.put(name, [b"1"], max_bytes=1)
             self.files.delete([name])
@@ -197,13 +202,13 @@ class RemoteTier:
             ) from error
 
     def is_there(self) -> bool:
-        """Whether what the coordinator left when it opened the run is still found here. OSError."""
+        """Return whether the file that the coordinator wrote when it opened the run exists. Raise OSError."""
         return self.files.size(PROBE_FILE) is not None
 
     # -- files of checkpoints ----------------------------------------------------------------------------
 
     def put(self, directory: str, file: str, data: bytes) -> None:
-        """Store a small file. OSError."""
+        """Store a small file. Raise OSError."""
         self.files.put(_name(directory, file), [data], max_bytes=len(data))
 
     def put_file(
@@ -215,12 +220,12 @@ class RemoteTier:
         pace: RateLimiter | None = None,
         level: int | None = None,
     ) -> int:
-        """Store a file of this node's disk; returns how many bytes it takes there.
+        """Store a file of this node's disk and return its stored size in bytes.
 
-        Its bytes are read once, hashed on the way, and not published if they are not what `file` says:
-        CorruptionError, for the source is bad. OSError if the store or the disk fails. With `level`, a shard
-        is compressed with zstd if a sample of it says that this pays; what was stored of it in the other form
-        stays until `settle`.
+        The file is read once and hashed. If its size or digest differs from `file`, it is not published, and
+        CorruptionError is raised, because the source is damaged. With `level`, a shard is compressed with
+        zstd if a sample shows that this pays; the other form of the shard, if it is stored, stays until
+        `settle`. Raise OSError if the store or the disk fails.
         """
         _check_size(file, path)
         name, max_bytes = _name(directory, file.name), file.size_bytes
@@ -236,9 +241,9 @@ class RemoteTier:
             self._forget(_name(directory, file.name))
 
     def read(self, directory: str, file: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
-        """Yield the saved bytes of the rising ranges (offset, nbytes), one after the other.
+        """Yield the saved bytes of the ascending ranges (offset, nbytes), one after the other.
 
-        As `FileStore.read`; CorruptionError if a compressed frame is damaged.
+        Raise the errors of `FileStore.read`, and CorruptionError if a compressed frame is damaged.
         """
         name, store = _name(directory, file), self.files
         if name not in self._tables:
@@ -251,11 +256,11 @@ class RemoteTier:
         try:
             yield from self._reader(name).read(ranges)
         except (OSError, EOFError, CorruptionError):
-            self._forget_changed(name)  # it may have been stored again since, in another form
+            self._forget_changed(name)  # it may have been stored again in the meantime, in another form
             raise
 
     def size(self, directory: str, file: str) -> int | None:
-        """How many bytes were saved; None if it is not there."""
+        """Return the saved size of a file in bytes, None if it does not exist."""
         name = _name(directory, file)
         size = None if name in self._tables else self.files.size(name)
         if size is not None or not names.is_shard_name(file):
@@ -266,14 +271,14 @@ class RemoteTier:
             return None
 
     def blocks(self, directory: str, file: str) -> Blocks:
-        """All saved bytes of a file. FileNotFoundError, OSError, EOFError."""
+        """Yield all saved bytes of a file. Raise FileNotFoundError, OSError or EOFError."""
         size = self.size(directory, file)
         if size is None:
-            raise FileNotFoundError(f"{self.where}: {directory}/{file} is not there")
+            raise FileNotFoundError(f"{self.where}: {directory}/{file} does not exist")
         yield from self.read(directory, file, [(0, size)])
 
     def read_whole(self, directory: str, file: str, *, max_bytes: int) -> bytes:
-        """Read a small file. FileNotFoundError, OSError, EOFError."""
+        """Read a small file. Raise FileNotFoundError, OSError or EOFError."""
         return read_whole(self.files, _name(directory, file), max_bytes=max_bytes)
 
     def _forget(self, name: str) -> None:
@@ -281,7 +286,7 @@ class RemoteTier:
             self._tables.pop(name, None)
 
     def _forget_changed(self, name: str) -> None:
-        """Forget the table of a file that is not the one any more that it was read from."""
+        """Remove the cached seek table of a file that has changed since the table was read."""
         with self._lock:
             table = self._tables.get(name)
         stored = name + zstd.SUFFIX
@@ -294,14 +299,14 @@ class RemoteTier:
             self._forget(name)
 
     def _stamp(self, stored: str) -> tuple[int, float]:
-        """Size and time of a stored file. FileNotFoundError, OSError."""
+        """Return size and time of a stored file. Raise FileNotFoundError or OSError."""
         size = self.files.size(stored)
         if size is None:
-            raise FileNotFoundError(f"{self.where}/{stored} is not there")
+            raise FileNotFoundError(f"{self.where}/{stored} does not exist")
         return size, self.files.modified_s(stored)
 
     def _reader(self, name: str) -> zstd.SeekableReader:
-        """Of the compressed form of a file. FileNotFoundError if there is none; FormatError."""
+        """Return a reader of the compressed form of a file. Raise FileNotFoundError or FormatError."""
         with self._lock:
             if (table := self._tables.get(name)) is not None:
                 return table.reader()
@@ -322,14 +327,14 @@ class RemoteTier:
     # -- folders of checkpoints --------------------------------------------------------------------------
 
     def files_of(self, directory: str) -> dict[str, StoredFile]:
-        """Return the stored files of a checkpoint, by the names that were saved. OSError."""
+        """Return the stored files of a checkpoint, by the names that were saved. Raise OSError."""
         return self._forms(directory)[0]
 
     def settle(self, directory: str) -> dict[str, StoredFile]:
-        """Delete the older one of two forms of a shard and return `files_of`.
+        """Delete the older one of two forms of each shard and return `files_of`.
 
-        The older form may be damaged, and the newer one its replacement. Call it only when nobody stores
-        files there any more. OSError.
+        The older form may be damaged, and the newer one its replacement. Call this method only when no more
+        files of the checkpoint are being stored. Raise OSError.
         """
         newest, older = self._forms(directory)
         self.files.delete([stored.name for stored in older])
@@ -351,20 +356,20 @@ class RemoteTier:
         return newest, older
 
     def delete(self, directory: str) -> None:
-        """Delete one checkpoint: data, then manifests. Absent is fine; what is not ours stays. OSError."""
+        """Delete one checkpoint, data before manifests, if it exists. Other files stay. Raise OSError."""
         folder = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}"
         ours = {stored.name for stored in self.files.list(folder) if is_stored_name(stored.name)}
-        ours.add(f"{folder}/{names.CHECKPOINT_JSON}")  # so that an empty folder goes too
+        ours.add(f"{folder}/{names.CHECKPOINT_JSON}")  # also deletes an empty folder
         manifests = {name for name in ours if not names.is_data_name(_saved_name(name))}
-        # Data first, so that what is left half-deleted can still be told for what it was.
+        # Data first, so that the manifest of a partly deleted checkpoint still identifies it.
         self.files.delete(sorted(ours - manifests))
         self.files.delete(sorted(manifests))
-        with contextlib.suppress(OSError):  # a store may not list them; what is left the next sweep ends
+        with contextlib.suppress(OSError):  # some stores do not list uploads; the next sweep aborts the rest
             for upload in self.uploads(directory):
                 self.files.abort(upload)
 
     def directories(self) -> dict[str, float]:
-        """Return the folders of checkpoints, each with the Unix time of its newest file. OSError."""
+        """Return the folders of checkpoints, each with the Unix time of its newest file. Raise OSError."""
         newest: dict[str, float] = {}
         for stored in self.files.list(names.CHECKPOINTS_DIR):
             if is_stored_name(stored.name):
@@ -373,12 +378,12 @@ class RemoteTier:
         return newest
 
     def now_s(self) -> float:
-        """Unix time by the store's clock, with which its files are dated. OSError."""
+        """Return the Unix time of the store's clock, which dates its files. Raise OSError."""
         self.files.put(CLOCK_FILE, [b"1"], max_bytes=1)
         return self.files.modified_s(CLOCK_FILE)
 
     def uploads(self, directory: str | None = None) -> Iterator[Upload]:
-        """Unfinished uploads of files of a checkpoint, or of all. OSError."""
+        """Yield the unfinished uploads of files of a checkpoint, or of all. Raise OSError."""
         folder = names.CHECKPOINTS_DIR
         if directory is not None:
             folder = f"{folder}/{names.check_directory(directory)}"
@@ -389,7 +394,7 @@ class RemoteTier:
                 yield upload
 
     def abort(self, directory: str, file: str, upload_id: str) -> None:
-        """End an unfinished upload that `uploads` has named. OSError."""
+        """Abort an unfinished upload that `uploads` returned. Raise OSError."""
         name = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}/{file}"
         if "/" not in file and (is_stored_name(name) or is_temporary(file)):
             self.files.abort(Upload(name=name, id=upload_id, started_s=0.0))
@@ -400,7 +405,7 @@ def _name(directory: str, file: str) -> str:
 
 
 def is_stored_name(name: str) -> bool:
-    """Whether a name below a run's root is that of a checkpoint's file, compressed or not."""
+    """Return whether a name below a run's root is that of a checkpoint's file, compressed or not."""
     parts = name.split("/")
     if len(parts) != 3 or parts[0] != names.CHECKPOINTS_DIR or not names.is_directory_name(parts[1]):
         return False
@@ -408,7 +413,7 @@ def is_stored_name(name: str) -> bool:
 
 
 def _saved_name(stored: str) -> str:
-    """Return the name of the saved file that a stored one holds."""
+    """Return the name under which the stored file was saved."""
     return stored.rpartition("/")[2].removesuffix(zstd.SUFFIX)
 
 
@@ -420,11 +425,11 @@ def _paced(blocks: Iterable[Buffer], pace: RateLimiter | None) -> Iterator[Buffe
 
 
 def _check_size(file: FileEntry, path: Path) -> None:
-    """CorruptionError if the file on this node's disk is gone or has another size: not the store's fault."""
+    """Raise CorruptionError if the file on this node's disk is missing or has another size."""
     try:
         size_bytes = path.stat().st_size
     except FileNotFoundError:
-        raise CorruptionError(f"{file.name} is gone from this node.", file=file.name) from None
+        raise CorruptionError(f"{file.name} is missing on this node.", file=file.name) from None
     if size_bytes != file.size_bytes:
         raise CorruptionError(
             f"{file.name} has {size_bytes} bytes here, not {file.size_bytes}.", file=file.name
