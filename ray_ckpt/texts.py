@@ -1,4 +1,4 @@
-"""Texts that several rooms show: sizes, tiers, times, steps, metrics, and "did you mean" hints."""
+"""Texts for commands, pages, errors and logs: sizes, tiers, times, steps, metrics, "did you mean" hints."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@
     for found in compare(catalog[1000], catalog[2000], only=["model.*"]):
         print(found.name, found.relative, found.cosine)
 
-Of any two runs, worlds and layouts. A tensor whose slices have the same regions and digests on both sides is
-equal, and nothing of it is read. Any other one is read once, in C order, a band at a time: each saved slice
-then comes in the order of its bytes too, however it was cut, so that it is compared with its digest at its
-end. Memory is bounded by the bands, whatever the size of the tensors. Numbers are compared in float64, the
-differences of integers exactly.
+The two may differ in run, world size and layout. A tensor whose slices have the same regions and digests on
+both sides is equal and is not read. Any other tensor is read once, in C order, band by band: every saved
+slice is then read in the order of its bytes, and is compared with its digest when it ends. Memory is bounded
+by the bands, whatever the size of the tensors. Numbers are compared in float64, differences of integers
+exactly.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from ray_ckpt.storage.checkpoint_files import CheckpointFile
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import Fragment, ManifestRow, ProgressCallback, Slice
 
-BAND_BYTES = 16 << 20  # of a tensor at a time, on each side: enough for a disk's and a store's full speed
-TENSORS_AT_A_TIME = 4  # by a thread each: answers come late
-CHUNK_ELEMENTS = 256 << 10  # as float64 at a time: 2 MiB, which a cache holds
-READ_TRIES = 2  # a connection may break in the middle of an answer; requests by themselves are repeated below
-MAX_VALUES = 1000  # that differ, of one comparison: more are read by nobody
+BAND_BYTES = 16 << 20  # read at a time on each side: enough for the full speed of a disk or a store
+TENSORS_AT_A_TIME = 4  # one thread each, as a store answers late
+CHUNK_ELEMENTS = 256 << 10  # compared at a time: 2 MiB as float64, which fits into a cache
+READ_TRIES = 2  # a connection may break within an answer; failed requests are repeated by the store itself
+MAX_VALUES = 1000  # differing values of one comparison; few people read more
 
 _DAMAGED = "`ray-ckpt verify` shows all damage."
 
@@ -55,9 +55,9 @@ class TensorDiff:
     """How a tensor of checkpoint B differs from that of the same full name in A.
 
     `equal` means bit for bit. The numbers are None where no elements were compared: for tensors that are
-    equal by their digests, on one side only, of different shapes, empty or damaged. Norms are over the
-    elements that are finite in that tensor, what compares both over those that are finite in both; NaN and
-    infinities are counted. A complex number counts as one element, and by its two parts in the cosine.
+    equal by their digests, on one side only, of different shapes, empty or damaged. A norm of one tensor is
+    over its finite elements; comparisons are over the elements that are finite in both; NaN and infinities
+    are counted. A complex number is one element; in the cosine its two parts count.
     """
 
     name: str
@@ -66,18 +66,18 @@ class TensorDiff:
     dtype_b: str | None = None
     shape_a: tuple[int, ...] | None = None
     shape_b: tuple[int, ...] | None = None
-    num_different: int | None = None  # elements with other bits; of two dtypes: with another value
+    num_different: int | None = None  # elements with other bits; for two dtypes: with another value
     norm_a: float | None = None  # L2
     norm_b: float | None = None
     norm_diff: float | None = None  # of B - A
-    relative: float | None = None  # norm_diff / norm_a; inf if only norm_a is 0
+    relative: float | None = None  # norm_diff / norm_a; infinite if only norm_a is 0
     max_abs: float | None = None  # the largest |B - A| of an element
-    cosine: float | None = None  # of the angle; None too if one of them is 0
+    cosine: float | None = None  # of the angle; also None if one of them is 0
     nan_a: int | None = None
     nan_b: int | None = None
     inf_a: int | None = None
     inf_b: int | None = None
-    detail: str = ""  # of damage: where, and what
+    detail: str = ""  # place and kind of damage
 
     @property
     def is_finite(self) -> bool:
@@ -94,9 +94,9 @@ def compare(
 ) -> Comparison:
     """Compare two durable checkpoints: all tensors, or those that `only` names.
 
-    `only` is a full name or a pattern, or several of them. Reads the manifests, which the logs prove.
-    ConfigError if a checkpoint is not on its storage path or is deleted meanwhile, or a pattern matches
-    nothing; CorruptionError if a manifest is damaged.
+    `only` is a full name or a pattern, or several of them. The manifests are read and compared with the logs.
+    Raise ConfigError if a checkpoint is not on its storage path or is deleted meanwhile, or if a pattern
+    matches nothing, and CorruptionError if a manifest is damaged.
     """
     return Comparison(a, b, only=only, progress=progress)
 
@@ -104,9 +104,9 @@ def compare(
 class Comparison:
     """Two checkpoints to compare. Iterate over it for one TensorDiff per name, in the order of names.
 
-    `size_bytes` is what an iteration reads, of both sides together. Damage ends nothing: the tensor is
-    `damaged`. That the run has deleted a checkpoint meanwhile is a ConfigError. Where ranks had different
-    tensors under one name, that of the lowest rank counts.
+    `size_bytes` is the size that an iteration reads, of both sides together. A damaged tensor gets the status
+    `damaged`, and the iteration continues. If the run deletes a checkpoint meanwhile, ConfigError is raised.
+    Where ranks have different tensors of one name, that of the lowest rank counts.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Comparison:
         )
 
     def values(self) -> tuple[ValueDiff, ...]:
-        """The plain values of rank 0 that differ, at most MAX_VALUES. CorruptionError if they are damaged."""
+        """Return up to MAX_VALUES differing plain values of rank 0. Raise CorruptionError if damaged."""
         found = value_diffs(self._a.state(), self._b.state(), "")
         return tuple(islice(found, MAX_VALUES))
 
@@ -170,7 +170,7 @@ class Comparison:
 
 
 def to_arrow(diffs: Iterable[TensorDiff]) -> pa.Table:
-    """One row per tensor, a column per field of TensorDiff; `.to_pandas()` makes a DataFrame of it."""
+    """Return a table: a row per tensor, a column per field; `.to_pandas()` makes a DataFrame of it."""
     columns = list(zip(*map(astuple, diffs), strict=True)) or [()] * len(_COLUMNS)
     return pa.table(
         {name: pa.array(column, kind) for (name, kind), column in zip(_COLUMNS.items(), columns, strict=True)}
@@ -228,7 +228,7 @@ class _Side:
         self._count = count
         self._lock = threading.Lock()
         self._opened: dict[str, CheckpointFile] = {}
-        self._missing: dict[str, bool] = {}  # files, and whether the checkpoint is deleted
+        self._missing: dict[str, bool] = {}  # by missing file: whether the checkpoint was deleted
         self._states: dict[str, ManifestRow] = {}
         self.rows: dict[str, list[ManifestRow]] = {}
         for fragment in self._fragments():
@@ -246,7 +246,7 @@ class _Side:
             raise
 
     def _check_deleted(self, missing: str) -> None:
-        """ConfigError if that a file is missing is retention's doing and no damage. Looks once for each."""
+        """Raise ConfigError if a file is missing because retention has deleted the checkpoint."""
         with self._lock:
             if missing not in self._missing:
                 self._missing[missing] = self._view.is_deleted()
@@ -263,7 +263,7 @@ class _Side:
         return None if rows is None else _Tensor(self, rows, shard_file(0, self._world_size))
 
     def state(self) -> Any:
-        """The items of rank 0, with TensorRef in place of tensors. CorruptionError."""
+        """Return the items of rank 0, with TensorRef for tensors. Raise CorruptionError if damaged."""
         file = state_file(0, self._world_size)
         row = self._states.get(file)
         if row is None:
@@ -289,7 +289,7 @@ class _Side:
         )
 
     def read(self, file: str, offset: int, out: Array) -> None:
-        """Fill `out`, contiguous uint8. OSError, EOFError or CorruptionError that says where."""
+        """Fill `out`, contiguous uint8. Raise OSError, EOFError or CorruptionError with the place."""
         for tries_left in reversed(range(READ_TRIES)):
             try:
                 self._read(file, offset, out)
@@ -300,7 +300,7 @@ class _Side:
                 if not tries_left or isinstance(error, FileNotFoundError):
                     text = f"{self.label}: {self._files.place(file)} cannot be read: {error}"
                     raise (EOFError if isinstance(error, EOFError) else OSError)(text) from error
-            except CheckpointError as error:  # of a compressed file: a frame, or its table
+            except CheckpointError as error:  # a compressed file has a bad frame or table
                 text = f"{self.label}: {self._files.place(file)}: {error.message}"
                 raise CorruptionError(text, hint=_DAMAGED, file=file) from error
         self._count(out.nbytes)
@@ -325,7 +325,7 @@ class _Side:
 
 
 class _Tensor:
-    """A tensor of one side: which saved slices make it up."""
+    """A tensor of one side, with the saved slices that cover it."""
 
     def __init__(self, side: _Side, rows: Sequence[ManifestRow], prefer_file: str) -> None:
         first = rows[0].slice
@@ -353,7 +353,7 @@ class _Tensor:
         return ITEMSIZE[self.dtype]
 
     def digests(self) -> Mapping[object, str]:
-        """By region."""
+        """Return digests by region."""
         return {(r.slice.offset, r.slice.shape): r.digest for r in self.rows if r.slice is not None}
 
 
@@ -365,7 +365,7 @@ def _is_read(a: _Tensor, b: _Tensor) -> bool:
 
 
 class _Part:
-    """A saved slice of which the bytes up to `done` were read."""
+    """A saved slice whose bytes were read up to `done`."""
 
     def __init__(self, row: ManifestRow) -> None:
         assert row.slice is not None
@@ -384,7 +384,7 @@ class _Bands:
         self._left = sorted(map(_Part, tensor.rows), key=lambda part: part.offset)
 
     def read(self, band: Box) -> Array:
-        """The elements of a band as unsigned integers of their size, flat. CorruptionError."""
+        """Return a band as a flat array of unsigned integers of the elements' size."""
         offset, shape = band
         bits = np.empty(shape, f"u{self._itemsize}")
         for part in list(self._left):
@@ -399,7 +399,7 @@ class _Bands:
         return bits.reshape(-1)
 
     def _fill(self, part: _Part, into: Array) -> None:
-        """The next elements of a part: a band has them as they follow each other in the file."""
+        """Read the next elements of a part, which have the same order in the band and in the file."""
         raw = into if into.flags.c_contiguous else np.empty(into.shape, into.dtype)
         data = raw.reshape(-1).view(np.uint8)
         self._side.read(part.row.file, part.row.byte_offset + part.done, data)
@@ -414,10 +414,10 @@ class _Bands:
 
 
 def _bands(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """A tensor in C order, in boxes that have at most BAND_BYTES and one run of elements each.
+    """Yield a tensor in C order, in boxes of at most BAND_BYTES and of one run of elements each.
 
-    Such a box has one index in the first dimensions, some of one dimension, and all of the rest. What it has
-    in common with any other box is then one run of elements of that one too.
+    Such a box has one index in the first dimensions, a range of the next, and all of the rest. Its
+    intersection with any other box is then one run of elements in that box too.
     """
     axis, unit = len(shape) - 1, itemsize
     while axis > 0 and unit * shape[axis] <= BAND_BYTES:
@@ -431,14 +431,14 @@ def _bands(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
 
 
 def _compare_bands(a: _Tensor, b: _Tensor, stopped: threading.Event) -> ElementSums:
-    """CorruptionError, OSError or EOFError if a side is damaged."""
+    """Compare all elements. Raise CorruptionError, OSError or EOFError if a side is damaged."""
     of_a, of_b, sums = _Bands(a), _Bands(b), ElementSums(a.dtype, b.dtype)
     for band in _bands(a.shape or (1,), max(a.itemsize, b.itemsize)):
         bits_a, bits_b = of_a.read(band), of_b.read(band)
         for start in range(0, bits_a.size, CHUNK_ELEMENTS):
             chunk = slice(start, start + CHUNK_ELEMENTS)
             sums.add(bits_a[chunk], bits_b[chunk])
-        del bits_a, bits_b  # before the next ones are read
+        del bits_a, bits_b  # frees the memory before the next bands
         if stopped.is_set():
             break
     return sums

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_NUMPY = {"F": "f", "C": "c", "I": "i", "U": "u"}  # kinds of dtypes of safetensors
+_NUMPY = {"F": "f", "C": "c", "I": "i", "U": "u"}  # numpy's kind by the first letter of a safetensors dtype
 _F8 = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
@@ -25,7 +25,7 @@ _F8 = {
 
 
 def numbers_of(bits: Array, dtype: str) -> Array:
-    """Elements as int64, uint64, float64 or complex128, exactly."""
+    """Convert elements exactly to int64, uint64, float64 or complex128."""
     if dtype == "BOOL":
         return np.not_equal(bits, 0).astype(np.int64)
     if dtype == "BF16":  # the upper half of a float32
@@ -43,7 +43,7 @@ def numbers_of(bits: Array, dtype: str) -> Array:
 
 @lru_cache
 def _f8_values(dtype: str) -> npt.NDArray[np.float64]:
-    """The value of each byte, by torch, which is loaded only here."""
+    """Return the value of each byte, by torch, which is imported only here."""
     import torch
 
     every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
@@ -62,7 +62,7 @@ class ElementSums:
         self._nan, self._inf = [0, 0], [0, 0]
 
     def add(self, bits_a: Array, bits_b: Array) -> None:
-        """The next elements of both, as unsigned integers of their size."""
+        """Add the next elements of both, given as unsigned integers of their size."""
         a, b = numbers_of(bits_a, self._dtypes[0]), numbers_of(bits_b, self._dtypes[1])
         if self._dtypes[0] == self._dtypes[1]:
             different = bits_a != bits_b
@@ -70,7 +70,7 @@ class ElementSums:
             different = (a != b) & ~(np.isnan(a) & np.isnan(b))
         self.num_different += int(np.count_nonzero(different))
         if a.dtype == b.dtype and a.dtype.kind in "iu":
-            # The difference of two integers as an unsigned one is exact, although the subtraction may wrap.
+            # as an unsigned integer the difference is exact, although the subtraction may wrap
             gap = np.where(a > b, a - b, b - a).view(np.uint64).astype(np.float64)
             self._add_both(a.astype(np.float64), b.astype(np.float64), gap)
             return
@@ -87,7 +87,7 @@ class ElementSums:
         self._add_compared(a, b, _gap(a, b))
 
     def numbers(self) -> dict[str, Any]:
-        """The fields of a TensorDiff."""
+        """Return the fields of a TensorDiff."""
         norms = self._norms
         size, gap = norms["a"], norms["diff"]
         return {
@@ -146,7 +146,7 @@ def _gap(a: Array, b: Array) -> Array:
 
 
 def _norm(values: npt.NDArray[np.float64]) -> float:
-    """L2, also where the squares are no float64 any more."""
+    """Return the L2 norm, even if the squares exceed the range of float64."""
     with np.errstate(over="ignore", under="ignore"):
         square = float(np.dot(values, values))
     if 1e-280 < square < math.inf or not values.size:

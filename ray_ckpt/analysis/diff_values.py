@@ -12,14 +12,14 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.short import ShortRepr
 from ray_ckpt.format.tree import TensorRef, encode_tree
 
-MAX_SEQUENCE = 16  # elements of a list that are compared one by one; a longer one is one value
-MAX_VALUE_CHARS = 60  # of a value that is shown
-DIGEST_CHARS = 8  # of two values that only their digests tell apart
+MAX_SEQUENCE = 16  # elements of a list that are compared one by one; a longer list is one value
+MAX_VALUE_CHARS = 60  # of a displayed value
+DIGEST_CHARS = 8  # displayed where only digests distinguish two values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDiff:
-    """A plain value of rank 0's state that differs, shortened for people; None: not there."""
+    """A differing plain value of rank 0's state, shortened for display; None where it does not exist."""
 
     name: str
     a: str | None
@@ -32,7 +32,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = MAX_VALUE_CHARS
 
 
 def value_diffs(a: Any, b: Any, path: str) -> Iterator[ValueDiff]:
-    """The values that differ below `path`, tensors aside."""
+    """Yield the values that differ below `path`, tensors aside."""
     if isinstance(a, TensorRef) and isinstance(b, TensorRef):
         return
     if isinstance(a, dict) and isinstance(b, dict):
@@ -50,7 +50,7 @@ def value_diffs(a: Any, b: Any, path: str) -> Iterator[ValueDiff]:
 
 
 def _is_short(values: Sequence[Any]) -> bool:
-    """Whether each is compared by itself; a longer list of plain values, such as a random state, is one."""
+    """Return whether elements are compared one by one; a long list, such as a random state, is one value."""
     return len(values) <= MAX_SEQUENCE or any(isinstance(v, dict | list | tuple) for v in values)
 
 
@@ -72,7 +72,7 @@ def _shown(value: Any) -> str | None:
 
 
 def _shown_apart(a: Any, b: Any) -> tuple[str | None, str | None]:
-    """Two values that differ; if they look the same when shortened, with the first place that does not."""
+    """Return texts of two values that differ, with the first difference if their short texts are equal."""
     text_a, text_b = _shown(a), _shown(b)
     if text_a != text_b:
         return text_a, text_b

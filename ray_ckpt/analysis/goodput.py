@@ -82,10 +82,10 @@ CAUSES: Mapping[str, str] = {
     "stalls": "saves held up training",
     "lost_steps": "steps whose effect was lost",
     **{f"down_{cause}": f"from the last step to the next session: {_ENDS[cause]}" for cause in END_CAUSES},
-    "down_unknown": "from the last step to the next session: nobody has said why",
-    "no_commit": "sessions that committed nothing and of which nobody has told",
+    "down_unknown": "from the last step to the next session: the cause is unknown",
+    "no_commit": "sessions without a commit whose steps are not in the log",
 }
-"""Of badput, as `measure_goodput` tells them apart."""
+"""Causes of badput, with a description of each."""
 
 COLOURS: Mapping[str, str] = {
     "goodput": "#009e73",
@@ -103,8 +103,7 @@ COLOURS: Mapping[str, str] = {
     "down_unknown": "#e1e6ea",
     "no_commit": "#7a5230",
 }
-"""Of each part in pictures, one for each: those of Okabe and Ito, which the colour-blind tell apart, and
-greys for being down."""
+"""Colours of goodput and badput in pictures: those of Okabe and Ito, for the colour-blind; greys for down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +123,14 @@ ZERO = Seconds(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interruption:
-    """What stands between two sessions: a failure, an end, a rollback; `cause` is None if nobody has told.
+    """The gap between two sessions: a failure, an end or a rollback; `cause` is None if it is not in the log.
 
-    `last_known_s` and `opened_at_s` are Unix times: the last that the log knows of the session before, and
-    the opening of the one after. `known_steps_lost` were committed and are not in what was restored; going on
-    from a higher step loses none. `steps_lost` adds those that no commit tells of. `recovery` is the time
-    without steps until the next session's first one, None where none of its steps is known; what is not
-    counted is not in it. Before one with `is_rollback` lies a session of a rollback: nobody trained in it.
+    `last_known_s` and `opened_at_s` are Unix times: of the last known event of the session before, and of the
+    opening of the session after. `known_steps_lost` were committed and are not in the restored state; none
+    are lost if the next session continues from a higher step. `steps_lost` adds steps without a commit.
+    `recovery` is the time without steps until the next session's first step, less the time that is not
+    counted; it is None if no step of that session is known. `is_rollback` means that the session before
+    belongs to a rollback and did not train.
     """
 
     after_session: int
@@ -138,7 +138,7 @@ class Interruption:
     last_known_s: float
     opened_at_s: float
     known_steps_lost: int
-    steps_lost: Seconds | None  # in steps, not seconds; None where the pace is not known
+    steps_lost: Seconds | None  # in steps, not seconds; None if the time per step is unknown
     recovery: Seconds | None
     cause: EndCause | None = None
     is_rollback: bool = False
@@ -146,7 +146,10 @@ class Interruption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsOverTime:
-    """A moment that the log knows: `step` steps were done at Unix time `time_s`. `survived`: see Goodput."""
+    """A point of progress: `step` steps were done at Unix time `time_s`.
+
+    `survived` means that the newest state comes from these steps.
+    """
 
     session: int
     time_s: float
@@ -156,11 +159,11 @@ class StepsOverTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpan:
-    """The time of a session as moments, Unix times in their order; `measured` as opposed to estimated.
+    """The moments of a session, as Unix times in their order, measured or estimated.
 
-    It opened, restored, had its state, began its first step, had done the last step that survived, and the
-    last one of all (`last_step`); then the next one opened, or nothing more is known. Without steps the three
-    before the last are one, and without a restore the first three.
+    The session opened, began to restore, had its state, began its first step, ended the last step that
+    survived and its last step (`last_step`), and closed: the next session opened, or the log ends. Without
+    steps `first_s`, `survived_s` and `last_s` are equal; without a restore the first three times are.
     """
 
     session: int
@@ -181,15 +184,16 @@ class SessionSpan:
 class Goodput:
     """Division of the wall time of a run into goodput and causes of badput.
 
-    `step` is the newest on the lineage; `steps_lost` were committed and are not on it. `step_s` is the mean
-    time of a step, between commits or as measured. `clock_back_s` is by how much clocks went back, at most at
-    a time; times around there are wrong by up to that much. `measured_s` is the part of the wall time that is
-    not estimated. `not_counted_s` lies between sessions and is no part of it: the run had finished.
+    `step` is the newest on the lineage; `steps_lost` is the number of committed steps that are not on it.
+    `step_s` is the mean time of a step, measured or between commits. `clock_back_s` is the most by which a
+    clock went back; times near such a jump are wrong by up to that much. `measured_s` is the part of the wall
+    time that is not estimated. `not_counted_s`, between a finished session and the next one, is not part of
+    the wall time.
     """
 
     wall_s: float
     productive: Seconds
-    badput: Mapping[str, Seconds]  # by the names of CAUSES or CAUSES
+    badput: Mapping[str, Seconds]  # by the names of CAUSES
     step: int
     steps_lost: int
     step_s: float | None
@@ -215,8 +219,8 @@ class Goodput:
         return Seconds(*(time_s / self.wall_s for time_s in (p.low, p.estimate, p.high)))
 
 
-_BEFORE_STEPS = ("group_start", "restore", "startup")  # of a session, by the names of causes
-_Parts: TypeAlias = Mapping[str, Seconds]  # of the time of one session: productive, and causes of badput
+_BEFORE_STEPS = ("group_start", "restore", "startup")  # causes before a session's first step
+_Parts: TypeAlias = Mapping[str, Seconds]  # a session's time: productive, and by causes of badput
 
 
 def measure_goodput(sessions: Sequence[SessionInfo], checkpoints: Iterable[CheckpointInfo]) -> Goodput:
@@ -226,7 +230,7 @@ def measure_goodput(sessions: Sequence[SessionInfo], checkpoints: Iterable[Check
     """
     histories, clock_back_s = session_histories(sessions, {c.id.attempt: c for c in checkpoints})
     pace = step_rate(histories)
-    found_of = [_told(history) or _partly_told(history, pace) for history in histories]
+    found_of = [_from_facts(history) or _from_estimates(history, pace) for history in histories]
     parts, times = [part for part, _, _ in found_of], [time for _, time, _ in found_of]
     found = _goodput(histories, parts, times, pace, clock_back_s)
     sure = [t.measured and not history.is_jumpy for history, t in zip(histories, times, strict=True)]
@@ -272,18 +276,18 @@ def _goodput(
 # Measured
 
 
-def _told(history: SessionHistory) -> tuple[_Parts, SessionSpan, float] | None:
-    """What became of the time of a session, and how much of it is measured: all. None if it was not told."""
+def _from_facts(history: SessionHistory) -> tuple[_Parts, SessionSpan, float] | None:
+    """Return a session's parts, span and measured seconds, which is all of it; None if facts are missing."""
     if history.is_rollback:
         whole_s = history.ended_s - history.opened_s
         down = f"down_{history.cause or 'unknown'}"
-        return {"productive": ZERO, down: _exactly(whole_s)}, _idle_times(history), whole_s
-    times = _told_times(history)
-    return None if times is None else (_measured(history, times), times, times.closed_s - times.opened_s)
+        return {"productive": ZERO, down: _exactly(whole_s)}, _idle_span(history), whole_s
+    span = _measured_span(history)
+    return None if span is None else (_measured_parts(history, span), span, span.closed_s - span.opened_s)
 
 
-def _idle_times(history: SessionHistory) -> SessionSpan:
-    """The moments of a session in which nobody trained."""
+def _idle_span(history: SessionHistory) -> SessionSpan:
+    """Return the span of a rollback's session, in which nobody trained."""
     s = history.opened_s
     return SessionSpan(
         session=history.session,
@@ -301,8 +305,11 @@ def _idle_times(history: SessionHistory) -> SessionSpan:
     )
 
 
-def _partly_told(history: SessionHistory, pace: StepRate) -> tuple[_Parts, SessionSpan, float]:
-    """The same of a session of which something is missing: measured are its restore, and its end if known."""
+def _from_estimates(history: SessionHistory, pace: StepRate) -> tuple[_Parts, SessionSpan, float]:
+    """Return parts, span and measured seconds of a session without all facts.
+
+    Its restore is measured, and the time after its last step if that is known.
+    """
     ready_s = history.ready_s
     last_at_s = history.end.last_at_s if history.end else None
     guess = _estimated(history, ready_s, pace, last_at_s)
@@ -318,27 +325,27 @@ def _partly_told(history: SessionHistory, pace: StepRate) -> tuple[_Parts, Sessi
     if gone_s:
         part["lost_steps"] = _less(part["lost_steps"], gone_s)
     part["stalls"] = _exactly(kept_s + gone_s)
-    return part, _estimated_times(history, ready_s, guess), known_s
+    return part, _estimated_span(history, ready_s, guess), known_s
 
 
 def _stalls_between_commits(history: SessionHistory) -> tuple[float, float]:
-    """Return how long saves held up surviving and lost steps, from their commits.
+    """Return how long saves held up surviving and lost steps, by their commits.
 
-    The last one's lies in a time that is guessed.
+    The last commit's stall is left out: it lies in the estimated time.
     """
     times_s = [commit.time_s for commit in history.commits]
     stalls_s = [commit.stall_s or 0.0 for commit in history.commits]
-    newest = max(0, history.kept - 1)  # of those that survived
+    newest = max(0, history.kept - 1)  # index of the newest commit that survived
     if not times_s:
         return 0.0, 0.0
     kept_s = min(sum(stalls_s[:newest]), times_s[newest] - times_s[0])
     return kept_s, min(sum(stalls_s[newest:-1]), times_s[-1] - times_s[newest])
 
 
-def _told_times(history: SessionHistory) -> SessionSpan | None:
-    """The moments of a session that was told to its end; None if it was not.
+def _measured_span(history: SessionHistory) -> SessionSpan | None:
+    """Return the span of a session whose log has all facts, else None.
 
-    One that has an end and neither a step nor a commit was down as soon as it had its state.
+    A session with an end, but without steps and commits, was down as soon as it had its state.
     """
     end = history.end
     if end is None:
@@ -346,7 +353,7 @@ def _told_times(history: SessionHistory) -> SessionSpan | None:
     ready_s = history.ready_s
     if end.first_at_s is None or end.last_at_s is None:
         if max(end.step, history.last_step) > history.first_step:
-            return None  # there were steps; a coordinator died in between
+            return None  # there were steps, but a coordinator died in between
         first_s = last_s = survived_s = ready_s
     else:
         first_s = _within(end.first_at_s, ready_s, history.ended_s)
@@ -376,35 +383,35 @@ def _told_times(history: SessionHistory) -> SessionSpan | None:
 def _step_done_s(
     history: SessionHistory, commit: Commit, last_step: int, first_s: float, last_s: float
 ) -> float:
-    """When the step of a commit was done, between the first step's beginning and the last one's end."""
+    """Return the Unix time at which a commit's step was done, from `first_s` to `last_s`."""
     if commit.lag_s is not None and commit.time_s <= last_s:
         return _within(commit.time_s - commit.lag_s, first_s, last_s)
     part = ratio(commit.step - history.first_step, last_step - history.first_step) or 0.0
     return min(first_s + min(part, 1.0) * (last_s - first_s), max(commit.time_s, first_s))
 
 
-def _measured(history: SessionHistory, told: SessionSpan) -> dict[str, Seconds]:
-    kept_s, gone_s = told.survived_s - told.first_s, told.last_s - told.survived_s
+def _measured_parts(history: SessionHistory, span: SessionSpan) -> dict[str, Seconds]:
+    kept_s, gone_s = span.survived_s - span.first_s, span.last_s - span.survived_s
     kept_stall_s, gone_stall_s = _stalls(history, kept_s, gone_s)
     return {
         "productive": _exactly(kept_s - kept_stall_s),
         "lost_steps": _exactly(gone_s - gone_stall_s),
         "stalls": _exactly(kept_stall_s + gone_stall_s),
-        "group_start": _exactly(told.restoring_s - told.opened_s),
-        "restore": _exactly(told.ready_s - told.restoring_s),
-        "startup": _exactly(told.first_s - told.ready_s),
-        f"down_{told.cause}": _exactly(told.closed_s - told.last_s),
+        "group_start": _exactly(span.restoring_s - span.opened_s),
+        "restore": _exactly(span.ready_s - span.restoring_s),
+        "startup": _exactly(span.first_s - span.ready_s),
+        f"down_{span.cause}": _exactly(span.closed_s - span.last_s),
     }
 
 
 def _stalls(history: SessionHistory, kept_s: float, gone_s: float) -> tuple[float, float]:
-    """Return how long saves held up the steps that survived, and those that did not.
+    """Return how long saves held up the steps that survived, and the steps that did not.
 
-    A save holds up training after its step: the last one that survived holds up steps that did not, if any.
+    A save holds up training after its step, so the last surviving save holds up lost steps, if there are any.
     """
     known = [commit.stall_s for commit in history.commits]
-    told_s = history.end.stalled_s if history.end else None
-    whole_s = sum(s or 0.0 for s in known) if told_s is None else told_s
+    stalled_s = history.end.stalled_s if history.end else None
+    whole_s = sum(s or 0.0 for s in known) if stalled_s is None else stalled_s
     whole_s = min(whole_s, kept_s + gone_s)
     if not gone_s:
         return whole_s, 0.0
@@ -422,9 +429,9 @@ def _stalls(history: SessionHistory, kept_s: float, gone_s: float) -> tuple[floa
 def _estimated(
     history: SessionHistory, ready_s: float, pace: StepRate, last_at_s: float | None = None
 ) -> dict[str, Seconds]:
-    """What became of the time of one session from `ready_s` up to the opening of the next one.
+    """Return the parts of a session's time from `ready_s` to the opening of the next session.
 
-    `last_at_s` is when its last step ended, if that is known.
+    `last_at_s` is the time at which its last step ended, if known.
     """
     if not history.commits:
         whole = _exactly(history.ended_s - ready_s)
@@ -450,7 +457,7 @@ def _estimated(
     }
 
 
-def _estimated_times(history: SessionHistory, ready_s: float, part: _Parts) -> SessionSpan:
+def _estimated_span(history: SessionHistory, ready_s: float, part: _Parts) -> SessionSpan:
     first_s = ready_s + part.get("startup", ZERO).estimate
     last_s = history.ended_s - part["down"].estimate if history.commits else first_s
     return SessionSpan(
@@ -463,7 +470,7 @@ def _estimated_times(history: SessionHistory, ready_s: float, part: _Parts) -> S
         last_s=last_s,
         closed_s=history.ended_s,
         first_step=history.first_step,
-        last_step=max(history.last_step, _told_step(history)),
+        last_step=max(history.last_step, history.end.step if history.end else 0),
         cause=history.cause,
         measured=False,
     )
@@ -512,11 +519,6 @@ def _last_known_s(history: SessionHistory) -> float:
     if history.end is None or history.end.last_at_s is None:
         return history.last_s
     return _within(history.end.last_at_s, history.opened_s, history.ended_s)
-
-
-def _told_step(history: SessionHistory) -> int:
-    """The last step that the session has told of; 0 if it told of none."""
-    return history.end.step if history.end else 0
 
 
 def _idle(parts: _Parts, causes: tuple[str, ...]) -> Seconds:

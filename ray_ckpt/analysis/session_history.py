@@ -1,4 +1,4 @@
-"""The sessions of a log with their commits, and moments that are put in order where clocks disagree."""
+"""The sessions of a log with their commits, and their times, put in order where clocks disagree."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from ray_ckpt.types import CheckpointInfo, EndCause, SessionEnd, SessionInfo
 
-CLOCK_SLACK_S = 1.0  # by which clocks of coordinators may differ; what they tell is no finer
+CLOCK_SLACK_S = 1.0  # by which clocks of coordinators may differ; times in the log are no finer
 
 
 class Commit(NamedTuple):
-    """`lag_s`: by what the commit came after its step; `stall_s`: how long the save held up training."""
+    """A commit; `lag_s` is the time since its step's end, `stall_s` how long the save held up training."""
 
     time_s: float
     step: int
@@ -24,15 +24,16 @@ class Commit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionHistory:
-    """A session with its commits, times and steps in order. `kept`: how many commits are on the lineage.
+    """A session with its commits, whose times and steps are in order.
 
-    `cause` is that of its end; of a rollback's that of the session before. `is_jumpy`: a clock jumped.
+    `kept` is the number of commits on the lineage. `cause` is the cause of its end, for a rollback's session
+    that of the session before. `is_jumpy` means that a clock jumped.
     """
 
     session: int
     opened_s: float
     restored_s: float | None
-    restore_s: float | None  # how long that took
+    restore_s: float | None  # duration
     ended_s: float
     first_step: int
     commits: tuple[Commit, ...]
@@ -44,12 +45,12 @@ class SessionHistory:
 
     @property
     def ready_s(self) -> float:
-        """When all ranks had their state."""
+        """Unix time at which all ranks had their state."""
         return self.opened_s if self.restored_s is None else self.restored_s
 
     @property
     def restoring_s(self) -> float:
-        """When the slowest rank began to restore, as far as that is known."""
+        """Unix time at which the slowest rank began to restore; `ready_s` if the duration is unknown."""
         return max(self.opened_s, self.ready_s - (self.restore_s or 0.0))
 
     @property
@@ -79,23 +80,23 @@ class StepRate:
 def session_histories(
     sessions: Sequence[SessionInfo], known: Mapping[str, CheckpointInfo]
 ) -> tuple[list[SessionHistory], float]:
-    """Each session with its commits, and by how much the clock went back at most."""
+    """Return each session with its commits, and the most by which the clock went back, in seconds."""
     commits: defaultdict[int, list[CheckpointInfo]] = defaultdict(list)
     for checkpoint in known.values():
         commits[checkpoint.id.session].append(checkpoint)
     ends = _branch_points(sessions, known, commits)
-    told_s = list(_moments(sessions, commits))
-    in_order_s, back_s = _in_order(told_s)
-    moved = [abs(b - a) > CLOCK_SLACK_S for a, b in zip(told_s, in_order_s, strict=True)]
+    logged_s = list(_moments(sessions, commits))
+    in_order_s, back_s = _in_order(logged_s)
+    moved = [abs(b - a) > CLOCK_SLACK_S for a, b in zip(logged_s, in_order_s, strict=True)]
     histories: list[SessionHistory] = []
-    at = 0  # of the session's first moment
+    at = 0  # index of the session's first moment
     cause: EndCause | None = None
     for info in sessions:
         own = commits[info.session]
         has_restore = info.restored_at_s is not None
         count = 1 + has_restore + len(own)
         times_s = in_order_s[at : at + count]
-        opened_s, is_jumpy = times_s[0], any(moved[at : at + count + 1])  # with the opening of the next one
+        opened_s, is_jumpy = times_s[0], any(moved[at : at + count + 1])  # including the next opening
         at += count
         if histories:
             histories[-1] = _until(histories[-1], opened_s)
@@ -129,7 +130,7 @@ def session_histories(
 
 
 def _until(history: SessionHistory, opened_s: float) -> SessionHistory:
-    """It lasts until the next one opens; if it had finished, until the last thing that it did."""
+    """Let a session last until the next one opens; a finished session until its last event."""
     is_over = history.cause == "finished"
     return replace(history, ended_s=min(history.ended_s, opened_s) if is_over else opened_s)
 
@@ -137,7 +138,7 @@ def _until(history: SessionHistory, opened_s: float) -> SessionHistory:
 def _moments(
     sessions: Sequence[SessionInfo], commits: Mapping[int, Sequence[CheckpointInfo]]
 ) -> Iterable[float]:
-    """All that the log tells of its sessions, in its order: opening, restore and commits of each."""
+    """Yield the times of the log in its order: opening, restore and commits of each session."""
     for info in sessions:
         yield info.opened_at_s
         if info.restored_at_s is not None:
@@ -145,17 +146,17 @@ def _moments(
         yield from (checkpoint.committed_at_s for checkpoint in commits.get(info.session, ()))
 
 
-def _in_order(told_s: Sequence[float]) -> tuple[list[float], float]:
-    """Moments by a clock that never goes back, and by how much theirs did at most.
+def _in_order(logged_s: Sequence[float]) -> tuple[list[float], float]:
+    """Return the times by a clock that never goes back, and the most by which the logged ones did.
 
-    One that is ahead of the next two, where these are not before the one before it, was stamped by a clock
-    that was wrong: it is the next one's.
+    A single time that is later than the next two, while these are not before the previous one, was taken from
+    a wrong clock; it is replaced by the next one.
     """
     times_s: list[float] = []
     back_s, newest_s = 0.0, -math.inf
-    for number, time_s in enumerate(told_s):
+    for number, time_s in enumerate(logged_s):
         back_s, newest_s = max(back_s, newest_s - time_s), max(newest_s, time_s)
-        last_s, later_s = (times_s[-1] if times_s else -math.inf), told_s[number + 1 : number + 3]
+        last_s, later_s = (times_s[-1] if times_s else -math.inf), logged_s[number + 1 : number + 3]
         if later_s and last_s <= min(later_s) and max(later_s) < time_s:
             time_s = later_s[0]
         times_s.append(max(last_s, time_s))
@@ -163,7 +164,7 @@ def _in_order(told_s: Sequence[float]) -> tuple[list[float], float]:
 
 
 def save_s(info: CheckpointInfo) -> float | None:
-    """Seconds from a save's beginning, which is its step's end, to its commit; None if they are not known."""
+    """Return the seconds from a save's beginning, the end of its step, to its commit; None if unknown."""
     if info.capture_s is None or info.local_s is None:
         return None
     return info.capture_s + info.local_s + (info.replicate_s or 0.0)
@@ -174,9 +175,9 @@ def _branch_points(
     known: Mapping[str, CheckpointInfo],
     commits: Mapping[int, Sequence[CheckpointInfo]],
 ) -> dict[int, float]:
-    """The last session and its ancestors, each with its last record that the newest state comes from.
+    """Return, for the last session and its ancestors, the last record on which the newest state depends.
 
-    -1 for those behind it of which nothing is left.
+    The record is -1 for newer sessions of which no checkpoint is left.
     """
     by_number = {info.session: info for info in sessions}
     ends: dict[int, float] = {}
@@ -194,9 +195,10 @@ def _branch_points(
 
 
 def _newest_left(commits: Sequence[CheckpointInfo]) -> int:
-    """The record of the checkpoint that the effect of a session's commits is left in; -1 if there is none.
+    """Return the record of the newest checkpoint that carries a session's progress; -1 if there is none.
 
-    What was retired or collected is in newer ones. If the newest is lost, a restart needs a live one.
+    The progress of retired and collected checkpoints is contained in newer ones. If the newest is lost, a
+    restart needs a live one.
     """
     if commits and commits[-1].state != "lost":
         return commits[-1].seq
@@ -213,5 +215,5 @@ def step_rate(histories: Sequence[SessionHistory]) -> StepRate:
 
 
 def ratio(whole: float, count: float) -> float | None:
-    """None where either is zero: nothing was measured."""
+    """Return `whole / count`, or None unless both are positive: nothing was measured."""
     return whole / count if whole > 0 and count > 0 else None

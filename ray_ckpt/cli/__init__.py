@@ -1,9 +1,9 @@
-"""`ray-ckpt`: the checkpoints of a run, on any machine that reaches its storage path, and the service of a
-Ray cluster, on any node of that.
+"""`ray-ckpt`: commands for the checkpoints of a run and for the service of a Ray cluster.
 
-Commands that show a run need no cluster and only read, through the catalog. `rollback`, `pin` and `unpin`
-write to its log, pins through the service if it has the run open; a `drill` in a cluster is recorded by the
-service. Commands that call the service import Ray only when they run. Every command can print JSON.
+Commands that show a run work on any machine that reaches its storage path; they only read, through the
+catalog. `rollback`, `pin` and `unpin` write to the run's log; pins are written by the service if it has the
+run open. A `drill` in a cluster is recorded by the service. Commands that call the service run on a node of
+its cluster and import Ray only then. Every command can print JSON.
 """
 
 from __future__ import annotations
@@ -56,17 +56,18 @@ app = typer.Typer(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The console script. Exits with 0, 1 (damage, a failed check, a refusal) or 2 (usage, or an error that
-    its message explains); with 130 after Ctrl-C, and with 141, as by SIGPIPE, if nobody reads its stdout any
-    more.
+    """Run the command that `argv`, or else the command line, names, and exit.
+
+    The exit code is 0; 1 for damage, a failed check or a refusal; 2 for wrong usage or another error, which
+    the message explains; 130 after Ctrl-C; and 141, as after SIGPIPE, if the reader of stdout is gone.
     """
     end_when_unread()
     try:
         sys.exit(app(args=argv, prog_name=NAME, standalone_mode=False) or 0)
     except TyperException as error:
         _fail(_usage_text(error), EXIT_USAGE)
-    except typer.Abort:  # of a question
-        _fail("Nothing was answered.", EXIT_USAGE)
+    except typer.Abort:  # a question without an answer
+        _fail("The question was not answered.", EXIT_USAGE)
     except NewerFormat as error:
         _fail(str(error), EXIT_USAGE)
     except CorruptionError as error:
@@ -86,13 +87,13 @@ def _fail(text: str, code: int) -> NoReturn:
 
 
 def _usage_text(error: TyperException) -> str:
-    """Return the problem with the command line; empty for an empty one, for which the help is printed."""
+    """Return the problem with the command line; empty if there were no arguments: the help was printed."""
     text, context = " ".join(error.format_message().split()), getattr(error, "ctx", None)
     return f"{text.removesuffix('.')}. See `{context.command_path} --help`." if text and context else text
 
 
 def _system_text(error: OSError) -> str:
-    """`/nope/out.png: No such file or directory`."""
+    """Return a text such as `/nope/out.png: No such file or directory`."""
     if error.strerror is None or error.filename is None:
         return str(error)
     return f"{error.filename2 or error.filename}: {error.strerror}"
@@ -113,7 +114,7 @@ def _root(
     pass
 
 
-# By the panel of the help that they stand in.
+# by panel of the help
 _COMMANDS: Mapping[str, Sequence[Callable[..., None]]] = {
     "A run, on its storage path": (
         ls.ls,

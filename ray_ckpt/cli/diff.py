@@ -29,25 +29,27 @@ _ORDER: Sequence[Status] = (
     "dtype",
     "changed",
     "equal",
-)  # of the table, and summary
-MAX_STEP_DIGITS = 19  # of 64 bits
+)  # of rows in the table and of counts in the summary
+MAX_STEP_DIGITS = 19  # a step has 64 bits
 _NUMBERS = ("relative", "max_abs", "cosine", "norm_a", "norm_b", "norm_diff")
 
 
 def diff(
     first: Annotated[
         str,
-        typer.Argument(metavar="PATH|A", help="The run of two steps; or checkpoint A.", show_default=False),
+        typer.Argument(metavar="PATH|A", help="The run of both steps; or checkpoint A.", show_default=False),
     ],
     second: Annotated[
         str,
         typer.Argument(
             metavar="STEP|B",
-            help="A's step; or checkpoint B, such as `s3://bucket/runs/gpt@3000`; without @STEP the newest.",
+            help="Step of A; or checkpoint B, such as `s3://bucket/runs/gpt@3000`; without @STEP the newest.",
             show_default=False,
         ),
     ],
-    third: Annotated[int | None, typer.Argument(metavar="STEP", help="B's step.", show_default=False)] = None,
+    third: Annotated[
+        int | None, typer.Argument(metavar="STEP", help="Step of B.", show_default=False)
+    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,9 +59,7 @@ def diff(
             show_default=False,
         ),
     ] = None,
-    all: Annotated[
-        bool, typer.Option("--all", help="List equal tensors too, not only their number.")
-    ] = False,
+    all: Annotated[bool, typer.Option("--all", help="List equal tensors too, not only their count.")] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -93,20 +93,20 @@ def _views(
     if third is not None:
         if not (second.isdecimal() and len(second) <= MAX_STEP_DIGITS):
             raise ConfigError(
-                f"{second[:80]!r} is no step.",
+                f"{second[:80]!r} is not a step.",
                 hint="Give PATH STEP STEP, or two checkpoints such as PATH@STEP.",
             )
         catalog = Catalog(first, options)
         return catalog[int(second)], catalog[third]
     if second.isdecimal():
         raise ConfigError(
-            "There is one step only.", hint=f"`ray-ckpt diff PATH {second} STEP` takes two of one run."
+            "Only one step was given.", hint=f"`ray-ckpt diff PATH {second} STEP` takes two of one run."
         )
     return _view(first, options), _view(second, options)
 
 
 def _view(text: str, options: Mapping[str, str]) -> CheckpointView:
-    """The checkpoint that a URI or a folder names. Options are for URLs."""
+    """Return the checkpoint that a URI or a folder names. `options` apply to URLs only."""
     is_url = "://" in text
     uri = CheckpointUri.parse(text if is_url else str(without_tilde(text).absolute()))
     opened = uri.open(options if is_url else None)
@@ -164,7 +164,7 @@ def _print_summary(tensors: Sequence[TensorDiff], values: Sequence[ValueDiff]) -
 
 
 def _what(found: TensorDiff) -> str:
-    """`changed`, or the two shapes or dtypes."""
+    """Return the status in words, such as `changed`, or both shapes or dtypes."""
     if found.status == "shape":
         return f"shape {_shape(found.shape_a)} -> {_shape(found.shape_b)}"
     return f"{found.dtype_a} -> {found.dtype_b}" if found.status == "dtype" else _words(found.status)
@@ -209,5 +209,5 @@ def _document(
 
 
 def _plain(value: Any) -> Any:
-    """Infinities as strings: JSON has none."""
+    """Return `value`, but infinities and NaN as strings, as JSON has no numbers for them."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

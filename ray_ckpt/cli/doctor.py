@@ -1,4 +1,4 @@
-"""`ray-ckpt doctor`: is this machine, and a storage path, fit for checkpoints."""
+"""`ray-ckpt doctor`: checks that this machine, and a storage path, are fit for checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ray_ckpt.config import MIB
 from ray_ckpt.location import locate
 
 STYLES = {"warn": "yellow", "fail": "bold red"}
-MAX_SIZE_MIB = 65_536  # of the file that measures a disk
+MAX_SIZE_MIB = 65_536  # size of the file that measures a disk
 
 
 def doctor(
@@ -26,7 +26,7 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="PATH",
-            help="A storage path too: a small folder is written there, and removed.",
+            help="A storage path to check too: a small folder is written there and removed.",
             show_default=False,
         ),
     ] = None,
@@ -34,7 +34,7 @@ def doctor(
         list[str] | None,
         typer.Option(
             metavar="FOLDER",
-            help="A staging folder, as the option of the run; RAY_CKPT_STAGING wins. Repeatable.",
+            help="A staging folder, as the run's option `staging`; RAY_CKPT_STAGING wins. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -44,7 +44,7 @@ def doctor(
             metavar="MIB",
             min=0,
             max=MAX_SIZE_MIB,
-            help="Measure each disk with a file of so many MiB, removed afterwards; 0: do not.",
+            help="Measure each disk with a temporary file of this size; 0: do not measure.",
         ),
     ] = 256,
     storage_option: StorageOption = None,
@@ -82,12 +82,12 @@ def _style(check: Check) -> str | None:
 
 
 def _shown(checks: Iterator[Check]) -> Iterator[Check]:
-    """The checks; which one was last stands on stderr meanwhile, if that is a terminal."""
+    """Run the checks; if stderr is a terminal, show there how many are done."""
     console = Console(stderr=True, markup=False, emoji=False)
     if not console.is_terminal:
         yield from checks
         return
-    with console.status("looking at this machine") as status:
+    with console.status("checking this machine") as status:
         for number, check in enumerate(checks, start=1):
             status.update(f"{number} checks done")
             yield check

@@ -1,8 +1,8 @@
 """Checks of `ray-ckpt doctor`: this machine, its staging folders, and a storage path.
 
-Each check is a function that measures one thing and gives advice. Each runs in a thread of its own with
-a limit of time, one after the other, so that none disturbs what another one measures, and a store or a disk
-that hangs ends as a failed check. What a check writes it removes, also one for which nobody waits any more.
+Each check is a function that measures one thing and gives advice. Checks run one after the other, so that
+none disturbs the measurement of another, each in a thread with a time limit: a store or a disk that hangs
+ends as a failed check. A check removes what it has written, even after its time limit.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ __all__ = ["Check", "check_machine", "check_staging", "check_store"]
 
 State: TypeAlias = Literal["ok", "warn", "fail"]
 
-CHECK_S = 10.0  # for a check that calls the kernel only
-DISK_S = 120.0  # for the file: 256 MiB at 5 MB/s, there and back
-STORE_S = 30.0  # for each of the store's checks: longer than its log tries a request
-GRACE_S = 5.0  # for a check that is stopped: a block on its way, and deleting the file
-SMALL_BYTES = 4096  # of the small files: a record, a description
-SMALL_FILES = 5  # whose median counts: the first one pays for a connection
-LEAST_SHM_BYTES = 64 * MIB  # Docker's default for /dev/shm, which no arena fits into
-LEAST_MEMORY_BYTES = GIB  # below that hardly any state has a copy in memory
+CHECK_S = 10.0  # limit of a check that only calls the kernel
+DISK_S = 120.0  # limit of the disk's measurement: 256 MiB, written and read at 5 MB/s
+STORE_S = 30.0  # limit of each check of the store: longer than the log retries a request
+GRACE_S = 5.0  # for a stopped check to end its current block and delete its file
+SMALL_BYTES = 4096  # size of the small files: that of a record or a description
+SMALL_FILES = 5  # the median counts, as the first one includes the time to connect
+LEAST_SHM_BYTES = 64 * MIB  # Docker's default for /dev/shm, too small for any arena
+LEAST_MEMORY_BYTES = GIB  # with less, hardly any state fits into memory a second time
 LEAST_OPEN_FILES = 4096  # a node's agent has a few for each rank, peer and request; Ray itself needs more
-LEAST_DISK_BYTES_S = 200 * MIB  # below that a node's checkpoint of 10 GB takes the best part of a minute
+LEAST_DISK_BYTES_S = 200 * MIB  # below it, a node's checkpoint of 10 GB takes most of a minute
 SLOW_FSYNC_S = 0.05  # a save does several
-SLOW_STORE_S = 1.0  # of a small file: a commit is one, and a restore waits for a few
+SLOW_STORE_S = 1.0  # for a small file: a commit writes one, and a restore waits for a few
 CLOCK_OFF_S = 5.0  # ages (retention, sweeps) are hours; tokens of clouds are refused at minutes
-DRIFT_S = 0.05  # between two clocks of this machine in CLOCK_SAMPLE_S
-CLOCK_SAMPLE_S = 0.2  # for which two clocks are compared
-MAX_PORTS = 1000  # of a range that are tried
-OLDEST_RAY, NEWEST_RAY = (2, 56), (2, 60)  # what pyproject.toml allows
+DRIFT_S = 0.05  # between two clocks of this machine within CLOCK_SAMPLE_S
+CLOCK_SAMPLE_S = 0.2  # duration of the comparison of two clocks
+MAX_PORTS = 1000  # tried of a range
+OLDEST_RAY, NEWEST_RAY = (2, 56), (2, 60)  # as in pyproject.toml
 OLDEST_TORCH, NEWEST_TORCH = (2, 13), (2, 13)
 MEMORY_FILES = ("tmpfs", "ramfs")
 NETWORK_FILES = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "fuse.sshfs", "fuse.gcsfuse")
@@ -118,11 +118,11 @@ def check_machine() -> Iterator[Check]:
 def check_staging(
     option: str | tuple[str, ...] | None = None, *, size_bytes: int = 256 * MIB, limit_s: float = DISK_S
 ) -> Iterator[Check]:
-    """Three checks of each staging folder of this machine, as `RunOptions.staging` names them.
+    """Run three checks of each staging folder of this machine, as `RunOptions.staging` names them.
 
-    Writes a file of `size_bytes` (0: none) and small ones into a folder of its own there, and removes them; a
-    staging folder that does not exist is not made: its nearest parent stands for it. Where there is too
-    little space nothing is written.
+    Writes a file of `size_bytes` (0: none) and small ones into a folder of its own there, and removes them. A
+    staging folder that does not exist is not created: its nearest existing parent is checked instead. Nothing
+    is written where space is too low.
     """
     for root in staging_roots(option, "doctor"):
         place = root
@@ -147,10 +147,10 @@ def check_staging(
 def check_store(
     storage_path: Location, options: Mapping[str, str] | None = None, *, limit_s: float = STORE_S
 ) -> Iterator[Check]:
-    """The storage path: whether it can hold a log, how long small files take, and its clock.
+    """Check the storage path: that it can hold a log, the time of small files, and its clock.
 
-    Writes into a folder `ray_ckpt-doctor-...` of its own there, and removes it. Ends with the first check
-    that fails, for the next ones would too; each has `limit_s` seconds. A folder must exist.
+    Writes into a folder `ray_ckpt-doctor-...` of its own there, and removes it. Ends after the first check
+    that fails, as the next ones would fail too; each has `limit_s` seconds. A local folder must exist.
     """
     tier = RemoteTier(storage_path / f"ray_ckpt-doctor-{uuid.uuid4().hex}", options)
     steps: Mapping[str, Callable[[RemoteTier], Finding]] = {
@@ -166,7 +166,7 @@ def check_store(
             return
 
 
-# -- running ------------------------------------------------------------------------------------------
+# Running
 
 
 def _run(
@@ -177,10 +177,10 @@ def _run(
     advice: str = "",
     stop: threading.Event | None = None,
 ) -> Check:
-    """`look` in a thread that keeps no process from ending.
+    """Run `look` in a daemon thread and return its result as a check.
 
-    What it raises, or that it has not ended in time, is a failed check with `advice`, or the error's own.
-    `stop` tells it that nobody waits any more; it has GRACE_S to remove what it has written.
+    If it raises an error or exceeds `limit_s`, the check has failed, with the error's hint or `advice`.
+    `stop` is set when the wait is over; `look` then has GRACE_S to remove what it has written.
     """
     found: list[Finding] = []
 
@@ -205,7 +205,7 @@ def _run(
     return Check(name=name, state=state, found=text, advice=what_to_do)
 
 
-# -- this machine -------------------------------------------------------------------------------------
+# This machine
 
 
 def _shared_memory() -> Finding:
@@ -257,7 +257,7 @@ def _memory_of_others() -> Finding:
 
 def _memory() -> Finding:
     free = available_memory_bytes()
-    found = f"{_size(free)} may still be taken, by the machine and its cgroup limits"
+    found = f"{_size(free)} available, by the machine and its cgroup limits"
     if free < LEAST_MEMORY_BYTES:
         advice = "Free memory, raise the limit, or use memory='stream': captures need room for the state."
         return "warn", found, advice
@@ -279,9 +279,9 @@ def _clock() -> Finding:
     time.sleep(CLOCK_SAMPLE_S)
     wall_s, steady_s = time.time() - before[0], time.monotonic() - before[1]
     drift_s = abs(wall_s - steady_s)
-    found = f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, {1000 * drift_s:.1f} ms beside the monotonic clock"
+    found = f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, {1000 * drift_s:.1f} ms off the monotonic clock"
     if steady_s <= 0 or drift_s > DRIFT_S:
-        return "warn", found, "The clock jumps: look at NTP or the virtual machine's time service."
+        return "warn", found, "The clock jumps: check NTP or the virtual machine's time service."
     return "ok", found, ""
 
 
@@ -323,28 +323,28 @@ def _is_free(host: str, port: int) -> bool:
     return False
 
 
-# -- staging folders ----------------------------------------------------------------------------------
+# Staging folders
 
 
 def _space(root: Path, place: Path, size_bytes: int) -> Finding:
-    """Free space and file system of `place`, the nearest folder to `root` that exists."""
+    """Check free space and file system of `place`: `root`, or its nearest parent that exists."""
     reserve, free = RunOptions().reserve_bytes, free_bytes(place)
     kind = _file_system(place)
     found = f"{_size(free)} free of {_size(total_bytes(place))}, {kind or 'unknown file system'}"
     if place != root:
-        found += "; the folder is made when it is needed"
+        found += "; the folder is created when it is needed"
     if free < reserve + size_bytes:
         advice = f"{_size(reserve)} stay free by default (reserve_bytes). Make room, or name another folder"
         return "fail", found, f"{advice} with staging or {STAGING_ENV}."
     if kind in MEMORY_FILES:
-        return "warn", found, "That is memory, and gone with the machine. Name a disk's folder."
+        return "warn", found, "This is memory, lost with the machine. Name a folder on a disk."
     if kind in NETWORK_FILES:
-        return "warn", found, "That is a network's. Name a folder on a local disk, best NVMe."
+        return "warn", found, "This is a network file system. Name a folder on a local disk, best NVMe."
     return "ok", found, ""
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system of `path`, by the kernel's table of mounts; empty if it is not there."""
+    """Return the file system type of `path` by the kernel's table of mounts; empty if it is not in there."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in (_text(Path("/proc/self/mountinfo")) or "").splitlines():
@@ -383,8 +383,8 @@ def _takes_direct(path: Path) -> bool:
 
 
 def _speed(place: Path, size_bytes: int, stop: threading.Event) -> Finding:
-    """A file written as a shard is, fsync included, and read again past the page cache."""
-    block = memoryview(os.urandom(min(size_bytes, IO_BLOCK_BYTES)))  # nothing that a disk could compress
+    """Measure writing a file as a shard is written, fsync included, and reading it past the page cache."""
+    block = memoryview(os.urandom(min(size_bytes, IO_BLOCK_BYTES)))  # random, as some disks compress
 
     def blocks() -> Iterator[memoryview]:
         for start in range(0, size_bytes, len(block)):
@@ -401,16 +401,16 @@ def _speed(place: Path, size_bytes: int, stop: threading.Event) -> Finding:
     rates = [size_bytes / max(t, 1e-6) for t in (written_s - began_s, read_s - written_s)]
     found = f"{_size(size_bytes)} written at {_size(rates[0])}/s, read at {_size(rates[1])}/s"
     if min(rates) < LEAST_DISK_BYTES_S and size_bytes >= PAGE_BYTES:
-        return "warn", found, "Checkpoints are local late, and restores slow. Use NVMe, or several disks."
+        return "warn", found, "Saves take long to be local, restores are slow. Use NVMe or several disks."
     return "ok", found, ""
 
 
 def _go_on(stop: threading.Event) -> None:
     if stop.is_set():
-        raise OSError(errno.ETIMEDOUT, "nobody waits for this any more")
+        raise OSError(errno.ETIMEDOUT, "the check was stopped")
 
 
-# -- the storage path ---------------------------------------------------------------------------------
+# The storage path
 
 
 def _store_probe(tier: RemoteTier) -> Finding:
@@ -439,22 +439,22 @@ def _store_latency(tier: RemoteTier) -> Finding:
 
 
 def _store_clock(tier: RemoteTier) -> Finding:
-    """The store's time when it stored a file, against this machine's before and after."""
+    """Compare the store's time of storing a file with this machine's clock before and after."""
     before_s = time.time()
     store_s = tier.now_s()
     after_s = time.time()
-    off_s = max(before_s - store_s, store_s - after_s, 0.0)  # files are dated by the second by some
-    found = f"{off_s:.1f} s beside this machine's"
+    off_s = max(before_s - store_s, store_s - after_s, 0.0)  # some stores date files by the second
+    found = f"differs from this machine's by {off_s:.1f} s"
     if off_s > CLOCK_OFF_S:
         return "warn", found, "Set this machine's clock by NTP: requests may be refused, and ages are wrong."
     return "ok", found, ""
 
 
 def _cleaned(tier: RemoteTier, look: Callable[[RemoteTier], Finding]) -> Finding:
-    """`look`, and then nothing of it is left."""
+    """Run `look`, then remove what it has written."""
     if tier.root.is_posix and not tier.root.folder.parent.is_dir():
-        advice = "Mount it, or make the folder: a new one here may be on a disk that other nodes do not see."
-        return "fail", f"{tier.root.parent} is not there", advice
+        advice = "Mount it, or create it: a folder made here may be on a disk that other nodes do not see."
+        return "fail", f"{tier.root.parent} does not exist", advice
     try:
         if tier.root.is_posix:
             tier.root.folder.mkdir(mode=DIR_MODE, exist_ok=True)
@@ -464,7 +464,7 @@ def _cleaned(tier: RemoteTier, look: Callable[[RemoteTier], Finding]) -> Finding
 
 
 def _remove(tier: RemoteTier) -> None:
-    """Clean up as far as possible: an earlier check has reported a store that fails."""
+    """Clean up as far as possible: a store that fails is reported by the check itself."""
     with contextlib.suppress(OSError, CheckpointError):
         tier.files.delete([CLOCK_FILE, *(f"file-{number}" for number in range(SMALL_FILES))])
         if tier.root.is_posix:
@@ -473,11 +473,11 @@ def _remove(tier: RemoteTier) -> None:
             tier.root.folder.rmdir()
 
 
-# -- words --------------------------------------------------------------------------------------------
+# Texts
 
 
 def _text(path: Path) -> str | None:
-    """A small file of the kernel's; None if it is not there."""
+    """Return the text of a small file of the kernel; None if it does not exist."""
     try:
         return path.read_text().strip()
     except OSError:

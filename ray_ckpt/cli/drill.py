@@ -1,4 +1,4 @@
-"""`ray-ckpt drill`: what a loss would leave of a run, read and compared with its digests."""
+"""`ray-ckpt drill`: a rehearsal of a loss: reads what it would leave of a run and compares digests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ray_ckpt.cli.output import add_row, is_narrow, level_text, make_table, prin
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.core.loss_scenarios import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node, lose_rack
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.location import locate
+from ray_ckpt.location import Location, locate
 from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.texts import count_text, printable
@@ -34,7 +34,7 @@ def drill(
     node: Annotated[
         str | None,
         typer.Option(
-            "--lose-node", metavar="NODE", help="The id of a node, or how it begins.", show_default=False
+            "--lose-node", metavar="NODE", help="The id of a node, or its beginning.", show_default=False
         ),
     ] = None,
     rack: Annotated[
@@ -42,7 +42,7 @@ def drill(
         typer.Option(
             "--lose-rack",
             metavar="DOMAIN",
-            help="A failure domain: all nodes with that value of the label.",
+            help="A failure domain: all nodes whose label has this value.",
             show_default=False,
         ),
     ] = None,
@@ -51,13 +51,13 @@ def drill(
         typer.Option("--remote-only", help="All nodes: only the storage path is left."),
     ] = False,
     step: Annotated[
-        int | None, typer.Option(help="This step alone instead of all live ones.", show_default=False)
+        int | None, typer.Option(help="Only this step instead of all live ones.", show_default=False)
     ] = None,
     max_rate: Annotated[
         str | None,
         typer.Option(
             metavar="BYTES/S",
-            help="Read no faster, all streams together, such as 200MB/s; else as fast as it can.",
+            help="Limit of all reads together, such as 200MB/s; default: none.",
             show_default=False,
         ),
     ] = None,
@@ -65,8 +65,8 @@ def drill(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="The Ray cluster; without it the one that is found here. With --remote-only one is asked "
-            "only if it is named, or `auto`.",
+            help="The Ray cluster; default: the one of this machine. With --remote-only a cluster is used "
+            "only if it is named here; `auto` names that of this machine.",
             show_default=False,
         ),
     ] = None,
@@ -92,6 +92,11 @@ def drill(
         unrecorded: tuple[str, ...] = ("it was read without the cluster; use --address auto",)
     else:
         report, unrecorded = _in_cluster(str(location), node, rack, step, address, max_bytes_per_s)
+    _show(location, report, unrecorded, as_json)
+
+
+def _show(location: Location, report: DrillReport, unrecorded: tuple[str, ...], as_json: bool) -> None:
+    """Print the report, and exit with EXIT_DAMAGED if it has failed."""
     if as_json:
         print_json({"run": str(location), "recorded": not unrecorded, **report_json(report)})
     else:
@@ -130,7 +135,7 @@ def _without_cluster(
 
 
 def _size(chosen: Iterable[LiveCheckpoint]) -> int:
-    """In bytes."""
+    """Return the bytes of all chosen checkpoints."""
     return sum(live.checkpoint.size_bytes for live in chosen)
 
 
@@ -151,7 +156,7 @@ def _in_cluster(
     address: str | None,
     max_bytes_per_s: int | None,
 ) -> tuple[DrillReport, tuple[str, ...]]:
-    """The report, and why parts of it are not in the log."""
+    """Return the report, and the reasons why parts of it are not in the log."""
     from ray_ckpt.actors.attach import attached  # Ray takes seconds to import
     from ray_ckpt.actors.live_run import RunDrills
 
@@ -169,7 +174,7 @@ def _scenario(node: str | None, rack: str | None, domains: Mapping[str, str]) ->
     return REMOTE_ONLY if rack is None else lose_rack(rack, domains)
 
 
-# -- what is shown -----------------------------------------------------------------------------------
+# Output
 
 
 def report_json(report: DrillReport) -> dict[str, Any]:
@@ -224,14 +229,14 @@ def print_report(run_name: str, report: DrillReport) -> None:
         add_row(table, info.step, level_text(info, brief=brief), result.verdict, seconds, *cells, style=style)
     console.print(table)
     for result in report.results:
-        for line in (*result.problems, *(f"{note} (made good by another copy)" for note in result.notes)):
+        for line in (*result.problems, *(f"{note} (another copy was read instead)" for note in result.notes)):
             style = "red" if result.verdict == "failed" else "yellow"
             console.print(printable(f"step {result.checkpoint.step}: {line}"), style=style, soft_wrap=True)
     console.print(_conclusion(report), soft_wrap=True)
 
 
 def _read_text(read: TierRead | None, *, brief: bool) -> str:
-    """`1.2 GB at 2.1 GB/s`, briefly without the speed."""
+    """Return a text such as `1.2 GB at 2.1 GB/s`; if `brief`, without the speed."""
     if read is None:
         return "-"
     size = decimal(read.size_bytes)
@@ -242,15 +247,15 @@ def _conclusion(report: DrillReport) -> str:
     if not report.is_whole:
         return "The checkpoint from which the run would continue is shown only without --step."
     if report.steps_lost is None:
-        return "What a run would go on from after this loss is not known: what was newer has been retired."
+        return "The step that is left after this loss is unknown: newer checkpoints have been retired."
     lost = _lost_text(report.steps_lost, is_least=report.last_step is None)
     if report.resume is None:
-        return f"After this loss nothing of it is left to go on from: {lost}."
-    return f"After this loss a run would go on from step {report.resume.step}: {lost}."
+        return f"After this loss no checkpoint is left to continue from: {lost}."
+    return f"After this loss the run would continue from step {report.resume.step}: {lost}."
 
 
 def _lost_text(num_steps: int, *, is_least: bool) -> str:
     if not num_steps:
-        rest = "no saved step would be lost; how many were trained since is not known"
+        rest = "no saved step would be lost; the number of later steps is unknown"
         return rest if is_least else "no step would be lost"
     return f"{'at least ' if is_least else ''}{count_text(num_steps, 'step')} would be lost"

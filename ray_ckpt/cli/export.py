@@ -34,18 +34,21 @@ def export(
             show_default=False,
         ),
     ],
-    to: Annotated[Form, typer.Option("--to", help="In which form.")] = Form.safetensors,
+    to: Annotated[Form, typer.Option("--to", help="The format of the files.")] = Form.safetensors,
     step: Annotated[
         int | None, typer.Option(help="This step instead of the newest durable one.", show_default=False)
     ] = None,
     item: Annotated[
-        str | None, typer.Option(help="One item, such as model, by its own names.", show_default=False)
+        str | None,
+        typer.Option(help="Only this item, such as model; names are without its prefix.", show_default=False),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Tensors of these full names. Repeatable.", show_default=False),
+        typer.Option(
+            metavar="PATTERN", help="Only tensors whose full names match. Repeatable.", show_default=False
+        ),
     ] = None,
-    max_file: Annotated[str, typer.Option(help="Of safetensors: tensors in one file.")] = "5GB",
+    max_file: Annotated[str, typer.Option(help="For safetensors: the most of tensors in one file.")] = "5GB",
     force: Annotated[
         bool, typer.Option("--force", help="Replace an older export in OUT, or the file.")
     ] = False,

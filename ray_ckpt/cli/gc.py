@@ -1,4 +1,4 @@
-"""`ray-ckpt gc --dry-run`: what retention would give up, and why."""
+"""`ray-ckpt gc --dry-run`: the checkpoints that retention would delete, and why."""
 
 from __future__ import annotations
 
@@ -45,22 +45,24 @@ def _keep(name: str, text: str, metavar: str | None = None) -> Any:
 
 def gc(
     path: PathArgument,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show it, change nothing. Required.")] = False,
-    keep_last: Annotated[int | None, _keep("--keep-last", "The last so many; 3 if not given.")] = None,
-    keep_every: Annotated[int | None, _keep("--keep-every", "The first from each multiple of it.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show; change nothing. Required.")] = False,
+    keep_last: Annotated[int | None, _keep("--keep-last", "This many of the newest; default 3.")] = None,
+    keep_every: Annotated[
+        int | None, _keep("--keep-every", "The first from each multiple of this step.")
+    ] = None,
     keep_every_s: Annotated[
-        float | None, _keep("--keep-every-s", "The first of each period of so many seconds.")
+        float | None, _keep("--keep-every-s", "The first of each period of this many seconds.")
     ] = None,
     keep_best: Annotated[
-        str | None, _keep("--keep-best", "The best, such as loss:min:2.", "METRIC:MODE:COUNT")
+        str | None, _keep("--keep-best", "The best by a metric, such as loss:min:2.", "METRIC:MODE:COUNT")
     ] = None,
     keep_milestones: Annotated[
         list[float] | None,
-        _keep("--keep-milestone", "The first from this part of --total-steps. Repeatable.", "FRACTION"),
+        _keep("--keep-milestone", "The first from this fraction of --total-steps. Repeatable.", "FRACTION"),
     ] = None,
     total_steps: Annotated[int | None, _keep("--total-steps", "Steps of the whole run.")] = None,
     keep_epochs: Annotated[bool, _keep("--keep-epochs", "The last of each finished epoch.")] = False,
-    ttl_s: Annotated[float | None, _keep("--ttl-s", "None older than so many seconds.")] = None,
+    ttl_s: Annotated[float | None, _keep("--ttl-s", "None that are older than this many seconds.")] = None,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -106,7 +108,7 @@ def gc(
 
 
 def _best(text: str) -> tuple[str, str, int]:
-    """`loss:min:2` as the option of a run."""
+    """Parse `loss:min:2` into the value of `keep_best`."""
     head, _, count = text.rpartition(":")
     metric, _, mode = head.rpartition(":")
     if not metric or mode not in ("min", "max") or not re.fullmatch("[1-9][0-9]{0,8}", count):
@@ -116,13 +118,13 @@ def _best(text: str) -> tuple[str, str, int]:
 
 
 def _policies(catalog: Catalog, options: Mapping[str, Any]) -> tuple[Policy, ...]:
-    """Those that the options choose, else those of the last session."""
+    """Return the policies that the options choose, else those of the last session."""
     if options:
         return policies_of(RunOptions.parse(**options))
     policies = from_text(catalog.sessions[-1].retention) if catalog.sessions else ()
     if not policies:
         raise ConfigError(
-            f"The log of run {catalog.run_name} names no retention policy.",
+            f"The log of run {catalog.run_name} has no retention policy.",
             hint="Give one by options, such as --keep-last 3.",
         )
     return policies

@@ -1,4 +1,4 @@
-"""`ray-ckpt goodput`: what became of a run's time."""
+"""`ray-ckpt goodput`: the parts of a run's wall time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ray_ckpt.errors import ConfigError, missing_package
 from ray_ckpt.storage.output_file import output_file, whole_file
 from ray_ckpt.texts import count_text, duration_text, local_time_text, printable
 
-MAX_SHOWN = 50  # interruptions in a table, the last ones; JSON has all
+MAX_SHOWN = 50  # newest interruptions in the table; JSON has all
 FIGURE_INCHES = (8, 5)
 DPI = 120
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -35,9 +35,9 @@ UNITS = (
     ("days", 2 * DAY_S, DAY_S),
     ("hours", 7200.0, HOUR_S),
     ("minutes", 120.0, 60.0),
-)  # from, seconds in it
-MAX_TITLE = 60  # characters of a run's name in a picture, which is no wider
-SAME_S = 0.05  # a time that is printed alike is not printed as bounds
+)  # name, least wall time, seconds in one
+MAX_TITLE = 60  # characters of a run's name that fit into the picture
+SAME_S = 0.05  # bounds this close are printed as one time
 
 
 def goodput(
@@ -45,10 +45,10 @@ def goodput(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write a PNG there: steps over time, and the parts.", show_default=False
+            metavar="FILE", help="Write a PNG: steps over time, and the parts of it.", show_default=False
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,7 +61,7 @@ def goodput(
     Example: `ray-ckpt goodput /shared/runs/gpt --plot goodput.png`
     """
     if plot is not None and plot.suffix.lower() != ".png":
-        raise ConfigError(f"{plot} is no name of a PNG.", hint="Let it end in .png.", path=str(plot))
+        raise ConfigError(f"{plot} is not the name of a PNG.", hint="End it in .png.", path=str(plot))
     file = None if plot is None else output_file(plot, force=force)
     catalog = Catalog(path, store_options(storage_option))
     known = catalog.list(all=True)
@@ -120,7 +120,7 @@ def _print(console: Console, run_name: str, found: Goodput) -> None:
         console.print(note, soft_wrap=True)
     if found.not_counted_s:
         console.print(
-            f"not counted: {duration_text(found.not_counted_s)} after it had finished", soft_wrap=True
+            f"not counted: {duration_text(found.not_counted_s)} after the run had finished", soft_wrap=True
         )
     if found.interruptions:
         _print_interruptions(console, found)
@@ -154,7 +154,7 @@ def _steps(each: Interruption) -> str:
 
 
 def _share(found: Goodput) -> str:
-    """`goodput 43.2 % (40.1 to 45.0 %)`."""
+    """Return a text such as `goodput 43.2 % (40.1 to 45.0 %)`."""
     ratios = found.ratios
     return f"goodput {'unknown: the log has one moment' if ratios is None else _percent(ratios)}"
 
@@ -240,6 +240,6 @@ def _beginnings(found: Goodput) -> dict[int, float]:
 
 
 def _short(name: str) -> str:
-    """Its beginning and its end, if it is too long for a picture."""
+    """Return the beginning and the end of a name that is too long for the picture."""
     half = (MAX_TITLE - 3) // 2
     return name if len(name) <= MAX_TITLE else f"{name[:half]}...{name[-half:]}"

@@ -1,6 +1,6 @@
-"""What commands share that ask the service of a Ray cluster: how it is reached, and what they print of it.
+"""Functions of the commands that call the service of a Ray cluster: reaching it, and printing its state.
 
-Ray is loaded when a service is asked for, not before.
+Ray is imported with the first call, not before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SHORT_ID = 12  # characters of a node id; as in the logs
 NO_SERVICE = "This Ray cluster has no checkpoint service."
 START_HINT = "A training starts it, and so does `ray-ckpt up`."
-MAX_NODES = 32  # rows of a run's table of nodes; those at risk come first
+MAX_NODES = 32  # rows of a run's table of nodes; nodes with the most steps at risk come first
 LEVELS = ("local", "replicated", "durable")
 STATE_STYLES = {"training": "green", "gone": "yellow", "failed": "yellow"}
 
@@ -36,10 +36,10 @@ STATE_STYLES = {"training": "green", "gone": "yellow", "failed": "yellow"}
 
 @contextmanager
 def service_if_any(address: str | None) -> Iterator[tuple[Any | None, CheckpointError | None]]:
-    """The service of the cluster; or None and why there is none.
+    """Yield the service of the cluster and None, or None and the reason.
 
-    A cluster that was named and does not answer is an error. One that is found on this machine may be
-    somebody else's: its refusal or silence is a reason like any other.
+    A named cluster that does not answer is an error. A cluster that was found on this machine may belong to
+    somebody else, so its refusal or silence is only a reason.
     """
     from ray_ckpt.actors import attach
 
@@ -59,7 +59,7 @@ def service_if_any(address: str | None) -> Iterator[tuple[Any | None, Checkpoint
 
 @contextmanager
 def running_service(address: str | None) -> Iterator[Any]:
-    """The service of the cluster. ConfigError if there is no cluster or it has none."""
+    """Yield the service of the cluster. Raise ConfigError if there is no cluster, or no service in it."""
     from ray_ckpt.actors import attach
 
     with attach.attached(address):
@@ -77,18 +77,18 @@ def overview_of(service: Any) -> ServiceView:
 
 
 def runs_named(view: ServiceView, wanted: str) -> tuple[RunView, ...]:
-    """The runs of a name, or else the one at `<storage_path>/<name>`."""
+    """Return the runs with this name, or else the one at `<storage_path>/<name>`."""
     return tuple(run for run in view.runs if run.name == wanted) or runs_at(view, wanted)
 
 
 def run_location(path: str) -> Location:
-    """The run as its coordinator knows it."""
+    """Return the run's location by which its coordinator knows it."""
     found = locate(path)
     return found.parent if found.name == SERVICE_DIR else found
 
 
 def runs_at(view: ServiceView, path: str) -> tuple[RunView, ...]:
-    """The run at `<storage_path>/<name>`, if the service has it open."""
+    """Return the run at `<storage_path>/<name>` if the service has it open."""
     try:
         where = str(locate(path))
     except CheckpointError:  # no path
@@ -96,7 +96,7 @@ def runs_at(view: ServiceView, path: str) -> tuple[RunView, ...]:
     return tuple(run for run in view.runs if where in (run.where, f"{run.where}/{SERVICE_DIR}"))
 
 
-# What is printed
+# Printing
 
 
 def service_line(view: ServiceView) -> str:
@@ -141,12 +141,12 @@ def runs_table(runs: Iterable[RunView]) -> FittedTable:
 
 
 def run_details(run: RunView) -> Group:
-    """All that is known of a run, as `status` and `top` print it."""
+    """Return all facts of a run, as `status` and `top` print them."""
     parts: list[RenderableType] = [
         _line(f"run {run.name}  {run.where}  uid {run.run_uid}"),
         _line(_at_work(run)),
+        _levels_table(run),
     ]
-    parts.append(_levels_table(run))
     if run.nodes:
         parts.append(_nodes_table(run.nodes))
     if run.saves:
@@ -170,7 +170,7 @@ def leaving_line(node: DrainingView) -> Text:
 
 
 def print_service(console: Console, view: ServiceView, runs: Sequence[RunView], *, details: bool) -> None:
-    """`runs` of it: as rows, or with `details` each with its own tables."""
+    """Print the service and `runs`: a row for each, or with `details` tables for each."""
     console.print(service_line(view), soft_wrap=True)
     for node in view.leaving:
         console.print(leaving_line(node))
@@ -193,7 +193,7 @@ def short(node_id: str) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """`0-3, 8`."""
+    """Return a text such as `0-3, 8`."""
     spans = []
     for _, group in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
         found = [rank for _, rank in group]
@@ -236,7 +236,7 @@ def _newest_text(run: RunView, level: str) -> str:
 
 
 def _risk_text(nodes: Sequence[NodeView]) -> str:
-    """The worst node: how many steps its death would cost, and from where the state would come."""
+    """Return the cost of the worst node's death: lost steps, and the tier of the state that is left."""
     exposed = [node.exposure for node in nodes if node.exposure is not None]
     if not exposed:
         return "-"
@@ -328,7 +328,7 @@ def _drains_table(run: RunView) -> FittedTable:
     headers = ("drain", "state", "fragments", "bytes", "rate", "left", "tries", "on nodes")
     table = make_table(*headers, right=(2, 3, 4, 5, 6), whole=(0, 3, 4, 5), gives_way=(7, 6, 2, 5, 4))
     for drain in run.drains:
-        # Fragments are of about one size; of those on their way agents tell, as compressed if they are.
+        # fragments are of about one size; agents report the bytes sent of unfinished ones, as compressed
         done = drain.size_bytes * drain.fragments_done // drain.fragments
         done = min(done + run.sent_bytes.get(drain.attempt, 0), drain.size_bytes)
         rate = done / drain.started_s if drain.started_s else 0.0
@@ -351,7 +351,7 @@ def _notes(run: RunView) -> Iterator[str]:
     yield from (awaited.text for awaited in run.awaited)
     if run.copies_missing:
         yield f"{run.copies_missing} copies of fragments are yet to be made again"
-    if run.needed_in_cluster and run.state != "training":  # there it is always so
+    if run.needed_in_cluster and run.state != "training":  # then there always are some
         yield f"in the cluster only: step(s) {', '.join(map(str, run.needed_in_cluster[-10:]))}"
     if run.records_waiting > 1:
         yield f"{run.records_waiting} records wait for the log's store"

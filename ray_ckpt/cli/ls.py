@@ -42,20 +42,20 @@ def ls(
             show_default=False,
         ),
     ],
-    all: Annotated[bool, typer.Option("--all", help="Also what is lost, retired or deleted.")] = False,
+    all: Annotated[bool, typer.Option("--all", help="Also lost, retired and deleted checkpoints.")] = False,
     parquet: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Write tables of the run there as Parquet files, for DuckDB or pandas, in place of older "
-            "ones, and list these.",
+            help="Write the tables of the run there as Parquet files, for DuckDB or pandas, replacing older "
+            "ones, and list the files.",
             show_default=False,
         ),
     ] = None,
     step: Annotated[
         list[int] | None,
         typer.Option(
-            help="With --parquet: files and slices of this durable step only. Repeatable.",
+            help="With --parquet: shards and slices of this durable step only. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -75,8 +75,8 @@ def ls(
     if step and parquet is None:
         raise ConfigError("--step goes with --parquet.", hint="`ray-ckpt show` shows one step.")
     if parquet is not None:
-        if re.match("[a-z0-9]+:/", str(parquet)):  # as a Path has it
-            raise ConfigError(f"{parquet} is no folder.", hint="Give a folder of this machine.")
+        if re.match("[a-z0-9]+:/", str(parquet)):  # a URL, of which Path has merged the slashes
+            raise ConfigError(f"{parquet} is not a folder.", hint="Give a folder of this machine.")
         _write_tables(Catalog(path, options), parquet, step or None, as_json)
         return
     try:
@@ -128,10 +128,10 @@ def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
     console.print(f"run {catalog.run_name}  uid {catalog.run_uid}  sessions {len(catalog.sessions)}")
     infos = catalog.list(all=all)
     left_out = max(0, len(infos) - MAX_ROWS)
-    shown = [info for info in infos[:left_out] if info.id.attempt == last]  # after a rollback far back
+    shown = [info for info in infos[:left_out] if info.id.attempt == last]  # far back after a rollback
     shown += infos[left_out:]
     if left_out:
-        console.print(f"The last {MAX_ROWS} of {len(infos)} checkpoints; --json and --parquet give all.")
+        console.print(f"The last {MAX_ROWS} of {len(infos)} checkpoints; --json and --parquet have all.")
     if not shown:
         console.print("No checkpoints." if all else "No live checkpoints.")
         return
@@ -141,7 +141,7 @@ def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
 def _table(
     infos: Iterable[CheckpointInfo], newest: str, lineage: Collection[str], *, brief: bool
 ) -> FittedTable:
-    """`newest` and `lineage` are attempts. A brief table has fewer columns, for short rows."""
+    """Return a row for each checkpoint; `newest` and `lineage` are attempts. `brief` has fewer columns."""
     if brief:
         shown = "", "step", "level", "session", "size", "when", "metrics"
         table = make_table(*shown, right=(1, 3, 4), whole=range(6), fold=(6,), gives_way=(6,))
@@ -173,7 +173,7 @@ def _brief_cells(info: CheckpointInfo) -> tuple[object, ...]:
 
 
 def _run_summary(run: Location, options: Mapping[str, str]) -> dict[str, Any]:
-    """A run as a row; one that cannot be read does not hide the others."""
+    """Return the row of a run; for a run that cannot be read, its error, so that the others are listed."""
     try:
         catalog = Catalog(run, options)
     except CheckpointError as error:

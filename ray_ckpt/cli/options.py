@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments and exit codes that several commands share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import typer
 from ray_ckpt.errors import ConfigError
 
 EXIT_DAMAGED = 1
-EXIT_REFUSED = 1  # a run or a service may be at work
+EXIT_REFUSED = 1  # a run or the service may be at work
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 128 + signal.SIGINT  # typer's, after Ctrl-C
-EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell tells of a command that this signal has ended
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # as typer exits after Ctrl-C
+EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell reports a command that this signal ended
 
 PathArgument = Annotated[
     str, typer.Argument(metavar="PATH", help="The run: `<storage_path>/<run name>`.", show_default=False)
@@ -31,7 +31,7 @@ StorageOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Skip the question.")]
 
 RunArgument = Annotated[
     str | None,
@@ -49,7 +49,7 @@ AddressOption = Annotated[
     ),
 ]
 
-MIN_RATE_BYTES_PER_S = 10**6  # below it a request for a long range outlasts its time
+MIN_RATE_BYTES_PER_S = 10**6  # below it, requests for long ranges would time out
 
 _SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(I)?)?B?", re.IGNORECASE)
 _PREFIXES = ("", "K", "M", "G", "T")
@@ -58,24 +58,25 @@ _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 def seconds(text: str) -> float:
-    """`7d` or `90 min` in seconds; ConfigError if it is no time, or none at all."""
+    """Parse `7d` or `90 min` into seconds. Raise ConfigError unless it is a time above zero."""
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h|d|w)", text.strip())
     span_s = float(found[1]) * _UNITS_S[found[2]] if found else 0.0
     if span_s <= 0:
-        raise ConfigError(f"{text!r} is no length of time.", hint="Give one such as 7d, 12h, 30min or 90s.")
+        raise ConfigError(f"{text!r} is not a duration.", hint="Give one such as 7d, 12h, 30min or 90s.")
     return span_s
 
 
 def size(text: str, *, option: str) -> int:
-    """`5GB` in bytes; ConfigError, which names the option, if it is no size, or none at all."""
+    """Parse `5GB` into bytes. Raise ConfigError, which names the option, unless it is a size above zero."""
     if not (size_bytes := _bytes(text)):
         raise ConfigError(f"{option} is {text!r}.", hint="Give a size such as 5GB.", option=option)
     return size_bytes
 
 
 def rate(text: str | None, *, option: str = "--max-rate") -> int | None:
-    """`200MB/s` in bytes a second, None for `0` or nothing; ConfigError, which names the option, if it is no
-    rate, or one of less than MIN_RATE_BYTES_PER_S.
+    """Parse `200MB/s` into bytes per second; None for `0` or no text: there is no limit.
+
+    Raise ConfigError, which names the option, unless it is a rate of at least MIN_RATE_BYTES_PER_S.
     """
     bytes_per_s = _bytes(_PER_SECOND.sub("", (text or "0").strip()))
     if bytes_per_s is None or 0 < bytes_per_s < MIN_RATE_BYTES_PER_S:
@@ -95,7 +96,7 @@ def _bytes(text: str) -> int | None:
 
 
 def store_options(given: Iterable[str] | None) -> dict[str, str]:
-    """`profile=training` as an option of the store."""
-    if any("=" not in text for text in given or ()):  # it is not shown: it may be a secret
+    """Parse texts such as `profile=training` into options of the store."""
+    if any("=" not in text for text in given or ()):  # the text may be a secret, so the error omits it
         raise ConfigError("A --storage-option has no value.", hint="Give NAME=VALUE.")
     return dict(text.partition("=")[::2] for text in given or ())

@@ -24,16 +24,16 @@ from ray_ckpt.format import jsontext
 from ray_ckpt.texts import age_text, local_time_text, printable, to_datetime
 from ray_ckpt.types import CheckpointInfo, Level
 
-PIPE_WIDTH = 1_000_000  # columns where there is no terminal: no line is folded
-MIN_WIDTH = 60  # columns; COLUMNS=0 means that nobody knows, and no table can be read in fewer
-NARROW = 100  # columns of a terminal, below which tables of checkpoints have fewer columns
-MIN_FOLD = 16  # columns for names and paths: fewer make towers of them
-MAX_WORD = 24  # columns for a word, which is folded if it is longer
-MIN_WORD = 8  # columns to which words and names are broken before a line is longer than its terminal
+PIPE_WIDTH = 1_000_000  # characters without a terminal: no line is folded
+MIN_WIDTH = 60  # characters; tables are unreadable in fewer; COLUMNS=0 means unknown
+NARROW = 100  # characters of a terminal, below which tables of checkpoints have fewer columns
+MIN_FOLD = 16  # characters of a line of a name or path; with fewer, cells become very tall
+MAX_WORD = 24  # characters of a word that stays whole
+MIN_WORD = 8  # characters to which words and names are broken before lines exceed the terminal
 
-MAX_ROWS = 1000  # checkpoints in a table, the newest: each takes 0.6 ms to lay out, and nobody reads more
+MAX_ROWS = 1000  # newest checkpoints in a table: each takes 0.6 ms to lay out, and few people read more
 
-_NUMBER_OR_ID = re.compile(r"\W*\d|[0-9a-f]{12}\b")  # how such a word begins
+_NUMBER_OR_ID = re.compile(r"\W*\d|[0-9a-f]{12}\b")  # the beginning of a number or an id
 
 
 def info_json(view: CheckpointView) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def print_json(document: object) -> None:
 
 
 def stdout() -> Console:
-    """Stdout as it is now. Text is printed as it stands: no markup, and wide when nothing bounds it."""
+    """Return a console on the current stdout: without markup, and of unlimited width without a terminal."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
         width = max(MIN_WIDTH, int(columns))
@@ -96,16 +96,17 @@ def stdout() -> Console:
 
 
 class _Console(Console):
-    """One that leaves it to its terminal what to do with a line that is too long."""
+    """A console that does not crop long lines: the terminal folds them."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **{"crop": False, **options})
 
 
 class FittedTable:
-    """A table that fits its terminal: names and words go on in the next line, and where that is not enough
-    some columns are left out, and then words are broken. Numbers and ids stay whole, also if a line is longer
-    than the terminal for it.
+    """A table that fits its terminal.
+
+    Names and texts are folded into several lines; if that is not enough, columns are left out, and then words
+    are broken. Numbers and ids stay whole, even if a line is then longer than the terminal is wide.
     """
 
     def __init__(
@@ -165,8 +166,7 @@ class FittedTable:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """Of a table: the width that it would like to have, the least without breaking words of usual length,
-    and the least without breaking a number or an id."""
+    """Widths of a column: without folding, and the least that breaks no usual word, or no number or id."""
 
     index: int
     width: int
@@ -175,7 +175,7 @@ class _Column:
 
 
 def _shrink(widths: dict[int, int], least: Mapping[int, int], max_width: int) -> None:
-    """The widest first, until the table fits or none can be narrower."""
+    """Reduce the widest columns first, until the table fits or every column has its least width."""
     while _width(widths.values()) > max_width:
         if not (wide := [index for index in widths if widths[index] > least[index]]):
             break
@@ -195,15 +195,17 @@ def make_table(
     fold: Sequence[int] = (),
     gives_way: Sequence[int] = (),
 ) -> FittedTable:
-    """Of the columns those in `right` are aligned there. Where it is narrow, cells are broken between words;
-    in `fold`, of names and paths, anywhere; in `whole` nowhere. What still does not fit is left out, in the
-    order of `gives_way`; then words are broken, but for numbers and ids.
+    """Return an empty table; `right`, `whole`, `fold` and `gives_way` are indices of columns.
+
+    Columns in `right` are aligned to the right. In a narrow terminal, cells are folded between words; in
+    `fold`, for names and paths, at any character; in `whole` not at all. If the table still does not fit,
+    columns are left out in the order of `gives_way`; then words are broken, except numbers and ids.
     """
     return FittedTable(headers, right=right, whole=whole, fold=fold, gives_way=gives_way)
 
 
 def add_row(table: FittedTable, *cells: object, style: str | None = None) -> None:
-    """The last cells may be missing."""
+    """Add a row, of which the last cells may be missing."""
     table.add([printable(str(cell)) for cell in cells], style)
 
 
@@ -212,7 +214,7 @@ def is_narrow(console: Console) -> bool:
 
 
 def level_text(info: CheckpointInfo, *, brief: bool = False) -> str:
-    """`replicated(1), in cluster`; briefly without the place."""
+    """Return a text such as `replicated(1), in cluster`; if `brief`, `replicated(1)`."""
     if info.level is Level.DURABLE:
         return info.level.label
     copies = f"({info.replicas})" if info.level is Level.REPLICATED else ""
@@ -220,7 +222,7 @@ def level_text(info: CheckpointInfo, *, brief: bool = False) -> str:
 
 
 def pins_text(info: CheckpointInfo) -> str:
-    """`eval, nightly until 2026-09-21 14:13:20+02, old (expired)`."""
+    """Return a text such as `eval, nightly until 2026-09-21 14:13:20+02, old (expired)`."""
     holding = pinned_by(info, time.time())
     return ", ".join(
         f"{owner} (expired)"
@@ -233,9 +235,9 @@ def pins_text(info: CheckpointInfo) -> str:
 
 
 def when_text(time_s: float, *, brief: bool = False) -> str:
-    """`3 min ago, 2026-09-21 14:13:20+02`, briefly `3 min ago`; `?` for what no calendar holds."""
+    """Return `3 min ago, 2026-09-21 14:13:20+02`; if `brief`, `3 min ago`; `?` outside the calendar."""
     if to_datetime(time_s) is None:
         return "?"
     past_s = time.time() - time_s
-    ago = f"{age_text(past_s)} ago" if past_s >= 0 else f"in {age_text(-past_s)}"  # by a clock ahead
+    ago = f"{age_text(past_s)} ago" if past_s >= 0 else f"in {age_text(-past_s)}"  # another clock is ahead
     return ago if brief else f"{ago}, {local_time_text(time_s)}"

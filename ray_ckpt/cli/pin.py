@@ -29,19 +29,17 @@ from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.texts import printable
 from ray_ckpt.types import CheckpointInfo
 
-MAX_OWNER = 200  # characters; it stands in the log and in tables
+MAX_OWNER = 200  # characters, as owners stand in the log and in tables
 
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The newest live checkpoint of this step.")]
 OwnerOption = Annotated[
     str,
-    typer.Option(
-        "--owner", metavar="NAME", help="Who needs it; each has a pin of its own.", show_default=False
-    ),
+    typer.Option("--owner", metavar="NAME", help="Who needs it; each owner has a pin.", show_default=False),
 ]
 AtWorkOption = Annotated[
     bool,
     typer.Option(
-        "--even-if-at-work", help="Write to the log also if a service out of reach may have the run."
+        "--even-if-at-work", help="Write even if a service that cannot be reached may have the run."
     ),
 ]
 
@@ -53,7 +51,7 @@ def pin(
     keep_for: Annotated[
         str | None,
         typer.Option(
-            "--for", metavar="TIME", help="Such as 7d, 12h, 30min; else for good.", show_default=False
+            "--for", metavar="TIME", help="Such as 7d, 12h, 30min; else without end.", show_default=False
         ),
     ] = None,
     address: AddressOption = None,
@@ -114,7 +112,8 @@ def unpin(
 def _check_owner(owner: str) -> None:
     if not owner or len(owner) > MAX_OWNER or not owner.isprintable():
         raise ConfigError(
-            "An owner is a name.", hint=f"Give --owner NAME, printable and of at most {MAX_OWNER} characters."
+            "The owner is not a valid name.",
+            hint=f"Give --owner NAME, printable and of at most {MAX_OWNER} characters.",
         )
 
 
@@ -122,7 +121,7 @@ def _is_over(path: str, options: Mapping[str, str], address: str | None) -> bool
     """Return whether the log has the run as finished and no cluster is named, so that none is contacted."""
     if address is not None or os.environ.get("RAY_ADDRESS"):
         return False
-    with contextlib.suppress(CheckpointError):  # a service may have it whose store is away from here
+    with contextlib.suppress(CheckpointError):  # the store may be out of reach for this machine only
         sessions = Catalog(path, options).sessions
         end = sessions[-1].ended if sessions else None
         return end is not None and end.cause == "finished"
@@ -132,7 +131,7 @@ def _is_over(path: str, options: Mapping[str, str], address: str | None) -> bool
 def _by_service(
     method: str, path: str, options: Mapping[str, str], address: str | None, step: int, *args: Any
 ) -> CheckpointInfo | None:
-    """The checkpoint as it is afterwards; None if no service here has the run open."""
+    """Let the service pin or unpin, and return the checkpoint; None if no service here has the run open."""
     if _is_over(path, options, address):
         return None
     with service_if_any(address) as (service, _):
@@ -148,7 +147,7 @@ def _by_service(
 
 
 def _check_quiet(tier: RemoteTier, tail: LogTail, even_if_at_work: bool) -> None:
-    """RunInUse if somebody may be at work on the run, StoragePathError if its log cannot be written."""
+    """Raise RunInUse if the run may be at work, and StoragePathError if its log cannot be written."""
     if tail.is_at_work(time.time()) and not even_if_at_work:
         past_s = max(0.0, time.time() - (tail.last_s or 0.0))
         raise RunInUse(

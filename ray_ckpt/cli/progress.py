@@ -1,4 +1,4 @@
-"""How far a long command is, as a bar on stderr; none without a terminal."""
+"""Progress bars of long commands on stderr; none without a terminal."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from rich.progress import (
 
 
 class Bar:
-    """How far it is, in the unit of its bar. Safe to use from many threads."""
+    """A progress bar, in bytes or in items. Safe to use from many threads."""
 
     def __init__(self, progress: Progress, total: int | None) -> None:
         self._progress = progress
         self._task = progress.add_task("", total=total)
 
     def advance(self, count: int) -> None:
-        """So much more is done."""
+        """Add `count` to the work done."""
         self._progress.advance(self._task, count)
 
     def expect(self, total: Callable[[], int]) -> None:
-        """The whole, once it is known; it is asked only if somebody sees it."""
+        """Set the total; `total` is called only if the bar is visible."""
         if not self._progress.disable:
             self._progress.update(self._task, total=total())
 
 
 @contextmanager
 def byte_bar(doing: str, total: int | None = None) -> Iterator[Bar]:
-    """A bar of bytes: what is being done, how many of how many, how fast, and how long it will take."""
+    """Show a bar of bytes, with speed and remaining time."""
     with _bar(doing, total, DownloadColumn(), TransferSpeedColumn()) as bar:
         yield bar
 
 
 @contextmanager
 def count_bar(doing: str, total: int | None = None) -> Iterator[Bar]:
-    """A bar of things that are done one by one."""
+    """Show a bar of items that are done one by one."""
     with _bar(doing, total, MofNCompleteColumn()) as bar:
         yield bar
 

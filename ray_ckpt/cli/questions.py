@@ -1,4 +1,4 @@
-"""What commands ask before they change something."""
+"""Questions of commands before they change something."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ray_ckpt.errors import ConfigError
 
 
 def is_anybody_there() -> bool:
-    """Whether stdin is a terminal."""
+    """Return whether stdin is a terminal."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
 def confirm(question: str) -> None:
-    """ConfigError if the answer is not yes, or nobody is there to give one; exits with 130 after Ctrl-C."""
+    """Raise ConfigError if the answer is not yes or there is no answer; exit with 130 after Ctrl-C."""
     try:
         is_sure = typer.confirm(question, err=True)
     except typer.Abort as error:
-        typer.echo(err=True)  # after the question
+        typer.echo(err=True)  # ends the line of the question
         if isinstance(error.__context__, KeyboardInterrupt):
             raise typer.Exit(EXIT_INTERRUPTED) from error
         is_sure = False

@@ -20,9 +20,9 @@ from ray_ckpt.texts import printable
 def report(
     path: PathArgument,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the page there.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Write the page to this file.", show_default=False)
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:

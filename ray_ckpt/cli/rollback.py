@@ -1,4 +1,4 @@
-"""`ray-ckpt rollback`: the next training goes on from an older checkpoint."""
+"""`ray-ckpt rollback`: let the next training continue from an older checkpoint."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ray_ckpt.types import SessionInfo
 def rollback(
     path: PathArgument,
     before: Annotated[
-        int | None, typer.Option(help="To the newest step of the lineage below this.", show_default=False)
+        int | None, typer.Option(help="To the newest step of the lineage below this one.", show_default=False)
     ] = None,
     to: Annotated[
         int | None,
-        typer.Option(help="To exactly this step, on another branch if need be.", show_default=False),
+        typer.Option(help="To exactly this step, which may be on another branch.", show_default=False),
     ] = None,
     yes: YesOption = False,
     even_if_at_work: Annotated[
-        bool, typer.Option("--even-if-at-work", help="Also if a training may be at work; it is stopped.")
+        bool, typer.Option("--even-if-at-work", help="Even if a training may be at work; it is stopped.")
     ] = False,
     quiet_s: Annotated[
-        float, typer.Option(help="A run is idle if its log has no record of the last so many seconds.")
+        float, typer.Option(help="A run is idle if its log has no record of the last this many seconds.")
     ] = QUIET_S,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
@@ -63,7 +63,7 @@ def rollback(
     is_asked = not plan.is_done and not yes
     if not as_json:
         _print_plan(stdout(), plan, notes)
-    elif is_asked:  # the question needs the plan
+    elif is_asked:  # the user decides by the plan
         _print_plan(Console(stderr=True, markup=False, highlight=False, emoji=False), plan, notes)
     if not plan.is_done:
         if is_asked:
@@ -75,8 +75,8 @@ def rollback(
         return
     done = "was open already" if plan.is_done else "is open"
     stdout().print(
-        f"Session {session.session} {done}; start a new training of the run: it goes on from step "
-        f"{plan.checkpoint.step}. The launcher that had the run before may also go on with it.",
+        f"Session {session.session} {done}; start a new training of the run: it continues from step "
+        f"{plan.checkpoint.step}. The launcher that had the run before may also continue with it.",
         soft_wrap=True,
     )
 
@@ -91,7 +91,7 @@ def _print_plan(console: Console, plan: Rollback, notes: Iterable[str]) -> None:
     history, info = plan.history, plan.checkpoint
     console.print(printable(f"run {history.run_name}  uid {history.run_uid}"), soft_wrap=True)
     console.print(
-        f"session {plan.session} goes on from step {info.step}, {level_text(info)}, saved "
+        f"session {plan.session} continues from step {info.step}, {level_text(info)}, saved "
         f"{when_text(info.committed_at_s)}",
         soft_wrap=True,
     )
@@ -103,7 +103,7 @@ def _print_plan(console: Console, plan: Rollback, notes: Iterable[str]) -> None:
             cells = (left.step, level, left.id.session, when)
             add_row(table, *cells, metrics_text(left.metrics))
         console.print(table)
-        console.print("They are deleted after the first save of the next training, but for pinned ones.")
+        console.print("They are deleted after the first save of the next training, except pinned ones.")
     for note in notes:
         console.print(printable(note), soft_wrap=True)
 

@@ -44,18 +44,18 @@ def down(
     address: AddressOption = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Also if a group is at work, or the nodes have what nothing else has."),
+        typer.Option("--force", help="Even if a group is at work or only nodes have a checkpoint."),
     ] = False,
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """End the checkpoint service of a Ray cluster: its agents, then the coordinator. Deletes nothing.
 
-    Prints the cluster on stderr. On a terminal it asks, unless --address or RAY_ADDRESS names it.
-    Refuses, with exit code 1, while a group is at work, and while the nodes' disks alone have a checkpoint
-    that is newer than what is on the storage path, is pinned, or is on its way there. With --force it goes
-    on: files stay on the disks, and the next service finds them there. A training that is at work goes on
-    without saves then.
+    Prints the cluster on stderr; on a terminal it needs a confirmation, unless --address or RAY_ADDRESS names
+    the cluster. Refuses, with exit code 1, while a group is at work, and while only the nodes' disks have a
+    checkpoint that is newer than those on the storage path, is pinned, or is being written there. With
+    --force it ends the service in spite of these: files stay on the disks, where the next service finds them;
+    a training at work continues without saves.
 
     Example: `ray-ckpt down`
     """

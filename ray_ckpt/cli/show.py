@@ -28,9 +28,11 @@ from ray_ckpt.texts import metrics_text, printable
 def show(
     path: PathArgument,
     step: Annotated[
-        int | None, typer.Argument(metavar="STEP", help="Else the newest one.", show_default=False)
+        int | None, typer.Argument(metavar="STEP", help="Default: the newest one.", show_default=False)
     ] = None,
-    slices: Annotated[bool, typer.Option("--slices", help="Also every slice: where its bytes are.")] = False,
+    slices: Annotated[
+        bool, typer.Option("--slices", help="Also every slice, and where its bytes are.")
+    ] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -73,7 +75,7 @@ def show(
 
 
 def _print_fact(console: Console, name: str, value: object) -> None:
-    """A line that only the terminal folds, so that ids and paths can be copied from it."""
+    """Print a line that only the terminal folds, so that ids and paths can be copied from it."""
     console.print(printable(f"{name:13}  {value}"), soft_wrap=True)
 
 

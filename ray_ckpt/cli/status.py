@@ -1,4 +1,4 @@
-"""`ray-ckpt status`: what the service of a Ray cluster does right now, or what a run's log says."""
+"""`ray-ckpt status`: the state of the service of a Ray cluster, or else the content of a run's log."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def status(
             print_service(stdout(), view, runs, details=run is not None)
         return
     if run is None:
-        assert why is not None, "there is a service, or a reason"
+        assert why is not None, "without a service there is a reason"
         raise why
     _print_log(run, options, why.message if why else "The service has not opened this run.", as_json)
 
 
 def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -> None:
-    """What the run's log says, without a service."""
+    """Print the state of a run by its log, with the reason `why` no service has it."""
     catalog = Catalog(path, options)
     now_s, sessions = time.time(), catalog.sessions
     newest = {level.label: catalog.newest(level) for level in Level}

@@ -11,10 +11,10 @@ from ray_ckpt.cli.options import EXIT_UNREAD, EXIT_USAGE
 
 
 class _Stdout(io.FileIO):
-    """Ends this process as by SIGPIPE when it writes there and nobody reads it any more, and with one line of
-    error when it cannot write for another reason.
+    """Stdout; a failed write ends this process.
 
-    The signal itself stays ignored: it would also end who writes to a connection that a store has closed.
+    It ends as by SIGPIPE if the reader of stdout is gone, else with one line of error. SIGPIPE
+    itself stays ignored: it would also end the process when a store closes a connection.
     """
 
     def write(self, data: Any) -> int:
@@ -23,13 +23,13 @@ class _Stdout(io.FileIO):
         except BrokenPipeError:
             os._exit(EXIT_UNREAD)
         except OSError as error:
-            if sys.stderr is not None:  # else it is printed to stdout
+            if sys.stderr is not None:  # print(file=None) would write to stdout
                 print(f"ray-ckpt: stdout: {error.strerror}", file=sys.stderr, flush=True)
             os._exit(EXIT_USAGE)
 
 
 class _Stderr(io.FileIO):
-    """What cannot be written there is dropped: the result, and the exit code, are worth more than words."""
+    """Stderr; output that cannot be written is dropped, as result and exit code matter more."""
 
     def write(self, data: Any) -> int:
         try:
@@ -39,11 +39,10 @@ class _Stderr(io.FileIO):
 
 
 def end_when_unread() -> None:
-    """Let this process end without a trace once its stdout cannot be written, also while it shuts down, and
-    go on without its stderr.
+    """Let this process end without a traceback once stdout cannot be written, and continue without stderr.
 
-    What their encoding does not have is written as an escape. A stream that is closed, or that something
-    else stands in for, stays as it is.
+    This includes writes during shutdown. Characters that the encoding lacks are written as escapes. A stream
+    that is closed or replaced stays as it is.
     """
     for name, kind in (("stdout", _Stdout), ("stderr", _Stderr)):
         stream = getattr(sys, name)
@@ -52,7 +51,7 @@ def end_when_unread() -> None:
 
 
 def _over(raw: io.RawIOBase, stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """A stream on `raw` that is else like `stream`."""
+    """Return a stream on `raw` with the encoding and buffering of `stream`."""
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=stream.encoding,

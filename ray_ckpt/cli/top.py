@@ -1,4 +1,4 @@
-"""`ray-ckpt top`: the service of a Ray cluster as it works."""
+"""`ray-ckpt top`: a live view of the service of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ from ray_ckpt.texts import local_time_text, printable
 if TYPE_CHECKING:
     from ray_ckpt.actors.messages import ServiceView
 
-MAX_SILENT = 5  # questions in a row without an answer; a coordinator that died is back within seconds
+MAX_SILENT = 5  # calls in a row without an answer; a coordinator that died is back within seconds
 
 
 def top(
     run: RunArgument = None,
     address: AddressOption = None,
     interval_s: Annotated[
-        float, typer.Option("--interval", min=0.2, max=3600.0, help="Seconds between two looks.")
+        float, typer.Option("--interval", min=0.2, max=3600.0, help="Seconds between two updates.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print it once; so without a terminal.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once and exit; the default without a terminal.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Watch the checkpoint service: saves and drains in progress, exposure of each node, lag of each level.
@@ -60,7 +62,7 @@ def top(
 
 
 def frame(view: ServiceView, run: str | None) -> RenderableType:
-    """One picture of the service; `run` if only that is wanted. Of one run all is shown, of several a row."""
+    """Return a view of the service: details of `run`, or of the only run; a row for each of several runs."""
     parts: list[RenderableType] = [Text(service_line(view)), *map(leaving_line, view.leaving)]
     busy = [found for found in view.runs if found.saves or found.drains or found.state == "training"]
     if not view.runs:
@@ -76,7 +78,7 @@ def frame(view: ServiceView, run: str | None) -> RenderableType:
 
 
 def _look(service: Any, run: str | None) -> ServiceView:
-    """The service, with `run` alone if it is given. ConfigError if that is not open."""
+    """Return the service's overview, only of `run` if given. Raise ConfigError if that run is not open."""
     view = overview_of(service)
     if run is None:
         return view
@@ -90,7 +92,7 @@ def _look(service: Any, run: str | None) -> ServiceView:
 
 
 def _watch(console: Console, service: Any, run: str | None, interval_s: float) -> None:
-    """Until Ctrl-C; Unavailable after MAX_SILENT questions without an answer."""
+    """Update the view until Ctrl-C. Raise Unavailable after MAX_SILENT calls without an answer."""
     picture, silent = frame(_look(service, run), run), 0
     with Live(picture, console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
         try:

@@ -1,4 +1,4 @@
-"""`ray-ckpt tree`: the sessions of a run, from which checkpoint each went on, and what they have saved."""
+"""`ray-ckpt tree`: the sessions of a run, their checkpoints, and the one from which each continued."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ray_ckpt.cli.output import level_text, print_json, stdout, when_text
 from ray_ckpt.texts import printable
 from ray_ckpt.types import CheckpointInfo, SessionInfo
 
-MAX_SESSIONS = 100  # that are drawn unless all are asked for: a few screens
-MAX_CHECKPOINTS = 8  # that are drawn of a session
+MAX_SESSIONS = 100  # drawn without `--all`: a few screens
+MAX_CHECKPOINTS = 8  # drawn of a session without `--all`
 
 
 def tree(
     path: PathArgument,
     all: Annotated[
         bool,
-        typer.Option("--all", help="Every session and checkpoint, also what is lost, retired or deleted."),
+        typer.Option("--all", help="Every session and checkpoint, also lost, retired and deleted ones."),
     ] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
@@ -33,8 +33,8 @@ def tree(
 
     A session stands below the one from which it continued; an abandoned branch is drawn under the session
     from which it started. `*` marks the newest checkpoint, which a restart resumes from; `+` the
-    others on its lineage. Draws the newest sessions and the newest live checkpoints of each, unless `--all`
-    asks for everything.
+    others on its lineage. Draws the newest sessions and the newest live checkpoints of each; with `--all`
+    everything.
 
     Example: `ray-ckpt tree /shared/runs/gpt`
     """
@@ -46,7 +46,7 @@ def tree(
 
 
 class _Lineage:
-    """The sessions of a run and how they hang together."""
+    """The sessions of a run, their checkpoints, and the lineage."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
@@ -67,17 +67,17 @@ class _Lineage:
             session = known[origin.id.session] if origin else None
 
     def origin(self, session: SessionInfo) -> CheckpointInfo | None:
-        """The checkpoint that a session went on from."""
+        """Return the checkpoint from which a session continued."""
         return self.attempts[session.resumed_from] if session.resumed_from else None
 
     def mark(self, info: CheckpointInfo) -> str:
         return "*" if info.id.attempt == self._newest else "+" if info.id.attempt in self._live else ""
 
     def chains(self, shown: Sequence[SessionInfo]) -> dict[int | None, list[SessionInfo]]:
-        """Which of `shown` are drawn under which session, in log order; under None what hangs on the run.
+        """Return the sessions of `shown` by the session under which each is drawn; None is the run itself.
 
-        The one that goes on from a session's checkpoints stands beside it: that on the lineage, else the
-        last one. Others are branches under it.
+        Sessions are in log order. Of those that continued from a session's checkpoints, the one on the
+        lineage, else the last one, is drawn beside that session; the others are branches under it.
         """
         heirs: dict[int, SessionInfo] = {}
         for session in shown:
@@ -86,7 +86,7 @@ class _Lineage:
                 if heir is None or heir.session not in self.on_lineage:
                     heirs[origin.id.session] = session
         under: dict[int | None, list[SessionInfo]] = defaultdict(list)
-        places: dict[int, int | None] = {}  # of each session that is drawn: the one that it is drawn under
+        places: dict[int, int | None] = {}  # by session: the one under which it is drawn
         for session in shown:
             origin = self.origin(session)
             place = None
@@ -176,7 +176,7 @@ def _session_text(session: SessionInfo, origin: CheckpointInfo | None) -> str:
         verb = "rolled back to" if session.is_rollback else "from"
         gone = "" if origin.state == "live" else f", now {origin.state}"
         begun = f"{verb} step {origin.step} of session {origin.id.session}{gone}"
-    if session.is_rollback:  # nobody trains in it
+    if session.is_rollback:  # has no ranks
         return f"session {session.session}  {begun}  {when_text(session.opened_at_s)}"
     ranks = f"{session.world_size} ranks on {session.num_nodes} nodes"
     return f"session {session.session}  {begun}  {ranks}  {when_text(session.opened_at_s)}"

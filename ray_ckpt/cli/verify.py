@@ -1,4 +1,4 @@
-"""`ray-ckpt verify`: every byte against its digest, or a proof without them, also of what nodes hold."""
+"""`ray-ckpt verify`: checks every byte of checkpoints, or proves from metadata that they can be restored."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any, Generic, TypeVar
 
 import typer
@@ -35,7 +36,7 @@ def verify(
         str,
         typer.Argument(
             metavar="PATH",
-            help="The run, or the directory of one checkpoint, wherever it was copied to.",
+            help="The run, or the directory of one checkpoint, which may be a copy.",
             show_default=False,
         ),
     ],
@@ -50,17 +51,17 @@ def verify(
     ] = False,
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Prove that it can be restored, by its manifest, not by its bytes."),
+        typer.Option("--plan", help="Prove from the manifest that it can be restored; read no tensors."),
     ] = False,
     nodes: Annotated[
-        bool, typer.Option("--nodes", help="With --plan: also what each node saved, and what each holds.")
+        bool, typer.Option("--nodes", help="With --plan: also what each node saved and holds.")
     ] = False,
     address: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="With --plan: look at what nodes hold, too, in this Ray cluster, or the one that is found "
-            "here if it is `auto`.",
+            help="With --plan: also check what the nodes of this Ray cluster hold; `auto` names the cluster "
+            "of this machine.",
             show_default=False,
         ),
     ] = None,
@@ -81,14 +82,7 @@ def verify(
 
     Example: `ray-ckpt verify /shared/runs/gpt --all && echo "safe to delete the old run"`
     """
-    if nodes and not plan:
-        raise ConfigError("--nodes goes with --plan.", hint="Give both.")
-    if address is not None and not plan:
-        raise ConfigError(
-            "--address goes with --plan.", hint="Give both; `ray-ckpt drill` reads every byte in a cluster."
-        )
-    if step is not None and all:
-        raise ConfigError("--step and --all exclude each other.", hint="Give one of them.")
+    _check_options(step, all, plan, nodes, address)
     if address is not None:
         _show_plans(_plans_in_cluster(path, step, all, address), nodes, as_json)
         return
@@ -101,19 +95,23 @@ def verify(
         found = _reports(
             targets, lambda t: verify_files(t.files, root_digest=t.root_digest, progress=bar.advance)
         )
-    if as_json:
-        checkpoints = [report_json(report) for report in found.reports]
-        print_json({"ok": found.ok, "checkpoints": checkpoints, "in_cluster_only": left_out})
-    else:
-        for report in found.reports:
-            _print_report(report)
-        _print_left_out(left_out)
-    found.finish()
+    _show(found, report_json, _print_report, as_json, left_out)
+
+
+def _check_options(step: int | None, all: bool, plan: bool, nodes: bool, address: str | None) -> None:
+    if nodes and not plan:
+        raise ConfigError("--nodes goes with --plan.", hint="Give both.")
+    if address is not None and not plan:
+        raise ConfigError(
+            "--address goes with --plan.", hint="Give both; `ray-ckpt drill` reads every byte in a cluster."
+        )
+    if step is not None and all:
+        raise ConfigError("--step and --all exclude each other.", hint="Give one of them.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Found(Generic[R]):
-    """Reports, and the errors of checkpoints of a newer version, of which nothing can be said."""
+    """Reports, and the errors of checkpoints of a newer version, which cannot be verified."""
 
     reports: Sequence[R]
     newer: Sequence[NewerFormat]
@@ -123,7 +121,7 @@ class _Found(Generic[R]):
         return not self.newer and all(report.ok for report in self.reports)
 
     def finish(self) -> None:
-        """End the command with the exit code of what was found."""
+        """Print the errors, and exit unless everything is ok."""
         for error in self.newer:
             print(f"ray-ckpt: {printable(str(error))}", file=sys.stderr)
         if not self.ok:
@@ -131,7 +129,7 @@ class _Found(Generic[R]):
 
 
 def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> _Found[PlanReport]:
-    """Of live checkpoints, with what nodes hold of them."""
+    """Verify the plans of live checkpoints, including the copies on nodes."""
     from ray_ckpt.actors.attach import attached  # Ray takes seconds to import
     from ray_ckpt.actors.live_run import LiveRun
 
@@ -145,7 +143,7 @@ def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> _
 
 
 def _reports(targets: Iterable[_Target], look: Callable[[_Target], R]) -> _Found[R]:
-    """Of all but those whose files the run may have deleted while they were looked at."""
+    """Look at all targets; skip damaged ones that the run has deleted in the meantime."""
 
     def check_once(target: _Target) -> R | None:
         report = look(target)
@@ -155,7 +153,7 @@ def _reports(targets: Iterable[_Target], look: Callable[[_Target], R]) -> _Found
 
 
 def _each(things: Iterable[T], look: Callable[[T], R | None]) -> _Found[R]:
-    """Of each of `things` what `look` reports; None is of one that was retired meanwhile."""
+    """Collect the reports of `look` for `things`; it returns None for a checkpoint retired meanwhile."""
     reports, newer = [], []
     for thing in things:
         try:
@@ -168,35 +166,46 @@ def _each(things: Iterable[T], look: Callable[[T], R | None]) -> _Found[R]:
         raise newer[0]
     if not reports:
         raise ConfigError(
-            "What there was has been retired while it was looked at.",
+            "All checkpoints were retired while they were verified.",
             hint="`ray-ckpt ls` shows what is live.",
         )
     return _Found(reports, newer)
 
 
 def _show_plans(found: _Found[PlanReport], nodes: bool, as_json: bool, left_out: Sequence[int] = ()) -> None:
+    _show(found, partial(_plan_json, nodes=nodes), partial(_print_plan, nodes=nodes), as_json, left_out)
+
+
+def _show(
+    found: _Found[R],
+    to_json: Callable[[R], dict[str, Any]],
+    show: Callable[[R], None],
+    as_json: bool,
+    left_out: Sequence[int],
+) -> None:
+    """Print all reports and exit with their code."""
     if as_json:
-        checkpoints = [_plan_json(report, nodes) for report in found.reports]
+        checkpoints = [to_json(report) for report in found.reports]
         print_json({"ok": found.ok, "checkpoints": checkpoints, "in_cluster_only": left_out})
     else:
         for report in found.reports:
-            _print_plan(report, nodes)
+            show(report)
         _print_left_out(left_out)
     found.finish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """What to verify: files, and the root digest in the log if there is one."""
+    """Files to verify, and their root digest by the log, if there is one."""
 
     files: CheckpointFiles
     root_digest: str | None
     size_bytes: int
     view: CheckpointView | None = None
-    """None: of a folder that is no run's."""
+    """None for a folder that is not in a run."""
 
     def is_deleted(self) -> bool:
-        """As far as the log, as it is now, can be read."""
+        """Return whether the run's current log has deleted it; False if the log cannot be read."""
         with contextlib.suppress(CheckpointError):
             return self.view is not None and self.view.is_deleted()
         return False
@@ -205,7 +214,7 @@ class _Target:
 def _targets(
     path: str, options: Mapping[str, str], step: int | None, all: bool
 ) -> tuple[Sequence[_Target], Sequence[int]]:
-    """With `all` also the steps whose checkpoint is live and cannot be read here."""
+    """Return the targets and, with `all`, the steps of live checkpoints that are only in the cluster."""
     files = files_at(path, options)
     with readable(files.location):
         is_checkpoint, size_bytes = _is_checkpoint(files), files.size_bytes
@@ -242,7 +251,7 @@ def _targets(
 
 
 def _is_checkpoint(files: CheckpointFiles) -> bool:
-    """Whether they are the files of one checkpoint, damaged or renamed perhaps."""
+    """Return whether these are the files of one checkpoint, even if damaged or renamed."""
     if not files.names:
         return False
     return names.is_directory_name(files.location.name) or any(map(names.is_file_name, files.names))
@@ -315,7 +324,7 @@ def _verdict(report: PlanReport) -> str:
         return "can be restored"
     verdict = "CANNOT BE RESTORED"
     if report.is_restorable:
-        what = "copies are bad or missing" if report.holders else "its folder is not as it was saved"
+        what = "copies are bad or missing" if report.holders else "its folder has changed since the save"
         verdict = f"can be restored; {what}"
     return f"{verdict} ({count_text(report.num_damages, 'finding')})"
 
@@ -331,7 +340,7 @@ def _print_report(report: VerifyReport) -> None:
 def _print_left_out(steps: Sequence[int]) -> None:
     if steps:
         count = count_text(len(steps), "step")
-        stdout().print(f"Not looked at: {count} in the cluster only ({steps_text(steps)}).", soft_wrap=True)
+        stdout().print(f"Not verified: {count} in the cluster only ({steps_text(steps)}).", soft_wrap=True)
 
 
 def _print_damages(damages: Iterable[Damage], at: str = "") -> None:

@@ -445,11 +445,11 @@ def commit_now(run: SampleRun, step: int) -> None:
 
 def test_the_command_shows_what_it_does_and_does_it(run: SampleRun) -> None:
     text = command("rollback", run.folder, "--before", 40, "--yes")
-    assert "session 2 goes on from step 30, durable" in text and "left aside" in text
+    assert "session 2 continues from step 30, durable" in text and "left aside" in text
     assert "after the first save of the next training" in text
     assert [line.split()[:2] for line in text.splitlines() if "loss" in line] == [["40", "replicated(1),"]]
     assert (
-        "Session 2 is open" in text and "The launcher that had the run before may also go on with it." in text
+        "Session 2 is open" in text and "The launcher that had the run before may also continue with it." in text
     )
     assert [c.step for c in Catalog(run.folder).lineage] == [10, 20, 30]
     assert "was open already" in command("rollback", run.folder, "--before", 40)
@@ -470,7 +470,7 @@ def test_it_asks_first(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> No
         assert "Go back to step 30?" in result.stderr
     assert len(Catalog(run.folder).sessions) == 1
     result = CliRunner().invoke(app, ["rollback", str(run.folder), "--before", "40", "--json"], input="n\n")
-    assert "left aside" in result.stderr and "session 2 goes on from step 30" in result.stderr
+    assert "left aside" in result.stderr and "session 2 continues from step 30" in result.stderr
     text = command("rollback", run.folder, "--before", 40, "--json", answer="y\n")
     assert json.loads(text[text.index("{") :])["step"] == 30  # before it, the answer as it was typed
 

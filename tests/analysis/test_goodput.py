@@ -800,7 +800,7 @@ def test_the_plot_replaces_no_file_unasked(tmp_path: Path) -> None:
     run_cli("goodput", run.folder, "--plot", file, "--force")
     assert file.read_bytes().startswith(b"\x89PNG")
     for name in ("goodput.svg", "goodput", "goodput.png.txt"):
-        with pytest.raises(ConfigError, match="is no name of a PNG"):
+        with pytest.raises(ConfigError, match="is not the name of a PNG"):
             run_cli("goodput", run.folder, "--plot", tmp_path / name)
         assert not (tmp_path / name).exists()
     with pytest.raises(ConfigError, match="There is no folder"):
@@ -946,7 +946,7 @@ def test_the_command_says_what_is_not_counted(tmp_path: Path) -> None:
     log.append(records.Ended(session=1, cause="finished", step=80, **at))
     log.append(records.Session(session=2, service="s", after=1, resumed_from=None, world_size=2, num_nodes=2))
     text = run_cli("goodput", tmp_path / "gpt")
-    assert "not counted: " in text and " after it had finished" in text
+    assert "not counted: " in text and " after the run had finished" in text
     document = json.loads(run_cli("goodput", tmp_path / "gpt", "--json"))
     assert document["not_counted_s"] == 60.0 and document["badput_s"]["down_finished"]["high"] == 0.0
     report = json.loads(run_cli("report", tmp_path / "gpt", "--json"))

@@ -357,11 +357,11 @@ def test_a_rollback_is_no_session_that_hangs_or_ended() -> None:
     report = rolled_back(log, 2).report(after_s=86400)
     told = to_json(report)["verdicts"]
     assert (told[1]["tone"], told[1]["head"]) == ("plain", "rolled back to step 300")
-    assert told[1]["text"].endswith("nobody has opened the run since.")
+    assert told[1]["text"].endswith("the run was not opened since.")
     text = page(report)
-    assert "session 2: rolled back, and nobody has opened the run since" in text, "the timeline"
+    assert "session 2: rolled back; the run was not opened since" in text, "the timeline"
     assert "a rollback to step 300 of session 1" in text
-    assert "no word since" not in text and "no word of its end" not in text
+    assert "nothing in the log since" not in text and "its end is not in the log" not in text
     log.now_s += 3600
     log.trained(3, start=300, steps=100, resumed_from=log.newest)
     (planned,) = log.report().problems
@@ -404,7 +404,7 @@ def test_time_that_is_not_counted_is_said() -> None:
     log.trained(1, start=0, steps=330, ended="finished")
     log.now_s += 2 * 86400
     log.trained(2, start=300, steps=100, resumed_from=log.newest)
-    assert "Not counted: 2.0 d after it had finished." in page(log.report())
+    assert "Not counted: 2.0 d after the run had finished." in page(log.report())
 
 
 def test_no_recovery_has_time_that_is_not_counted() -> None:
@@ -424,7 +424,7 @@ def test_one_of_a_kind_is_not_many() -> None:
     log.create()
     log.trained(1, start=0, steps=61, seed=1)
     log.trained(2, start=60, steps=61, resumed_from=log.newest, seed=2)
-    assert to_json(log.report())["verdicts"][2]["text"] == "1 session ended without a word why."
+    assert to_json(log.report())["verdicts"][2]["text"] == "1 session ended for an unknown cause."
     log = Story()
     log.create()
     log.trained(1, start=0, steps=61, ended="node", seed=1)
@@ -568,7 +568,7 @@ def test_a_run_without_sessions_or_saves_has_a_page(tmp_path: Path) -> None:
     log.create()
     assert set(SECTIONS) <= set(parsed(page(log.report())).ids)
     log.trained(1, start=0, steps=5)
-    assert "no word since" in page(log.report())
+    assert "nothing in the log since" in page(log.report())
     run = write_run(tmp_path, "old", resume_at=30, resumed_steps=(40,), lost=(20,), collected=(10,))
     text = page(read_report(Catalog(run.folder), NOON_S))  # of a log that tells no times
     assert (

@@ -433,7 +433,7 @@ def test_ls_writes_parquet_to_no_url(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert ray_ckpt_cli("ls", run.folder, "--parquet", "s3://bucket/tables") == 2
-    assert "is no folder" in capsys.readouterr().err and sorted(tmp_path.iterdir()) == [run.folder]
+    assert "is not a folder" in capsys.readouterr().err and sorted(tmp_path.iterdir()) == [run.folder]
 
 
 def test_ls_says_what_keeps_it_from_writing(

@@ -491,7 +491,7 @@ def test_gc_says_why_it_does_not(run: SampleRun, tmp_path: Path, capsys: pytest.
     empty = write_run(tmp_path, "empty", steps=()).folder
     for args, message in (
         ([run.folder], "only by the service of a running training. Add --dry-run"),
-        ([run.folder, "--dry-run"], "names no retention policy. Give one by options"),
+        ([run.folder, "--dry-run"], "has no retention policy. Give one by options"),
         (
             [run.folder, "--dry-run", "--keep-best", "loss:least:2"],
             "Give METRIC:MODE:COUNT",
@@ -546,7 +546,7 @@ def test_verify_as_json(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> N
 def test_verify_of_all_names_what_is_in_the_cluster_only(run: SampleRun) -> None:
     for args in (("--all",), ("--all", "--plan")):
         text = ray_ckpt_cli("verify", run.folder, *args)
-        assert "Not looked at: 1 step in the cluster only (40)." in text
+        assert "Not verified: 1 step in the cluster only (40)." in text
         assert as_json("verify", run.folder, *args)["in_cluster_only"] == [40]
     assert as_json("verify", run.folder)["in_cluster_only"] == []
 
@@ -594,7 +594,7 @@ def test_verify_says_that_its_only_step_was_retired_meanwhile(
     run: SampleRun, capsys: pytest.CaptureFixture[str], plan: tuple[str, ...]
 ) -> None:
     code, out, err = fails(capsys, "verify", run.folder, "--step", 30, *plan)
-    assert (code, out) == (2, "") and "has been retired while it was looked at" in err
+    assert (code, out) == (2, "") and "All checkpoints were retired while they were verified" in err
 
 
 def test_verify_without_anything_to_verify_exits_with_2(

@@ -120,7 +120,7 @@ def test_a_staging_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None
 
 def test_a_staging_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     space, *_ = staging(tmp_path / "a" / "b")
-    assert "made when it is needed" in space.found
+    assert "created when it is needed" in space.found
     assert list(tmp_path.iterdir()) == []
 
 
@@ -135,7 +135,7 @@ def test_too_little_space_fails_and_nothing_is_written(tmp_path: Path) -> None:
 
 def test_a_folder_of_memory_is_warned_about() -> None:
     space, *_ = check_staging("/dev/shm", size_bytes=0)
-    assert space.state == "fail" or (space.state == "warn" and "That is memory" in space.advice)
+    assert space.state == "fail" or (space.state == "warn" and "This is memory" in space.advice)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -187,7 +187,7 @@ def test_a_folder_and_a_bucket_are_fit_and_left_as_they_were(tmp_path: Path, buc
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     (check,) = check_store(Location.parse(tmp_path / "typo"))
-    assert check.state == "fail" and "is not there" in check.found and "Mount it" in check.advice
+    assert check.state == "fail" and "does not exist" in check.found and "Mount it" in check.advice
     assert list(tmp_path.iterdir()) == []
 
 

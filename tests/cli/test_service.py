@@ -373,9 +373,9 @@ def test_an_unpin_ends_the_pin_that_its_owner_has(tmp_path: Path) -> None:
             "The nearest live steps are 10",
         ),
         ((25, "--owner", "me"), "no live checkpoint of step 25. The nearest live steps are 10, 30, 40."),
-        ((10, "--owner", ""), "An owner is a name."),
-        ((10, "--owner", "\x1b[31m"), "An owner is a name."),
-        ((10, "--owner", "me", "--for", "soon"), "'soon' is no length of time. Give one such as 7d"),
+        ((10, "--owner", ""), "The owner is not a valid name."),
+        ((10, "--owner", "\x1b[31m"), "The owner is not a valid name."),
+        ((10, "--owner", "me", "--for", "soon"), "'soon' is not a duration. Give one such as 7d"),
     ],
 )
 def test_what_cannot_be_pinned_is_refused(
@@ -434,7 +434,7 @@ def test_lengths_of_time(text: str, span_s: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "7", "d", "-1d", "0s", "1e9d", "7 months", "nan h"])
 def test_what_is_no_length_of_time(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no length of time"):
+    with pytest.raises(ConfigError, match="is not a duration"):
         seconds(text)
 
 

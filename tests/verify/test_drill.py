@@ -379,7 +379,7 @@ def test_the_command_reads_what_the_storage_path_has_of_a_run(run: SampleRun) ->
         ("10", "passed"),
     ]
     assert "step 40: it is not on the storage path" in lines
-    assert lines[-1] == "After this loss a run would go on from step 30: at least 10 steps would be lost."
+    assert lines[-1] == "After this loss the run would continue from step 30: at least 10 steps would be lost."
     assert "not in the run's log" in result.stderr
 
 
@@ -397,14 +397,14 @@ def test_the_command_as_json(run: SampleRun) -> None:
 def test_the_command_concludes_nothing_from_one_step(run: SampleRun) -> None:
     result = command(run.folder, "--remote-only", "--step", "10")
     assert result.exit_code == 0 and "remote-only: passed" in result.stdout
-    assert "go on from step" not in result.stdout and "be lost" not in result.stdout
+    assert "continue from step" not in result.stdout and "be lost" not in result.stdout
     assert "is told without --step" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("last_step", "text"),
     [
-        (None, "step 30: no saved step would be lost; how many were trained since is not known."),
+        (None, "step 30: no saved step would be lost; the number of later steps is unknown."),
         (30, "step 30: no step would be lost."),
         (31, "step 30: 1 step would be lost."),
         (35, "step 30: 5 steps would be lost."),
@@ -449,7 +449,7 @@ def test_a_damaged_object_on_the_storage_path_fails_the_command(run: SampleRun) 
     result = command(run.folder, "--remote-only")
     assert result.exit_code == 1 and "remote-only: FAILED" in result.stdout
     assert re.search(rf"step 30: {shard_file(1, 2)}: \S+\[.*\] on remote .*: wrong digest", result.stdout)
-    assert "would go on from step 10: at least 30 steps would be lost" in result.stdout
+    assert "would continue from step 10: at least 30 steps would be lost" in result.stdout
 
 
 def test_a_run_that_is_all_retired_while_it_is_read_is_no_proof(
@@ -473,7 +473,7 @@ def test_a_run_without_checkpoints_has_nothing_to_prove(tmp_path: Path) -> None:
     folder = write_run(tmp_path, steps=(10,), durable=()).folder
     result = command(folder, "--remote-only")
     assert result.exit_code == 0 and "no checkpoint must survive this loss" in result.stdout
-    assert "nothing of it is left to go on from: at least 10 steps would be lost" in result.stdout
+    assert "no checkpoint is left to continue from: at least 10 steps would be lost" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""A run as one page of HTML: what happened, what was lost, and what a restart would find.
+"""A report of a run as one page of HTML: its history, its losses, and what a restart would find.
 
-`read_report` takes the facts from a catalog, `page` makes the page, `to_json` the same as plain values.
+`read_report` takes the facts from a catalog; `page` makes the page, and `to_json` plain values of the same.
 """
 
 from ray_ckpt.analysis.report.facts import Event, RunReport, read_report, to_json

@@ -1,7 +1,7 @@
-"""What a report is made of: the facts of a catalog, and what follows from them.
+"""Content of a report: the facts of a catalog, and conclusions from them.
 
-Only the log is asked: no file of a checkpoint is read, so nothing here says that bytes are good, but for
-scrubs and drills that the log tells of. `now_s` is the reader's clock.
+Only the log is read, no file of a checkpoint: the report knows of damage only by scrubs and drills that are
+in the log. `now_s` is the reader's clock.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ray_ckpt.format import jsontext
 from ray_ckpt.texts import count_text, duration_text, short_text, tiers_text, utc_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, EndCause, Level, SessionInfo
 
-MAX_EVENTS = 20_000  # that are taken from the log, the newest; a page draws them in bins anyway
-MAX_CHECKPOINTS = 40  # rows of the table, the newest ones
-MAX_TROUBLES = 30  # interruptions in the table, the last ones
-MAX_SESSIONS = 100  # of the lineage, the last ones
-MAX_IN_CLUSTER = 20  # checkpoints that are named, the newest ones
-MAX_DRILLS = 10  # checkpoints whose drill is named, the newest ones
+MAX_EVENTS = 20_000  # newest ones from the log; the page draws them in bins anyway
+MAX_CHECKPOINTS = 40  # newest ones in the table
+MAX_TROUBLES = 30  # newest interruptions in the table
+MAX_SESSIONS = 100  # newest ones in the lineage
+MAX_IN_CLUSTER = 20  # newest checkpoints that are named
+MAX_DRILLS = 10  # newest checkpoints whose drill is named
 MAX_METRICS = 3  # of a checkpoint, by name
-MAX_QUIET_S = 86_400.0  # without a checkpoint until then, if none tells how often they come
-OVERDUE = 3.0  # usual intervals without a checkpoint, until an open session gets a warning
-RECENT_SAVES = 50  # by which the usual interval goes
-ALL_MEASURED = 99.95  # percent of the wall time: the rest is printed as nothing anyway
+MAX_QUIET_S = 86_400.0  # without a checkpoint until a warning, if the usual interval is unknown
+OVERDUE = 3.0  # usual intervals without a checkpoint until a warning, for an open session
+RECENT_SAVES = 50  # newest saves, which give the usual interval
+ALL_MEASURED = 99.95  # percent of the wall time: the rest would be printed as zero
 
 Tone: TypeAlias = Literal["good", "warn", "bad", "plain"]
 
@@ -63,12 +63,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The end of a session and what came of it; `next_session` is None while none has followed.
+    """The end of a session and its consequences; `next_session` is None while none has followed.
 
-    `steps_lost` are steps, `recovery` seconds; see `goodput.Interruption`. `recovery` goes on through
-    sessions without a step, up to the first step of a later one, and is None if there is none. Then
-    `is_waiting` says whether the session that was to go on may have one yet. `restore_s` is how long
-    the next session's slowest rank restored, `read_bytes` what it read for that, by tier.
+    `steps_lost` is in steps, `recovery` in seconds; see `goodput.Interruption`. `recovery` extends through
+    sessions without a step up to the first step of a later one, and is None if there is no such step;
+    `is_waiting` is then true if the session that follows may still do one. `restore_s` is the time that the
+    next session's slowest rank took to restore, `read_bytes` the bytes that session read, by tier.
     """
 
     cause: EndCause | None
@@ -84,7 +84,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """How long a phase of saves took, in seconds, over `count` saves that have told."""
+    """Durations of one phase of saves, in seconds, over the `count` saves whose log has it."""
 
     name: str
     what: str
@@ -106,7 +106,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """The facts. `checkpoints` are all that the log knows, in log order; `lineage` the live ones on it."""
+    """Facts of a run; `checkpoints` are all in the log, in log order, `lineage` the live ones on it."""
 
     run_name: str
     run_uid: str
@@ -131,12 +131,12 @@ class RunReport:
 
     @cached_property
     def in_cluster(self) -> Sequence[CheckpointInfo]:
-        """Live ones that are not on the storage path: the end of the cluster is their end."""
+        """Live checkpoints that are not on the storage path: they are lost with the cluster."""
         return [info for info in self.live if info.level < Level.DURABLE]
 
     @cached_property
     def interval_s(self) -> float | None:
-        """The usual time between two commits of a session, of late; None if there were fewer than three."""
+        """Median time between recent commits of a session; None for fewer than three."""
         recent = self.checkpoints[-RECENT_SAVES:]
         gaps = [
             b.committed_at_s - a.committed_at_s
@@ -147,9 +147,9 @@ class RunReport:
 
     @cached_property
     def problems(self) -> Sequence[Problem]:
-        """What ended sessions, in their order; the last one's end too, if it failed.
+        """Ends of sessions in their order, including the end of the last session if it failed.
 
-        Nobody trains in the session of a rollback, so its end interrupts nothing.
+        The end of a rollback's session is left out: it interrupts no training.
         """
         found = self.goodput
         known = {info.session: info for info in self.sessions}
@@ -189,7 +189,7 @@ class RunReport:
 
     @cached_property
     def _stepped_after(self) -> Sequence[int | None]:
-        """For each interruption the first one, itself or later, whose next session has stepped."""
+        """For each interruption, the first one from it on whose next session did a step."""
         found: list[int | None] = []
         first: int | None = None
         for number, each in reversed(list(enumerate(self.goodput.interruptions))):
@@ -198,8 +198,9 @@ class RunReport:
         return found[::-1]
 
     def _recovery(self, number: int) -> Seconds | None:
-        """The time without steps from interruption `number` on, through sessions that had none; what is not
-        counted is not in it.
+        """Return the time without steps from an interruption on, through sessions without steps.
+
+        Time that is not counted is left out.
         """
         each, stepped = self.goodput.interruptions[number], self._stepped_after[number]
         if stepped is None or stepped == number:
@@ -210,7 +211,7 @@ class RunReport:
         passed = self.goodput.spans[number : stepped + 1]
         gaps_s = [later.opened_s - earlier.closed_s for earlier, later in pairwise(passed)]  # not counted
         down_s = each.opened_at_s - old.last_s - gaps_s[0]
-        # sessions without a step, until the last of them was down
+        # through sessions without a step, until the last of them was down
         between_s = times.last_s - each.opened_at_s - sum(gaps_s[1:])
         end = self.sessions[number].ended
         is_reported = old.measured or (end is not None and end.last_at_s is not None)
@@ -221,9 +222,9 @@ class RunReport:
         return down + Seconds(between_s, between_s, between_s) + last.recovery
 
     def _is_waiting(self, number: int) -> bool:
-        """Whether the session after an interruption is the last one and open, without a commit so far.
+        """Return whether the training after an interruption is the last session, open and without a step.
 
-        Between the two there may be rollbacks; after the last one somebody may go on.
+        Rollbacks may lie between the two; after the last rollback a training may follow.
         """
         last = len(self.sessions) - 1
         later = range(number + 1, last)
@@ -232,24 +233,24 @@ class RunReport:
 
     @cached_property
     def _committed(self) -> frozenset[int]:
-        """Sessions that have committed something."""
+        """Sessions with commits."""
         return frozenset(info.id.session for info in self.checkpoints)
 
     @property
     def newest_step(self) -> int:
-        """That a restart would go on from, also of another run; 0 if it would begin from scratch."""
+        """Step from which a restart would continue, perhaps of another run; 0 for a start from scratch."""
         if self.lineage:
             return self.lineage[-1].step
         return (self.sessions[-1].origin_step or 0) if self.sessions else 0
 
     def age_s(self, time_s: float) -> float:
-        """Seconds from a Unix time until now; 0 by a clock that is behind the log's."""
+        """Return the seconds since a Unix time; 0 if this clock is behind the log's."""
         return max(0.0, self.now_s - time_s)
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
-        told = (_phase(name, what, (read(info) for info in self.checkpoints)) for name, what, read in PHASES)
-        return [phase for phase in told if phase is not None]
+        found = (_phase(name, what, map(read, self.checkpoints)) for name, what, read in PHASES)
+        return [phase for phase in found if phase is not None]
 
 
 PHASES: Sequence[tuple[str, str, Callable[[CheckpointInfo], float | None]]] = (
@@ -263,21 +264,21 @@ PHASES: Sequence[tuple[str, str, Callable[[CheckpointInfo], float | None]]] = (
 
 
 def _phase(name: str, what: str, times_s: Iterable[float | None]) -> Phase | None:
-    told = sorted(time_s for time_s in times_s if time_s is not None)
-    if not told:
+    known_s = sorted(time_s for time_s in times_s if time_s is not None)
+    if not known_s:
         return None
     return Phase(
         name=name,
         what=what,
-        count=len(told),
-        median_s=median(told),
-        p99_s=told[min(len(told) - 1, int(0.99 * len(told)))],
-        max_s=told[-1],
+        count=len(known_s),
+        median_s=median(known_s),
+        p99_s=known_s[min(len(known_s) - 1, int(0.99 * len(known_s)))],
+        max_s=known_s[-1],
     )
 
 
 def read_report(catalog: Catalog, now_s: float) -> RunReport:
-    """The facts of a run at Unix time `now_s`. Errors are the catalog's."""
+    """Return the facts of a run at Unix time `now_s`. Errors are those of the catalog."""
     return RunReport(
         run_name=catalog.run_name,
         run_uid=catalog.run_uid,
@@ -291,7 +292,7 @@ def read_report(catalog: Catalog, now_s: float) -> RunReport:
 
 
 def drawn_events(log: pa.Table) -> Sequence[Event]:
-    """Of the table of a log's events those that are drawn, the last MAX_EVENTS of them."""
+    """Return the drawn events from a log's table of events, the newest MAX_EVENTS of them."""
     chosen = log.filter(pc.is_in(log["op"], pa.array(_DRAWN_OPS)))
     chosen = chosen.slice(max(0, chosen.num_rows - MAX_EVENTS)).select(("op", "time", "step", "text"))
     return [
@@ -311,7 +312,7 @@ def verdicts(report: RunReport) -> Sequence[Verdict]:
 
 
 def _protection(report: RunReport) -> Verdict:
-    title = "A restart goes on from"
+    title = "A restart continues from"
     newest = report.lineage[-1] if report.lineage else None
     if newest is None:
         tone: Tone = "bad" if report.checkpoints else "warn"
@@ -336,7 +337,7 @@ def _protection(report: RunReport) -> Verdict:
         text = f"By the log it survives the loss of {nodes}; {age}.{behind}"
         return Verdict(tone=tone, title=title, head=head, text=text)
     fallback = f"from step {safer[-1].step}" if safer else "from nothing"
-    text = f"On the nodes of its ranks only, {age}: if one is lost, a restart goes on {fallback}.{behind}"
+    text = f"On the nodes of its ranks only, {age}: if one is lost, a restart continues {fallback}.{behind}"
     return Verdict(tone="warn" if safer else "bad", title=title, head=head, text=text)
 
 
@@ -348,19 +349,19 @@ def _training(report: RunReport) -> Verdict | None:
     if last.is_rollback:
         source = report.by_attempt.get(last.resumed_from or "")
         head = f"rolled back to step {source.step}" if source else "rolled back"
-        text = f"At {utc_text(last.opened_at_s)}, and nobody has opened the run since."
+        text = f"At {utc_text(last.opened_at_s)}; the run was not opened since."
         return Verdict(tone="plain", title=title, head=head, text=text)
     ranks = group_text(last)
     if last.ended is None:
-        told = [info for info in report.checkpoints if info.id.session == last.session]
-        seen_s = told[-1].committed_at_s if told else last.opened_at_s
+        own = [info for info in report.checkpoints if info.id.session == last.session]
+        seen_s = own[-1].committed_at_s if own else last.opened_at_s
         quiet_s = report.age_s(seen_s)
         usual = report.interval_s
         is_late = quiet_s > (MAX_QUIET_S if usual is None else OVERDUE * usual)
         rhythm = "" if usual is None else f", where one came about every {duration_text(usual)}"
-        what = "the last checkpoint" if told else "it opened"
+        what = "the last checkpoint" if own else "it opened"
         text = f"{ranks}. {duration_text(quiet_s)} since {what}{rhythm}."
-        text += " It may be stuck, or gone without a word." if is_late else ""
+        text += " It may be stuck, or have died without a record." if is_late else ""
         return Verdict(tone="warn" if is_late else "good", title=title, head="open", text=text)
     end = last.ended
     at = f" at {utc_text(end.last_at_s)}" if end.last_at_s is not None else ""
@@ -380,7 +381,7 @@ def _last_trouble(report: RunReport) -> Verdict | None:
         unknown = sum(t.cause is None for t in report.problems)
         text = "No session has failed."
         if unknown:
-            text = f"{count_text(unknown, 'session')} ended without a word why."
+            text = f"{count_text(unknown, 'session')} ended for an unknown cause."
         return Verdict(tone="plain", title="Last failure", head="none known", text=text)
     last = failed[-1]
     cause = CAUSE_TEXT[last.cause].capitalize() if last.cause else ""
@@ -434,11 +435,11 @@ def _checks(report: RunReport) -> Verdict:
     return Verdict(tone="good" if passed else "bad", title=title, head=head, text=text)
 
 
-# Words
+# Texts
 
 
 def measured_percent(found: Goodput) -> int:
-    """How much of the wall time is measured, rounded down; from ALL_MEASURED on it is 100."""
+    """Return the measured part of the wall time in percent, rounded down; 100 from ALL_MEASURED on."""
     share = 100 * found.measured_s / found.wall_s
     return 100 if share >= ALL_MEASURED else math.floor(share)
 
@@ -454,12 +455,12 @@ def clocks_text(found: Goodput) -> str:
 
 
 def group_text(info: SessionInfo) -> str:
-    """`16 ranks on 4 nodes`."""
+    """Return a text such as `16 ranks on 4 nodes`."""
     return f"{count_text(info.world_size, 'rank')} on {count_text(info.num_nodes, 'node')}"
 
 
 def estimate_text(steps: Seconds) -> str:
-    """`12`, or `12 (10 to 20)` where it is estimated."""
+    """Return `12`, or `12 (10 to 20)` for an estimate."""
     if steps.low == steps.high:
         return f"{steps.estimate:.0f}"
     return f"{steps.estimate:.0f} ({steps.low:.0f} to {steps.high:.0f})"

@@ -1,6 +1,6 @@
 """Elements of HTML and SVG in which all text is escaped unless it is markup already.
 
-What comes out is well-formed XML too, and holds none of the characters that XML refuses.
+The output is also well-formed XML, without the characters that XML refuses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Html(str):
 
 
 def el(name: str, /, *content: str | Html, **attributes: str | float | None) -> Html:
-    """An element. Of attributes `class_` is `class`, `_` else is `-`, and None leaves one out."""
+    """Return an element; attribute `class_` is `class`, any other `_` is `-`, and None omits an attribute."""
     names = (
         f' {key.rstrip("_").replace("_", "-")}="{escape(_value(value))}"'
         for key, value in attributes.items()

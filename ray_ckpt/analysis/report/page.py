@@ -1,6 +1,6 @@
-"""The page: one file of HTML and SVG, without scripts, that asks no network for anything.
+"""The page: one file of HTML and SVG, without scripts and network access.
 
-Its content security policy forbids both, whatever a log says. It is well-formed XML too.
+Its content security policy forbids both, whatever a log contains. It is also well-formed XML.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.texts import count_text, duration_text, short_text, size_text, tiers_text, utc_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 
-MAX_SAVES = 12  # drawn phase by phase, the last ones
-MAX_DEPTH = 10  # of the lineage's branches, as they are indented
+MAX_SAVES = 12  # newest saves, drawn phase by phase
+MAX_DEPTH = 10  # indentation of branches in the lineage
 BAR_W, BAR_H, BAR_LEFT = 1120.0, 20.0, 112.0
-SAME_S = 0.05  # bounds that are closer are printed as one time
+SAME_S = 0.05  # bounds this close are printed as one time
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _SIGNS: Mapping[Tone, str] = {"good": "\u25cf", "warn": "\u25b2", "bad": "\u2715", "plain": "\u25cb"}
@@ -46,7 +46,7 @@ _TONES: Mapping[Tone, str] = {"good": "good", "warn": "warning", "bad": "bad", "
 
 
 def page(report: RunReport) -> str:
-    """The whole page. Its size is bounded whatever the run; where something is left out, it says so."""
+    """Return the whole page. Its size is bounded for any run; notes on the page name what is left out."""
     name = short_text(report.run_name)
     head = el(
         "head",
@@ -147,7 +147,7 @@ _TIMELINE_KEYS = (
     ("c-startup", "startup"),
     ("c-down", "no steps"),
     ("c-no_commit", "no commit"),
-    ("c-open", "no word yet"),
+    ("c-open", "nothing in the log yet"),
 )
 
 
@@ -169,7 +169,7 @@ def _goodput(report: RunReport) -> Html:
     if known < 100:
         about += f" {known} % of the wall time is measured; the rest is estimated, between two bounds."
     if found.not_counted_s:
-        about += f" Not counted: {duration_text(found.not_counted_s)} after it had finished."
+        about += f" Not counted: {duration_text(found.not_counted_s)} after the run had finished."
     if clocks := clocks_text(found):
         about += f" {clocks}"
     times = {"productive": found.productive, **found.badput}
@@ -230,7 +230,7 @@ def _time(time: Seconds) -> str:
 
 def _interruptions(report: RunReport) -> Html:
     if not report.problems:
-        return _section("interruptions", "Interruptions", el("p", "None that the log knows."))
+        return _section("interruptions", "Interruptions", el("p", "None in the log."))
     shown = report.problems[-MAX_TROUBLES:]
     rows = [_problem(problem, report) for problem in reversed(shown)]
     kinds = ["failed" if problem.cause in FAILURES else "past" for problem in reversed(shown)]
@@ -239,7 +239,7 @@ def _interruptions(report: RunReport) -> Html:
         "interruptions",
         "Interruptions",
         _table(headers, rows, right=(3, 4, 5), times=(1,), kinds=kinds),
-        *_left_out(len(report.problems) - len(shown), "earlier ones are not shown, but counted above."),
+        *_left_out(len(report.problems) - len(shown), "earlier ones are not listed, but counted above."),
     )
 
 
@@ -261,7 +261,7 @@ def _problem(problem: Problem, report: RunReport) -> tuple[str | Html, ...]:
 
 
 def _again(problem: Problem) -> str:
-    """When training went on. The log knows no step of an open session before its first commit."""
+    """Return the time until training continued; before its first commit, an open session has no steps."""
     if problem.recovery is not None:
         return _time(problem.recovery)
     if problem.next_session is None:
@@ -274,7 +274,7 @@ def _again(problem: Problem) -> str:
 
 def _saves(report: RunReport) -> Html:
     if not report.phases:
-        return _section("saves", "Saves", el("p", "No save has told how long it took."))
+        return _section("saves", "Saves", el("p", "No durations of saves are in the log."))
     rows = [
         (
             p.name,
@@ -286,14 +286,14 @@ def _saves(report: RunReport) -> Html:
         )
         for p in report.phases
     ]
-    told = [info for info in report.checkpoints[-MAX_SAVES:] if save_s(info) is not None]
+    timed = [info for info in report.checkpoints[-MAX_SAVES:] if save_s(info) is not None]
     parts: list[Html] = [
         _table(("phase", "saves", "median", "p99", "longest", "what"), rows, right=(1, 2, 3, 4))
     ]
-    if told:
+    if timed:
         parts += [
-            el("h3", f"The last {len(told)} saves"),
-            el("div", _save_bars(told), class_="wide"),
+            el("h3", f"The last {len(timed)} saves"),
+            el("div", _save_bars(timed), class_="wide"),
             _legend(_SAVE_KEYS),
         ]
     return _section("saves", "How long saves take", *parts)
@@ -373,7 +373,7 @@ def _checkpoints(report: RunReport) -> Html:
 def _checkpoint(info: CheckpointInfo, report: RunReport) -> tuple[str | Html, ...]:
     whole_s, drained_s = save_s(info), info.drain_s
     metrics = sorted(info.metrics.items())
-    told = ", ".join(f"{short_text(name, 40)} {value:.5g}" for name, value in metrics[:MAX_METRICS])
+    shown = ", ".join(f"{short_text(name, 40)} {value:.5g}" for name, value in metrics[:MAX_METRICS])
     checked = []
     if info.verified_at_s is not None:
         checked.append(f"scrubbed {utc_text(info.verified_at_s)}")
@@ -391,7 +391,7 @@ def _checkpoint(info: CheckpointInfo, report: RunReport) -> tuple[str | Html, ..
         "" if drained_s is None else duration_text(drained_s),
         "; ".join(checked),
         ", ".join(pins[:MAX_METRICS]) + (", ..." if len(pins) > MAX_METRICS else ""),
-        told + (", ..." if len(metrics) > MAX_METRICS else ""),
+        shown + (", ..." if len(metrics) > MAX_METRICS else ""),
     )
 
 
@@ -420,7 +420,7 @@ def _in_cluster(report: RunReport) -> Html:
             "p",
             f"{count_text(len(held), 'live checkpoint')}, {total}, on nodes alone: {steps}{more}.",
         ),
-        el("p", "They end with the cluster.", class_="soft"),
+        el("p", "They are lost with the cluster.", class_="soft"),
     )
 
 
@@ -470,7 +470,8 @@ def _lineage(report: RunReport) -> Html:
         "Lineage",
         el(
             "p",
-            "Each session and what it went on from; green is what the newest state comes from.",
+            "Each session, and the checkpoint from which it continued; the newest state comes from the green "
+            "ones.",
             class_="soft",
         ),
         el("ul", *items, class_="tree"),
@@ -482,7 +483,7 @@ def _lineage(report: RunReport) -> Html:
 
 
 def _ancestors(report: RunReport) -> set[int]:
-    """The last session and those that it comes from."""
+    """Return the last session and those from which it descends."""
     known = {session.session: session for session in report.sessions}
     found: set[int] = set()
     session: SessionInfo | None = report.sessions[-1]
@@ -503,7 +504,7 @@ def _session(session: SessionInfo, source: CheckpointInfo | None, count: int) ->
     name, opened = f"session {session.session}", utc_text(session.opened_at_s)
     if session.is_rollback:
         return f"{name}, a rollback {begun}; {opened}; nobody trained in it"
-    ended = "no word of its end"
+    ended = "its end is not in the log"
     if session.ended is not None:
         ended = f"{CAUSE_TEXT[session.ended.cause]} at step {session.ended.step:,}"
     saved = count_text(count, "checkpoint")
@@ -525,7 +526,7 @@ def _table(
     times: Sequence[int] = (),
     kinds: Sequence[str] | None = None,
 ) -> Html:
-    """A table; `right` and `times` are columns that are not broken, `kinds` the classes of its rows."""
+    """Return a table; columns in `right` and `times` are not folded, `kinds` are the classes of rows."""
 
     def cells(name: str, row: Sequence[str | Html]) -> Iterator[Html]:
         for index, cell in enumerate(row):

@@ -1,7 +1,7 @@
-"""How the page looks: light or dark as the reader's system is.
+"""Style of the page: light or dark as the reader's system.
 
-Without colours too what survived can be told from what did not: lost steps are hatched, or a dashed line, and
-parts that lie side by side have a gap. Which part is which the reader points at, or finds in the tables.
+Surviving and lost steps differ without colours too: lost steps are hatched, or a dashed line, and parts side
+by side have a gap. The pointer shows the name of a part; the tables have all names.
 """
 
 STYLE = """

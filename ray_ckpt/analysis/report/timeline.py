@@ -1,7 +1,7 @@
-"""The timeline of a run, as SVG: what the training did, its steps, and what became of its saves.
+"""The timeline of a run, as SVG: the state of the training, its steps, and its saves.
 
-However long the run, the picture has a bounded number of elements: time is cut into COLUMNS, and marks of one
-kind in one column are drawn as one, which says how many they are.
+The number of elements is bounded for any length of the run: time is cut into COLUMNS, and marks of one kind
+in one column are drawn as one mark with their number.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ray_ckpt.texts import duration_text, short_text, tiers_text, to_datetime, u
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 
 WIDTH = 1120.0  # of the picture, in its own units, about pixels
-LEFT, RIGHT = 104.0, 16.0  # of the plot, for the names of the lanes
-COLUMNS = 400  # into which time is cut: about one per mark that can be told from the next
-MAX_DRAWN = 200  # sessions, the last ones of the time shown
+LEFT, RIGHT = 104.0, 16.0  # margins of the plot, with room for the names of lanes
+COLUMNS = 400  # of time: about as many as marks that can be distinguished
+MAX_DRAWN = 200  # newest sessions of the drawn time
 BAND_Y, BAND_H = 34.0, 22.0
 CURVE_Y, CURVE_H = 70.0, 190.0
 LANE_H = 24.0
 MARK_W = 3.0
-MIN_W = 0.8  # of what has a length: that much can be seen
-GAP_W, MIN_GAPPED_W = 1.0, 3.0  # between parts side by side, taken from those that are wide enough
+MIN_W = 0.8  # of a stretch, so that it is visible
+GAP_W, MIN_GAPPED_W = 1.0, 3.0  # gap between parts side by side, and the least width of a part that has one
 HATCH_W = 6.0  # from one line of a hatch to the next
-LABEL_GAP = 64.0  # between two labels, so that none lies on another
+LABEL_GAP = 64.0  # between the beginnings of two labels, which must not overlap
 CHAR_W = 6.3  # of a letter of a label, about
-ZOOM_BELOW = 1 / 3  # of the whole: a part that is longer is not drawn on its own
-ZOOM_INTERVALS = 4.0  # usual times between two saves, drawn before and after what it is about
-MORE_S, MORE_PART = 300.0, 0.25  # of silence that are drawn after the last thing known
+ZOOM_BELOW = 1 / 3  # of the whole run: a longer window gets no picture of its own
+ZOOM_INTERVALS = 4.0  # usual times between two saves, drawn before and after a failure
+MORE_S, MORE_PART = 300.0, 0.25  # time drawn after the last event: seconds, or a part of the whole
 TICK_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 MAX_TICKS = 9  # labels of the time axis; more would overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """From when to when is drawn, in Unix seconds."""
+    """The drawn time, in Unix seconds."""
 
     start_s: float
     end_s: float
@@ -51,7 +51,7 @@ class Window:
         return max(self.end_s - self.start_s, 1e-3)
 
     def x(self, time_s: float) -> float:
-        """Where a moment is; beyond the ends it is at them."""
+        """Return the position of a time; times outside are drawn at the edges."""
         part = (time_s - self.start_s) / self.length_s
         return LEFT + min(max(part, 0.0), 1.0) * (WIDTH - LEFT - RIGHT)
 
@@ -64,7 +64,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something at a moment, in a lane; `kind` is its look, `text` what there is to say, if it is drawn."""
+    """An event in a lane; `kind` selects its shape, and `text` makes its description when it is drawn."""
 
     time_s: float
     kind: str
@@ -72,8 +72,7 @@ class Mark:
 
 
 def whole(report: RunReport) -> Window | None:
-    """From the first session's opening to the last that sessions told, and a little further for what came
-    after it; None if nothing has begun."""
+    """Return the window of all sessions, and a little more for later events; None without sessions."""
     spans = report.goodput.spans
     if not spans:
         return None
@@ -87,16 +86,16 @@ def whole(report: RunReport) -> Window | None:
 
 
 def _last_known_s(report: RunReport) -> float:
-    """The last event, or the last checkpoint's arrival on the storage path, which may come after the end."""
+    """Return the time of the last event or durable checkpoint, which may come after the last session."""
     events_s = (event.time_s for event in report.events[-1:])
     durable_s = (info.durable_at_s for info in report.checkpoints if info.durable_at_s is not None)
     return max((*events_s, *durable_s), default=0.0)
 
 
 def around_last_failure(report: RunReport) -> Window | None:
-    """The last failure with some saves before and after; None if that is most of the run anyway.
+    """Return a window around the last failure with some saves on both sides; None if it is most of the run.
 
-    It may have been before all sessions that the whole is drawn of.
+    The failure may be older than all sessions in the picture of the whole run.
     """
     everything = whole(report)
     failed = [problem for problem in report.problems if problem.cause in FAILURES]
@@ -112,7 +111,7 @@ def around_last_failure(report: RunReport) -> Window | None:
 
 
 def draw(report: RunReport, window: Window, name: str) -> Html:
-    """The picture of `window`; `name` is its description for those who cannot see it."""
+    """Return the picture of `window`; `name` is its description for screen readers."""
     spans = [t for t in report.goodput.spans if t.closed_s >= window.start_s]
     spans = [t for t in spans if t.opened_s <= window.end_s][-MAX_DRAWN:]
     lanes = _lanes(report, window)
@@ -160,7 +159,7 @@ def _time_axis(window: Window, bottom: float) -> Iterator[Html]:
         yield el("text", text, x=x, y=bottom + 16, class_="tick", text_anchor="middle")
 
 
-# What the training did
+# States of the training
 
 
 def _band(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> Iterator[Html]:
@@ -184,25 +183,27 @@ def _band(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> It
 
 
 def _since(span: SessionSpan, info: SessionInfo, now_s: float, window: Window) -> Iterator[Html]:
-    """After all that the last session has told: nothing has followed it, or it is still open."""
+    """Draw the time after the last event of the last session, which may still be open."""
     since = f"since {utc_text(span.closed_s)}"
     if info.is_rollback:
-        text = f"session {info.session}: rolled back, and nobody has opened the run {since}"
+        text = f"session {info.session}: rolled back; the run was not opened {since}"
         yield from _stretch("down", span.closed_s, now_s, text, window)
     elif span.cause in FAILURES:
         yield from _stretch("down", span.closed_s, now_s, f"no session has followed {since}", window)
     elif info.ended is None:
-        yield from _stretch("open", span.closed_s, now_s, f"session {info.session}: no word {since}", window)
+        yield from _stretch(
+            "open", span.closed_s, now_s, f"session {info.session}: nothing in the log {since}", window
+        )
 
 
 def _stretches(span: SessionSpan, info: SessionInfo) -> Iterator[tuple[str, float, float, str]]:
-    """The parts of a session's time: kind, from, to, and what to say of it."""
+    """Yield the parts of a session's time: kind, start, end and description."""
     about = "" if span.measured else " (estimated)"
     read = f", read {tiers_text(info.read_bytes)}" if info.read_bytes else ""
-    after = CAUSE_TEXT[span.cause] if span.cause else "nobody has said why"
+    after = CAUSE_TEXT[span.cause] if span.cause else "the cause is unknown"
     closing = ("down", f"no steps: {after}{about}")
     if span.last_step == span.first_step and not span.measured:
-        closing = ("no_commit", "it committed nothing, and nobody has told")
+        closing = ("no_commit", "no commit, and its steps are not in the log")
     if info.is_rollback:
         closing = ("no_commit", "a rollback; nobody trained in it")
     moments = (
@@ -227,7 +228,7 @@ def _stretch(kind: str, start_s: float, end_s: float, text: str, window: Window)
 
 
 def part(kind: str, text: str, *, x: float, y: float, width: float, height: float) -> Iterator[Html]:
-    """One of several that lie side by side; a gap before the next one and a hatch do without colours."""
+    """Draw one of several parts side by side; gap and hatch distinguish parts without colours."""
     if width > MIN_GAPPED_W:
         width -= GAP_W
     yield el("rect", el("title", text), x=x, y=y, width=width, height=height, class_=f"c-{kind}")
@@ -237,7 +238,7 @@ def part(kind: str, text: str, *, x: float, y: float, width: float, height: floa
 
 
 def _hatch(x: float, y: float, width: float, height: float) -> Iterator[str]:
-    """Lines that rise from left to right, as far as they are within the part."""
+    """Yield lines that rise from left to right, cut to the part."""
     for number in range(math.ceil((width + height) / HATCH_W)):
         foot = x - height + (number + 0.5) * HATCH_W  # where the line would begin at the lower edge
         left, right = max(foot, x), min(foot + height, x + width)
@@ -247,7 +248,7 @@ def _hatch(x: float, y: float, width: float, height: float) -> Iterator[str]:
 
 
 def _failures(spans: Sequence[SessionSpan], window: Window) -> Iterator[Html]:
-    """A mark and a line where a session failed, with its cause if there is room."""
+    """Draw a mark and a line where a session failed, with the cause if there is room."""
     free_x = 0.0
     for span in spans:
         if span.cause not in FAILURES or span.last_s not in window:
@@ -299,7 +300,7 @@ def _curve(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> I
 
 
 def _thin(run: Sequence[StepsOverTime], window: Window) -> list[StepsOverTime]:
-    """The first and last point of each column and kind, with the ends of the window put in between."""
+    """Return the first and last point of each column and kind, and points at the ends of the window."""
     inside = [p for p in run if p.time_s in window]
     for before, after in pairwise(run):
         if before.time_s < window.start_s < after.time_s:
@@ -320,7 +321,7 @@ def _between(before: StepsOverTime, after: StepsOverTime, time_s: float) -> Step
 
 
 def _lines(points: Sequence[StepsOverTime]) -> Iterator[tuple[bool, list[StepsOverTime]]]:
-    """Stretches of steps that survived, and of those that did not; each begins where the other ends."""
+    """Yield stretches of surviving and of lost steps; each begins where the previous one ends."""
     for survived, pairs in groupby(pairwise(points), key=lambda pair: pair[1].survived):
         found = list(pairs)
         yield survived, [found[0][0], *(after for _, after in found)]
@@ -337,7 +338,7 @@ def _ticks(low: int, high: int) -> Iterator[int]:
 
 
 def _lanes(report: RunReport, window: Window) -> list[tuple[str, list[Mark]]]:
-    """The lanes with their names; those of levels and restores always, others if there is something."""
+    """Return the lanes with their names: levels and restores always, others unless empty."""
     lanes = [
         ("on local disk", list(_reached(report.checkpoints, Level.LOCAL, window))),
         ("replicated", list(_reached(report.checkpoints, Level.REPLICATED, window))),
@@ -363,7 +364,7 @@ def _reached_text(info: CheckpointInfo, time_s: float) -> str:
 
 
 def reached_s(info: CheckpointInfo, level: Level) -> float | None:
-    """When a checkpoint had reached a level, as the log tells; None if it had not or is not known."""
+    """Return the Unix time at which a checkpoint reached a level by the log; None if not, or unknown."""
     if level is Level.DURABLE:
         return info.durable_at_s if info.level is Level.DURABLE else None
     if level is Level.LOCAL:
@@ -388,7 +389,7 @@ def _restored_text(info: SessionInfo, source: CheckpointInfo | None) -> str:
 
 
 def _checked(report: RunReport, window: Window) -> Iterator[Mark]:
-    """Scrubs and drills: those of the log, and the last ones of each checkpoint that it no longer has."""
+    """Yield scrubs and drills in the log, and the last ones of each checkpoint from before its events."""
     since_s = min((event.time_s for event in report.events), default=math.inf)
     for event in report.events:
         if event.op == "drilled":
@@ -410,7 +411,7 @@ def _drill_kind(text: str) -> str:
 
 
 def _kept(report: RunReport, window: Window) -> Iterator[Mark]:
-    """Pins, deletions, losses and notes."""
+    """Yield pins, deletions, losses and notes."""
     looks = {
         "retired": ("past", "retired"),
         "collected": ("past", "deleted"),
