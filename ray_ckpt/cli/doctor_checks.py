@@ -444,7 +444,7 @@ def _store_clock(tier: RemoteTier) -> Finding:
     store_s = tier.now_s()
     after_s = time.time()
     off_s = max(before_s - store_s, store_s - after_s, 0.0)  # some stores date files by the second
-    found = f"differs from this machine's by {off_s:.1f} s"
+    found = f"{off_s:.1f} s off this machine's"
     if off_s > CLOCK_OFF_S:
         return "warn", found, "Set this machine's clock by NTP: requests may be refused, and ages are wrong."
     return "ok", found, ""

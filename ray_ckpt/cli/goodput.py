@@ -175,8 +175,9 @@ def _estimate(time: Seconds) -> str:
 
 
 def draw(run_name: str, found: Goodput) -> bytes:
-    """A PNG: steps over time, dotted where they were lost, and the parts of the wall time below, in the same
-    colours. Time that is not counted is left out. ConfigError without matplotlib.
+    """Draw a PNG of steps over time, dotted where lost, and below it the parts of the wall time.
+
+    Time that is not counted is left out. Raise ConfigError without matplotlib.
     """
     try:
         import matplotlib

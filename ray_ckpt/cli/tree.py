@@ -76,7 +76,7 @@ class _Lineage:
     def chains(self, shown: Sequence[SessionInfo]) -> dict[int | None, list[SessionInfo]]:
         """Return the sessions of `shown` by the session under which each is drawn; None is the run itself.
 
-        Sessions are in log order. Of those that continued from a session's checkpoints, the one on the
+        Sessions are in log order. Several may have continued from checkpoints of one session: the one on the
         lineage, else the last one, is drawn beside that session; the others are branches under it.
         """
         heirs: dict[int, SessionInfo] = {}

@@ -449,7 +449,8 @@ def test_the_command_shows_what_it_does_and_does_it(run: SampleRun) -> None:
     assert "after the first save of the next training" in text
     assert [line.split()[:2] for line in text.splitlines() if "loss" in line] == [["40", "replicated(1),"]]
     assert (
-        "Session 2 is open" in text and "The launcher that had the run before may also continue with it." in text
+        "Session 2 is open" in text
+        and "The launcher that had the run before may also continue with it." in text
     )
     assert [c.step for c in Catalog(run.folder).lineage] == [10, 20, 30]
     assert "was open already" in command("rollback", run.folder, "--before", 40)

@@ -379,7 +379,9 @@ def test_the_command_reads_what_the_storage_path_has_of_a_run(run: SampleRun) ->
         ("10", "passed"),
     ]
     assert "step 40: it is not on the storage path" in lines
-    assert lines[-1] == "After this loss the run would continue from step 30: at least 10 steps would be lost."
+    assert (
+        lines[-1] == "After this loss the run would continue from step 30: at least 10 steps would be lost."
+    )
     assert "not in the run's log" in result.stderr
 
 
@@ -398,7 +400,7 @@ def test_the_command_concludes_nothing_from_one_step(run: SampleRun) -> None:
     result = command(run.folder, "--remote-only", "--step", "10")
     assert result.exit_code == 0 and "remote-only: passed" in result.stdout
     assert "continue from step" not in result.stdout and "be lost" not in result.stdout
-    assert "is told without --step" in result.stdout
+    assert "The checkpoint from which the run would continue is shown only without --step." in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -414,7 +416,7 @@ def test_lost_steps_are_reported_as_far_as_they_are_known(
     nodes: Nodes, capsys: pytest.CaptureFixture[str], last_step: int | None, text: str
 ) -> None:
     print_report("gpt", run_drill(nodes, [both(nodes, sample(30))], last_step=last_step))
-    assert capsys.readouterr().out.splitlines()[-1] == f"After this loss a run would go on from {text}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"After this loss the run would continue from {text}"
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ class RunReport:
 
     @cached_property
     def _stepped_after(self) -> Sequence[int | None]:
-        """For each interruption, the first one from it on whose next session did a step."""
+        """First interruption from each one on whose next session did a step; None if there is none."""
         found: list[int | None] = []
         first: int | None = None
         for number, each in reversed(list(enumerate(self.goodput.interruptions))):
