@@ -204,7 +204,7 @@ def test_a_link_to_nothing_is_no_folder(
 ) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "nowhere")
     assert export(run.folder, tmp_path / "out") == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
