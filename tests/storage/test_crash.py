@@ -146,7 +146,7 @@ def fragment_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_settling(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Staging, "_settle", lambda stage: None)
+    patch.setattr(Staging, "_clean_up", lambda stage: None)
     patch.setattr(files, "is_temporary", lambda name: False)  # the check that comes first
 
 
