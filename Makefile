@@ -32,7 +32,7 @@ check: $(VENV)/.ready  ## ruff, mypy strict, import rules
 
 test: $(VENV)/.ready $(SERVERS)/.ready  ## under 8 minutes on 2 cores; nothing runs beside a simulated cluster
 	$(BIN)/python -m pytest -m "cluster and not slow"
-	$(BIN)/python -m pytest -m "not cluster and not slow" --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -m "not cluster and not slow" --numprocesses 3 --dist loadfile
 
 test-slow: $(VENV)/.ready $(SERVERS)/.ready  ## faults on real Ray that take minutes, a minute of random schedules
 	sh tests/servers/debian.sh $(SERVERS)/debian

@@ -148,6 +148,7 @@ def test_the_script_is_killed_and_goes_on_with_the_losses_of_a_run_that_was_not(
     assert [*losses.values()] == uninterrupted(monkeypatch, capsys)[1:]
 
 
+@pytest.mark.slow  # 30 s; tests/cluster/test_train.py has quick trainings with Ray Train
 def test_the_script_for_ray_train_trains_to_its_end(here: Path) -> None:
     code = WITH_RAY_TRAIN.text.replace("total=1000", "total=200")
     program = start(code, here)

@@ -492,6 +492,7 @@ class TestCommand:
         assert found["machine"]["command"] == " ".join(["python", "-m", "jobs.bench", *arguments])
         assert "schedule" in capsys.readouterr().out
 
+    @pytest.mark.slow  # 15 s
     def test_a_quick_run_measures_several_groups_and_leaves_nothing(self, tmp_path: Path) -> None:
         """Nothing is said of its numbers: a busy machine makes any."""
         out = tmp_path / "out.json"

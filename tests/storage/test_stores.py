@@ -42,8 +42,10 @@ pytestmark = pytest.mark.usefixtures("credentials")
 
 SLOW = pytest.mark.slow
 STORES = (
-    *("posix", "ministack", "moto", "strict-s3", "strict-gcs", "fsspec-s3", "fsspec-gcs", "s3fs"),
-    pytest.param("gcsfs", marks=SLOW),
+    *("posix", "ministack", "moto", "strict-s3", "strict-gcs", "fsspec-s3", "fsspec-gcs"),
+    *(
+        pytest.param(store, marks=SLOW) for store in ("s3fs", "gcsfs")
+    ),  # the same libraries, without our requests
 )
 QUICK_STORES = (*(store for store in STORES if store != "moto"), pytest.param("moto", marks=SLOW))
 DIFFERENCES = {
@@ -427,7 +429,7 @@ def scheme(request: pytest.FixtureRequest) -> str:
     return scheme
 
 
-@pytest.fixture(params=["obstore", "fsspec"])
+@pytest.fixture(params=["obstore", pytest.param("fsspec", marks=SLOW)])
 def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Options of each backend. What gcsfs does cannot be hurried by options of its own."""
     if request.param == "fsspec":

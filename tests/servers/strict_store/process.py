@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import select
+import selectors
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -50,8 +50,10 @@ class StrictStore:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
-                ready, _, _ = select.select([process.stdout], [], [], START_S)
-                line = process.stdout.readline() if ready else "nothing"
+                with selectors.DefaultSelector() as selector:  # unlike select(), takes any descriptor
+                    selector.register(process.stdout, selectors.EVENT_READ)
+                    is_ready = bool(selector.select(START_S))
+                line = process.stdout.readline() if is_ready else "nothing"
                 if not line.startswith("listening on "):
                     raise OSError(f"the strict store did not start: {line!r}")
                 yield cls(line.removeprefix("listening on ").strip(), process=process)
