@@ -204,24 +204,15 @@ def walk(
                 key = ".".join((prefix, *inner))
                 _check_free(key, held)
                 keys[id(value)] = key
-                held[key] = (
-                    known[key]
-                    if key in known and known[key].is_still(value)
-                    else HeldLeaf(
-                        leaf=value,
-                        slices=tuple(
-                            slices_of(
-                                value,
-                                item=prefix,
-                                path=inner,
-                                ranks=everyone if item.is_shared(path) else (rank,),
-                                changes_in_step=item.changes_in_step(path),
-                                first=first,
-                            )
-                        ),
-                        memory=_memory(value),
+                held_before = known.get(key)
+                if held_before is not None and held_before.is_still(value):
+                    held[key] = held_before
+                else:
+                    ranks = everyone if item.is_shared(path) else (rank,)
+                    changes = item.changes_in_step(path)
+                    held[key] = _held_leaf(
+                        value, prefix, inner, ranks=ranks, changes_in_step=changes, first=first
                     )
-                )
                 all_slices.extend(held[key].slices)
             return TensorRef(keys[id(value)])
 
@@ -247,6 +238,19 @@ def walk(
     if before is not None and len(slices) == len(before.slices) and all(map(is_, slices, before.slices)):
         slices = before.slices
     return Walked(slices=slices, trees=trees, held=held, blocks=blocks)
+
+
+def _held_leaf(
+    value: Any,
+    item: str,
+    path: tuple[str, ...],
+    *,
+    ranks: tuple[int, ...],
+    changes_in_step: bool,
+    first: int,
+) -> HeldLeaf:
+    slices = slices_of(value, item=item, path=path, ranks=ranks, changes_in_step=changes_in_step, first=first)
+    return HeldLeaf(leaf=value, slices=tuple(slices), memory=_memory(value))
 
 
 def plain_tensors(value: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] | None:

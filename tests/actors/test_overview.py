@@ -50,7 +50,7 @@ def test_a_run_at_work() -> None:
     run.save(30)
     run.tick(60.0)
     ranks = {k: RankProgress(step=36, saved_step=30, step_s=0.5) for k in (0, 1)}
-    run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks))
+    run.feed(m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks))
     disk = DiskSpace(free_bytes=50, total_bytes=1000)
     view = view_of(run, disks={"a": disk})
     assert (view.state, view.session, view.world_size, view.step, view.step_s) == ("training", 1, 2, 36, 0.5)
@@ -83,15 +83,15 @@ def test_the_states_of_a_run() -> None:
     assert view_of(run).state == "opening"
     run = Harness("ab")
     assert view_of(run).state == "idle"
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     assert view_of(run).state == "restoring"
-    run.tell(*(run.restored(node) for node in "ab"))
+    run.feed(*(run.restored(node) for node in "ab"))
     assert view_of(run).state == "training"
     assert view_of(run, owner_lives=False).state == "gone"
-    run.tell(m.FinishRequested(token="end", ends_group=True))
+    run.feed(m.FinishRequested(token="end", ends_group=True))
     assert view_of(run).state == "finished"
     run.open("ab")
-    run.tell(m.FinishRequested(token="failed", ends_group=True, has_failed=True))
+    run.feed(m.FinishRequested(token="failed", ends_group=True, has_failed=True))
     assert view_of(run).state == "failed"
 
 
@@ -130,11 +130,11 @@ def test_pinned_and_draining_checkpoints_are_needed() -> None:
     run.drain_all(drains)
     assert view_of(run).needed_in_cluster == ()
     attempt = run.machine.history.live()[0].id.attempt
-    run.tell(m.PinRequested(token="pin", attempt=attempt, owner="me", expires_at_s=START_S + 100))
+    run.feed(m.PinRequested(token="pin", attempt=attempt, owner="me", expires_at_s=START_S + 100))
     assert view_of(run).needed_in_cluster == (10,)
     run.tick(200.0)
     assert view_of(run).needed_in_cluster == (), "the pin is over"
-    run.tell(m.DrainRequested(token="drain", attempt=attempt))
+    run.feed(m.DrainRequested(token="drain", attempt=attempt))
     assert view_of(run).needed_in_cluster == (10,)
 
 

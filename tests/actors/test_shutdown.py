@@ -141,7 +141,7 @@ def test_agents_release_a_run_once_it_has_ended_however_late(monkeypatch: pytest
     seen = ray_cluster.NodesNow(live=("a", "b"), draining=frozenset(), left_s={}, domains={})
 
     watch.tick_run(run, seen)
-    effects = [*harness.save(10), *harness.tell(m.FinishRequested(token="end", ends_group=True))]
+    effects = [*harness.save(10), *harness.feed(m.FinishRequested(token="end", ends_group=True))]
     watch.tick_run(run, seen)
     assert not sent
     harness.drain_all(effects)

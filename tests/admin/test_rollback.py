@@ -206,11 +206,11 @@ def test_the_next_group_restores_that_checkpoint_and_branches(service: str) -> N
     run = trained(10, 20, 30)
     session = go_back(run.store, before=30)
     other = on(run, service=service)
-    effects = other.tell(other.group("ab", owner="another"))
+    effects = other.feed(other.group("ab", owner="another"))
     plan = one(effects, m.StartSession).plan
     assert plan.resume is not None and plan.resume.checkpoint.step == 20
     assert plan.session == session.session + 1
-    other.tell(*(other.restored(node) for node in "ab"))
+    other.feed(*(other.restored(node) for node in "ab"))
     other.save(25)
     history = read_tail(run.store).history
     assert [c.step for c in history.lineage()] == [10, 20, 25]
@@ -221,9 +221,9 @@ def test_what_is_left_aside_goes_by_retention() -> None:
     run = trained(10, 20, 30)
     go_back(run.store, before=20)
     other = on(run)
-    other.tell(other.group("ab", owner="another"))
+    other.feed(other.group("ab", owner="another"))
     assert [c.step for c in read_tail(run.store).history.live()] == [10, 20, 30]
-    other.tell(*(other.restored(node) for node in "ab"))
+    other.feed(*(other.restored(node) for node in "ab"))
     other.save(15)
     assert [c.step for c in read_tail(run.store).history.live()] == [10, 15]
 
@@ -235,7 +235,7 @@ def test_if_its_nodes_are_gone_an_older_one_is_taken() -> None:
     for disk in run.disks.values():
         disk.delete(twenty.id.attempt)
     other = on(run, inventory_wait_s=0.0)
-    plan = one(other.tell(other.group("ab", owner="another")), m.StartSession).plan
+    plan = one(other.feed(other.group("ab", owner="another")), m.StartSession).plan
     assert plan.resume is not None and plan.resume.checkpoint.step == 10
 
 
@@ -246,7 +246,7 @@ def test_what_was_complete_and_not_recorded_does_not_come_back() -> None:
     run.save(40)
     go_back(run.store, before=30)
     other = on(run)
-    plan = one(other.tell(other.group("ab", owner="another")), m.StartSession).plan
+    plan = one(other.feed(other.group("ab", owner="another")), m.StartSession).plan
     assert plan.resume is not None and plan.resume.checkpoint.step == 20
     assert 40 not in {c.step for c in read_tail(run.store).history.live()}
 
@@ -267,7 +267,7 @@ def test_any_launcher_may_open_the_run_and_a_restarted_coordinator_may_not() -> 
 def test_a_rollback_gives_the_run_to_nobody_who_had_lost_it() -> None:
     run = trained(10, 20)
     other = on(run)
-    other.tell(other.group("ab", owner="another"))
+    other.feed(other.group("ab", owner="another"))
     go_back(run.store, before=20)
     history = read_tail(run.store).history
     with pytest.raises(RunSuperseded):
@@ -290,10 +290,10 @@ def test_a_group_at_work_is_fenced_at_its_next_save() -> None:
 def test_a_coordinator_that_was_idle_gives_the_run_up_and_opens_it_again() -> None:
     run = trained(10, 20)
     go_back(run.store, before=20)
-    effects = run.tell(run.group("ab", owner="another", dead_owner="driver"))
+    effects = run.feed(run.group("ab", owner="another", dead_owner="driver"))
     assert isinstance(one(effects, m.Fail).error, Fenced) and of(effects, m.StepDown)
     run.start_coordinator()
-    plan = one(run.tell(run.group("ab", owner="another")), m.StartSession).plan
+    plan = one(run.feed(run.group("ab", owner="another")), m.StartSession).plan
     assert plan.resume is not None and plan.resume.checkpoint.step == 10
 
 
@@ -355,7 +355,7 @@ def test_who_comes_between_the_two_records_has_the_run() -> None:
 
     def another_comes(name: str, data: bytes) -> CreateResult:
         other = on(run)
-        other.tell(other.group("ab", owner="another"))
+        other.feed(other.group("ab", owner="another"))
         return CreateResult.OK if run.store.objects[name] == data else CreateResult.EXISTS
 
     store = Between(run.store.objects, seq + 1, another_comes)

@@ -77,9 +77,9 @@ def test_a_rank_at_its_first_save_is_not_taken_for_one_with_other_parameters(ran
     run.open("ab")
     attempt = run.attempt(20)
     stored = (run.stored(attempt, node, replicated=each[20]) for node, each in zip("ab", told, strict=True))
-    effects = run.tell(*stored)
+    effects = run.feed(*stored)
     copied = (run.copied(attempt, node.node_id, holder) for node in run.plan.nodes for holder in node.holders)
-    effects += run.tell(*copied)
+    effects += run.feed(*copied)
     assert not [publish.error for publish in of(effects, m.NotifyOutcome) if publish.error]
 
 

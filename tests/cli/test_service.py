@@ -419,7 +419,7 @@ def test_a_service_that_is_at_work_after_all_goes_on_with_its_group() -> None:
     assert not down.is_foreign, "its group does not end"
     again = Harness("ab", service=SERVICE, store=run.store, keep_last=10)
     again.disks = run.disks
-    again.tell(m.GroupRecovered(plan=plan, inventories=again.inventories()))
+    again.feed(m.GroupRecovered(plan=plan, inventories=again.inventories()))
     again.save(30)
     assert [c.step for c in again.machine.history.lineage()] == [10, 20, 30], "also what was on its way"
     assert "me" in again.machine.history.lineage()[0].pins

@@ -40,8 +40,8 @@ WAIT_S = 120.0  # Ray Train looks for other nodes every 20 s, and gives a group 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a rank has restored, what it has used, and what it had at each save, unsharded."""
+class RankReport:
+    """The state that a rank restored, the state that it used, and its state at each save, unsharded."""
 
     restored_step: int
     restored: State
@@ -50,7 +50,7 @@ class Told:
     saved: dict[int, State]
 
 
-def go_on(run: str, storage: str, total: int, options: dict[str, Any]) -> Told:
+def go_on(run: str, storage: str, total: int, options: dict[str, Any]) -> RankReport:
     """Restore, train up to step `total`, which is saved, and wait until it has its copies."""
     training = Regression()
     rank, world_size = training.rank, training.world_size
@@ -68,12 +68,12 @@ def go_on(run: str, storage: str, total: int, options: dict[str, Any]) -> Told:
     ckpt.wait("replicated")
     ckpt.close()
     tiers = tuple(info.bytes_by_tier()) if info else ()
-    return Told(restored_step=first, restored=restored, tiers=tiers, shares=shares, saved=saved)
+    return RankReport(restored_step=first, restored=restored, tiers=tiers, shares=shares, saved=saved)
 
 
 def trained(
     cluster: LocalCluster, nodes: Sequence[str], storage: str, run: str, total: int, **options: Any
-) -> list[Told]:
+) -> list[RankReport]:
     """A new group, rank k on the k-th of these nodes; what each rank tells."""
     group = RankGroup([cluster.nodes[name].node_id for name in nodes])
     try:

@@ -113,9 +113,9 @@ class Harness:
         )
         opened = m.LogOpened(records=read_log(self.store), run_name=RUN, fresh_uid=RUN_UID)
         seen = m.NodesSeen(live=frozenset(self.live))
-        return (*self.tick(), *self.tell(opened, seen))
+        return (*self.tick(), *self.feed(opened, seen))
 
-    def tell(self, *events: m.Event) -> tuple[m.Effect, ...]:
+    def feed(self, *events: m.Event) -> tuple[m.Effect, ...]:
         """The effects of `events` and of the store's answers to the appends among them."""
         effects: list[m.Effect] = []
         todo = deque(events)
@@ -154,11 +154,11 @@ class Harness:
         held, self.held = self.held, []
         answers = [answer for effect in held for answer in self.append(effect)]
         self.store_mode = "held" if hold_next else "ok"
-        return self.tell(*answers)
+        return self.feed(*answers)
 
     def tick(self, seconds: float = 0.0) -> tuple[m.Effect, ...]:
         self.now_s += seconds
-        return self.tell(self.ticked)
+        return self.feed(self.ticked)
 
     @property
     def ticked(self) -> m.Ticked:
@@ -223,8 +223,8 @@ class Harness:
 
     def open(self, nodes: str = "ab", *, resume: Resume = "auto") -> tuple[m.Effect, ...]:
         """A group opens on `nodes`, restores without damage, and trains."""
-        effects = self.tell(self.group(nodes, resume=resume))
-        return (*effects, *self.tell(*(self.restored(node) for node in nodes)))
+        effects = self.feed(self.group(nodes, resume=resume))
+        return (*effects, *self.feed(*(self.restored(node) for node in nodes)))
 
     @property
     def plan(self) -> SessionPlan:
@@ -236,7 +236,7 @@ class Harness:
         for node in nodes:
             self.live.discard(node)
             self.disks[node] = Disk()
-        return self.tell(m.NodesSeen(live=frozenset(self.live)))
+        return self.feed(m.NodesSeen(live=frozenset(self.live)))
 
     # -- saves, as events ------------------------------------------------------------------------------
 
@@ -296,12 +296,12 @@ class Harness:
         events: list[m.Event] = [self.stored(attempt, p.node_id) for p in self.plan.nodes]
         if copies:
             events += [self.copied(attempt, p.node_id, h) for p in self.plan.nodes for h in p.holders]
-        return self.tell(*events)
+        return self.feed(*events)
 
     def drained(
         self, drain: m.Drain, *, error: str | None = None, is_damage: bool = False
     ) -> tuple[m.Effect, ...]:
-        return self.tell(
+        return self.feed(
             m.DrainEnded(
                 attempt=drain.attempt,
                 node_index=drain.node_index,
@@ -315,7 +315,7 @@ class Harness:
         """Carry out every Drain among `effects` and, when it comes to that, the description."""
         reported = [e for drain in of(effects, m.Drain) for e in self.drained(drain)]
         for write in of(reported, m.WriteDescription):
-            reported += self.tell(m.DescriptionWritten(attempt=write.checkpoint.id, error=None))
+            reported += self.feed(m.DescriptionWritten(attempt=write.checkpoint.id, error=None))
         return tuple(reported)
 
 
@@ -363,7 +363,7 @@ class Cluster(Harness):
         self.copy_error: Callable[[str], str | None] = lambda _: None  # by holder
         super().__init__(nodes, ranks_per_node=ranks_per_node, **options)
 
-    def tell(self, *events: m.Event) -> tuple[m.Effect, ...]:
+    def feed(self, *events: m.Event) -> tuple[m.Effect, ...]:
         """Handle events as an actor does: the effects of each event go out in order."""
         effects: list[m.Effect] = []
         for event in events:
@@ -422,7 +422,7 @@ class Cluster(Harness):
     def deliver(self, message: Message) -> None:
         match message:
             case ToCoordinator(event=event):
-                self.tell(event)
+                self.feed(event)
             case ToNode(node=node, event=node_event):
                 if node in self.live:
                     for effect in self.machines[node].handle(node_event):

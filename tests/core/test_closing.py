@@ -24,7 +24,7 @@ def finished(*, steps: tuple[int, ...] = (10, 20, 30), has_failed: bool = False,
     run.open("ab")
     for step in steps:
         run.save(step)
-    run.drain_all(run.tell(m.FinishRequested(token="end", ends_group=True, has_failed=has_failed)))
+    run.drain_all(run.feed(m.FinishRequested(token="end", ends_group=True, has_failed=has_failed)))
     assert run.machine.history.lineage()[-1].level is Level.DURABLE
     assert run.machine.plan is None
     return run
@@ -36,10 +36,10 @@ def carry_out(run: Harness, effects: tuple[m.Effect, ...]) -> tuple[m.Effect, ..
     while done:
         reported: list[m.Effect] = []
         for delete in of(done, m.Delete):
-            reported += run.tell(m.DeleteEnded(attempt=delete.attempt, place=delete.place, error=None))
+            reported += run.feed(m.DeleteEnded(attempt=delete.attempt, place=delete.place, error=None))
         reported += run.drain_all(done)
         for listing in of(done, m.SweepRemote):
-            reported += run.tell(m.RemoteListed(number=listing.number))
+            reported += run.feed(m.RemoteListed(number=listing.number))
         done = tuple(reported)
         effects += done
     return effects
@@ -69,7 +69,7 @@ def test_copies_go_after_the_grace_and_the_run_when_all_is_done() -> None:
     effects = rest(run, GRACE_S)
     assert states(run) == {10: "collected", 20: "collected", 30: "live"}
     assert one(effects, m.PutAway).kept == () and run.machine.is_closing
-    assert of(run.tell(m.PutAwayEnded(error=None)), m.CloseRun)
+    assert of(run.feed(m.PutAwayEnded(error=None)), m.CloseRun)
 
 
 def test_a_run_that_failed_or_is_at_work_keeps_what_it_has() -> None:
@@ -79,7 +79,7 @@ def test_a_run_that_failed_or_is_at_work_keeps_what_it_has() -> None:
     lost = Harness("ab", retire_grace_s=GRACE_S)
     lost.open("ab")
     lost.save(10)
-    lost.tell(m.OwnerDied(owner=lost.plan.owner))
+    lost.feed(m.OwnerDied(owner=lost.plan.owner))
     assert not of(rest(lost, 100 * GRACE_S), m.Evict) and not lost.machine.is_closing
 
 
@@ -94,7 +94,7 @@ def test_an_option_keeps_the_copies_and_the_run_is_closed_all_the_same() -> None
 def test_what_a_pin_or_a_policy_keeps_is_drained_before_the_nodes_are_emptied() -> None:
     run = finished(keep_best=("loss", "max", 1))  # the first has the highest loss
     (second,) = [c for c in run.machine.history.live() if c.step == 20]
-    run.tell(m.PinRequested(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
+    run.feed(m.PinRequested(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
     effects = run.tick(GRACE_S)
     assert {drain.attempt.step for drain in of(effects, m.Drain)} == {10, 20}
     assert {attempt.step for attempt, _ in evicted(effects)} == {30}
@@ -109,7 +109,7 @@ def test_what_a_pin_or_a_policy_keeps_is_drained_before_the_nodes_are_emptied() 
 def test_what_is_needed_and_cannot_be_drained_stays_where_it_is() -> None:
     run = finished()
     (second,) = [c for c in run.machine.history.live() if c.step == 20]
-    run.tell(m.PinRequested(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
+    run.feed(m.PinRequested(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
     run.lose("b")  # with the only copy of its fragment, but for that on a
     run.machine._context.holders.remove(second.id.attempt, 1, "a")
     effects = (*rest(run, GRACE_S), *rest(run, GRACE_S))
@@ -140,7 +140,7 @@ def test_a_group_that_comes_in_the_grace_finds_the_copies() -> None:
 def test_a_launcher_that_opens_the_run_has_time_to_start_its_group() -> None:
     run = finished()
     run.tick(GRACE_S - 1.0)
-    run.tell(m.RunWanted())
+    run.feed(m.RunWanted())
     assert not of(rest(run, WANTED_S - 1.0), m.Evict)
     assert of(rest(run, 1.0), m.Evict), "it never came"
 
@@ -151,9 +151,9 @@ def test_a_group_that_comes_too_late_opens_the_run_anew_and_late_orders_are_refu
     rest(run, GRACE_S)
     old = run.machine.epoch
     assert run.machine.is_closing
-    fail = one(run.tell(run.group("ab")), m.Fail)
+    fail = one(run.feed(run.group("ab")), m.Fail)
     assert isinstance(fail.error, Unavailable) and "put away" in str(fail.error)
-    assert not run.tell(m.RunWanted())
+    assert not run.feed(m.RunWanted())
     run.start_coordinator()
     start = one(run.open("ab"), m.StartSession)
     assert start.plan.resume is not None and start.plan.resume.checkpoint.step == 30
@@ -164,7 +164,7 @@ def test_a_restarted_coordinator_puts_away_what_its_predecessor_had_not() -> Non
     run = finished()
     run.start_coordinator()
     assert run.machine.view.end_cause == "finished"
-    run.tell(m.NodesJoined(inventories=run.inventories()))
+    run.feed(m.NodesJoined(inventories=run.inventories()))
     assert not of(rest(run, GRACE_S - 1.0), m.Evict)
     assert {attempt.step for attempt, _ in evicted(rest(run, 1.0))} == {30}
     assert of(rest(run, GRACE_S), m.PutAway)
@@ -174,19 +174,19 @@ def test_a_finished_group_whose_nodes_had_not_heard_of_the_end_is_not_found_at_w
     run = Harness("ab", retire_grace_s=GRACE_S)
     run.open("ab")
     plan = run.plan
-    run.drain_all((*run.save(10), *run.tell(m.FinishRequested(token="end", ends_group=True))))
+    run.drain_all((*run.save(10), *run.feed(m.FinishRequested(token="end", ends_group=True))))
     run.start_coordinator()
-    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert run.machine.plan is None and run.machine.view.end_cause == "finished"
 
 
 def test_a_group_of_another_launcher_after_a_finished_one_is_found_at_work() -> None:
     run = finished()
-    run.tell(run.group("ab", owner="other"))
+    run.feed(run.group("ab", owner="other"))
     plan = run.plan
     run.start_coordinator()
     assert run.machine.view.end_cause is None
-    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert run.machine.plan == plan
     assert not of(rest(run, 100 * GRACE_S), m.PutAway)
 
@@ -196,17 +196,17 @@ def test_nodes_that_do_not_answer_are_asked_again_but_not_for_ever() -> None:
     rest(run, GRACE_S)
     assert run.machine.is_closing
     for _ in range(MAX_TRIES - 1):
-        assert not run.tell(m.PutAwayEnded(error="node a does not answer"))
+        assert not run.feed(m.PutAwayEnded(error="node a does not answer"))
         assert not run.tick(AGAIN_S - 1.0)
         assert of(run.tick(1.0), m.PutAway)
-    effects = run.tell(m.PutAwayEnded(error="node a does not answer"))
+    effects = run.feed(m.PutAwayEnded(error="node a does not answer"))
     assert "node a" in one(effects, m.Warn).text and of(effects, m.CloseRun)
 
 
 def test_a_run_without_a_checkpoint_is_closed_too() -> None:
     run = Harness("ab", retire_grace_s=GRACE_S)
     run.open("ab")
-    run.tell(m.FinishRequested(token="end", ends_group=True))
+    run.feed(m.FinishRequested(token="end", ends_group=True))
     assert of(rest(run, GRACE_S), m.PutAway)
 
 
@@ -221,7 +221,7 @@ def test_nothing_is_deleted_before_the_log_has_it(mode: Any) -> None:
 def test_a_run_that_somebody_else_has_by_now_is_left_to_them() -> None:
     run = finished()
     other = Harness("cd", store=run.store, service="west")
-    other.tell(other.group("cd", owner="west-driver"))
+    other.feed(other.group("cd", owner="west-driver"))
     effects = run.tick(GRACE_S)
     assert of(effects, m.StepDown) and not of(effects, m.Delete) and not of(effects, m.PutAway)
 

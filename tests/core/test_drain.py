@@ -45,14 +45,14 @@ def test_what_is_not_due_is_drained_when_somebody_asks() -> None:
     run.save(10)
     assert not of(run.save(20), m.Drain)
     attempt = run.attempt(10)
-    reported = run.tell(m.DrainRequested(token="want", attempt=attempt.attempt))
+    reported = run.feed(m.DrainRequested(token="want", attempt=attempt.attempt))
     assert {(d.attempt.step, d.node_index) for d in of(reported, m.Drain)} == {(10, 0), (10, 1)}
     assert one(reported, m.Reply).token == "want"
     for drain in of(reported, m.Drain):
         ended = run.drained(drain)
-    run.tell(m.DescriptionWritten(attempt=one(ended, m.WriteDescription).checkpoint.id, error=None))
+    run.feed(m.DescriptionWritten(attempt=one(ended, m.WriteDescription).checkpoint.id, error=None))
     assert run.checkpoint(attempt).level is Level.DURABLE
-    again = run.tell(m.DrainRequested(token="again", attempt=attempt.attempt))
+    again = run.feed(m.DrainRequested(token="again", attempt=attempt.attempt))
     assert not of(again, m.Drain) and one(again, m.Reply).token == "again"
 
 
@@ -61,7 +61,7 @@ def test_what_is_retired_is_not_drained_for_anybody() -> None:
     for step in (10, 20):
         run.save(step)
     assert run.checkpoint(run.attempt(10)).state == "retired"
-    reported = run.tell(m.DrainRequested(token="want", attempt=run.attempt(10).attempt))
+    reported = run.feed(m.DrainRequested(token="want", attempt=run.attempt(10).attempt))
     assert "is retired" in str(one(reported, m.Fail).error) and not of(reported, m.Drain)
 
 
@@ -77,7 +77,7 @@ def test_a_drain_is_tried_for_as_long_as_the_store_is_away() -> None:
     assert {d.node_index for d in drains} == {0, 1}
     for drain in drains:
         reported = run.drained(drain)
-    run.tell(m.DescriptionWritten(attempt=one(reported, m.WriteDescription).checkpoint.id, error=None))
+    run.feed(m.DescriptionWritten(attempt=one(reported, m.WriteDescription).checkpoint.id, error=None))
     assert run.checkpoint(run.attempt(10)).level is Level.DURABLE
 
 
@@ -128,7 +128,7 @@ def test_a_full_disk_waits_a_while_for_a_store_that_is_away() -> None:
     states = []
     for _ in range(4):
         drains = keep_failing(run, drains, MAX_RETRY_S)
-        run.tell(m.NodesSeen(live=frozenset("ab"), disks={"a": FULL}))
+        run.feed(m.NodesSeen(live=frozenset("ab"), disks={"a": FULL}))
         run.tick(MAINTENANCE_S)
         states.append(run.checkpoint(old).state == "live")
     assert (states[0], states[-1]) == (True, False)
@@ -146,7 +146,7 @@ def test_checkpoints_that_fail_for_reasons_of_their_own_let_others_pass() -> Non
     assert len(asked) == MAX_ACTIVE
     while run.now_s < HOUR_S:
         for order in asked:
-            run.tell(m.DescriptionWritten(attempt=order.checkpoint.id, error="no right to read"))
+            run.feed(m.DescriptionWritten(attempt=order.checkpoint.id, error="no right to read"))
         asked = of(run.tick(1.0), m.WriteDescription)
     assert {drain.attempt for drain in of(run.save(30), m.Drain)} == {run.attempt(30)}
 
@@ -154,27 +154,27 @@ def test_checkpoints_that_fail_for_reasons_of_their_own_let_others_pass() -> Non
 def test_a_description_that_the_store_does_not_take_is_written_again() -> None:
     run = run_on("ab")
     drains = of(run.save(10), m.Drain)
-    run.tell(m.FinishRequested(token="finish"))
+    run.feed(m.FinishRequested(token="finish"))
     reported = [e for drain in drains for e in run.drained(drain)]
     write = one(reported, m.WriteDescription)
     for pause_s in (2.0, 4.0):
-        run.tell(m.DescriptionWritten(attempt=write.checkpoint.id, error="503"))
+        run.feed(m.DescriptionWritten(attempt=write.checkpoint.id, error="503"))
         early = run.tick(pause_s - 1.0)
         assert not of(early, m.WriteDescription) and not of(early, m.Drain)
         write = one(run.tick(1.0), m.WriteDescription)
     assert not of(run.transcript, m.Fail)
-    reported = [*run.tell(m.DescriptionWritten(attempt=write.checkpoint.id, error=None))]
+    reported = [*run.feed(m.DescriptionWritten(attempt=write.checkpoint.id, error=None))]
     assert one(reported, m.Reply).token == "finish"
 
 
 def test_other_bytes_on_the_storage_path_end_the_drain_and_fail_the_finish() -> None:
     run = run_on("ab")
     drains = of(run.save(10), m.Drain)
-    run.tell(m.FinishRequested(token="finish"))
+    run.feed(m.FinishRequested(token="finish"))
     for drain in drains:
         run.drained(drain)
     attempt = run.attempt(10)
-    effects = run.tell(m.DescriptionWritten(attempt=attempt, error="other bytes", is_damage=True))
+    effects = run.feed(m.DescriptionWritten(attempt=attempt, error="other bytes", is_damage=True))
     assert "other bytes" in str(one(effects, m.Fail).error)
     assert run.checkpoint(attempt).level is Level.REPLICATED
     for _ in range(3):
@@ -212,7 +212,7 @@ def test_a_damaged_copy_is_left_for_another_holder_at_once() -> None:
 def test_a_drain_without_an_intact_copy_is_given_up_by_name() -> None:
     run = run_on("ab")
     first, other = of(run.save(10), m.Drain)
-    run.tell(m.FinishRequested(token="finish"))
+    run.feed(m.FinishRequested(token="finish"))
     run.drained(other)
     second = one(run.drained(first, error="slice x of shard 0", is_damage=True), m.Drain)
     effects = run.drained(second, error="slice y of shard 0", is_damage=True)
@@ -229,7 +229,7 @@ def test_what_was_found_damaged_everywhere_is_drained_again_later_or_when_the_ru
     run.drained(drain, error="damaged", is_damage=True)
     for _ in range(3):
         assert not of(run.tick(MAINTENANCE_S), m.Drain)
-    (drain,) = of(run.tell(m.FinishRequested(token="finish")), m.Drain)
+    (drain,) = of(run.feed(m.FinishRequested(token="finish")), m.Drain)
     assert one(run.drained(drain, error="damaged", is_damage=True), m.Fail).token == "finish"
     (drain,) = of([*run.tick(DAMAGED_AGAIN_S), *run.tick(MAINTENANCE_S)], m.Drain)
     run.drain_all([drain])
@@ -240,12 +240,12 @@ def test_nodes_that_all_leave_do_not_read_a_damaged_copy_again_and_again() -> No
     run = run_on("ab", replicas=0, remote_every=1000)
     run.save(10)
     leaving = m.NodesSeen(live=frozenset("ab"), draining=frozenset("ab"), left_s={"a": 600.0, "b": 600.0})
-    drains = of(run.tell(leaving), m.Drain)
+    drains = of(run.feed(leaving), m.Drain)
     assert drains
     for drain in drains:
         assert not of(run.drained(drain, error="damaged", is_damage=True), m.Drain)
     assert not of(run.tick(5.0), m.Drain)
-    assert of(run.tell(m.FinishRequested(token="finish")), m.Drain), "but for somebody who asks"
+    assert of(run.feed(m.FinishRequested(token="finish")), m.Drain), "but for somebody who asks"
 
 
 def test_the_death_of_the_last_intact_holder_ends_the_drain() -> None:
@@ -272,8 +272,8 @@ def test_a_finish_drains_the_last_one_although_its_drain_was_given_up() -> None:
     assert not run.machine._drains.attempts, "there is nothing to begin with"
     run.live.add("b")
     run.disks["b"] = part
-    run.tell(m.NodesSeen(live=frozenset("ab")), m.NodesJoined(inventories={"b": part.inventory()}))
-    effects = run.tell(m.FinishRequested(token="finish"))
+    run.feed(m.NodesSeen(live=frozenset("ab")), m.NodesJoined(inventories={"b": part.inventory()}))
+    effects = run.feed(m.FinishRequested(token="finish"))
     assert one(run.drain_all(of(effects, m.Drain)), m.Reply).token == "finish"
 
 
@@ -284,7 +284,7 @@ def test_the_last_one_goes_first_when_others_are_under_way() -> None:
     drains = [*of(run.save(20), m.Drain), *of(run.save(30), m.Drain)]
     keep_failing(run, drains, 5.0)
     assert not of(run.save(40), m.Drain), "two are under way"
-    effects = run.tell(m.FinishRequested(token="finish"))
+    effects = run.feed(m.FinishRequested(token="finish"))
     assert steps(of(effects, m.Drain)) == {40}
     assert one(run.drain_all(of(effects, m.Drain)), m.Reply).token == "finish"
 
@@ -293,7 +293,7 @@ def test_a_run_that_waits_for_one_after_the_other_has_a_bounded_number_of_drains
     run = run_on("ab", keep_last=100)
     for number in range(1, 30):
         run.save(10 * number)
-        run.tell(m.FinishRequested(token=f"durable-{number}"))
+        run.feed(m.FinishRequested(token=f"durable-{number}"))
         assert len(run.machine._drains.attempts) <= MAX_ACTIVE + MAX_QUEUED
         assert run.attempt(10 * number).attempt in run.machine._drains.attempts
 
@@ -302,7 +302,7 @@ def test_a_run_that_waits_for_one_after_the_other_has_a_bounded_number_of_drains
 def test_the_end_of_the_run_waits_for_a_store_that_is_away(seconds: float) -> None:
     run = run_on("ab", remote_every=1000)
     run.save(10)
-    drains = of(run.tell(m.FinishRequested(token="finish")), m.Drain)
+    drains = of(run.feed(m.FinishRequested(token="finish")), m.Drain)
     drains = keep_failing(run, drains, seconds)
     assert not of(run.transcript, m.Fail)
     while len(drains) < 2:

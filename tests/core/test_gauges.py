@@ -33,7 +33,7 @@ def durable(run: Harness, step: int) -> AttemptId:
 
 
 def scrubbed(run: Harness, attempt: AttemptId, index: int, place: str, *damage: str) -> tuple[m.Effect, ...]:
-    return run.tell(
+    return run.feed(
         m.ScrubEnded(attempt=attempt, node_index=index, place=place, damage=damage, error=None), run.ticked
     )
 
@@ -53,7 +53,7 @@ def test_no_node_of_a_finished_run_is_a_failure() -> None:
     run = Harness("ab")
     run.open("ab")
     durable(run, 10)
-    run.drain_all(run.tell(m.FinishRequested(token="finish", ends_group=True)))
+    run.drain_all(run.feed(m.FinishRequested(token="finish", ends_group=True)))
     counted(run, telemetry.FAILURES)
     run.lose("a", "b")
     assert not counted(run, telemetry.FAILURES)
@@ -73,7 +73,7 @@ def test_the_last_drill_that_passed_is_reported_after_its_checkpoint_is_gone() -
             read_bytes={},
             text="",
         )
-        run.tell(m.DrillEnded(token=f"drill {passed}", result=drilled))
+        run.feed(m.DrillEnded(token=f"drill {passed}", result=drilled))
         run.now_s += 60
     (told_s,) = gauge(run, telemetry.DRILLED_AT)
     durable(run, 20)
@@ -89,7 +89,7 @@ def test_a_drill_that_passed_is_known_from_a_snapshot() -> None:
     drilled = Drilled(
         attempt=run.attempt(10).attempt, scenario="node a", passed=True, seconds=1.0, read_bytes={}, text=""
     )
-    run.tell(m.DrillEnded(token="drill", result=drilled))
+    run.feed(m.DrillEnded(token="drill", result=drilled))
     history = run.machine.history
     assert history.drilled_at_s is not None
     assert RunHistory.from_snapshot(history.to_snapshot(0.0)).drilled_at_s == history.drilled_at_s

@@ -34,7 +34,7 @@ def look(run: Harness) -> tuple[m.Effect, ...]:
 
 def see(run: Harness, *, draining: str = "", **disks: DiskSpace) -> tuple[m.Effect, ...]:
     """The nodes are looked at: who is there, who leaves, how full their disks are."""
-    return run.tell(m.NodesSeen(live=frozenset(run.live), draining=frozenset(draining), disks=disks))
+    return run.feed(m.NodesSeen(live=frozenset(run.live), draining=frozenset(draining), disks=disks))
 
 
 def carry_out(run: Harness, copies: Iterable[m.Replicate]) -> tuple[m.Effect, ...]:
@@ -43,7 +43,7 @@ def carry_out(run: Harness, copies: Iterable[m.Replicate]) -> tuple[m.Effect, ..
     for copy in copies:
         held = run.disks[copy.source].fragments[copy.attempt.attempt, copy.node_index]
         run.disks[copy.holder].put(held)
-        effects += run.tell(
+        effects += run.feed(
             m.ReplicaEnded(attempt=copy.attempt, node_index=copy.node_index, holder=copy.holder, error=None)
         )
     return tuple(effects)
@@ -59,7 +59,7 @@ def durable(run: Harness, step: int) -> AttemptId:
 
 def scrubbed(run: Harness, scrub: m.Scrub, *, damage: tuple[str, ...] = ()) -> tuple[m.Effect, ...]:
     attempt, index, place = scrub.attempt, scrub.node_index, scrub.place
-    return run.tell(m.ScrubEnded(attempt=attempt, node_index=index, place=place, damage=damage, error=None))
+    return run.feed(m.ScrubEnded(attempt=attempt, node_index=index, place=place, damage=damage, error=None))
 
 
 # -- repair ------------------------------------------------------------------------------------------
@@ -82,8 +82,8 @@ def test_what_a_dead_node_held_is_copied_to_another() -> None:
 def test_copies_that_could_not_be_made_at_the_commit_raise_its_level_later() -> None:
     run = run_on("ab", goal_timeout_s=5.0)
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"), run.stored(attempt, "b"))
-    run.tell(*(run.copied(attempt, s, h, error="refused") for s, h in (("a", "b"), ("b", "a"))))
+    run.feed(run.stored(attempt, "a"), run.stored(attempt, "b"))
+    run.feed(*(run.copied(attempt, s, h, error="refused") for s, h in (("a", "b"), ("b", "a"))))
     assert run.checkpoint(attempt).level is Level.LOCAL
     effects = carry_out(run, of(look(run), m.Replicate))
     assert ops(effects) == [r.Promote(attempt=attempt.attempt, level=Level.REPLICATED, replicas=1)]
@@ -120,7 +120,7 @@ def test_what_only_a_leaving_node_holds_moves_first() -> None:
 def test_without_a_group_nothing_is_repaired() -> None:
     run = run_on("abc")
     run.save(10)
-    finishing = run.tell(m.FinishRequested(token="end", ends_group=True))
+    finishing = run.feed(m.FinishRequested(token="end", ends_group=True))
     run.drain_all(finishing)
     assert run.machine.plan is None
     assert not of([*run.lose("b"), *look(run)], m.Replicate)
@@ -167,11 +167,11 @@ def test_what_a_group_restores_stays_on_the_nodes() -> None:
     run = run_on("ab", remote_every=1, keep_local=1, keep_last=3)
     old = durable(run, 10)
     new = durable(run, 20)
-    run.tell(run.group("ab"))
-    run.tell(run.restored("a"), run.restored("b", damage=["x"]))
+    run.feed(run.group("ab"))
+    run.feed(run.restored("a"), run.restored("b", damage=["x"]))
     assert run.plan.resume is not None and run.plan.resume.checkpoint.id == old
     assert old not in {e.attempt for e in of(look(run), m.Evict)}
-    run.tell(run.restored("a"), run.restored("b"))
+    run.feed(run.restored("a"), run.restored("b"))
     assert run.checkpoint(new).state == "live"
 
 
@@ -211,9 +211,9 @@ def test_a_full_disk_without_durable_copies_makes_checkpoints_go_but_never_the_n
     for step in (10, 20, 30):
         run.save(step)
     local = run.attempt(40)
-    run.tell(run.stored(local, "a"), run.stored(local, "b"))
-    run.tell(*(run.copied(local, s, h, error="full") for s, h in (("a", "b"), ("b", "a"))))
-    run.tell(*(run.copied(local, s, "c", error="full") for s in "ab"))
+    run.feed(run.stored(local, "a"), run.stored(local, "b"))
+    run.feed(*(run.copied(local, s, h, error="full") for s, h in (("a", "b"), ("b", "a"))))
+    run.feed(*(run.copied(local, s, "c", error="full") for s in "ab"))
     kept = {c.level: c.step for c in run.machine.history.lineage()}
     assert kept == {Level.REPLICATED: 30, Level.LOCAL: 40}
     see(run, a=FULL, b=FULL)
@@ -357,7 +357,7 @@ def exposed(run: Harness) -> dict[str, tuple[int | None, str | None, int]]:
 
 def progress(run: Harness, step: int, saved_step: int) -> None:
     ranks = {k: RankProgress(step=step, saved_step=saved_step) for k in (0, 1)}
-    run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks))
+    run.feed(m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks))
 
 
 def test_exposure_tells_what_each_death_would_cost() -> None:
@@ -391,8 +391,8 @@ def test_needed_are_the_group_its_holders_and_who_holds_what_is_not_durable() ->
     run = run_on("abcd", remote_every=1)
     assert run.machine.view.needed_nodes() == frozenset("ab")
     effects = run.save(10)
-    run.tell(run.group("cd"))
-    run.tell(run.restored("c"), run.restored("d"))
+    run.feed(run.group("cd"))
+    run.feed(run.restored("c"), run.restored("d"))
     assert run.machine.view.needed_nodes() == frozenset("abcd")
     run.drain_all(effects)
     assert run.machine.view.needed_nodes() == frozenset("cd")

@@ -34,7 +34,7 @@ def progress(
     """What a node tells of its ranks, and what a tick a moment later makes of it."""
     reported = tuple(Captured(attempt=attempt, ranks=ranks) for attempt, ranks in captured)
     event = m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks, captured=reported)
-    return (*run.tell(event), *run.tick(1.0))
+    return (*run.feed(event), *run.tick(1.0))
 
 
 def errors(effects: tuple[m.Effect, ...]) -> list[CheckpointError | None]:
@@ -75,7 +75,7 @@ def test_a_rank_that_may_still_come_is_not_accused(why: str) -> None:
     ranks = {0: at(10, 10, saved_before=0, updates=10, saved_updates=10), 1: COMES[why]}
     for _ in range(90):
         assert not errors(progress(run, ranks, (attempt, (0,))))
-    run.tell(run.stored(attempt, "a"))
+    run.feed(run.stored(attempt, "a"))
     assert [c.step for c in run.machine.history.lineage()] == [10], "and then it is a checkpoint"
 
 
@@ -102,7 +102,7 @@ def test_it_is_found_also_if_its_node_forgets_older_saves() -> None:
 def test_of_two_nodes_the_rank_and_not_its_node_is_named() -> None:
     run = opened("ab")
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"))
+    run.feed(run.stored(attempt, "a"))
     saved = at(10, 10, saved_before=0)
     assert not errors(progress(run, {2: saved, 3: at(9, 5, saved_before=0)}, (attempt, (2,))))
     (awaited,) = (*run.tick(10.0), *run.machine.view.awaited())[-1:]
@@ -131,7 +131,7 @@ def test_what_was_told_late_or_twice_opens_nothing_again() -> None:
     ranks = {0: at(12, 10, saved_before=0), 1: at(12, 10, saved_before=0)}
     assert not errors(progress(run, ranks, (attempt, (0,))))
     refused = run.attempt(20)
-    run.tell(m.SaveRefused(attempt=refused, ranks=(1,), reason="busy"))
+    run.feed(m.SaveRefused(attempt=refused, ranks=(1,), reason="busy"))
     assert not errors(progress(run, {0: at(21, 20), 1: at(21, 10)}, (refused, (0,))))
     other = run.attempt(30)
     run.open("a")
@@ -152,11 +152,11 @@ def test_a_save_that_lacks_a_rank_does_not_hold_up_the_end_of_the_run() -> None:
     run = opened()
     run.save(10)
     progress(run, {0: at(20, 20, saved_before=10), 1: at(19, 10, saved_before=0)}, (run.attempt(20), (0,)))
-    run.tell(m.FinishRequested(token="finish", ends_group=True))
+    run.feed(m.FinishRequested(token="finish", ends_group=True))
     for drain in of(run.transcript, m.Drain):
         run.drained(drain)
     description = of(run.transcript, m.WriteDescription)[-1]
-    run.tell(m.DescriptionWritten(attempt=description.checkpoint.id, error=None))
+    run.feed(m.DescriptionWritten(attempt=description.checkpoint.id, error=None))
     assert "finish" in [reply.token for reply in of(run.transcript, m.Reply)]
 
 
@@ -165,9 +165,9 @@ def test_a_save_that_lacks_a_rank_does_not_hold_up_the_end_of_the_run() -> None:
 
 def test_a_restore_names_the_ranks_that_it_waits_for() -> None:
     run = Harness("ab", ranks_per_node=2)
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     session_key = run.plan.session_key
-    run.tell(
+    run.feed(
         m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)),
         m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)),
     )
@@ -176,17 +176,17 @@ def test_a_restore_names_the_ranks_that_it_waits_for() -> None:
     (awaited,) = run.machine.view.awaited()
     assert (awaited.what, awaited.ranks, awaited.speaker) == ("restore", (1, 2, 3), 0)
     assert "make a Checkpointer" in awaited.text and not of(effects, m.Warn)
-    run.tell(m.RanksRestored(session_key=session_key, node_id="a", ranks=(0, 1)))
+    run.feed(m.RanksRestored(session_key=session_key, node_id="a", ranks=(0, 1)))
     effects = run.tick(10.0)
     (awaited,) = run.machine.view.awaited()
     assert awaited.ranks == (2, 3)
     assert [warn.text for warn in of(effects, m.Warn)] == [awaited.text]
     assert not of(run.tick(600.0), m.Warn), "said once"
-    run.tell(m.RanksRestored(session_key=(9, 9), node_id="b", ranks=(2,)))
+    run.feed(m.RanksRestored(session_key=(9, 9), node_id="b", ranks=(2,)))
     assert run.machine.view.awaited()[0].ranks == (2, 3)
     for node in "ab":
-        run.tell(run.restored(node))
-    run.tell(m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)))
+        run.feed(run.restored(node))
+    run.feed(m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)))
     run.tick(10.0)
     assert not run.machine.view.awaited()
 
@@ -203,7 +203,7 @@ def test_the_ranks_of_a_text_are_bounded() -> None:
 
 def met(run: Harness, number: int, *ranks: int) -> tuple[m.Effect, ...]:
     session_key, token = run.plan.session_key, f"{number} {ranks}"
-    return run.tell(m.BarrierReached(token=token, session_key=session_key, number=number, ranks=ranks))
+    return run.feed(m.BarrierReached(token=token, session_key=session_key, number=number, ranks=ranks))
 
 
 def replies(effects: tuple[m.Effect, ...]) -> dict[str, object]:
@@ -235,8 +235,8 @@ def test_those_who_were_let_in_by_the_coordinator_before_are_not_left_alone() ->
     run = opened("ab")
     met(run, 10, 2, 3)
     reported = m.RanksProgressed(session_key=run.plan.session_key, ranks={0: at(10)}, met=10)
-    assert replies(run.tell(reported)) == {"10 (2, 3)": ()}
-    assert not replies(run.tell(reported)), "said twice"
+    assert replies(run.feed(reported)) == {"10 (2, 3)": ()}
+    assert not replies(run.feed(reported)), "said twice"
 
 
 def test_meetings_are_of_one_session_and_bounded() -> None:
@@ -246,7 +246,7 @@ def test_meetings_are_of_one_session_and_bounded() -> None:
     run.open("a")
     effects = (*run.transcript, *run.tick(0.0))
     assert [f.token for f in of(effects, m.Fail) if isinstance(f.error, RunSuperseded)] == ["10 (0,)"]
-    (fail,) = of(run.tell(m.BarrierReached(token="old", session_key=old, number=10, ranks=(1,))), m.Fail)
+    (fail,) = of(run.feed(m.BarrierReached(token="old", session_key=old, number=10, ranks=(1,))), m.Fail)
     assert isinstance(fail.error, RunSuperseded)
     for number in range(1, 2 * MAX_ENDED):
         met(run, number, 0, 1)

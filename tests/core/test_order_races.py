@@ -26,7 +26,7 @@ def test_a_held_resume_point_is_recorded_with_its_session_by_the_next_coordinato
     run.save(30)
     run.store_mode = "ok"
     run.start_coordinator()
-    effects = run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    effects = run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert not of(effects, m.Supersede) and not [p for p in of(effects, m.NotifyOutcome) if p.error]
     assert run.plan == plan
     assert story(run.records)[-3:] == [("commit", 20), ("session", 2), ("commit", 30)]
@@ -35,15 +35,15 @@ def test_a_held_resume_point_is_recorded_with_its_session_by_the_next_coordinato
 
 def test_the_report_of_a_node_about_a_session_of_the_same_number_does_not_count() -> None:
     run = away()
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     run.tick(STORE_WAIT_S)
     late = run.restored("a")  # of session 2 of epoch 1
     run.store_mode = "ok"
     run.start_coordinator()
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     assert (run.plan.session, run.plan.epoch) == (2, 2)
-    assert isinstance(one(run.tell(late), m.Fail).error, RunSuperseded)
-    assert not of(run.tell(run.restored("b")), m.Reply), "a has not restored in this session"
+    assert isinstance(one(run.feed(late), m.Fail).error, RunSuperseded)
+    assert not of(run.feed(run.restored("b")), m.Reply), "a has not restored in this session"
 
 
 def test_the_end_of_a_session_of_the_same_number_leaves_the_one_at_work() -> None:
@@ -75,10 +75,10 @@ def test_a_held_commit_does_not_end_an_open_save_of_a_newer_session() -> None:
     for disk in run.disks.values():
         disk.delete(lost.attempt)
     next_group(run)
-    run.tell(run.stored(run.attempt(25), "a"))
+    run.feed(run.stored(run.attempt(25), "a"))
     back(run)
-    run.tell(run.stored(run.attempt(25), "b"))
-    run.tell(run.copied(run.attempt(25), "a", "b"), run.copied(run.attempt(25), "b", "a"))
+    run.feed(run.stored(run.attempt(25), "b"))
+    run.feed(run.copied(run.attempt(25), "a", "b"), run.copied(run.attempt(25), "b", "a"))
     assert story(run.records)[-1] == ("commit", 25)
 
 
@@ -87,9 +87,9 @@ def test_who_waits_for_a_group_that_its_launcher_ends_is_told() -> None:
     run.open("ab")
     run.save(10)
     run.lose("b")
-    asked = run.tell(run.group("ac", token="waits"))
+    asked = run.feed(run.group("ac", token="waits"))
     assert of(asked, m.RequestInventory)
-    effects = [*run.tell(m.FinishRequested(token="end", ends_group=True))]
+    effects = [*run.feed(m.FinishRequested(token="end", ends_group=True))]
     effects += run.tick(0.0)
     tokens = {e.token for e in effects if isinstance(e, m.Reply | m.Fail)}
     assert tokens == {"end", "waits"}
@@ -99,7 +99,7 @@ def test_a_group_whose_finish_failed_frees_the_run_all_the_same() -> None:
     run = Harness("ab", replicas=0)
     run.open("ab")
     run.save(10)
-    run.tell(m.FinishRequested(token="end", ends_group=True))
+    run.feed(m.FinishRequested(token="end", ends_group=True))
     run.lose("b")
     run.tick(0.0)
     assert "end" in [f.token for f in of(run.transcript, m.Fail)] or run.machine.view.owner
@@ -130,10 +130,10 @@ def test_who_alone_holds_something_is_needed_between_two_groups() -> None:
     run = run_on("ab")
     run.save(10)
     run.start_coordinator()
-    run.tell(run.group("ab"))
-    run.tell(m.FinishRequested(token="x"))
+    run.feed(run.group("ab"))
+    run.feed(m.FinishRequested(token="x"))
     run.store_mode = "held"
-    run.tell(run.group("ab", token="again"))
+    run.feed(run.group("ab", token="again"))
     assert run.machine.plan is None
     assert run.machine.view.needed_nodes() == frozenset("ab")
 
@@ -141,7 +141,7 @@ def test_who_alone_holds_something_is_needed_between_two_groups() -> None:
 def test_a_session_that_waits_begins_without_what_the_old_ranks_said() -> None:
     run = away()
     run.save(20)
-    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={0: RankProgress(step=25, saved_step=20)}))
+    run.feed(m.RanksProgressed(session_key=(1, 1), ranks={0: RankProgress(step=25, saved_step=20)}))
     next_group(run)
     assert {e.steps_at_risk for e in run.machine.view.exposure()} == {0}
 
@@ -152,14 +152,14 @@ def test_attempts_of_a_found_group_are_recorded_in_step_order() -> None:
     hold(run, 30)
     hold(run, 20)
     run.start_coordinator()
-    run.tell(m.GroupRecovered(plan=found, inventories=run.inventories()))
+    run.feed(m.GroupRecovered(plan=found, inventories=run.inventories()))
     assert commits(run) == [10, 20, 30]
 
 
 def test_what_the_inventory_shows_complete_is_not_dropped_by_the_end_of_its_session() -> None:
     run = trained()
     at = run.attempt(20)
-    run.tell(run.stored(at, "a"))
+    run.feed(run.stored(at, "a"))
     run.stored(at, "b")
     run.open("ab")
     assert (commits(run), resumed_step(run)) == ([10, 20], 20)
@@ -180,8 +180,8 @@ def test_a_node_that_did_not_hear_of_a_drop_hears_of_it_when_it_reports() -> Non
     run = Harness("ab")
     run.open("ab")
     at = run.attempt(10)
-    run.tell(m.SaveRefused(attempt=at, ranks=(1,), reason="disk full"))
-    (reported,) = of(run.tell(run.stored(at, "a")), m.NotifyOutcome)
+    run.feed(m.SaveRefused(attempt=at, ranks=(1,), reason="disk full"))
+    (reported,) = of(run.feed(run.stored(at, "a")), m.NotifyOutcome)
     assert reported.error is not None and reported.nodes == ("a",)
 
 
@@ -190,9 +190,9 @@ def test_what_is_not_pinned_any_more_goes_at_once() -> None:
     run.open("ab")
     run.drain_all(run.save(10))
     old = run.attempt(10).attempt
-    run.tell(m.PinRequested(token="p", attempt=old, owner="me", expires_at_s=None))
+    run.feed(m.PinRequested(token="p", attempt=old, owner="me", expires_at_s=None))
     run.drain_all(run.save(20))
-    run.tell(m.UnpinRequested(token="u", attempt=old, owner="me"))
+    run.feed(m.UnpinRequested(token="u", attempt=old, owner="me"))
     assert [c.step for c in run.machine.history.live()] == [20]
 
 
@@ -201,7 +201,7 @@ def test_doubled_reports_of_a_restore_are_noted_once() -> None:
     run.open("ab")
     run.save(10)
     run.open("ab")
-    run.tell(run.restored("a"), run.restored("b"))
+    run.feed(run.restored("a"), run.restored("b"))
     assert len([op for op in run.records if isinstance(op, r.Restored)]) == 1
 
 
@@ -209,7 +209,7 @@ def test_after_a_step_down_in_what_came_early_the_rest_is_refused() -> None:
     run = Harness("ab")
     run.store_mode = "held"
     run.start_coordinator()
-    run.tell(m.OrderRefused(epoch=9), run.group("ab", token="early"))
+    run.feed(m.OrderRefused(epoch=9), run.group("ab", token="early"))
     assert one(run.confirm(), m.Fail).token == "early"
 
 
@@ -219,8 +219,8 @@ def test_a_machine_that_returns_before_its_death_is_noticed_is_one_copy() -> Non
     held = {node: replace(run.disks[node].inventory(), disk=f"disk of {node}") for node in "ab"}
     run.disks["c"] = run.disks["b"]
     run.live.add("c")
-    run.tell(m.NodesJoined(inventories=held))
-    run.tell(m.NodesJoined(inventories={"c": held["b"]}))
+    run.feed(m.NodesJoined(inventories=held))
+    run.feed(m.NodesJoined(inventories={"c": held["b"]}))
     attempt = run.machine.history.lineage()[-1].id.attempt
     assert run.machine.view.holders[attempt] == {0: ("a",), 1: ("c",)}
 
@@ -230,10 +230,10 @@ def test_the_last_words_of_a_node_whose_disk_has_moved_count_for_nothing() -> No
     plan, attempt = run.plan, run.attempt(20)
     late = [run.stored(attempt, node) for node in "ab"]
     disk = replace(run.disks["b"].inventory(), disk="disk of b")
-    run.tell(m.NodesJoined(inventories={"b": disk}))
+    run.feed(m.NodesJoined(inventories={"b": disk}))
     run.live.add("c")
-    run.tell(m.NodesJoined(inventories={"c": disk}))
-    run.tell(*late)
+    run.feed(m.NodesJoined(inventories={"c": disk}))
+    run.feed(*late)
     assert run.machine.view.holders.get(attempt.attempt, {}).get(1, ()) in ((), ("c",))
     assert run.plan == plan
 
@@ -244,7 +244,7 @@ def test_what_a_failed_group_took_for_strays_is_not_deleted_by_the_group_that_is
     hold(run, 30)
     run.start_coordinator()
     run.disks["a"].folders["f" * 16] = "000000000040-" + "f" * 16  # being written
-    run.tell(run.group("ab", token="fails", resume="step:7"))
-    run.tell(m.GroupRecovered(plan=found, inventories=run.inventories()))
+    run.feed(run.group("ab", token="fails", resume="step:7"))
+    run.feed(m.GroupRecovered(plan=found, inventories=run.inventories()))
     assert run.plan == found
     assert not of(run.save(50), m.DeleteLocalOrphans)

@@ -18,10 +18,10 @@ OTHER_UID = "f" * 32
 
 def open_group(run: Harness, owner: str, *, dead_owner: str = "") -> CheckpointError | None:
     """The group of this launcher opens and trains; why it may not."""
-    effects = run.tell(run.group("ab", owner=owner, dead_owner=dead_owner))
+    effects = run.feed(run.group("ab", owner=owner, dead_owner=dead_owner))
     if failures := of(effects, m.Fail):
         return failures[0].error
-    run.tell(*(run.restored(node) for node in "ab"))
+    run.feed(*(run.restored(node) for node in "ab"))
     return None
 
 
@@ -129,8 +129,8 @@ def test_a_run_whose_launcher_is_alive_is_in_use() -> None:
 def test_a_run_is_in_use_while_its_group_is_only_being_opened() -> None:
     run = Harness("ab")
     run.store_mode = "held"
-    run.tell(run.group("ab", token="first"))
-    effects = run.tell(run.group("ab", token="second", owner="another driver"))
+    run.feed(run.group("ab", token="first"))
+    effects = run.feed(run.group("ab", token="second", owner="another driver"))
     assert isinstance(one(effects, m.Fail).error, RunInUse)
     assert one(run.confirm(), m.StartSession).tokens == ("first",)
 
@@ -154,9 +154,9 @@ def test_the_launcher_at_work_may_open_its_next_group_at_any_time() -> None:
 def test_a_finished_group_frees_the_run() -> None:
     run = Harness("ab")
     run.open("ab")
-    run.tell(m.FinishRequested(token="save only"))
+    run.feed(m.FinishRequested(token="save only"))
     assert isinstance(open_group(run, "another driver"), RunInUse)
-    assert one(run.tell(m.FinishRequested(token="end", ends_group=True)), m.Reply).token == "end"
+    assert one(run.feed(m.FinishRequested(token="end", ends_group=True)), m.Reply).token == "end"
     assert (run.machine.view.owner, run.machine.plan) == ("", None)
     assert open_group(run, "another driver") is None
 
@@ -165,7 +165,7 @@ def test_a_group_that_finishes_has_the_run_until_its_last_checkpoint_is_durable(
     run = Harness("ab")
     run.open("ab")
     run.save(10)
-    drains = run.tell(m.FinishRequested(token="end", ends_group=True))
+    drains = run.feed(m.FinishRequested(token="end", ends_group=True))
     assert isinstance(run.machine.view.objection("another driver", ""), RunInUse)
     reported = run.drain_all(drains)
     assert one(reported, m.Reply).token == "end"
@@ -201,9 +201,9 @@ def test_callers_of_a_coordinator_that_goes_get_an_error() -> None:
     run = Harness("ab")
     run.open("ab")
     Harness("xy", service=OTHER_SERVICE, store=run.store)
-    effects = run.tell(run.group("ab", token="waits"))
+    effects = run.feed(run.group("ab", token="waits"))
     assert isinstance(one(effects, m.Fail).error, Fenced)
-    late = run.tell(run.group("ab", token="late"))
+    late = run.feed(run.group("ab", token="late"))
     assert isinstance(one(late, m.Fail).error, Fenced)
     assert run.tick(3600.0) == (), "it acts no more"
 
@@ -212,8 +212,8 @@ def test_a_node_that_obeys_a_higher_epoch_ends_this_coordinator() -> None:
     run = Harness("ab")
     run.open("ab")
     for epoch in (0, run.machine.epoch):
-        assert run.tell(m.OrderRefused(epoch=epoch)) == ()
-    effects = run.tell(m.OrderRefused(epoch=run.machine.epoch + 1))
+        assert run.feed(m.OrderRefused(epoch=epoch)) == ()
+    effects = run.feed(m.OrderRefused(epoch=run.machine.epoch + 1))
     assert [type(e) for e in effects] == [m.StepDown]
     assert not one(effects, m.StepDown).is_foreign, "nodes obey the coordinators of their own service"
     assert not ops(run.save(10))
@@ -224,7 +224,7 @@ def test_a_coordinator_that_cannot_get_its_fence_in_says_so_to_who_came_early() 
     run.open("ab")
     run.store_mode = "held"
     run.start_coordinator()
-    assert run.tell(run.group("ab", token="early")) == ()
+    assert run.feed(run.group("ab", token="early")) == ()
     Harness("ab", store=run.store)
     effects = run.confirm()
     assert isinstance(one(effects, m.Fail).error, Fenced)

@@ -43,7 +43,7 @@ def live_steps(run: Harness) -> list[int]:
 
 def test_what_is_pinned_outlives_its_retention() -> None:
     run = trained(saves=1)
-    effects = run.tell(pin(run, newest(run)))
+    effects = run.feed(pin(run, newest(run)))
     assert one(effects, m.Reply) == m.Reply(token="pin-me", value=None)
     save(run, 20)
     save(run, 30)
@@ -52,7 +52,7 @@ def test_what_is_pinned_outlives_its_retention() -> None:
 
 def test_a_pin_outlives_its_coordinator() -> None:
     run = trained(saves=1)
-    run.tell(pin(run, newest(run)))
+    run.feed(pin(run, newest(run)))
     run.start_coordinator()
     run.open("ab")
     save(run, 20)
@@ -64,7 +64,7 @@ def test_a_pin_is_confirmed_when_it_is_in_the_log() -> None:
     run = trained(saves=1)
     asked = pin(run, newest(run))
     run.store_mode = "held"
-    effects = run.tell(asked)
+    effects = run.feed(asked)
     assert ops(effects) == [r.Pin(attempt=asked.attempt, owner="me", expires_at_s=None)]
     assert not of(effects, m.Reply)
     assert of(run.confirm(), m.Reply)
@@ -74,7 +74,7 @@ def test_pins_are_asked_for_one_after_the_other_and_each_is_answered() -> None:
     run = trained(saves=1)
     attempt = newest(run)
     run.store_mode = "held"
-    run.tell(pin(run, attempt, owner="one"), pin(run, attempt, owner="two"), unpin(attempt, owner="one"))
+    run.feed(pin(run, attempt, owner="one"), pin(run, attempt, owner="two"), unpin(attempt, owner="one"))
     tokens = [reply.token for reply in of(run.confirm(), m.Reply)]
     assert tokens == ["pin-one", "pin-two", "unpin-one"]
     assert run.machine.history.checkpoints[attempt].pins == {"two": None}
@@ -82,7 +82,7 @@ def test_pins_are_asked_for_one_after_the_other_and_each_is_answered() -> None:
 
 def test_a_pin_ends_when_its_time_is_over() -> None:
     run = trained(saves=1)
-    run.tell(pin(run, newest(run), for_s=100.0))
+    run.feed(pin(run, newest(run), for_s=100.0))
     run.tick(99.0)
     save(run, 20)
     assert live_steps(run) == [10, 20]
@@ -94,11 +94,11 @@ def test_a_pin_ends_when_its_time_is_over() -> None:
 def test_who_takes_the_pin_away_gives_the_checkpoint_up() -> None:
     run = trained(saves=1)
     attempt = newest(run)
-    run.tell(pin(run, attempt, owner="one"), pin(run, attempt, owner="two"))
-    assert one(run.tell(unpin(attempt, owner="one")), m.Reply).token == "unpin-one"
+    run.feed(pin(run, attempt, owner="one"), pin(run, attempt, owner="two"))
+    assert one(run.feed(unpin(attempt, owner="one")), m.Reply).token == "unpin-one"
     save(run, 20)
     assert live_steps(run) == [10, 20], "another still holds it"
-    run.tell(unpin(attempt, owner="two"))
+    run.feed(unpin(attempt, owner="two"))
     save(run, 30)
     assert live_steps(run) == [30]
 
@@ -106,7 +106,7 @@ def test_who_takes_the_pin_away_gives_the_checkpoint_up() -> None:
 def test_a_pin_is_made_longer_by_its_owner() -> None:
     run = trained(saves=1)
     attempt = newest(run)
-    run.tell(pin(run, attempt, for_s=10.0), pin(run, attempt, for_s=1000.0))
+    run.feed(pin(run, attempt, for_s=10.0), pin(run, attempt, for_s=1000.0))
     run.tick(100.0)
     save(run, 20)
     assert live_steps(run) == [10, 20]
@@ -117,14 +117,14 @@ def test_what_is_not_live_cannot_be_pinned(kind: str) -> None:
     run = trained()
     gone = next(iter(run.machine.history.checkpoints)) if kind == "retired" else "0" * 16
     records = run.records
-    failed = one(run.tell(pin(run, gone)), m.Fail)
+    failed = one(run.feed(pin(run, gone)), m.Fail)
     assert failed.token == "pin-me" and isinstance(failed.error, ConfigError) and failed.error.hint
     assert run.records == records
 
 
 def test_a_pin_of_nothing_does_not_hold_up_the_next_one() -> None:
     run = trained()
-    run.tell(pin(run, "0" * 16, owner="one"), pin(run, newest(run), owner="two"))
+    run.feed(pin(run, "0" * 16, owner="one"), pin(run, newest(run), owner="two"))
     run.tick()
     assert one(run.transcript, m.Fail).token == "pin-one"
     assert "pin-two" in [reply.token for reply in of(run.transcript, m.Reply)]
@@ -133,11 +133,11 @@ def test_a_pin_of_nothing_does_not_hold_up_the_next_one() -> None:
 def test_the_pin_of_a_retired_checkpoint_can_still_be_taken_away() -> None:
     run = trained(saves=1)
     attempt = newest(run)
-    run.tell(pin(run, attempt, for_s=1.0))
+    run.feed(pin(run, attempt, for_s=1.0))
     run.tick(2.0)
     save(run, 20)
     assert run.machine.history.checkpoints[attempt].state != "live"
-    assert one(run.tell(unpin(attempt)), m.Reply).token == "unpin-me"
+    assert one(run.feed(unpin(attempt)), m.Reply).token == "unpin-me"
 
 
 def test_a_pin_that_comes_after_the_decision_to_retire_comes_too_late() -> None:
@@ -147,7 +147,7 @@ def test_a_pin_that_comes_after_the_decision_to_retire_comes_too_late() -> None:
     run.store_mode = "held"
     run.drain_all(drains)
     assert of(run.confirm(hold_next=True), m.Append), "the retirement follows from the promotion"
-    run.tell(pin(run, attempt))
+    run.feed(pin(run, attempt))
     effects = run.confirm()
     assert run.machine.history.checkpoints[attempt].state == "retired"
     assert isinstance(one(effects, m.Fail).error, ConfigError)
@@ -158,7 +158,7 @@ def test_what_is_pinned_beyond_its_place_among_the_last_goes_to_the_storage_path
     run.open("ab")
     run.save(10)
     pinned = run.attempt(10)
-    run.tell(pin(run, pinned.attempt))
+    run.feed(pin(run, pinned.attempt))
     run.save(20)
     assert {drain.attempt for drain in of(run.tick(), m.Drain)} == {pinned}
 
@@ -166,12 +166,12 @@ def test_what_is_pinned_beyond_its_place_among_the_last_goes_to_the_storage_path
 def test_a_waiting_pin_fails_when_the_coordinator_steps_down() -> None:
     run = trained(saves=1)
     run.store_mode = "held"
-    run.tell(pin(run, newest(run), owner="one"), pin(run, newest(run), owner="two"))
+    run.feed(pin(run, newest(run), owner="one"), pin(run, newest(run), owner="two"))
     Harness("ab", store=run.store)
     effects = run.confirm()
     assert {(f.token, type(f.error)) for f in of(effects, m.Fail)} == {
         ("pin-one", Fenced),
         ("pin-two", Fenced),
     }
-    late = one(run.tell(pin(run, newest(run), owner="late")), m.Fail)
+    late = one(run.feed(pin(run, newest(run), owner="late")), m.Fail)
     assert isinstance(late.error, Fenced)

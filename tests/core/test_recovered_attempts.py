@@ -104,8 +104,8 @@ def test_an_incomplete_attempt_is_no_checkpoint() -> None:
 def test_a_dropped_attempt_stays_dropped() -> None:
     run = trained()
     attempt = run.attempt(20)
-    run.tell(run.stored(attempt, "a"))
-    run.tell(m.SaveRefused(attempt=attempt, ranks=(1,), reason="disk full"))
+    run.feed(run.stored(attempt, "a"))
+    run.feed(m.SaveRefused(attempt=attempt, ranks=(1,), reason="disk full"))
     hold(run, 20)  # b wrote it all the same, and both are slow to delete
     run.open("ab")
     assert (resumed_step(run), commits(run)) == (10, [10])
@@ -121,7 +121,7 @@ def test_an_attempt_of_an_older_session_stays_out() -> None:
     run.open("ab")
     group = run.group("ab")
     run.start_coordinator()
-    run.tell(replace(group, inventories=inventories))
+    run.feed(replace(group, inventories=inventories))
     assert (resumed_step(run), commits(run)) == (10, [10])
 
 
@@ -175,10 +175,10 @@ def test_an_attempt_that_a_later_inventory_completes_is_adopted_too() -> None:
     run.start_coordinator()
     group = run.group("ac", token="waits")
     without_b = {node: held for node, held in group.inventories.items() if node != "b"}
-    effects = run.tell(replace(group, inventories=without_b))
+    effects = run.feed(replace(group, inventories=without_b))
     assert one(effects, m.RequestInventory).token == "waits"
     assert commits(run) == [10], "a part of step 20 is on b only"
-    run.tell(run.inventory("waits"))
+    run.feed(run.inventory("waits"))
     assert (commits(run), resumed_step(run)) == ([10, 20], 20)
 
 
@@ -189,12 +189,12 @@ def test_late_words_about_an_adopted_attempt_change_nothing() -> None:
     late += [run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")]
     run.start_coordinator()
     run.store_mode = "held"
-    run.tell(run.group("ab"))
-    assert run.tell(*late) == (), "its commit is on the way"
+    run.feed(run.group("ab"))
+    assert run.feed(*late) == (), "its commit is on the way"
     run.confirm()
     assert resumed_step(run) == 20
     records = run.records
-    effects = run.tell(*late)
+    effects = run.feed(*late)
     assert run.records == records, "it is committed once"
     assert {(p.attempt, p.level, p.error) for p in of(effects, m.NotifyOutcome)} == {
         (attempt, Level.REPLICATED, None)
@@ -210,7 +210,7 @@ def test_copies_that_end_after_the_adoption_raise_the_level() -> None:
     run.start_coordinator()
     run.open("ab")
     assert run.checkpoint(attempt).level is Level.LOCAL
-    run.tell(*copied)
+    run.feed(*copied)
     assert run.checkpoint(attempt).level is Level.REPLICATED
 
 
@@ -219,7 +219,7 @@ def test_what_was_never_reported_counts_as_stored_when_its_group_is_found() -> N
     plan = run.plan
     attempt = hold(run, 20, copies=BOTH_WAYS)
     run.start_coordinator()
-    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert commits(run) == [10, 20]
     assert run.checkpoint(attempt).level is Level.REPLICATED
 
@@ -231,10 +231,10 @@ def test_a_node_with_a_new_agent_completes_the_attempt_that_waited_for_it() -> N
     """The old agent wrote its part and died before it could say so."""
     run = trained(replicas=0)
     attempt = run.attempt(20)
-    run.tell(run.stored(attempt, "a"))
+    run.feed(run.stored(attempt, "a"))
     run.stored(attempt, "b")
     assert commits(run) == [10]
-    run.tell(m.NodesJoined(inventories={"b": run.disks["b"].inventory()}))
+    run.feed(m.NodesJoined(inventories={"b": run.disks["b"].inventory()}))
     assert commits(run) == [10, 20]
 
 
@@ -246,8 +246,8 @@ def test_a_node_that_comes_back_with_its_disk_holds_again_what_it_held() -> None
     assert run.machine.view.copies_missing == 2
     run.live.add("b")
     run.disks["b"] = kept
-    run.tell(m.NodesSeen(live=frozenset("abc")))
-    run.tell(m.NodesJoined(inventories={"b": kept.inventory()}))
+    run.feed(m.NodesSeen(live=frozenset("abc")))
+    run.feed(m.NodesJoined(inventories={"b": kept.inventory()}))
     assert run.machine.view.copies_missing == 0
     assert run.machine.view.holders[attempt.attempt] == {0: ("a", "b"), 1: ("a", "b")}
 
@@ -259,5 +259,5 @@ def test_what_a_node_that_comes_late_has_of_another_session_stays_out() -> None:
     for disk in run.disks.values():
         disk.delete(old.attempt)
     run.open("ab")
-    run.tell(m.NodesJoined(inventories=disks))
+    run.feed(m.NodesJoined(inventories=disks))
     assert commits(run) == [10]

@@ -44,7 +44,7 @@ def test_a_new_run_writes_create_and_epoch_then_a_session_per_group() -> None:
     assert run.records == [r.Create(run_uid=RUN_UID, run_name=RUN, format=1), r.Epoch(service=SERVICE)]
     assert run.machine.is_open
 
-    effects = run.tell(run.group("ab", token="t"))
+    effects = run.feed(run.group("ab", token="t"))
     assert ops(effects) == [
         r.Session(
             session=1,
@@ -64,8 +64,8 @@ def test_a_new_run_writes_create_and_epoch_then_a_session_per_group() -> None:
         ("a", 0, (0,), ("b",)),
         ("b", 1, (1,), ("a",)),
     ]
-    assert not run.tell(run.restored("a")), "nobody trains before all have their state"
-    assert run.tell(run.restored("b")) == (
+    assert not run.feed(run.restored("a")), "nobody trains before all have their state"
+    assert run.feed(run.restored("b")) == (
         m.Reply(token="restored-a", value=None),
         m.Reply(token="restored-b", value=None),
     )
@@ -74,7 +74,7 @@ def test_a_new_run_writes_create_and_epoch_then_a_session_per_group() -> None:
 def test_nothing_is_started_before_its_record_is_confirmed() -> None:
     run = Harness("ab")
     run.store_mode = "held"
-    assert [type(e) for e in run.tell(run.group("ab"))] == [m.Append]
+    assert [type(e) for e in run.feed(run.group("ab"))] == [m.Append]
     assert one(run.confirm(), m.StartSession).plan.session == 1
 
 
@@ -92,7 +92,7 @@ def test_a_coordinator_calls_nothing_dropped_before_its_fence_is_confirmed() -> 
     stored = run.stored(run.attempt(10), "a")
     run.store_mode = "held"
     run.start_coordinator()
-    assert not dropped(run.tell(stored))
+    assert not dropped(run.feed(stored))
 
 
 def test_a_restarted_coordinator_goes_on_with_the_group_it_finds() -> None:
@@ -104,12 +104,12 @@ def test_a_restarted_coordinator_goes_on_with_the_group_it_finds() -> None:
     copied = run.copied(events, "b", "a")
     run.disks["a"].delete(events.attempt)
     run.start_coordinator()
-    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert run.plan == plan
-    assert commits(run.tell(*stored, copied)) == [(10, Level.REPLICATED, 1)]
+    assert commits(run.feed(*stored, copied)) == [(10, Level.REPLICATED, 1)]
     other = m.GroupRecovered(plan=replace(plan, session=0), inventories=run.inventories())
     run.start_coordinator()
-    superseded = one(run.tell(other), m.Supersede)
+    superseded = one(run.feed(other), m.Supersede)
     assert (superseded.nodes, superseded.session_key) == (("a", "b"), (1, 0))
     assert run.machine.plan is None, "its session is not the log's last"
 
@@ -124,7 +124,7 @@ def test_what_is_complete_on_the_nodes_counts_when_a_group_is_found() -> None:
     run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")
     run.start_coordinator()
     found = m.GroupRecovered(plan=plan, inventories=run.inventories())
-    assert commits(run.tell(found)) == [(10, Level.REPLICATED, 1)]
+    assert commits(run.feed(found)) == [(10, Level.REPLICATED, 1)]
 
 
 def test_a_restarted_coordinator_does_not_end_a_group_before_it_has_looked_for_it() -> None:
@@ -134,7 +134,7 @@ def test_a_restarted_coordinator_does_not_end_a_group_before_it_has_looked_for_i
     stored, plan = run.stored(run.attempt(10), "a"), run.plan
     run.start_coordinator()
     assert run.machine.is_open
-    effects = [*run.tell(stored), *run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))]
+    effects = [*run.feed(stored), *run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))]
     assert not dropped(effects)
 
 
@@ -144,10 +144,10 @@ def test_a_group_that_is_found_late_does_not_come_back() -> None:
     old, stored = run.plan, [run.stored(run.attempt(10), node) for node in "ab"]
     run.start_coordinator()
     run.store_mode = "held"
-    run.tell(run.group("ab"))  # its session is on the way into the log
-    run.tell(m.GroupRecovered(plan=old, inventories=run.inventories()))
+    run.feed(run.group("ab"))  # its session is on the way into the log
+    run.feed(m.GroupRecovered(plan=old, inventories=run.inventories()))
     assert run.machine.plan is None
-    run.tell(*stored)
+    run.feed(*stored)
     run.confirm()
     run.confirm()
     commit, session = run.records[-2:]
@@ -176,8 +176,8 @@ def test_a_commit_waits_for_every_node_and_every_replica() -> None:
     run.open("ab")
     attempt = run.attempt(10)
     stored_a, stored_b = run.stored(attempt, "a"), run.stored(attempt, "b")
-    assert not run.tell(stored_a, run.copied(attempt, "a", "b"), stored_b)
-    effects = run.tell(run.copied(attempt, "b", "a"))
+    assert not run.feed(stored_a, run.copied(attempt, "a", "b"), stored_b)
+    effects = run.feed(run.copied(attempt, "b", "a"))
     assert [type(e) for e in effects] == [m.Append, m.NotifyOutcome]
     (op,) = ops(effects)
     files = (*stored_a.files, *stored_b.files)
@@ -205,17 +205,17 @@ def test_a_copy_that_arrives_before_its_source_reports_counts() -> None:
     attempt = run.attempt(10)
     copies = [run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")]
     stored = [run.stored(attempt, "a"), run.stored(attempt, "b")]
-    assert commits(run.tell(*copies, *stored)) == [(10, Level.REPLICATED, 1)]
+    assert commits(run.feed(*copies, *stored)) == [(10, Level.REPLICATED, 1)]
 
 
 def test_a_copy_that_fails_before_its_source_reports_is_sent_elsewhere() -> None:
     run = Harness("abc")
     run.open("ab")
     attempt = run.attempt(10)
-    effects = run.tell(run.copied(attempt, "a", "b", error="no"))
+    effects = run.feed(run.copied(attempt, "a", "b", error="no"))
     assert [e.holder for e in of(effects, m.Replicate)] == ["c"]
-    effects = run.tell(run.copied(attempt, "a", "c"), run.copied(attempt, "b", "a"))
-    effects = run.tell(run.stored(attempt, "a"), run.stored(attempt, "b"))
+    effects = run.feed(run.copied(attempt, "a", "c"), run.copied(attempt, "b", "a"))
+    effects = run.feed(run.stored(attempt, "a"), run.stored(attempt, "b"))
     assert commits(effects) == [(10, Level.REPLICATED, 1)]
 
 
@@ -224,11 +224,11 @@ def test_after_the_goal_timeout_a_local_checkpoint_is_committed_and_promoted_lat
     run.open("ab")
     assert not run.save(10, copies=False)
     attempt = run.attempt(10)
-    assert not run.tell(run.copied(attempt, "a", "b"))
+    assert not run.feed(run.copied(attempt, "a", "b"))
     assert not run.tick(60)
     assert commits(run.tick(1)) == [(10, Level.LOCAL, 0)]
 
-    effects = run.tell(run.copied(attempt, "b", "a"))
+    effects = run.feed(run.copied(attempt, "b", "a"))
     assert ops(effects) == [r.Promote(attempt=attempt.attempt, level=Level.REPLICATED, replicas=1)]
     assert one(effects, m.NotifyOutcome).level is Level.REPLICATED
     assert run.checkpoint(attempt).level is Level.REPLICATED
@@ -239,10 +239,10 @@ def test_a_failed_copy_goes_to_another_node() -> None:
     run.open("ab")
     run.save(10, copies=False)
     attempt = run.attempt(10)
-    effects = run.tell(run.copied(attempt, "a", "b", error="disk full"))
+    effects = run.feed(run.copied(attempt, "a", "b", error="disk full"))
     assert one(effects, m.Replicate) == m.Replicate(attempt=attempt, node_index=0, source="a", holder="c")
     assert "disk full" in one(effects, m.Warn).text
-    assert commits(run.tell(run.copied(attempt, "b", "a"), run.copied(attempt, "a", "c"))) == [
+    assert commits(run.feed(run.copied(attempt, "b", "a"), run.copied(attempt, "a", "c"))) == [
         (10, Level.REPLICATED, 1)
     ]
 
@@ -252,16 +252,16 @@ def test_without_another_node_the_commit_is_made_at_the_level_reached() -> None:
     run.open("ab")
     run.save(10, copies=False)
     attempt = run.attempt(10)
-    assert not commits(run.tell(run.copied(attempt, "a", "b", error="disk full")))
-    assert commits(run.tell(run.copied(attempt, "b", "a"))) == [(10, Level.LOCAL, 0)]
+    assert not commits(run.feed(run.copied(attempt, "a", "b", error="disk full")))
+    assert commits(run.feed(run.copied(attempt, "b", "a"))) == [(10, Level.LOCAL, 0)]
 
 
 def test_two_failed_copies_of_a_fragment_go_to_two_other_nodes() -> None:
     run = Harness("abcde", replicas=2)
     run.open("abc")
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"))
-    effects = run.tell(*(run.copied(attempt, "a", holder, error="no") for holder in "bc"))
+    run.feed(run.stored(attempt, "a"))
+    effects = run.feed(*(run.copied(attempt, "a", holder, error="no") for holder in "bc"))
     assert sorted(e.holder for e in of(effects, m.Replicate)) == ["d", "e"]
 
 
@@ -269,20 +269,20 @@ def test_giving_up_one_copy_still_waits_for_the_others() -> None:
     run = Harness("abc", replicas=2)
     run.open("abc")
     attempt = run.attempt(10)
-    run.tell(*(run.stored(attempt, node) for node in "abc"))
+    run.feed(*(run.stored(attempt, node) for node in "abc"))
     for node, others in (("b", "ac"), ("c", "ab")):
-        run.tell(*(run.copied(attempt, node, other) for other in others))
-    assert not commits(run.tell(run.copied(attempt, "a", "b", error="no")))
-    assert commits(run.tell(run.copied(attempt, "a", "c"))) == [(10, Level.REPLICATED, 1)]
+        run.feed(*(run.copied(attempt, node, other) for other in others))
+    assert not commits(run.feed(run.copied(attempt, "a", "b", error="no")))
+    assert commits(run.feed(run.copied(attempt, "a", "c"))) == [(10, Level.REPLICATED, 1)]
 
 
 def test_a_copy_whose_holder_died_before_the_commit_does_not_count() -> None:
     run = Harness("abc")
     run.open("ab")
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"), run.copied(attempt, "a", "b", error="no"))
-    run.tell(run.copied(attempt, "a", "c"), run.stored(attempt, "b"))
-    effects = [*run.lose("c"), *run.tell(run.copied(attempt, "b", "a"))]
+    run.feed(run.stored(attempt, "a"), run.copied(attempt, "a", "b", error="no"))
+    run.feed(run.copied(attempt, "a", "c"), run.stored(attempt, "b"))
+    effects = [*run.lose("c"), *run.feed(run.copied(attempt, "b", "a"))]
     effects += run.tick(run.options.goal_timeout_s + 1)
     assert commits(effects) in ([(10, Level.LOCAL, 0)], [])
 
@@ -291,10 +291,10 @@ def test_late_words_about_a_dead_node_do_not_count() -> None:
     run = Harness("abc", inventory_wait_s=0)
     run.open("ab")
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"), run.stored(attempt, "b"), run.copied(attempt, "a", "b"))
+    run.feed(run.stored(attempt, "a"), run.stored(attempt, "b"), run.copied(attempt, "a", "b"))
     late = run.copied(attempt, "b", "a", error="slow"), run.copied(attempt, "b", "c")
     run.lose("c")
-    effects = [*run.tell(*late), *run.tick(61)]
+    effects = [*run.feed(*late), *run.tick(61)]
     assert commits(effects) == [(10, Level.LOCAL, 0)], "c is dead"
     assert "c" not in run.machine.view.holders[attempt.attempt][1]
 
@@ -305,8 +305,8 @@ def test_messages_that_come_twice_commit_once() -> None:
     attempt = run.attempt(10)
     events: list[m.Event] = [run.stored(attempt, "a"), run.stored(attempt, "b")]
     events += [run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")]
-    assert len(commits(run.tell(*[e for e in events for _ in range(2)], *events))) == 1
-    late = run.tell(run.stored(attempt, "b"))
+    assert len(commits(run.feed(*[e for e in events for _ in range(2)], *events))) == 1
+    late = run.feed(run.stored(attempt, "b"))
     reported = m.NotifyOutcome(attempt=attempt, level=Level.REPLICATED, error=None, nodes=("b",), epoch=1)
     assert late == (reported,)
 
@@ -315,7 +315,7 @@ def test_an_answer_for_another_record_changes_nothing() -> None:
     run = Harness("ab")
     run.open("ab")
     seq = run.machine.history.next_seq
-    assert not run.tell(m.Appended(seq=seq, outcome="ok"), m.Appended(seq=seq - 1, outcome="exists"))
+    assert not run.feed(m.Appended(seq=seq, outcome="ok"), m.Appended(seq=seq - 1, outcome="exists"))
     assert run.machine.is_open
 
 
@@ -327,24 +327,24 @@ def test_a_missing_rank_is_named_and_its_attempt_dropped() -> None:
     run.open("ab")
     run.save(10)
     attempt = run.attempt(20)
-    run.tell(run.stored(attempt, "a"))
+    run.feed(run.stored(attempt, "a"))
     assert not run.tick(60)
     effects = run.tick(1)
     (publish,) = dropped(effects)
     assert (publish.attempt, publish.level, publish.nodes) == (attempt, None, ("a", "b"))
     assert isinstance(publish.error, Unavailable) and "Rank(s) 1 did not finish" in str(publish.error)
-    assert not commits(run.tell(run.stored(attempt, "b"))), "late messages of a dropped attempt"
+    assert not commits(run.feed(run.stored(attempt, "b"))), "late messages of a dropped attempt"
 
 
 def test_a_save_on_rank_0_only_is_found_when_the_others_have_passed_it() -> None:
     run = Harness("ab")
     run.open("ab")
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"))
+    run.feed(run.stored(attempt, "a"))
     at = m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=10, saved_step=0)})
-    assert not run.tell(at), "rank 1 may be about to save"
+    assert not run.feed(at), "rank 1 may be about to save"
     past = m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=11, saved_step=0)})
-    (publish,) = dropped(run.tell(past))
+    (publish,) = dropped(run.feed(past))
     assert isinstance(publish.error, SaveNotCollective)
     assert publish.error.fields == {"step": 10, "missing_ranks": (1,)}
 
@@ -352,19 +352,19 @@ def test_a_save_on_rank_0_only_is_found_when_the_others_have_passed_it() -> None
 def test_a_slow_rank_that_has_saved_the_step_is_not_accused() -> None:
     run = Harness("ab")
     run.open("ab")
-    run.tell(run.stored(run.attempt(10), "a"))
+    run.feed(run.stored(run.attempt(10), "a"))
     progress = m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=12, saved_step=10)})
-    assert not run.tell(progress)
+    assert not run.feed(progress)
     other = m.RanksProgressed(session_key=(1, 7), ranks={1: RankProgress(step=12, saved_step=0)})
-    assert not run.tell(other)
+    assert not run.feed(other)
 
 
 def test_a_save_on_rank_0_only_is_found_by_the_timeout_too() -> None:
     run = Harness("ab")
     run.open("ab")
-    run.tell(run.stored(run.attempt(10), "a"))
+    run.feed(run.stored(run.attempt(10), "a"))
     run.tick(55)
-    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=0, saved_step=0)}))
+    run.feed(m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=0, saved_step=0)}))
     (publish,) = dropped(run.tick(6))
     assert isinstance(publish.error, SaveNotCollective)
 
@@ -372,14 +372,14 @@ def test_a_save_on_rank_0_only_is_found_by_the_timeout_too() -> None:
 def test_a_rank_that_is_silent_or_has_saved_before_is_not_accused() -> None:
     run = Harness("ab")
     run.open("ab")
-    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=0, saved_step=0)}))
-    run.tell(run.stored(run.attempt(10), "a"))
+    run.feed(m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=0, saved_step=0)}))
+    run.feed(run.stored(run.attempt(10), "a"))
     (publish,) = dropped(run.tick(61))
     assert isinstance(publish.error, Unavailable), "its word is a minute old"
     run.save(20)
-    run.tell(run.stored(run.attempt(30), "a"))
+    run.feed(run.stored(run.attempt(30), "a"))
     run.tick(55)
-    run.tell(m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=20, saved_step=20)}))
+    run.feed(m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=20, saved_step=20)}))
     (publish,) = dropped(run.tick(6))
     assert isinstance(publish.error, Unavailable)
 
@@ -388,8 +388,8 @@ def test_ranks_that_differ_in_what_they_share_are_told() -> None:
     run = Harness("ab")
     run.open("ab")
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"), run.stored(attempt, "b", replicated=("other",)))
-    effects = run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
+    run.feed(run.stored(attempt, "a"), run.stored(attempt, "b", replicated=("other",)))
+    effects = run.feed(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
     assert not commits(effects)
     (publish,) = dropped(effects)
     assert isinstance(publish.error, CollectiveError) and publish.nodes == ("a", "b")
@@ -399,8 +399,8 @@ def test_a_refused_save_is_dropped_for_all() -> None:
     run = Harness("ab")
     run.open("ab")
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"))
-    (publish,) = dropped(run.tell(m.SaveRefused(attempt=attempt, ranks=(1,), reason="the disk is full")))
+    run.feed(run.stored(attempt, "a"))
+    (publish,) = dropped(run.feed(m.SaveRefused(attempt=attempt, ranks=(1,), reason="the disk is full")))
     assert "Rank(s) 1 could not take part: the disk is full" in str(publish.error)
     assert publish.nodes == ("a", "b")
 
@@ -409,8 +409,8 @@ def test_a_refusal_that_comes_first_drops_the_attempt_too() -> None:
     run = Harness("ab")
     run.open("ab")
     attempt = run.attempt(10)
-    assert dropped(run.tell(m.SaveRefused(attempt=attempt, ranks=(1,), reason="busy")))
-    late = dropped(run.tell(run.stored(attempt, "a"), run.stored(attempt, "a")))
+    assert dropped(run.feed(m.SaveRefused(attempt=attempt, ranks=(1,), reason="busy")))
+    late = dropped(run.feed(run.stored(attempt, "a"), run.stored(attempt, "a")))
     assert [publish.nodes for publish in late] == [("a",), ("a",)], "what it may have missed is said again"
 
 
@@ -418,7 +418,7 @@ def test_a_newer_commit_drops_what_it_overtook() -> None:
     run = Harness("ab")
     run.open("ab")
     old = run.attempt(10)
-    run.tell(run.stored(old, "a"))
+    run.feed(run.stored(old, "a"))
     effects = run.save(20)
     assert commits(effects) == [(20, Level.REPLICATED, 1)]
     assert [p.attempt for p in dropped(effects)] == [old]
@@ -428,7 +428,7 @@ def test_a_nodes_death_drops_the_attempts_that_wait_for_it() -> None:
     run = Harness("ab")
     run.open("ab")
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"))
+    run.feed(run.stored(attempt, "a"))
     (publish,) = dropped(run.lose("b"))
     assert "b died during the save" in str(publish.error)
     assert publish.nodes == ("a",)
@@ -438,8 +438,8 @@ def test_what_died_with_its_only_node_is_not_committed() -> None:
     run = Harness("ab")
     run.open("ab")
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "b"))
-    effects = [*run.lose("b"), *run.tell(run.stored(attempt, "a"))]
+    run.feed(run.stored(attempt, "b"))
+    effects = [*run.lose("b"), *run.feed(run.stored(attempt, "a"))]
     effects += [*run.tick(run.options.goal_timeout_s + 1), *run.tick(run.options.goal_timeout_s + 1)]
     assert not commits(effects), "fragment 1 is gone"
     assert dropped(effects)
@@ -449,9 +449,9 @@ def test_a_copy_that_arrives_after_the_drop_is_removed() -> None:
     run = Harness("abc")
     run.open("ab")
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"), run.copied(attempt, "a", "b", error="no"))  # c copies now
-    drop = run.tell(m.SaveRefused(attempt=attempt, ranks=(1,), reason="busy"))
-    late = run.tell(run.copied(attempt, "a", "c"))
+    run.feed(run.stored(attempt, "a"), run.copied(attempt, "a", "b", error="no"))  # c copies now
+    drop = run.feed(m.SaveRefused(attempt=attempt, ranks=(1,), reason="busy"))
+    late = run.feed(run.copied(attempt, "a", "c"))
     reported = {node for publish in dropped([*drop, *late]) for node in publish.nodes}
     assert "c" in reported, "or its copy stays on c's disk until the next session"
 
@@ -464,22 +464,22 @@ def test_messages_of_an_older_session_are_answered_with_superseded() -> None:
     run.open("ab")
     old, stored = run.attempt(10), run.stored(run.attempt(10), "a")
     run.open("ab")
-    (publish,) = of(run.tell(stored), m.NotifyOutcome)
+    (publish,) = of(run.feed(stored), m.NotifyOutcome)
     assert (publish.attempt, publish.nodes) == (old, ("a",)) and isinstance(publish.error, RunSuperseded)
-    fail = one(run.tell(run.restored("a", session_key=(1, 1))), m.Fail)
+    fail = one(run.feed(run.restored("a", session_key=(1, 1))), m.Fail)
     assert isinstance(fail.error, RunSuperseded)
-    assert not run.tell(m.SaveRefused(attempt=old, ranks=(0,), reason="x"))
-    (publish,) = dropped(run.tell(run.copied(old, "a", "b")))
+    assert not run.feed(m.SaveRefused(attempt=old, ranks=(0,), reason="x"))
+    (publish,) = dropped(run.feed(run.copied(old, "a", "b")))
     assert publish.nodes == ("b",), "a copy of what is gone may go too"
 
 
 def test_a_new_group_supersedes_those_that_wait() -> None:
     run = Harness("ab")
-    run.tell(run.group("ab"))
-    run.tell(run.restored("a"))
+    run.feed(run.group("ab"))
+    run.feed(run.restored("a"))
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"))
-    effects = run.tell(run.group("ab"))
+    run.feed(run.stored(attempt, "a"))
+    effects = run.feed(run.group("ab"))
     assert [(f.token, type(f.error)) for f in of(effects, m.Fail)] == [("restored-a", RunSuperseded)]
     assert [p.attempt for p in dropped(effects)] == [attempt]
     assert one(effects, m.StartSession).plan.session == 2
@@ -489,8 +489,8 @@ def test_a_finish_that_waits_is_failed_by_a_new_group() -> None:
     run = Harness("ab")
     run.open("ab")
     run.save(10)
-    run.tell(m.FinishRequested(token="finish"))
-    effects = run.tell(run.group("ab"))
+    run.feed(m.FinishRequested(token="finish"))
+    effects = run.feed(run.group("ab"))
     assert "finish" in [f.token for f in of(effects, m.Fail)]
 
 
@@ -500,9 +500,9 @@ def test_a_late_inventory_of_a_superseded_group_opens_nothing() -> None:
     run.save(10)
     run.lose("b", "a")
     run.live |= {"a", "b"}
-    ask = one(run.tell(run.group("ab", token="old")), m.RequestInventory)
-    run.tell(run.group("ab", token="new"))
-    assert not run.tell(run.inventory(ask.token))
+    ask = one(run.feed(run.group("ab", token="old")), m.RequestInventory)
+    run.feed(run.group("ab", token="new"))
+    assert not run.feed(run.inventory(ask.token))
 
 
 def test_a_commit_in_flight_outlives_its_group() -> None:
@@ -511,7 +511,7 @@ def test_a_commit_in_flight_outlives_its_group() -> None:
     attempt = run.attempt(10)
     run.store_mode = "held"
     run.save(10)
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     effects = run.confirm()
     assert [type(op) for op in run.records[-3:]] == [r.Commit, r.Ended, r.Session]
     assert [(p.attempt, p.level) for p in of(effects, m.NotifyOutcome)] == [(attempt, Level.REPLICATED)]
@@ -524,7 +524,7 @@ def test_what_is_being_committed_is_never_called_dropped() -> None:
     again = run.stored(attempt, "a")
     run.store_mode = "held"
     run.save(10)
-    effects = [*run.tell(run.group("ab")), *run.tell(again)]
+    effects = [*run.feed(run.group("ab")), *run.feed(again)]
     assert not dropped(effects), "the node would delete the files of a checkpoint that is about to exist"
 
 
@@ -536,12 +536,12 @@ def test_the_newest_checkpoint_with_full_sources_is_restored() -> None:
     run.open("ab")
     run.save(10)
     run.save(20)
-    effects = run.tell(run.group("ab"))
+    effects = run.feed(run.group("ab"))
     resume = one(effects, m.StartSession).plan.resume
     assert resume is not None
     assert (resume.checkpoint.step, resume.holders) == (20, (("a", "b"), ("a", "b")))
     for node in "ab":
-        effects = run.tell(run.restored(node))
+        effects = run.feed(run.restored(node))
     (restored,) = of(ops(effects), r.Restored)
     assert restored.session == 2
 
@@ -551,7 +551,7 @@ def test_a_group_on_other_nodes_restores_from_peers() -> None:
     run.open("ab")
     run.save(10)
     run.lose("a")
-    resume = one(run.tell(run.group("bc")), m.StartSession).plan.resume
+    resume = one(run.feed(run.group("bc")), m.StartSession).plan.resume
     assert resume is not None and resume.holders == (("b",), ("b",))
 
 
@@ -560,12 +560,12 @@ def test_a_restore_waits_for_nodes_that_may_return() -> None:
     run.open("ab")
     run.save(10)
     run.live.discard("b")  # its disk stays
-    run.tell(m.NodesSeen(live=frozenset("a")))
-    ask = one(run.tell(run.group("a", token="t")), m.RequestInventory)
+    run.feed(m.NodesSeen(live=frozenset("a")))
+    ask = one(run.feed(run.group("a", token="t")), m.RequestInventory)
     assert (ask.token, run.machine.plan) == ("t", None)
 
     run.live.add("b")
-    effects = run.tell(run.inventory("t"))
+    effects = run.feed(run.inventory("t"))
     start = one(effects, m.StartSession)
     assert start.tokens == ("t",)
     assert start.plan.resume is not None and start.plan.resume.holders == (("a",), ("b",))
@@ -577,11 +577,11 @@ def test_after_the_wait_a_restore_falls_back_to_a_durable_one_and_says_so() -> N
     run.drain_all(run.save(10))
     run.save(20)
     run.lose("b")
-    assert of(run.tell(run.group("a", token="t")), m.RequestInventory)
+    assert of(run.feed(run.group("a", token="t")), m.RequestInventory)
     assert not run.tick(9), "an inventory is on its way"
-    assert of(run.tell(run.inventory("t")), m.RequestInventory)
+    assert of(run.feed(run.inventory("t")), m.RequestInventory)
     run.tick(1)
-    effects = run.tell(run.inventory("t"))
+    effects = run.feed(run.inventory("t"))
     resume = one(effects, m.StartSession).plan.resume
     assert resume is not None and (resume.checkpoint.step, resume.holders) == (10, (("a",), ()))
     assert "Step 20 has lost all copies of a part; step 10 is restored instead" in one(effects, m.Warn).text
@@ -594,7 +594,7 @@ def test_after_the_wait_a_restore_falls_back_to_an_older_one() -> None:
     run.save(20, copies=False)
     run.tick(61)
     run.lose("b")
-    effects = run.tell(run.group("ac"))
+    effects = run.feed(run.group("ac"))
     resume = one(effects, m.StartSession).plan.resume
     assert resume is not None and resume.checkpoint.step == 10
 
@@ -604,15 +604,15 @@ def test_damage_on_one_node_takes_all_to_the_older_checkpoint_in_a_new_session()
     run.open("ab")
     run.save(10)
     run.save(20)
-    run.tell(run.group("ab"))
-    assert not run.tell(run.restored("a"))
-    effects = run.tell(run.restored("b", damage=["shard-00001: model.weight"]))
+    run.feed(run.group("ab"))
+    assert not run.feed(run.restored("a"))
+    effects = run.feed(run.restored("b", damage=["shard-00001: model.weight"]))
     assert "Step 20 cannot be restored: no intact copy of shard-00001" in of(effects, m.Warn)[0].text
     start = one(effects, m.StartSession)
     assert start.tokens == ("restored-a", "restored-b")
     assert (start.plan.session, start.plan.resume and start.plan.resume.checkpoint.step) == (3, 10)
     assert not of(effects, m.Reply)
-    assert len(of([*run.tell(run.restored("a")), *run.tell(run.restored("b"))], m.Reply)) == 2
+    assert len(of([*run.feed(run.restored("a")), *run.feed(run.restored("b"))], m.Reply)) == 2
 
 
 def test_the_branch_left_behind_by_damage_goes_when_the_new_one_has_its_level() -> None:
@@ -620,9 +620,9 @@ def test_the_branch_left_behind_by_damage_goes_when_the_new_one_has_its_level() 
     run.open("ab")
     run.save(10)
     run.save(20)
-    run.tell(run.group("ab"))
-    run.tell(run.restored("a"), run.restored("b", damage=["x"]))
-    run.tell(run.restored("a"), run.restored("b"))
+    run.feed(run.group("ab"))
+    run.feed(run.restored("a"), run.restored("b", damage=["x"]))
+    run.feed(run.restored("a"), run.restored("b"))
     assert [c.step for c in run.machine.history.lineage()] == [10]
     assert live_steps(run) == [10, 20]
     run.save(15)
@@ -634,8 +634,8 @@ def test_with_nothing_intact_everyone_gets_a_restore_error() -> None:
     run = Harness("ab", inventory_wait_s=0)
     run.open("ab")
     run.save(10)
-    run.tell(run.group("ab"))
-    effects = run.tell(run.restored("a"), run.restored("b", damage=["all of it"]))
+    run.feed(run.group("ab"))
+    effects = run.feed(run.restored("a"), run.restored("b", damage=["all of it"]))
     fails = of(effects, m.Fail)
     assert [f.token for f in fails] == ["restored-a", "restored-b"]
     assert all(isinstance(f.error, RestoreError) and f.error.hint for f in fails)
@@ -648,7 +648,7 @@ def test_lost_sources_give_a_restore_error_that_names_the_steps() -> None:
     run.save(10)
     run.lose("a", "b")
     run.live.add("a")
-    fail = one(run.tell(run.group("a", token="t")), m.Fail)
+    fail = one(run.feed(run.group("a", token="t")), m.Fail)
     assert fail.token == "t" and isinstance(fail.error, RestoreError)
     assert "recorded steps without a full set of copies: 10" in str(fail.error)
 
@@ -657,7 +657,7 @@ def test_resume_never_starts_from_scratch() -> None:
     run = Harness("ab")
     run.open("ab")
     run.save(10)
-    effects = run.tell(run.group("ab", resume="never"))
+    effects = run.feed(run.group("ab", resume="never"))
     assert one(effects, m.StartSession).plan.resume is None
     assert run.machine.history.lineage() == ()
     assert live_steps(run) == [10], "the old branch stays until the new one has its level"
@@ -665,11 +665,11 @@ def test_resume_never_starts_from_scratch() -> None:
 
 def test_resume_must_needs_a_checkpoint() -> None:
     run = Harness("ab")
-    fail = one(run.tell(run.group("ab", token="t", resume="must")), m.Fail)
+    fail = one(run.feed(run.group("ab", token="t", resume="must")), m.Fail)
     assert (fail.token, type(fail.error)) == ("t", RestoreError)
     run.open("ab")
     run.save(10)
-    assert one(run.tell(run.group("ab", resume="must")), m.StartSession).plan.resume is not None
+    assert one(run.feed(run.group("ab", resume="must")), m.StartSession).plan.resume is not None
 
 
 def test_a_group_resumes_from_a_commit_that_was_in_flight() -> None:
@@ -678,7 +678,7 @@ def test_a_group_resumes_from_a_commit_that_was_in_flight() -> None:
     run.save(10)
     run.store_mode = "held"
     run.save(20)
-    assert not run.tell(run.group("ab")), "the log may get a newer checkpoint"
+    assert not run.feed(run.group("ab")), "the log may get a newer checkpoint"
     effects = run.confirm()
     resume = one(effects, m.StartSession).plan.resume
     assert resume is not None and resume.checkpoint.step == 20
@@ -692,12 +692,12 @@ def test_what_a_group_resumes_from_is_not_retired_before_it_trains() -> None:
     run.save(10, copies=False)
     run.tick(61)
     run.save(20)
-    run.tell(run.group("ab"))
-    run.tell(run.restored("a"), run.restored("b", damage=["x"]))  # nothing older is left
+    run.feed(run.group("ab"))
+    run.feed(run.restored("a"), run.restored("b", damage=["x"]))  # nothing older is left
     run.open("ab")
     attempt = run.attempt(30)
     run.save(30)
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     effects = run.tick(1000)
     assert not of(effects, m.Delete) and attempt.attempt in run.machine.history.checkpoints
 
@@ -705,8 +705,8 @@ def test_what_a_group_resumes_from_is_not_retired_before_it_trains() -> None:
 def test_two_groups_that_open_at_once_get_one_session_and_a_sound_log() -> None:
     run = Harness("ab")
     run.store_mode = "held"
-    run.tell(run.group("ab", token="one"))
-    effects = run.tell(run.group("b", token="two"))
+    run.feed(run.group("ab", token="one"))
+    effects = run.feed(run.group("b", token="two"))
     assert [f.token for f in of(effects, m.Fail)] == ["one"]
     start = one(run.confirm(), m.StartSession)
     assert (start.tokens, start.plan.world_size) == (("two",), 1)
@@ -736,9 +736,9 @@ def test_a_record_of_another_coordinator_fences_this_one() -> None:
     run = Harness("ab")
     run.open("ab")
     run.save(5)
-    run.tell(run.group("ab"))
-    run.tell(run.restored("a"))
-    run.tell(m.FinishRequested(token="finish"))
+    run.feed(run.group("ab"))
+    run.feed(run.restored("a"))
+    run.feed(m.FinishRequested(token="finish"))
     run.store.objects[record_file(run.machine.history.next_seq)] = b"another's"
     effects = run.save(10)
     assert isinstance(one(effects, m.StepDown).error, Fenced)
@@ -748,8 +748,8 @@ def test_a_record_of_another_coordinator_fences_this_one() -> None:
 
     assert not run.machine.is_open
     assert not run.tick(1000)
-    assert not run.tell(m.NodesSeen(live=frozenset()), run.copied(run.attempt(20), "a", "b"))
-    (fail,) = run.tell(run.group("ab", token="late"))
+    assert not run.feed(m.NodesSeen(live=frozenset()), run.copied(run.attempt(20), "a", "b"))
+    (fail,) = run.feed(run.group("ab", token="late"))
     assert isinstance(fail, m.Fail) and fail.token == "late" and isinstance(fail.error, Fenced)
 
 
@@ -796,10 +796,10 @@ def test_a_checkpoint_is_collected_when_all_places_have_answered() -> None:
     run.save(10)
     deletes = of(run.save(20), m.Delete)
     ended = [m.DeleteEnded(attempt=first.attempt, place=d.place, error=None) for d in deletes]
-    assert not run.tell(m.DeleteEnded(attempt=first.attempt, place="a", error="busy"))
-    assert not run.tell(*ended[:-1], ended[0])
-    assert ops(run.tell(ended[-1])) == [r.Collected(attempt=first.attempt)]
-    assert not run.tell(*ended)
+    assert not run.feed(m.DeleteEnded(attempt=first.attempt, place="a", error="busy"))
+    assert not run.feed(*ended[:-1], ended[0])
+    assert ops(run.feed(ended[-1])) == [r.Collected(attempt=first.attempt)]
+    assert not run.feed(*ended)
     assert run.checkpoint(first).state == "collected"
 
 
@@ -809,10 +809,10 @@ def test_a_failed_delete_is_asked_for_again_and_a_dead_node_forgotten() -> None:
     first = run.attempt(10)
     run.save(10)
     run.save(20)
-    run.tell(m.DeleteEnded(attempt=first.attempt, place=m.REMOTE, error=None))
-    run.tell(m.DeleteEnded(attempt=first.attempt, place="a", error="busy"))
+    run.feed(m.DeleteEnded(attempt=first.attempt, place=m.REMOTE, error=None))
+    run.feed(m.DeleteEnded(attempt=first.attempt, place="a", error="busy"))
     assert [d.place for d in of(run.tick(31), m.Delete)] == ["a"], "b is still at it"
-    run.tell(m.DeleteEnded(attempt=first.attempt, place="a", error=None))
+    run.feed(m.DeleteEnded(attempt=first.attempt, place="a", error=None))
     assert ops(run.lose("b")) == [r.Collected(attempt=first.attempt)]
 
 
@@ -846,16 +846,16 @@ def test_a_promotion_on_its_way_protects_its_checkpoint() -> None:
     run = Harness("ab", keep_last=1, remote_every=1000)
     run.open("ab")
     run.save(10)
-    done = run.drain_all(run.tell(m.FinishRequested(token="t")))
+    done = run.drain_all(run.feed(m.FinishRequested(token="t")))
     assert of(done, m.Reply)
     run.save(20)
     slow = run.attempt(20)
-    drained = [e for d in of(run.tell(m.FinishRequested(token="u")), m.Drain) for e in run.drained(d)]
+    drained = [e for d in of(run.feed(m.FinishRequested(token="u")), m.Drain) for e in run.drained(d)]
     assert of(drained, m.WriteDescription)
     run.save(30)
     run.store_mode = "held"
     run.save(40)  # its commit is in flight ...
-    run.tell(m.DescriptionWritten(attempt=slow, error=None))  # ... when step 20 becomes durable
+    run.feed(m.DescriptionWritten(attempt=slow, error=None))  # ... when step 20 becomes durable
     run.confirm()
     assert 20 in [c.step for c in run.machine.history.live() if c.level is Level.DURABLE]
 
@@ -895,7 +895,7 @@ def test_a_drain_is_described_when_complete_and_then_durable() -> None:
     assert not run.drained(first), "twice is harmless"
     write = one(run.drained(second), m.WriteDescription)
     assert write.checkpoint == run.checkpoint(attempt)
-    effects = run.tell(m.DescriptionWritten(attempt=attempt, error=None))
+    effects = run.feed(m.DescriptionWritten(attempt=attempt, error=None))
     assert ops(effects) == [r.Promote(attempt=attempt.attempt, level=Level.DURABLE, replicas=1)]
     assert one(effects, m.NotifyOutcome).level is Level.DURABLE
 
@@ -932,27 +932,27 @@ def test_finish_drains_the_newest_and_then_replies() -> None:
     run = Harness("ab", remote_every=1000)
     run.open("ab")
     run.save(10)
-    effects = run.tell(m.FinishRequested(token="finish"))
+    effects = run.feed(m.FinishRequested(token="finish"))
     assert len(of(effects, m.Drain)) == 2 and not of(effects, m.Reply)
     effects = run.drain_all(effects)
     reply = one(effects, m.Reply)
     assert reply == m.Reply(token="finish", value=run.checkpoint(run.attempt(10)))
-    assert of(run.tell(m.FinishRequested(token="again")), m.Reply)
+    assert of(run.feed(m.FinishRequested(token="again")), m.Reply)
 
 
 def test_finish_without_a_checkpoint_replies_at_once() -> None:
     run = Harness("ab")
     run.open("ab")
-    assert run.tell(m.FinishRequested(token="finish")) == (m.Reply(token="finish", value=None),)
+    assert run.feed(m.FinishRequested(token="finish")) == (m.Reply(token="finish", value=None),)
 
 
 def test_finish_waits_for_the_save_under_way() -> None:
     run = Harness("ab")
     run.open("ab")
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"))
-    assert not run.tell(m.FinishRequested(token="finish"))
-    effects = run.tell(run.stored(attempt, "b"), run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
+    run.feed(run.stored(attempt, "a"))
+    assert not run.feed(m.FinishRequested(token="finish"))
+    effects = run.feed(run.stored(attempt, "b"), run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
     assert of(run.drain_all(effects), m.Reply)
 
 
@@ -962,13 +962,13 @@ def test_finish_waits_for_the_save_under_way() -> None:
 def test_a_run_from_start_to_durable_through_its_nodes() -> None:
     run = Cluster("ab", ranks_per_node=2, keep_last=2)
     run.settle()
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     run.settle()
     assert set(run.replies) == {"restored-1-a", "restored-1-b"}
     for step in (10, 20, 30):
         run.capture(step)
         run.settle()
-    run.tell(m.FinishRequested(token="finish"))
+    run.feed(m.FinishRequested(token="finish"))
     run.settle()
     assert live_steps(run) == [20, 30]
     assert run.checkpoint(run.attempt(30)).level is Level.DURABLE
@@ -980,14 +980,14 @@ def test_a_run_from_start_to_durable_through_its_nodes() -> None:
 def test_a_node_loss_restores_the_newest_from_its_peer(node: str) -> None:
     run = Cluster("abc")
     run.settle()
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     run.settle()
     for step in (10, 20):
         run.capture(step)
         run.settle()
     run.lose(node)
     run.settle()
-    run.tell(run.group("abc".replace(node, "")))
+    run.feed(run.group("abc".replace(node, "")))
     run.settle()
     assert run.plan.resume is not None and run.plan.resume.checkpoint.step == 20
     run.capture(30)
@@ -1007,4 +1007,4 @@ def test_an_attempt_of_another_run_is_not_taken() -> None:
         replicated=("same",),
         metrics=None,
     )
-    assert dropped(run.tell(stored))
+    assert dropped(run.feed(stored))

@@ -31,7 +31,7 @@ def training(**options: Any) -> Harness:
 
 
 def leave(run: Harness, node: str = "a", **left_s: float) -> tuple[m.Effect, ...]:
-    return run.tell(
+    return run.feed(
         m.NodesSeen(live=frozenset(run.live), draining=frozenset({node}), left_s=left_s), run.ticked
     )
 
@@ -54,9 +54,9 @@ def test_a_word_keeps_step_and_urgency(step: int, urgent: bool) -> None:
 
 def test_a_step_ahead_of_the_fastest_rank_is_named_when_time_is_up() -> None:
     run = training()
-    run.tell(reported(run, 100, ranks=[0], step_s=0.5), reported(run, 103, ranks=[1], step_s=0.5))
+    run.feed(reported(run, 100, ranks=[0], step_s=0.5), reported(run, 103, ranks=[1], step_s=0.5))
     assert not of(run.tick(59), m.AnnounceSaveStep)
-    run.tell(reported(run, 200, ranks=[0], step_s=0.5), reported(run, 203, ranks=[1], step_s=0.5))
+    run.feed(reported(run, 200, ranks=[0], step_s=0.5), reported(run, 203, ranks=[1], step_s=0.5))
     named = one(run.tick(1), m.AnnounceSaveStep)
     assert named.nodes == ("a", "b") and not named.signal.urgent
     assert 203 + LEAST_AHEAD <= named.signal.step <= 203 + 8, "3 s at most: it tells late, and words travel"
@@ -64,23 +64,23 @@ def test_a_step_ahead_of_the_fastest_rank_is_named_when_time_is_up() -> None:
 
 def test_a_slow_step_is_left_time_to_end() -> None:
     run = training()
-    run.tell(reported(run, 10, step_s=30.0, since_s=5.0))
+    run.feed(reported(run, 10, step_s=30.0, since_s=5.0))
     assert one(run.tick(60), m.AnnounceSaveStep).signal.step == 10 + 3, "two are over by now"
 
 
 def test_nothing_is_named_without_a_word_of_the_ranks_or_without_the_option() -> None:
     assert not of(training().tick(100), m.AnnounceSaveStep)
     run = training(every_s=None)
-    run.tell(reported(run, 5, step_s=0.1))
+    run.feed(reported(run, 5, step_s=0.1))
     assert not of(run.tick(1000), m.AnnounceSaveStep)
 
 
 def test_the_next_one_is_named_an_interval_after_the_last() -> None:
     run = training()
-    run.tell(reported(run, 100, step_s=1.0))
+    run.feed(reported(run, 100, step_s=1.0))
     first = one(run.tick(60), m.AnnounceSaveStep).signal
     run.save(first.step)
-    run.tell(reported(run, first.step, step_s=1.0))
+    run.feed(reported(run, first.step, step_s=1.0))
     assert not of(run.tick(59), m.AnnounceSaveStep)
     second = one(run.tick(1), m.AnnounceSaveStep).signal
     assert second.step > first.step and second.word != first.word
@@ -88,10 +88,10 @@ def test_the_next_one_is_named_an_interval_after_the_last() -> None:
 
 def test_a_rank_that_is_past_the_step_makes_it_void_and_gets_a_later_one() -> None:
     run = training()
-    run.tell(reported(run, 100, step_s=0.005))
+    run.feed(reported(run, 100, step_s=0.005))
     first = one(run.tick(60), m.AnnounceSaveStep).signal
-    run.tell(run.stored(run.attempt(first.step), "a"))
-    effects = run.tell(reported(run, first.step + 50, ranks=[1], step_s=0.005, missed=first.word))
+    run.feed(run.stored(run.attempt(first.step), "a"))
+    effects = run.feed(reported(run, first.step + 50, ranks=[1], step_s=0.005, missed=first.word))
     (dropped,) = of(effects, m.NotifyOutcome)
     assert isinstance(dropped.error, Unavailable) and not isinstance(dropped.error, SaveNotCollective)
     assert "had passed step" in str(dropped.error)
@@ -101,11 +101,11 @@ def test_a_rank_that_is_past_the_step_makes_it_void_and_gets_a_later_one() -> No
 
 def test_the_word_of_an_older_step_does_not_void_a_new_one() -> None:
     run = training()
-    run.tell(reported(run, 100, step_s=0.1))
+    run.feed(reported(run, 100, step_s=0.1))
     first = one(run.tick(60), m.AnnounceSaveStep).signal
-    run.tell(reported(run, first.step + 1, step_s=0.1, missed=first.word))
+    run.feed(reported(run, first.step + 1, step_s=0.1, missed=first.word))
     second = one(run.tick(0.5), m.AnnounceSaveStep).signal
-    run.tell(reported(run, first.step + 2, step_s=0.1, missed=first.word))
+    run.feed(reported(run, first.step + 2, step_s=0.1, missed=first.word))
     assert not of(run.tick(0.5), m.AnnounceSaveStep)
     run.save(second.step)
     assert run.records[-1].step == second.step  # type: ignore[union-attr]
@@ -114,7 +114,7 @@ def test_the_word_of_an_older_step_does_not_void_a_new_one() -> None:
 def test_a_step_that_nobody_saves_is_given_up() -> None:
     """The ranks are in an evaluation, or at the end of their loop."""
     run = training()
-    run.tell(reported(run, 100, step_s=1.0))
+    run.feed(reported(run, 100, step_s=1.0))
     run.tick(60)
     assert not of(run.tick(5), m.AnnounceSaveStep)
     run.tick(30)
@@ -123,18 +123,18 @@ def test_a_step_that_nobody_saves_is_given_up() -> None:
 
 def test_a_rank_that_saves_alone_is_still_found() -> None:
     run = training(every_s=None)
-    run.tell(run.stored(run.attempt(10), "a"))
-    (dropped,) = of(run.tell(reported(run, 11, ranks=[1])), m.NotifyOutcome)
+    run.feed(run.stored(run.attempt(10), "a"))
+    (dropped,) = of(run.feed(reported(run, 11, ranks=[1])), m.NotifyOutcome)
     assert isinstance(dropped.error, SaveNotCollective)
 
 
 def test_a_restarted_coordinator_names_other_words() -> None:
     run = training()
-    run.tell(reported(run, 100, step_s=1.0))
+    run.feed(reported(run, 100, step_s=1.0))
     first = one(run.tick(60), m.AnnounceSaveStep).signal
     plan = run.plan
     run.start_coordinator()
-    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()), told_of(plan, 100))
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()), told_of(plan, 100))
     second = one(run.tick(60), m.AnnounceSaveStep).signal
     assert second.word != first.word
 
@@ -149,39 +149,39 @@ def told_of(plan: SessionPlan, step: int) -> m.RanksProgressed:
 
 def test_a_node_that_leaves_has_a_step_named_at_once() -> None:
     run = training(every_s=None)
-    run.tell(reported(run, 100, step_s=2.0, since_s=0.1))
+    run.feed(reported(run, 100, step_s=2.0, since_s=0.1))
     named = one(leave(run), m.AnnounceSaveStep).signal
     assert named.urgent and named.step == 102
 
 
 def test_one_save_follows_the_other_until_the_node_is_gone() -> None:
     run = training(every_s=None)
-    run.tell(reported(run, 100, step_s=0.1))
+    run.feed(reported(run, 100, step_s=0.1))
     first = one(leave(run), m.AnnounceSaveStep).signal
     assert not of(run.tick(0.5), m.AnnounceSaveStep)
     run.save(first.step)
-    run.tell(reported(run, first.step + 1, step_s=0.1))
+    run.feed(reported(run, first.step + 1, step_s=0.1))
     second = one(run.tick(0.5), m.AnnounceSaveStep).signal
     assert second.urgent and second.step > first.step
     run.save(second.step)
-    run.tell(m.NodesSeen(live=frozenset("ab")))
+    run.feed(m.NodesSeen(live=frozenset("ab")))
     assert not of(run.tick(5), m.AnnounceSaveStep), "it stays after all"
 
 
 @pytest.mark.parametrize("was_stored", [True, False])
 def test_a_save_that_was_dropped_between_two_looks_makes_way_for_the_next(was_stored: bool) -> None:
     run = training(every_s=None)
-    run.tell(reported(run, 100, step_s=0.1))
+    run.feed(reported(run, 100, step_s=0.1))
     attempt = run.attempt(one(leave(run, a=30.0), m.AnnounceSaveStep).signal.step)
     stored = [run.stored(attempt, "a")] if was_stored else []
-    run.tell(*stored, m.SaveRefused(attempt=attempt, ranks=(1,), reason="no room"))
+    run.feed(*stored, m.SaveRefused(attempt=attempt, ranks=(1,), reason="no room"))
     named = one(run.tick(0.5), m.AnnounceSaveStep).signal
     assert named.urgent and named.step > attempt.step
 
 
 def test_a_save_that_cannot_be_complete_in_time_is_not_begun() -> None:
     run = training(every_s=None)
-    run.tell(reported(run, 100, step_s=20.0))
+    run.feed(reported(run, 100, step_s=20.0))
     effects = leave(run, a=15.0)
     assert not of(effects, m.AnnounceSaveStep)
     assert "leave in 15 s; another save would take" in one(effects, m.Warn).text
@@ -190,20 +190,20 @@ def test_a_save_that_cannot_be_complete_in_time_is_not_begun() -> None:
 
 def test_a_node_that_is_still_there_after_its_time_keeps_nobody_from_saving() -> None:
     run = training(every_s=None)
-    run.tell(reported(run, 100, step_s=5.0))
+    run.feed(reported(run, 100, step_s=5.0))
     assert of(leave(run, a=0.0), m.AnnounceSaveStep)
 
 
 def test_a_save_with_time_enough_is_begun() -> None:
     run = training(every_s=None)
-    run.tell(reported(run, 100, step_s=5.0))
+    run.feed(reported(run, 100, step_s=5.0))
     assert of(leave(run, a=30.0), m.AnnounceSaveStep)
 
 
 def test_a_node_that_leaves_without_ranks_is_none_of_the_groups_business() -> None:
     run = Harness("abc")
     run.open("ab")
-    run.tell(reported(run, 100, step_s=1.0))
+    run.feed(reported(run, 100, step_s=1.0))
     assert not of(leave(run, "c"), m.AnnounceSaveStep)
 
 
@@ -265,15 +265,15 @@ def play(seed: int, *, ranks: int = 4, seconds: float = 240.0) -> tuple[Harness,
                 at(run.now_s + 1.0, what)
             case ("told", int(k), progress):
                 do(
-                    run.tell(
+                    run.feed(
                         run.ticked, m.RanksProgressed(session_key=run.plan.session_key, ranks={k: progress})
                     )
                 )
             case ("stored", int(k), int(step)):
                 attempt = run.attempt(step)
                 here = run.plan.nodes[k]
-                do(run.tell(run.ticked, run.stored(attempt, here.node_id)))
-                do(run.tell(*(run.copied(attempt, here.node_id, h) for h in here.holders)))
+                do(run.feed(run.ticked, run.stored(attempt, here.node_id)))
+                do(run.feed(*(run.copied(attempt, here.node_id, h) for h in here.holders)))
             case ("step", int(k)):
                 rank = group[k]
                 rank.step, rank.since_s = rank.step + 1, run.now_s
@@ -310,13 +310,13 @@ def test_every_attempt_of_skewed_ranks_is_complete_or_dropped(seed: int) -> None
 @pytest.mark.parametrize("sees_it", [True, False])
 def test_a_step_that_a_dead_coordinator_named_is_no_misuse(sees_it: bool) -> None:
     run = training()
-    run.tell(reported(run, 100, step_s=0.1))
+    run.feed(reported(run, 100, step_s=0.1))
     named, plan = one(leave(run, a=30.0), m.AnnounceSaveStep).signal, run.plan
     run.start_coordinator()
-    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
-    run.tell(run.stored(run.attempt(named.step), "a"))
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    run.feed(run.stored(run.attempt(named.step), "a"))
     missed = named.word if sees_it else 0
-    effects = run.tell(reported(run, named.step + 5, ranks=[1], step_s=0.1, missed=missed))
+    effects = run.feed(reported(run, named.step + 5, ranks=[1], step_s=0.1, missed=missed))
     (dropped,) = of(effects, m.NotifyOutcome)
     assert isinstance(dropped.error, Unavailable) and not isinstance(dropped.error, SaveNotCollective)
 
@@ -325,32 +325,32 @@ def test_after_a_coordinator_has_died_a_step_that_is_due_by_number_is_misuse_as_
     run = training(every_steps=10)
     plan = run.plan
     run.start_coordinator()
-    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
-    run.tell(run.stored(run.attempt(20), "a"))
-    (dropped,) = of(run.tell(reported(run, 25, ranks=[1], step_s=0.1)), m.NotifyOutcome)
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    run.feed(run.stored(run.attempt(20), "a"))
+    (dropped,) = of(run.feed(reported(run, 25, ranks=[1], step_s=0.1)), m.NotifyOutcome)
     assert isinstance(dropped.error, SaveNotCollective)
 
 
 def test_an_evaluation_puts_an_emergency_save_neither_far_away_nor_off() -> None:
     run = training(every_s=None)
-    run.tell(reported(run, 1000, step_s=0.5, since_s=600.0))
+    run.feed(reported(run, 1000, step_s=0.5, since_s=600.0))
     assert one(leave(run, a=120.0), m.AnnounceSaveStep).signal.step <= 1010
 
 
 def test_the_time_that_has_passed_since_ranks_told_where_they_are_is_not_needed_again() -> None:
     run = training(every_s=None)
-    run.tell(reported(run, 100, step_s=0.3, since_s=0.2))
+    run.feed(reported(run, 100, step_s=0.3, since_s=0.2))
     run.tick(1.5)
     assert of(leave(run, a=3.2), m.AnnounceSaveStep), "3.9 s from what was told, and 2.2 s from now"
 
 
 def test_no_step_is_named_while_all_nodes_still_write_the_last_one() -> None:
     run = training(every_s=None)
-    run.tell(reported(run, 100, step_s=0.5))
+    run.feed(reported(run, 100, step_s=0.5))
     first = one(leave(run, a=120.0), m.AnnounceSaveStep).signal.step
     captured = RankProgress(step=first + 1, saved_step=first, step_s=0.5)
     for _ in range(45):
-        effects = run.tick(1.0) + run.tell(
+        effects = run.tick(1.0) + run.feed(
             m.RanksProgressed(session_key=run.plan.session_key, ranks={0: captured, 1: captured})
         )
         assert not of(effects, m.AnnounceSaveStep)
@@ -364,7 +364,7 @@ def test_a_node_that_is_to_go_and_stays_has_no_saves_without_end(left_s: dict[st
     step = num_saves = 0
     for second in range(1800):
         step += 2
-        run.tell(reported(run, step, step_s=0.5))
+        run.feed(reported(run, step, step_s=0.5))
         for named in of(
             leave(run, "a", **{n: max(0.0, s - second) for n, s in left_s.items()}), m.AnnounceSaveStep
         ):
@@ -380,13 +380,13 @@ def test_saves_of_an_emergency_do_not_change_the_pace_of_auto() -> None:
     for _ in range(8):
         step, run.now_s = step + 10, run.now_s + 5
         calm = RankProgress(step=step, saved_step=step, step_s=0.5, stall_s=0.05)
-        run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks={0: calm, 1: calm}), run.ticked)
+        run.feed(m.RanksProgressed(session_key=run.plan.session_key, ranks={0: calm, 1: calm}), run.ticked)
         run.save(step)
     before_s = run.machine._intervals.interval_s
     assert before_s is not None
     for _ in range(20):
         waits = RankProgress(step=step, saved_step=0, step_s=0.5, stall_s=10.0)
-        run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks={0: waits, 1: waits}))
+        run.feed(m.RanksProgressed(session_key=run.plan.session_key, ranks={0: waits, 1: waits}))
         for named in of(leave(run, a=100.0), m.AnnounceSaveStep):
             step = named.signal.step
             run.save(step)

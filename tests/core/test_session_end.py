@@ -23,7 +23,7 @@ def reported(run: Harness, step: int, *, saved: int = -1, since_s: float = 0.0, 
     plan = run.plan
     progress = RankProgress(step=step, saved_step=saved, since_s=since_s, step_s=2.0, stall_s=stall_s)
     for node in plan.nodes:
-        run.tell(m.RanksProgressed(session_key=plan.session_key, ranks=dict.fromkeys(node.ranks, progress)))
+        run.feed(m.RanksProgressed(session_key=plan.session_key, ranks=dict.fromkeys(node.ranks, progress)))
 
 
 def ends(run: Harness) -> list[r.Ended]:
@@ -59,10 +59,10 @@ def test_each_cause_is_recognized() -> None:
     run.open("ab")
     run.lose("b")
     run.open("ac")
-    run.tell(m.NodesSeen(live=frozenset("ac"), draining=frozenset("c")))
+    run.feed(m.NodesSeen(live=frozenset("ac"), draining=frozenset("c")))
     run.lose("c")
     run.open("a")
-    run.tell(m.FinishRequested(token="end", ends_group=True))
+    run.feed(m.FinishRequested(token="end", ends_group=True))
     assert [ended.cause for ended in ends(run)] == ["process", "node", "preemption", "finished"]
     assert [s.labels["cause"] for s in samples(run, telemetry.INTERRUPTIONS)] == [
         "process",
@@ -74,8 +74,8 @@ def test_each_cause_is_recognized() -> None:
 def test_a_notice_that_came_to_nothing_is_not_why_a_later_process_failed() -> None:
     run = Harness("ab")
     run.open("ab")
-    run.tell(m.NodesSeen(live=frozenset("ab"), draining=frozenset("b")))
-    run.tell(m.NodesSeen(live=frozenset("ab"), draining=frozenset()))
+    run.feed(m.NodesSeen(live=frozenset("ab"), draining=frozenset("b")))
+    run.feed(m.NodesSeen(live=frozenset("ab"), draining=frozenset()))
     run.open("ab")
     assert [ended.cause for ended in ends(run)] == ["process"]
 
@@ -85,8 +85,8 @@ def test_a_launcher_that_exits_while_its_last_checkpoint_drains_has_finished() -
     run = Harness("ab")
     run.open("ab")
     effects = list(run.save(10))
-    effects += run.tell(m.FinishRequested(token="end", ends_group=True))
-    run.tell(m.OwnerDied(owner=run.plan.owner))
+    effects += run.feed(m.FinishRequested(token="end", ends_group=True))
+    run.feed(m.OwnerDied(owner=run.plan.owner))
     assert not ends(run) and run.machine.view.end_cause is None
     run.drain_all(effects)
     assert [ended.cause for ended in ends(run)] == ["finished"]
@@ -101,7 +101,7 @@ def test_a_launcher_that_gives_up_says_so(node: str) -> None:
     run.open("ab")
     if node:
         run.lose(node)
-    effects = run.tell(m.FinishRequested(token="end", ends_group=True, has_failed=True))
+    effects = run.feed(m.FinishRequested(token="end", ends_group=True, has_failed=True))
     assert [ended.cause for ended in ends(run)] == ["node" if node else "process"]
     assert [e.token for e in effects if isinstance(e, m.Reply)] == ["end"]
     assert run.machine.view.end_cause == "process" and not run.machine.view.owner
@@ -114,10 +114,10 @@ def test_a_dead_launcher_keeps_no_repair_waiting_for_the_log() -> None:
     run.store_mode = "held"
     run.save(10)
     assert run.machine.view.records_waiting == 1
-    run.tell(m.OwnerDied(owner=run.plan.owner))
+    run.feed(m.OwnerDied(owner=run.plan.owner))
     assert run.machine.view.records_waiting == 1
     run.confirm()
-    run.tell(m.OwnerDied(owner=run.plan.owner))
+    run.feed(m.OwnerDied(owner=run.plan.owner))
     assert [ended.cause for ended in ends(run)] == ["launcher"]
 
 
@@ -129,10 +129,10 @@ def test_a_launcher_that_died_for_good_ends_its_session(node: str) -> None:
     reported(run, 7)
     if node:
         run.lose(node)
-    run.tell(m.OwnerDied(owner="somebody else"))
+    run.feed(m.OwnerDied(owner="somebody else"))
     assert not ends(run)
-    run.tell(m.OwnerDied(owner=run.plan.owner))
-    run.tell(m.OwnerDied(owner=run.plan.owner))
+    run.feed(m.OwnerDied(owner=run.plan.owner))
+    run.feed(m.OwnerDied(owner=run.plan.owner))
     (ended,) = ends(run)
     assert (ended.session, ended.cause, ended.step) == (1, "node" if node else "launcher", 7)
     assert len(samples(run, telemetry.INTERRUPTIONS)) == 1
@@ -157,7 +157,7 @@ def test_a_restarted_coordinator_does_not_claim_to_know_the_beginning() -> None:
     run.save(10)
     plan = run.plan
     run.start_coordinator()
-    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     reported(run, 12)
     run.open("ab")
     (ended,) = ends(run)
@@ -173,17 +173,17 @@ def test_a_session_ends_once_also_if_the_coordinator_dies_behind_that_record(is_
     plan = run.plan
     reported(run, 9)
     if is_finish:
-        run.tell(m.FinishRequested(token="end", ends_group=True))
+        run.feed(m.FinishRequested(token="end", ends_group=True))
     else:
         run.store_mode = "held"
-        run.tell(run.group("ab"))
+        run.feed(run.group("ab"))
         run.confirm(hold_next=True)  # the new session's record is never written
         run.store_mode, run.held = "ok", []
     (ended,) = ends(run)
     assert ended.step == 9 and ended.last_at_s is not None
     run.start_coordinator()
-    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
-    effects = run.tell(m.FinishRequested(token="again", ends_group=True))
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    effects = run.feed(m.FinishRequested(token="again", ends_group=True))
     run.open("ab")
     assert ends(run)[:1] == [ended]
     assert [e.session for e in ends(run)] == [1]
@@ -197,10 +197,10 @@ def test_a_session_whose_successor_waits_for_the_log_does_not_end_behind_it() ->
     run.open("ab")
     run.save(10)
     run.save(20)
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     run.store_mode = "held"
-    run.tell(run.restored("a"), run.restored("b", damage=["x"]))
-    run.tell(run.group("ab"))
+    run.feed(run.restored("a"), run.restored("b", damage=["x"]))
+    run.feed(run.group("ab"))
     run.store_mode = "ok"
     run.confirm()
     assert [op.session for op in run.records if isinstance(op, r.Session)][:3] == [1, 2, 3]
@@ -211,9 +211,9 @@ def test_nodes_that_join_are_no_agents_that_died() -> None:
     run = Harness("ab")
     run.open("ab")
     run.live.add("c")
-    run.tell(m.NodesJoined(inventories={"c": run.disks["b"].inventory()}), m.NodesSeen(live=frozenset("abc")))
+    run.feed(m.NodesJoined(inventories={"c": run.disks["b"].inventory()}), m.NodesSeen(live=frozenset("abc")))
     assert not [s for s in samples(run, telemetry.FAILURES) if s.value]
-    run.tell(m.NodesJoined(inventories={"b": run.disks["b"].inventory()}))
+    run.feed(m.NodesJoined(inventories={"b": run.disks["b"].inventory()}))
     assert [(s.value, s.labels["cause"]) for s in samples(run, telemetry.FAILURES)] == [(1, "agent")]
 
 
@@ -225,7 +225,7 @@ def test_what_the_log_cannot_hold_is_refused_and_holds_nothing_up(text: str) -> 
     (checkpoint,) = run.machine.history.live()
     attempt = checkpoint.id.attempt
     drilled = r.Drilled(attempt=attempt, scenario="x", passed=True, seconds=1.0, read_bytes={}, text=text)
-    effects = run.tell(
+    effects = run.feed(
         m.DrillEnded(token="drill", result=drilled),
         m.PinRequested(token="pin", attempt=attempt, owner="me", expires_at_s=math.inf),
     )
@@ -242,9 +242,9 @@ def test_a_commit_has_the_times_of_the_slowest_node() -> None:
     attempt = run.attempt(10)
     for node, stall_s in (("a", 0.5), ("b", 0.25)):
         facts = SaveFacts(stall_s=stall_s, capture_s=1.0 - stall_s, local_s=2.0)
-        run.tell(replace(run.stored(attempt, node), facts=facts))
+        run.feed(replace(run.stored(attempt, node), facts=facts))
     run.tick(3.0)
-    run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
+    run.feed(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
     (checkpoint,) = run.machine.history.live()
     assert (checkpoint.stall_s, checkpoint.capture_s, checkpoint.local_s) == (0.5, 0.75, 2.0)
     assert checkpoint.replicate_s == pytest.approx(3.0, abs=0.1)
@@ -276,8 +276,8 @@ def test_saves_that_take_longer_than_the_time_between_them_and_are_all_committed
         attempt = run.attempt(step)
         for node in "ab":
             facts = SaveFacts(stall_s=0.0, capture_s=15.0, local_s=15.0)
-            run.tell(replace(run.stored(attempt, node), facts=facts))
-        effects = run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
+            run.feed(replace(run.stored(attempt, node), facts=facts))
+        effects = run.feed(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
         assert not [e for e in effects if isinstance(e, m.Warn)]
     assert not samples(run, telemetry.SKIPPED_SAVES)
 
@@ -291,7 +291,7 @@ def test_skipped_saves_are_counted_and_logged_again_when_twice_as_many() -> None
             warnings += warnings_of(run.save(step))
             continue
         skip = m.SaveRefused(attempt=run.attempt(step), ranks=(1,), reason=STILL_WRITING)
-        warnings += warnings_of(run.tell(skip, replace(skip, ranks=(0,))))
+        warnings += warnings_of(run.feed(skip, replace(skip, ranks=(0,))))
     assert [re.findall(r"\d+ of \d+", text) for text in warnings] == [["1 of 2"], ["2 of 4"], ["4 of 8"]]
     assert len(samples(run, telemetry.SKIPPED_SAVES)) == 4
 
@@ -300,7 +300,7 @@ def test_a_save_that_a_rank_refuses_for_another_reason_is_not_called_skipped() -
     run = Harness("ab", every_steps=10)
     run.open("ab")
     assert not warnings_of(
-        run.tell(m.SaveRefused(attempt=run.attempt(10), ranks=(1,), reason="the disk is full"))
+        run.feed(m.SaveRefused(attempt=run.attempt(10), ranks=(1,), reason="the disk is full"))
     )
     assert not samples(run, telemetry.SKIPPED_SAVES)
 
@@ -308,18 +308,18 @@ def test_a_save_that_a_rank_refuses_for_another_reason_is_not_called_skipped() -
 def test_skipped_saves_of_an_earlier_group_do_not_count() -> None:
     run = Harness("ab", every_steps=10)
     run.open("ab")
-    run.tell(m.SaveRefused(attempt=run.attempt(10), ranks=(1,), reason=STILL_WRITING))
+    run.feed(m.SaveRefused(attempt=run.attempt(10), ranks=(1,), reason=STILL_WRITING))
     run.open("ab")
-    effects = run.tell(m.SaveRefused(attempt=run.attempt(20), ranks=(1,), reason=STILL_WRITING))
+    effects = run.feed(m.SaveRefused(attempt=run.attempt(20), ranks=(1,), reason=STILL_WRITING))
     assert ["1 of 1" in text for text in warnings_of(effects)] == [True]
 
 
 def begin_from_another_run(run: Harness, step: int) -> None:
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     for node in run.plan.nodes:
         event = run.restored(node.node_id)
         ranks = tuple(replace(rank, origin_step=step, seconds=4.0) for rank in event.ranks)
-        run.tell(replace(event, ranks=ranks))
+        run.feed(replace(event, ranks=ranks))
 
 
 def test_the_steps_of_another_run_are_none_of_the_session() -> None:

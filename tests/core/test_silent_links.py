@@ -28,13 +28,13 @@ def copies(effects: Iterable[object]) -> list[str]:
 
 
 def stored(run: Harness, step: int, *nodes: str) -> tuple[m.Effect, ...]:
-    return run.tell(*(run.stored(run.attempt(step), node) for node in nodes))
+    return run.feed(*(run.stored(run.attempt(step), node) for node in nodes))
 
 
 def copied(
     run: Harness, step: int, source: str, holder: str, *, reached: bool = True
 ) -> tuple[m.Effect, ...]:
-    return run.tell(run.copied(run.attempt(step), source, holder, reached=reached))
+    return run.feed(run.copied(run.attempt(step), source, holder, reached=reached))
 
 
 def test_at_the_limit_the_newest_complete_attempt_is_committed_as_it_is() -> None:
@@ -80,7 +80,7 @@ def test_what_nodes_hold_is_counted_before_the_limit_is_looked_at() -> None:
     for node in "ab":
         run.stored(run.attempt(1), node)
     run.start_coordinator()
-    effects = run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    effects = run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert (committed(effects), dropped(effects)) == ([(1, Level.LOCAL, 0)], [])
 
 
@@ -166,4 +166,4 @@ def test_a_drop_is_told_to_nodes_that_may_have_a_copy() -> None:
     assert copies(copied(run, 1, "a", "b", reached=False)) == ["0 a>c"]
     copied(run, 1, "a", "c", reached=False)
     refused = m.SaveRefused(attempt=run.attempt(1), ranks=(1,), reason="busy")
-    assert one(run.tell(refused), m.NotifyOutcome).nodes == ("a", "b", "c")
+    assert one(run.feed(refused), m.NotifyOutcome).nodes == ("a", "b", "c")

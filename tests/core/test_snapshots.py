@@ -47,7 +47,7 @@ def test_a_snapshot_is_due_after_so_many_records() -> None:
     run, write = grown()
     assert write.seq == EVERY == len(run.records) - 1, "it covers all that is confirmed"
     assert not of(run.save(50), m.WriteSnapshot), "one at a time"
-    run.tell(written(write))
+    run.feed(written(write))
     more = [e for step in range(51, 60) for e in run.save(step)]
     assert one(more, m.WriteSnapshot).seq == 2 * EVERY
 
@@ -75,14 +75,14 @@ def test_a_snapshot_waits_for_what_follows_from_the_last_record() -> None:
 
 def test_a_snapshot_that_could_not_be_written_is_tried_again_later() -> None:
     run, write = grown()
-    effects = run.tell(written(write, error="no space"))
+    effects = run.feed(written(write, error="no space"))
     assert ["no space" in warn.text for warn in of(effects, m.Warn)] == [True]
     assert not of(effects, m.WriteSnapshot)
     run.save(50)
     assert not of(run.tick(SNAPSHOT_RETRY_S - 1.0), m.WriteSnapshot)
     again = one(run.tick(1.0), m.WriteSnapshot)
     assert again.seq == write.seq + 1, "with what has come since"
-    assert not of(run.tell(written(again)), m.WriteSnapshot)
+    assert not of(run.feed(written(again)), m.WriteSnapshot)
 
 
 def restart_from(run: Harness, *, snapshot_seq: int | None) -> tuple[RunMachine, list[m.Effect]]:
@@ -101,7 +101,7 @@ def restart_from(run: Harness, *, snapshot_seq: int | None) -> tuple[RunMachine,
 @pytest.mark.parametrize("records_after", [0, 1, 3])
 def test_a_log_opened_from_a_snapshot_is_the_log_opened_from_all_records(records_after: int) -> None:
     run, write = grown()
-    run.tell(written(write))
+    run.feed(written(write))
     for step in range(60, 60 + records_after):
         run.save(step)
     whole, from_all = restart_from(run, snapshot_seq=None)

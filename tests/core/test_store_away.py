@@ -38,9 +38,9 @@ def back(run: Harness) -> list[r.Op]:
 
 def next_group(run: Harness, nodes: str = "ab") -> SessionPlan:
     """The group fails, the next one gets its plan although the log is silent, and trains."""
-    assert not of(run.tell(run.group(nodes)), m.StartSession)
+    assert not of(run.feed(run.group(nodes)), m.StartSession)
     plan = one(run.tick(STORE_WAIT_S), m.StartSession).plan
-    run.tell(*(run.restored(node) for node in nodes))
+    run.feed(*(run.restored(node) for node in nodes))
     return plan
 
 
@@ -83,7 +83,7 @@ def test_ranks_of_a_new_group_say_nothing_of_a_commit_of_the_old_one_that_waits(
     past = RankProgress(step=25, saved_step=-1, since_s=0.0, step_s=1.0, stall_s=0.0)
     (rank,) = plan.nodes[2].ranks
     assert not of(
-        run.tell(m.RanksProgressed(session_key=plan.session_key, ranks={rank: past})), m.NotifyOutcome
+        run.feed(m.RanksProgressed(session_key=plan.session_key, ranks={rank: past})), m.NotifyOutcome
     )
     assert ("commit", 20) in story(back(run))
     assert [c.step for c in run.machine.history.live()] == [10, 20]
@@ -110,7 +110,7 @@ def test_a_group_waits_for_the_log_before_it_goes_on_without() -> None:
     run = away()
     run.save(20)
     run.tick(100.0)
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     assert not of(run.tick(STORE_WAIT_S - 0.1), m.StartSession), "its own wait counts, not the log's silence"
     assert one(run.tick(0.1), m.StartSession).plan.session == 2
 
@@ -121,7 +121,7 @@ def test_a_log_that_is_only_slow_is_not_gone_round() -> None:
     run.store_mode = "held"
     run.save(20)
     run.save(30)
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     for _ in range(2):
         assert not of(run.tick(STORE_WAIT_S - 1.0), m.StartSession)
         run.confirm(hold_next=True)
@@ -132,9 +132,9 @@ def test_a_log_that_is_only_slow_is_not_gone_round() -> None:
 def test_a_session_that_was_in_flight_is_not_opened_twice() -> None:
     run = Harness("ab", store_wait_s=STORE_WAIT_S)
     run.store_mode = "silent"
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     plan = one(run.tick(STORE_WAIT_S), m.StartSession).plan
-    run.tell(run.restored("a"), run.restored("b"))
+    run.feed(run.restored("a"), run.restored("b"))
     effects = [*run.tick(RETRY_S)]
     assert story(back(run)) == [("session", 1)]
     assert not of(effects, m.StartSession) and run.plan == plan
@@ -176,7 +176,7 @@ def test_sessions_that_wait_are_bounded() -> None:
     run.save(20)
     for session in range(2, 2 + MAX_WAITING_SESSIONS):
         assert next_group(run).session == session
-    run.tell(run.group("ab", token="one too many"))
+    run.feed(run.group("ab", token="one too many"))
     failed = one(run.tick(STORE_WAIT_S), m.Fail)
     assert failed.token == "one too many" and isinstance(failed.error, Unavailable)
     back(run)
@@ -193,7 +193,7 @@ def test_a_checkpoint_that_only_the_storage_path_has_is_not_chosen() -> None:
     run.store_mode = "silent"
     run.save(30)
     run.lose("a")
-    run.tell(run.group("bc"))
+    run.feed(run.group("bc"))
     plan = one(run.tick(STORE_WAIT_S), m.StartSession).plan
     assert plan.resume is not None and plan.resume.checkpoint.step == 10
 
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_only_the_storage_path_has_is_not_chosen() -> None:
 def test_without_the_log_a_group_of_a_new_run_starts_from_scratch() -> None:
     run = Harness("ab", store_wait_s=STORE_WAIT_S)
     run.store_mode = "silent"
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     assert one(run.tick(STORE_WAIT_S), m.StartSession).plan.resume is None
 
 
@@ -224,10 +224,10 @@ def test_the_checkpoint_of_a_session_that_waits_is_kept_when_the_log_is_back() -
     """Retention is decided on the whole log only, and a group that restores keeps what it reads."""
     run = away(keep_last=1)
     run.save(20)
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     run.tick(STORE_WAIT_S)
     assert not [op for op in back(run) if isinstance(op, r.Retired) and op.attempt == held(run)]
-    run.tell(run.restored("a"), run.restored("b"))
+    run.feed(run.restored("a"), run.restored("b"))
     run.save(30)
     assert [c.step for c in run.machine.history.live()] == [30]
 
@@ -247,7 +247,7 @@ def test_a_group_that_went_on_is_recorded_by_the_next_coordinator() -> None:
     run.save(20)
     run.store_mode = "ok"
     run.start_coordinator()
-    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert run.plan == plan
     session = [op for op in run.records if isinstance(op, r.Session)][-1]
     assert (session.session, session.opened_by, session.after) == (2, 1, 1)
@@ -262,9 +262,9 @@ def test_a_group_that_went_on_is_recorded_by_the_next_coordinator() -> None:
 
 def provisional_on_logged(run: Harness) -> SessionPlan:
     """A group that goes on from step 10, which is in the log, while its session is not."""
-    run.tell(run.group("ab"))
+    run.feed(run.group("ab"))
     plan = one(run.tick(STORE_WAIT_S), m.StartSession).plan
-    run.tell(run.restored("a"), run.restored("b"))
+    run.feed(run.restored("a"), run.restored("b"))
     assert plan.resume is not None and plan.resume.checkpoint.step == 10
     return plan
 
@@ -278,7 +278,7 @@ def test_a_group_whose_resume_point_never_came_into_the_log_is_ended() -> None:
         disk.delete(held(run))
     run.store_mode = "ok"
     run.start_coordinator()
-    effects = run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    effects = run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     supersede = one(effects, m.Supersede)
     assert (supersede.nodes, supersede.session_key[1]) == (("a", "b"), 2)
     assert isinstance(supersede.error, RunSuperseded)
@@ -297,7 +297,7 @@ def test_numbers_that_meet_are_not_taken_for_each_other() -> None:
     run.open("ab")
     new = run.plan
     assert (old.session, old.epoch, new.session, new.epoch) == (2, 1, 2, 2)
-    effects = run.tell(*late)
+    effects = run.feed(*late)
     assert not ops(effects), "not of the session at work, whatever its number"
     assert {type(p.error) for p in of(effects, m.NotifyOutcome)} == {RunSuperseded}
     same_step = run.attempt(20)
@@ -305,9 +305,9 @@ def test_numbers_that_meet_are_not_taken_for_each_other() -> None:
     run.save(20)
     assert run.machine.history.lineage()[-1].id == same_step
     late_plan = m.GroupRecovered(plan=old, inventories=run.inventories())
-    assert run.tell(late_plan) == (), "a group is at work"
+    assert run.feed(late_plan) == (), "a group is at work"
     run.start_coordinator()
-    assert one(run.tell(late_plan), m.Supersede).session_key[1] == old.session
+    assert one(run.feed(late_plan), m.Supersede).session_key[1] == old.session
     assert run.machine.plan is None
 
 
@@ -336,7 +336,7 @@ def test_a_later_session_of_an_earlier_coordinator_is_not_recorded() -> None:
     run.open("ab")
     assert (run.plan.session, run.plan.epoch) == (2, 2)
     run.start_coordinator()
-    effects = run.tell(m.GroupRecovered(plan=old, inventories=run.inventories()))
+    effects = run.feed(m.GroupRecovered(plan=old, inventories=run.inventories()))
     assert one(effects, m.Supersede).session_key[1] == 3
     assert [op.session for op in run.records if isinstance(op, r.Session)] == [1, 2]
 
@@ -347,7 +347,7 @@ def test_late_words_about_a_held_attempt_do_not_drop_it() -> None:
     late = [run.stored(attempt, node) for node in "ab"]
     plan = next_group(run)
     assert plan.resume is not None and plan.resume.checkpoint.id == attempt, "the inventories showed it"
-    assert run.tell(*late) == ()
+    assert run.feed(*late) == ()
     assert story(back(run)) == [("commit", 20), ("session", 2)]
 
 
@@ -361,8 +361,8 @@ def test_an_attempt_of_a_session_that_is_not_found_yet_is_not_called_dropped() -
     run.copied(attempt, "b", "a")
     run.store_mode = "ok"
     run.start_coordinator()
-    assert run.tell(*stored) == ()
-    run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    assert run.feed(*stored) == ()
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert story(run.records)[-2:] == [("session", 2), ("commit", 20)]
 
 
@@ -375,7 +375,7 @@ def test_a_found_group_that_is_older_than_the_logs_session_is_ended(logged: bool
         run.open("ab")
     run.store_mode = "ok"
     run.start_coordinator()
-    effects = run.tell(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    effects = run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     assert bool(of(effects, m.Supersede)) is logged
     assert (run.machine.plan is None) is logged
 
@@ -384,5 +384,5 @@ def test_the_reason_for_a_silent_log_is_in_the_warning() -> None:
     run = away()
     run.save(20)
     seq = run.machine.history.next_seq
-    warned = one(run.tell(m.Appended(seq=seq, outcome="unknown", reason="/x is not there any more.")), m.Warn)
+    warned = one(run.feed(m.Appended(seq=seq, outcome="unknown", reason="/x is not there any more.")), m.Warn)
     assert warned.text == f"The log did not answer for record {seq}; trying again. /x is not there any more."

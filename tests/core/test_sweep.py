@@ -33,7 +33,7 @@ def list_remote(
     run: Harness, directories: dict[str, float] | None = None, *uploads: UnfinishedUpload
 ) -> tuple[m.Effect, ...]:
     """The answer to the last SweepRemote."""
-    return run.tell(m.RemoteListed(number=last(run), directories=directories or {}, uploads=uploads))
+    return run.feed(m.RemoteListed(number=last(run), directories=directories or {}, uploads=uploads))
 
 
 def last(run: Harness) -> int:
@@ -68,7 +68,7 @@ def collected(run: Harness) -> AttemptId:
     old = durable(run, 10)
     durable(run, 20)
     for delete in of(run.transcript, m.Delete):
-        run.tell(m.DeleteEnded(attempt=delete.attempt, place=delete.place, error=None))
+        run.feed(m.DeleteEnded(attempt=delete.attempt, place=delete.place, error=None))
     assert run.checkpoint(old).state == "collected"
     return old
 
@@ -130,7 +130,7 @@ def test_directories_are_asked_for_once_an_hour_and_again_if_that_failed() -> No
     sent = len(of(run.transcript, m.SweepRemote))
     run.tick(SWEEP_EVERY_S)
     assert asked_for_all() and len(of(run.transcript, m.SweepRemote)) > sent
-    run.tell(m.RemoteListed(number=last(run), error="503"))
+    run.feed(m.RemoteListed(number=last(run), error="503"))
     run.tick(10 * SWEEP_SOON_S)
     assert asked_for_all(), "the one that failed is not the hour's"
 
@@ -149,7 +149,7 @@ def test_a_listing_that_fails_is_tried_again_with_growing_pauses() -> None:
     run.tick(SWEEP_EVERY_S)
     pauses = []
     for _ in range(9):
-        run.tell(m.RemoteListed(number=last(run), error="503"))
+        run.feed(m.RemoteListed(number=last(run), error="503"))
         began_s = run.now_s
         while not of(run.tick(10.0), m.SweepRemote):
             pass
@@ -161,7 +161,7 @@ def test_a_listing_that_fails_is_tried_again_with_growing_pauses() -> None:
 def test_the_end_of_a_run_asks_for_a_sweep_and_does_not_wait_for_it() -> None:
     run = run_on(remote_every=1000)
     run.save(10)
-    drains = run.tell(m.FinishRequested(token="finish", ends_group=True))
+    drains = run.feed(m.FinishRequested(token="finish", ends_group=True))
     effects = run.drain_all(drains)
     kinds = [type(effect) for effect in effects if isinstance(effect, m.SweepRemote | m.Reply)]
     assert kinds == [m.SweepRemote, m.Reply]
@@ -200,7 +200,7 @@ def test_a_name_with_a_known_attempt_and_another_step_is_not_that_attempt() -> N
     run = run_on()
     attempt = durable(run, 10)
     run.disks = {}
-    run.tell(m.NodesSeen(live=frozenset()))
+    run.feed(m.NodesSeen(live=frozenset()))
     other = f"{11:012d}-{attempt.attempt}"
     assert deleted(sweep(run, {attempt.directory: DAY_S, other: DAY_S})) == [other]
 
@@ -220,10 +220,10 @@ def test_what_is_open_or_held_stays() -> None:
     run = run_on()
     run.tick(SWEEP_EVERY_S)
     opened, held = run.attempt(30), run.attempt(40)
-    run.tell(run.stored(held, "a"), m.SaveRefused(attempt=held, ranks=(1,), reason="busy"))
-    run.tell(m.NodesJoined(inventories={"a": run.disks["a"].inventory()}))
+    run.feed(run.stored(held, "a"), m.SaveRefused(attempt=held, ranks=(1,), reason="busy"))
+    run.feed(m.NodesJoined(inventories={"a": run.disks["a"].inventory()}))
     assert held.attempt in run.machine.view.holders, "it was dropped, and a node has it all the same"
-    run.tell(run.copied(opened, "a", "b", error="the peer went away"))
+    run.feed(run.copied(opened, "a", "b", error="the peer went away"))
     assert not deleted(list_remote(run, {opened.directory: DAY_S, held.directory: DAY_S}))
 
 
@@ -264,7 +264,7 @@ def test_uploads_over_a_damaged_copy_on_the_storage_path_stay() -> None:
     run = run_on()
     attempt = durable(run, 10)
     list_remote(run)
-    run.tell(m.ScrubEnded(attempt=attempt, node_index=0, place=m.REMOTE, damage=("shard",), error=None))
+    run.feed(m.ScrubEnded(attempt=attempt, node_index=0, place=m.REMOTE, damage=("shard",), error=None))
     assert attempt.attempt in run.machine._drains.attempts
     assert not aborted(sweep(run, {}, upload(attempt)))
 
@@ -325,7 +325,7 @@ def test_an_answer_that_nobody_waits_for_is_ignored() -> None:
     run.tick(SWEEP_EVERY_S)
     late = m.RemoteListed(number=last(run), directories={old.directory: DAY_S})
     run.tick(SWEEP_EVERY_S)
-    assert not of(run.tell(late), m.DeleteOrphans), "to the sweep before"
+    assert not of(run.feed(late), m.DeleteOrphans), "to the sweep before"
 
 
 def test_a_listing_that_was_long_on_its_way_makes_nothing_younger() -> None:

@@ -16,7 +16,7 @@ def progressed(run: Harness, *ranks: tuple[int, int], step_s: float = 0.5) -> No
     said = {
         k: RankProgress(step=step, saved_step=saved, step_s=step_s) for k, (step, saved) in enumerate(ranks)
     }
-    run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=said))
+    run.feed(m.RanksProgressed(session_key=run.plan.session_key, ranks=said))
 
 
 def saves(run: Harness) -> tuple[SaveUnderway, ...]:
@@ -41,16 +41,16 @@ def test_a_save_is_seen_from_its_capture_to_its_commit() -> None:
     assert (save.step, save.phase, save.ranks_captured, save.ranks_stored) == (10, "writing", 1, 0)
     assert (save.world_size, save.age_s) == (2, None)
     attempt = run.attempt(10)
-    run.tell(run.stored(attempt, "a"))
+    run.feed(run.stored(attempt, "a"))
     run.tick(3.0)
     (save,) = saves(run)
     assert (save.phase, save.ranks_captured, save.ranks_stored, save.age_s) == ("writing", 1, 1, 3.0)
     assert (save.copies, save.copies_awaited, save.size_bytes) == (0, 1, 200)
-    run.tell(run.stored(attempt, "b"), run.copied(attempt, "a", "b"))
+    run.feed(run.stored(attempt, "b"), run.copied(attempt, "a", "b"))
     (save,) = saves(run)
     assert (save.phase, save.ranks_stored, save.copies, save.copies_awaited) == ("copying", 2, 1, 1)
     run.store_mode = "held"
-    run.tell(run.copied(attempt, "b", "a"))
+    run.feed(run.copied(attempt, "b", "a"))
     assert [save.phase for save in saves(run)] == ["committing"]
     assert run.machine.view.records_waiting == 1
     run.confirm()
@@ -66,7 +66,7 @@ def test_what_a_rank_saved_before_is_no_save_on_its_way() -> None:
     progressed(run, (10, 10), (10, 10))
     assert saves(run) == ()
     run.start_coordinator()  # and a new coordinator has the log only
-    run.tell(m.GroupRecovered(plan=_plan(run), inventories=run.inventories()))
+    run.feed(m.GroupRecovered(plan=_plan(run), inventories=run.inventories()))
     progressed(run, (10, 10), (10, 10))
     assert saves(run) == ()
 
@@ -79,7 +79,7 @@ def _plan(run: Harness) -> SessionPlan:
 def test_a_dropped_save_is_not_on_its_way() -> None:
     run = opened()
     progressed(run, (10, 10), (10, 10))
-    run.tell(m.SaveRefused(attempt=run.attempt(10), ranks=(1,), reason="busy"))
+    run.feed(m.SaveRefused(attempt=run.attempt(10), ranks=(1,), reason="busy"))
     assert saves(run) == ()
 
 
@@ -102,7 +102,7 @@ def test_a_drain_is_seen_until_it_is_described() -> None:
     run.drained(second)
     assert [drain.state for drain in drains_of(run)] == ["describing"]
     assert [c.step for c in run.machine.view.in_cluster_only] == [10]
-    run.tell(m.DescriptionWritten(attempt=first.attempt, error=None))
+    run.feed(m.DescriptionWritten(attempt=first.attempt, error=None))
     assert drains_of(run) == () and run.machine.view.in_cluster_only == ()
 
 
@@ -129,8 +129,8 @@ def test_drains_beyond_those_that_are_active_wait_for_their_turn() -> None:
 
 def test_draining_nodes_are_shown_with_their_remaining_time() -> None:
     run = opened()
-    run.tell(m.NodesSeen(live=frozenset("ab"), draining=frozenset("a"), left_s={"a": 30.0}))
+    run.feed(m.NodesSeen(live=frozenset("ab"), draining=frozenset("a"), left_s={"a": 30.0}))
     run.tick(10.0)
     assert run.machine.view.leaving == {"a": 20.0}
-    run.tell(m.NodesSeen(live=frozenset("ab"), draining=frozenset("b")))
+    run.feed(m.NodesSeen(live=frozenset("ab"), draining=frozenset("b")))
     assert run.machine.view.leaving == {"b": None}

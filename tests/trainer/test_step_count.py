@@ -174,8 +174,8 @@ def publish(first: Loop, second: Loop, step: int) -> m.NotifyOutcome:
     attempt = run.attempt(step)
     for node, loop in zip("ab", (first, second), strict=True):
         (sealed,) = (s for s in loop.link.sealed if s.attempt.step == step)
-        run.tell(run.stored(attempt, node, replicated=sealed.replicated))
-    return of(run.tell(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")), m.NotifyOutcome)[0]
+        run.feed(run.stored(attempt, node, replicated=sealed.replicated))
+    return of(run.feed(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a")), m.NotifyOutcome)[0]
 
 
 def two() -> tuple[Loop, Loop]:
@@ -234,9 +234,9 @@ def test_ranks_that_miss_an_agreed_step_have_counted_it() -> None:
 def test_ranks_that_did_not_save_are_listed_with_their_steps() -> None:
     run = Harness("ab")
     run.open("ab")
-    run.tell(run.stored(run.attempt(10), "a"))
+    run.feed(run.stored(run.attempt(10), "a"))
     progress = RankProgress(step=1011, saved_step=0)
-    effects = run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks={1: progress}))
+    effects = run.feed(m.RanksProgressed(session_key=run.plan.session_key, ranks={1: progress}))
     (notified,) = of(effects, m.NotifyOutcome)
     assert notified.error is not None and "rank 1 has completed step 1011 last" in str(notified.error)
     assert "the same number" in notified.error.hint
@@ -246,9 +246,9 @@ def test_ranks_that_did_not_save_are_listed_with_their_steps() -> None:
 def test_ranks_that_save_other_steps_are_listed_when_time_is_up() -> None:
     run = Harness("ab")
     run.open("ab")
-    run.tell(run.stored(run.attempt(10), "a"), run.stored(run.attempt(11), "b"))
+    run.feed(run.stored(run.attempt(10), "a"), run.stored(run.attempt(11), "b"))
     where = {0: RankProgress(step=10, saved_step=10), 1: RankProgress(step=11, saved_step=11)}
-    before = run.tell(m.RanksProgressed(session_key=run.plan.session_key, ranks=where))
+    before = run.feed(m.RanksProgressed(session_key=run.plan.session_key, ranks=where))
     effects = (*before, *run.tick(61.0))
     texts = [str(each.error) for each in of(effects, m.NotifyOutcome)]
     assert any("rank 1 has completed step 11 last" in text for text in texts), texts
