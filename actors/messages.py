@@ -85,7 +85,7 @@ class OpenedRun:
     spec: RunSpec
     run_uid: str
     plan: SessionPlan | None
-    epoch: int  # the highest that the agent has had an order of
+    epoch: int  # the highest epoch from which the agent received an order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ class _Notified:
 
 
 class DrainingNodes:
-    """Notices by node and source, each as long as its source repeats it. Times are Unix times."""
+    """Notices by node and source; a notice expires if its source stops repeating it. Times are Unix times."""
 
     def __init__(self) -> None:
         self._notified: dict[tuple[str, str], _Notified] = {}  # by node and source

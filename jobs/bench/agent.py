@@ -19,7 +19,7 @@ from jobs.bench.training import Training, local_ray
 IDLE_S = 10.0  # watched per sample: 0.1 % of a core is one tick of the kernel's clock
 SAVES = 1000  # DESIGN's count for flat memory
 WARM_SAVES = 600  # before memory is looked at first: the log's first snapshot, which loads pyarrow, is over
-SMALL_BYTES = 1 << 20  # of state in those saves: what grows with their number does not depend on their size
+SMALL_BYTES = 1 << 20  # of state in each save; memory grows with the number of saves, not with their size
 COUNT_S = 0.5  # of counting in Python beside a capture
 
 

@@ -26,7 +26,7 @@ QUICK_SIZES = (100,)
 LIMIT_MS = 50.0  # DESIGN section 7: per commit, at LIMIT_NODES
 LIMIT_NODES = 1_000
 STEP_S = 1.0  # between saves; every rank reports its progress once a second
-WARM_SAVES = 5  # until as many are retired as committed
+WARM_SAVES = 5  # saves before the first sample; after them each commit retires a checkpoint
 FILE_BYTES = 1 << 20
 RUN_UID = "0" * 32
 

@@ -4,7 +4,7 @@ A rollback works on the log alone, without a cluster. It writes two records: an 
 service that has the run, and a `session` in which nobody trains. The next group that opens the run continues
 from the checkpoint of that session, the newest of the lineage then. Later checkpoints stay live, off the
 lineage; retention retires them after the first commit of that group, except pinned ones. A log cannot prove
-that no training is running; `is_at_work` guesses from its last record.
+that no training is running; `is_at_work` only checks the age of the last record.
 """
 
 from __future__ import annotations

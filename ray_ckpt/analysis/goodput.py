@@ -127,7 +127,7 @@ class Interruption:
 
     `last_known_s` and `opened_at_s` are Unix times: of the last known event of the session before, and of the
     opening of the session after. `known_steps_lost` were committed and are not in the restored state; none
-    are lost if the next session continues from a higher step. `steps_lost` adds steps without a commit.
+    are lost if the next session continues from a higher step. `steps_lost` also counts uncommitted steps.
     `recovery` is the time without steps until the next session's first step, less the time that is not
     counted; it is None if no step of that session is known. `is_rollback` means that the session before
     belongs to a rollback and did not train.

@@ -130,7 +130,7 @@ def session_histories(
 
 
 def _until(history: SessionHistory, opened_s: float) -> SessionHistory:
-    """Let a session last until the next one opens; a finished session until its last event."""
+    """Return the history, ended when the next session opens, or, if it finished, at its last event."""
     is_over = history.cause == "finished"
     return replace(history, ended_s=min(history.ended_s, opened_s) if is_over else opened_s)
 

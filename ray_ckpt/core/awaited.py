@@ -15,7 +15,7 @@ AwaitedKind: TypeAlias = Literal["restore", "save", "report"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
-    """Ranks that have not come to a restore, a save or a report, for `since_s` seconds."""
+    """Ranks that have not reached a restore, a save or a report, for `since_s` seconds."""
 
     what: AwaitedKind
     step: int  # of the save or the report; 0 of a restore

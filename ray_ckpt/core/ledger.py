@@ -28,7 +28,7 @@ class Ledger:
         self._writer = writer
         self._queue: deque[r.Op] = deque()
         self._inflight: r.LogRecord | None = None
-        self._sent_s = 0.0  # when the record in flight went out first
+        self._sent_s = 0.0  # when the record in flight was first sent
         self._retry_at_s: float | None = None
 
     def open(self, event: LogOpened) -> None:

@@ -499,7 +499,7 @@ class Supersede:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warn:
-    """Log a warning. `is_expected`: it needs no attention, because the run was set up like that."""
+    """Log a warning. `is_expected`: no action is needed, because the run is configured that way."""
 
     text: str
     is_expected: bool = False

@@ -29,7 +29,7 @@ LOST_AFTER_S = 24 * 3600.0  # after which a lost node is not expected back
 
 
 def worth_copies(lineage: Sequence[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
-    """Return the newest of the lineage and those that are not on the storage path, newest first."""
+    """Return the lineage's newest checkpoint and all that are not on the storage path, newest first."""
     return tuple(c for c in reversed(lineage) if c is lineage[-1] or c.level < Level.DURABLE)
 
 
@@ -218,7 +218,8 @@ class Losses:
     ) -> tuple[CheckpointInfo, ...]:
         """Return the checkpoints to record as lost.
 
-        They had no source for LOST_AFTER_S without a break, and a newer one of the lineage can be read.
+        A checkpoint is lost if it had no source for LOST_AFTER_S without a break, and a newer checkpoint of
+        the lineage can be read.
         """
         gone = [c for c in live if not holders.can_serve(c)]
         self._since_s = {c.id.attempt: self._since_s.get(c.id.attempt, now_s) for c in gone}

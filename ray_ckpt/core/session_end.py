@@ -102,8 +102,8 @@ class SessionEnd:
     def end(self, cause: EndCause, *, live: Collection[str] | None) -> bool:
         """Append the record of the end of the session at work. Return False if there is no record to append.
 
-        Lost or draining nodes of the group precede `cause`. `live` are the nodes that there are now, or that
-        the next group finds; None: nodes do not count.
+        If nodes of the group are lost or draining, the record names that instead of `cause`. `live` are the
+        nodes that there are now, or that the next group finds; None: nodes do not count.
         """
         self._enter()
         plan = self._context.plan
@@ -147,7 +147,7 @@ class SessionEnd:
         return "node" if lost else None
 
     def _first_at_s(self) -> float | None:
-        """Return the begin of the first step, by the time of a step; it leaves out a compilation."""
+        """Return when the first step began, computed from the time of a later step to exclude compilation."""
         if self._first is None:
             return None
         step, at_s = self._first

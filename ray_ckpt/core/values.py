@@ -9,7 +9,7 @@ from typing import TypeAlias
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry
 
 Token: TypeAlias = str  # names a caller that waits for a reply
-SessionKey: TypeAlias = tuple[int, int]  # the epoch in which a session was begun, and its number
+SessionKey: TypeAlias = tuple[int, int]  # the epoch in which a session began, and the session's number
 
 STILL_WRITING = "the save before it is still being written"  # reason to skip a save; counted by this text
 

@@ -319,7 +319,7 @@ def _path_text(path: Iterable[str | int | None]) -> str:
     return text
 
 
-# Reading: `_object` sees every JSON object after its content has been read
+# Reading: `_object` is called for each JSON object after those inside it
 
 
 def _object(pairs: Pairs) -> Any:

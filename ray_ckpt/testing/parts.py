@@ -56,7 +56,7 @@ class Coordinator:
     machine: RunMachine
     skew_s: float  # of its monotonic clock
     wall_skew_s: float
-    opened: set[str] = field(default_factory=set)  # nodes whose agents it has opened the run on
+    opened: set[str] = field(default_factory=set)  # nodes on which this coordinator opened the run
     starting: dict[tuple[Token, ...], set[str]] = field(default_factory=dict)  # and nodes without the plan
     is_ready: bool = False  # it has opened the run on nodes
     is_up: bool = True

@@ -31,7 +31,7 @@ COPIES_S = (0.2, 1.0, 3.0)  # durations of a copy
 @dataclass(slots=True)
 class _Save:
     at_s: float
-    is_in_silence: bool  # its copies may be the first to meet the silent peer
+    is_in_silence: bool  # its copies may be the first that are sent to the silent peer
 
 
 class _Silence:

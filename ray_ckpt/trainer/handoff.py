@@ -138,7 +138,7 @@ class Handoff:
         self._stall_s = stall_s
         self._is_new_layout = buffer.layout is not plan.layout
         self._is_known = False  # the agent reads, and gives the buffer back itself
-        buffer.released, buffer.layout = self.released, None  # until the agent knows it
+        buffer.released, buffer.layout = self.released, None  # set again once the layout is sent to the agent
 
     def hand_over(self) -> None:
         parts, layout = self._parts, self._plan.layout

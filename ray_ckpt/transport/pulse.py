@@ -59,7 +59,7 @@ class Beats:
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
-        self._is_waiting = False  # true while it waits for the next chunk
+        self._is_waiting = False  # true while the receiver waits for the next chunk
         self._has_received = True  # true if a chunk arrived since the last beat
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._send, name="ray_ckpt-beats", daemon=True)

@@ -1,7 +1,7 @@
 """Orbax's AsyncCheckpointer with its defaults (OCDBT, zarr3), on jax arrays that hold the same bytes.
 
-jax arrays cannot be changed, so nothing has to be staged before training goes on but what orbax itself
-copies. For the comparison the arrays are made from the state before a save, and copied back into it after a
+jax arrays are immutable, so training waits only for the copies that orbax itself makes. For the comparison
+the arrays are made from the state before a save, and copied back into it after a
 load; the times are without both.
 """
 

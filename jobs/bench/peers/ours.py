@@ -1,4 +1,4 @@
-"""The process of ray_ckpt as its users run it: one rank on a local Ray, the service's actors and all.
+"""The process of ray_ckpt, set up as users do: one rank on a local Ray, with the service's actors.
 
 A save is complete with the commit at level local: files fsynced on the node, the record in the log. A load is
 a restore by a new group, without its connecting: from the node's arena, which it gives back, then from its

@@ -174,7 +174,7 @@ def _credentials(session: Any, location: Location) -> Any:
         botocore.exceptions.BotoCoreError,
         ValueError,
     ) as error:  # ValueError: a provider gave invalid JSON
-        raise ConfigError(  # the text of a provider may contain a secret
+        raise ConfigError(  # a provider's error text may contain a secret
             f"The AWS credentials for {location.bare} cannot be had: {type(error).__name__}.",
             hint="Ask for them by hand, such as by `aws sts get-caller-identity`, to see why.",
         ) from None
