@@ -2,8 +2,8 @@
 
 The run trains and then saves, every P seconds (`interval_s`). A save stops training for its first C seconds
 (`save_stall_s`) and is complete L seconds after it began (`latency_s`); a restart takes D seconds. A failure
-is equally likely at every moment, with rate r per second. In t seconds without a failure, save k is complete if
-k P - C + L <= t, and each complete save keeps P - C seconds of work. The work kept per failure is the sum
+is equally likely at every moment, with rate r per second. In t seconds without a failure, save k is complete
+if k P - C + L <= t, and each complete save keeps P - C seconds of work. The work kept per failure is the sum
 over k of (P - C) exp(-r (k P - C + L)); the time per failure is exp(r D) / r, as a restart may also fail. So
 
     waste(P) = 1 - r (P - C) exp(-r (L - C + D)) / (exp(r P) - 1)    ~  C / P + r (P / 2 + L - C + D)
@@ -21,7 +21,7 @@ from statistics import median
 
 DAY_S = 86_400.0
 OVERHEAD_BUDGET = 0.01  # fraction of the training time that stalls may take
-# By default, even a failure that no statistics predict costs at most half an hour. A stall of half a second
+# By default, a failure of a kind that has never occurred costs at most half an hour. A stall of half a second
 # in half an hour is 0.03 %, so longer intervals gain nothing.
 MAX_INTERVAL_S = 1_800.0
 FIRST_INTERVAL_S = 60.0  # used until the stall is known: short, so that the stall is measured soon
@@ -51,7 +51,7 @@ class FailureRate:
     exposed_s: float = 0.0
 
     def per_node_s(self) -> float:
-        """Return failures per node-second: the mean of a Gamma posterior with a prior from published rates."""
+        """Return failures per node-second: the mean of a Gamma posterior whose prior has published rates."""
         prior_s = PRIOR_FAILURES * PRIOR_NODE_MTBF_S
         return (PRIOR_FAILURES + self.count) / (prior_s + self.exposed_s)
 
@@ -87,9 +87,9 @@ def best_interval_s(
 ) -> float:
     """Return the best number of seconds from the start of one save to the start of the next save.
 
-    This is the interval of the least `waste`, at most MAX_INTERVAL_S. It is raised to `least_s`, the time
-    that a save takes, and to the interval in which stalls take at most `budget` (a fraction of the time, above
-    0), even if the result exceeds MAX_INTERVAL_S.
+    This is the interval of the least `waste`, at most MAX_INTERVAL_S. The interval is raised to `least_s`,
+    the time that a save takes, and until stalls take at most `budget` (a fraction of the time, above 0), even
+    if the result exceeds MAX_INTERVAL_S.
     """
     wanted_s = min(_daly_s(save_stall_s, failure_rate_per_s), MAX_INTERVAL_S)
     return max(wanted_s, least_s, save_stall_s / budget)
