@@ -144,7 +144,7 @@ class Attempt:
 
     def counts(self) -> str:
         """Return the step counts if they differ, such as `10 on rank(s) 0, 1; 9 on rank(s) 2`; "" if not."""
-        by_kind: dict[str, dict[int, list[str]]] = {}  # kind -> node_index -> values
+        by_kind: dict[str, dict[int, list[str]]] = {}  # kind of count -> node_index -> values
         for index, stored in sorted(self.stored.items()):
             for name in sorted(stored.replicated, key=lambda name: (len(name), name)):
                 kind, _, value = name.rpartition(":")

@@ -28,7 +28,7 @@ class Closing:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._due_s: float | None = None  # monotonic; None: the run has not finished
+        self._due_s: float | None = None  # monotonic time; None: the run has not finished
         self._kept: tuple[str, ...] = ()
         self._tries = 0
         self._again_s: float | None = None  # None: no order was sent, or the answer is awaited

@@ -100,7 +100,7 @@ class Drains:
         self._not_before_s: dict[str, float] = {}  # attempt whose drain found no intact copy -> next drain
 
     def __bool__(self) -> bool:
-        """Return True if there is a drain."""
+        """Return True if any drain waits or is under way."""
         return bool(self._tasks)
 
     @property
@@ -113,7 +113,7 @@ class Drains:
         return {name for name, task in self._tasks.items() if task.is_stuck}
 
     def underway(self) -> tuple[DrainUnderway, ...]:
-        """Return all drains, those that have begun first."""
+        """Return all drains in the order of their steps, the drains that have begun before the others."""
         found = [task.underway(self._context.now_s) for task in self._tasks.values()]
         return tuple(sorted(found, key=lambda drain: (drain.started_s is None, drain.step)))
 
@@ -221,7 +221,7 @@ class Drains:
             task.not_before_s[index] = self._context.now_s + _pause_s(task.tries[index])
 
     def described(self, event: DescriptionWritten) -> None:
-        """Note the end of writing a description: end the drain after success or damage, else try again."""
+        """Note the result of a description: after success or damage end its drain, else try again later."""
         name, task = event.attempt.attempt, self._tasks.get(event.attempt.attempt)
         if event.is_damage:
             self._put_off(name)

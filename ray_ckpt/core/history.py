@@ -91,7 +91,7 @@ class RunHistory:
 
     @property
     def session(self) -> SessionInfo | None:
-        """The current session: the last one in the log."""
+        """The current session: the last session in the log; None if there is no session."""
         return next(reversed(self.sessions.values()), None)
 
     def apply(self, record: LogRecord, record_digest: str) -> None:

@@ -76,7 +76,7 @@ def waste(
     work_s = max(0.0, interval_s - save_stall_s)
     if failure_rate_per_s == 0:
         return 1 - work_s / interval_s
-    failures = failure_rate_per_s * interval_s  # expected in one interval
+    failures = failure_rate_per_s * interval_s  # expected number in one interval
     late_s = max(0.0, latency_s - save_stall_s) + restart_s
     kept = math.exp(-failures - failure_rate_per_s * late_s)
     return 1 - failure_rate_per_s * work_s * kept / -math.expm1(-failures)
@@ -85,7 +85,7 @@ def waste(
 def best_interval_s(
     *, save_stall_s: float, failure_rate_per_s: float, least_s: float, budget: float = OVERHEAD_BUDGET
 ) -> float:
-    """Return the best number of seconds from the start of one save to the start of the next save.
+    """Return the best time from the start of one save to the start of the next save, in seconds.
 
     This is the interval of the least `waste`, at most MAX_INTERVAL_S. The interval is raised to `least_s`,
     the time that a save takes, and until stalls take at most `budget` (a fraction of the time, above 0), even
@@ -116,7 +116,7 @@ def remote_interval_s(
     slowdown: float = DRAIN_SLOWDOWN,
     budget: float = OVERHEAD_BUDGET,
 ) -> float:
-    """Return the best number of seconds from the start of one drain to the start of the next drain.
+    """Return the best time from the start of one drain to the start of the next drain, in seconds.
 
     A drain stops no rank: for `drain_s` seconds, it takes the fraction `slowdown` of the training speed.
     `failure_rate_per_s` counts only failures after which nothing but the storage path is left, see
@@ -173,7 +173,7 @@ class IntervalModel:
         self._drains_s.append(drain_s)
 
     def trained(self, seconds: float) -> None:
-        """Count `seconds` of training by all nodes, as the time in which failures are counted."""
+        """Count `seconds` of training on all nodes; the failure rate is relative to this time."""
         exposed_s = self._failures.exposed_s + seconds * self._num_nodes
         self._failures = replace(self._failures, exposed_s=exposed_s)
 
@@ -182,7 +182,7 @@ class IntervalModel:
         self._failures = replace(self._failures, count=self._failures.count + 1)
 
     def resized(self, num_nodes: int) -> None:
-        """Set the number of the group's nodes from now on."""
+        """Set the number of the group's nodes."""
         self._num_nodes = num_nodes
 
     @property

@@ -66,7 +66,7 @@ class Ledger:
         self._queue.remove(op)
 
     def is_silent(self, now_s: float, wait_s: float) -> bool:
-        """Return True if the store has not confirmed the record in flight for `wait_s`."""
+        """Return True if the record in flight has had no confirmation from the store for `wait_s`."""
         return self._inflight is not None and now_s - self._sent_s >= wait_s
 
     def projected(self) -> RunHistory:

@@ -83,7 +83,7 @@ class Requests:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._requests: list[_Request] = []  # bounded by the callers that wait, and by MAX_WAITING
+        self._requests: list[_Request] = []  # at most one per waiting caller; annotations: MAX_WAITING
         self._logging: Requested | None = None  # the request whose record is being written
 
     def __bool__(self) -> bool:

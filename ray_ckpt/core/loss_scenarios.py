@@ -125,7 +125,7 @@ def _is_covered(live: LiveCheckpoint, scenario: Scenario) -> bool:
         return True
     if scenario.remote_only:
         return False
-    if checkpoint.level is Level.LOCAL and not all(live.holders):  # a fragment is lost already
+    if checkpoint.level is Level.LOCAL and not all(live.holders):  # a fragment was lost before this loss
         return False
     copies = checkpoint.replicas if checkpoint.level is Level.REPLICATED else 0
     return all(len(scenario.lost.intersection(nodes)) <= copies for nodes in live.holders)
@@ -150,7 +150,7 @@ def lose_node(prefix: str, nodes: Collection[str]) -> Scenario:
 
 
 def lose_rack(domain: str, domains: Mapping[str, str]) -> Scenario:
-    """Return the loss of all live nodes of a failure domain; `domains` maps each node to its domain.
+    """Return the loss of all live nodes in a failure domain; `domains` maps each live node to its domain.
 
     Raise ConfigError if the domain has no live node.
     """

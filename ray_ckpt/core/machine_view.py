@@ -26,12 +26,12 @@ from ray_ckpt.errors import CheckpointError
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import CheckpointInfo, EndCause, Exposure, Level, RankRestore
 
-AWAITED_EVERY_S = 1.0  # longest age of an answer: each node sends a request each second; an answer visits all ranks
+AWAITED_EVERY_S = 1.0  # longest age of an answer, which visits all ranks; every node requests one each second
 
 
 @dataclass(slots=True, kw_only=True)
 class MachineParts:
-    """The parts of one run machine that its view reads."""
+    """The parts of one run machine that MachineView reads."""
 
     context: Context
     sessions: Sessions
@@ -102,14 +102,14 @@ class MachineView:
 
     @property
     def save_interval_s(self) -> float:
-        """Seconds between saves at the current settings and pace; 0: not known."""
+        """Seconds between saves with the current settings and duration of a step; 0: not known."""
         by_time_s = self._parts.intervals.interval_s or 0.0
         by_steps_s = (self._parts.context.options.steps_between_saves or 0) * self.step_s
         return min((s for s in (by_time_s, by_steps_s) if s > 0), default=0.0)
 
     @property
     def saves_underway(self) -> tuple[SaveUnderway, ...]:
-        """Saves that are neither committed nor dropped, by step."""
+        """Saves that are neither committed nor dropped, in the order of their steps."""
         return self._parts.saves.underway()
 
     @property

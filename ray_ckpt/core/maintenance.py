@@ -25,7 +25,7 @@ BURST_S = 1.0  # size of a budget's burst, in seconds of the budget's rate
 
 
 class Maintenance:
-    """Repair, eviction, scrub and the recording of losses, for one run."""
+    """The maintenance of one run: repair, eviction, scrub and the recording of losses."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

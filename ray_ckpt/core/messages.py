@@ -382,7 +382,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotifyOutcome:
-    """Send the outcome of an attempt to these nodes; `error` if it was dropped."""
+    """Send the outcome of an attempt to these nodes; `error` is set if the attempt was dropped."""
 
     attempt: AttemptId
     level: Level | None
