@@ -26,7 +26,7 @@ TRANSITIONS: Mapping[AttemptState, Mapping[AttemptEvent, AttemptState]] = {
     "dropped": {},
 }
 
-COUNTS = ("/steps", "/saves")  # name endings of content shared by all ranks that counts (`StepCount.mark`)
+COUNTS = ("/steps", "/saves")  # endings of the kinds of shared content that count steps (`StepCount.mark`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.values import RankProgress, SessionKey, Token
 from ray_ckpt.errors import CheckpointError, RunSuperseded
 
-BARRIER_S = 20.0  # wait for the last rank; a rank that evaluates for longer makes the report be skipped
+BARRIER_S = 20.0  # longest wait for the last rank; if a rank evaluates for longer, a report is skipped
 MAX_ENDED = 32  # answers kept for late ranks: enough, as each failed barrier doubles the steps to the next
 
 

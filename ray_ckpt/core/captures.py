@@ -65,7 +65,7 @@ class Captures:
         return default_s if capture is None else min(capture.since_s, default_s)
 
     def has_passed(self, progress: RankProgress, step: int) -> bool:
-        """Return True if a rank has passed `step` without saving it; steps only rise, so it never will.
+        """Return True if a rank has passed `step` without saving it; steps only rise, so the rank never will.
 
         One proof is the number of optimizer steps, which is the same on all ranks at a step: this rank has
         made more of them than another rank had made when that rank saved the step.

@@ -18,9 +18,9 @@ from ray_ckpt.core.retention import RetentionView, decide_at_end, policies_of
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, Level
 
-WANTED_S = 300.0  # longest time from the opening of a run to its group: a launcher waits so long for agents
+WANTED_S = 300.0  # from the opening of a run to its group: the time for which a launcher waits for agents
 AGAIN_S = 30.0  # pause before the order is sent to the nodes again
-MAX_TRIES = 10  # orders; after these, leftovers stay on the nodes until the run is opened again
+MAX_TRIES = 10  # orders; then the remaining copies stay on the nodes until the run is opened again
 
 
 class Closing:

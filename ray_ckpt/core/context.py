@@ -22,7 +22,7 @@ MAX_SAMPLES = 1000  # measurements that wait to be taken, which happens after ea
 
 @dataclass(slots=True)
 class Context:
-    """Shared state of one run machine. Only its owner writes a field (a test checks this); all parts read it.
+    """Shared state of one run machine. Only the owner of a field writes the field, which a test checks.
 
     | Field | Owner |
     |---|---|

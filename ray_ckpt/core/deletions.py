@@ -50,7 +50,7 @@ class Deletions:
             yield from self._gone(event.attempt)
 
     def lost(self, nodes: Set[str]) -> Iterator[str]:
-        """Forget places on nodes that died; yield the attempts that no place holds any more."""
+        """Forget the copies on nodes that died; yield the attempts that no place holds any more."""
         for attempt, places in list(self._places.items()):
             places -= nodes
             yield from self._gone(attempt)

@@ -21,7 +21,7 @@ MAX_RETRY_S = 60.0  # longest pause between tries, so that a store that is back 
 MAX_DOUBLINGS = 5  # doublings of RETRY_S: enough to reach MAX_RETRY_S
 MAX_ACTIVE = 2  # drains that upload at the same time
 MAX_QUEUED = 4  # drains that wait for their turn; retention keeps each one, and new drains displace old ones
-PATIENT_TRIES = 5  # failed tries, about a minute; after these, eviction from a full disk ignores the drain
+PATIENT_TRIES = 5  # failed tries, about a minute; then the drain keeps no checkpoint if a disk is full
 DAMAGED_AGAIN_S = 3600.0  # pause after a drain that found no intact copy: time for scrub and repair
 
 

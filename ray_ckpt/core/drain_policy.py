@@ -22,8 +22,8 @@ class DrainPolicy:
     def committed(self, checkpoint: CheckpointInfo, *, every: int, every_s: float | None) -> bool:
         """Count a commit; return True if it is due: every `every`-th commit, and one each `every_s` seconds.
 
-        The time since the last due commit counts without its sign, because a wrong clock may have given that
-        commit a time far in the future.
+        The time between the last due commit and this one counts in both directions, because a wrong clock may
+        have given the last due commit a time far in the future.
         """
         now_s = checkpoint.committed_at_s
         last_s = now_s if self._last_s is None else self._last_s

@@ -130,7 +130,7 @@ def remote_interval_s(
 def loss_rate_per_s(
     *, node_rate_per_s: float, num_nodes: int, replicas: int, repair_s: float = REPAIR_S
 ) -> float:
-    """Return the failures per second in which a node is lost together with all holders of its copies.
+    """Return the rate, per second, of failures that take a node together with all holders of its copies.
 
     There are two cases. All `replicas` + 1 nodes die before new copies are made: the first node dies at the
     run's rate, each other node within `repair_s`. Or all of them die at once, in CORRELATED_SHARE of the

@@ -3,7 +3,7 @@
 A scenario removes nodes and all data on these nodes. The level of a checkpoint determines the losses that it
 must survive: a durable checkpoint must survive every loss of nodes; a checkpoint with `replicas` copies on
 other nodes must survive the loss of `replicas` copies of each fragment. Only copies that the nodes have
-reported count, so that a drill shows copies which repair has not made yet.
+reported count, so that a drill reports a checkpoint whose copies are not repaired yet.
 """
 
 from __future__ import annotations

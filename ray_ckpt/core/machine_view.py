@@ -73,7 +73,7 @@ class MachineView:
 
     @property
     def is_training(self) -> bool:
-        """True if all ranks of the group at work have restored their state."""
+        """True if the ranks of the group at work have restored their state and may train."""
         return self._parts.sessions.is_training
 
     @property
@@ -97,7 +97,7 @@ class MachineView:
 
     @property
     def step_s(self) -> float:
-        """Recent duration of a step of the group, seconds; 0: not known."""
+        """Recent duration of a step of the group in seconds; 0: not known."""
         return self._parts.progress.step_s
 
     @property
@@ -143,7 +143,7 @@ class MachineView:
 
     @property
     def live_nodes(self) -> frozenset[str]:
-        """The live nodes in the last report."""
+        """The live nodes, by the last report."""
         return self._parts.context.holders.live
 
     @property

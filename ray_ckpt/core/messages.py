@@ -157,7 +157,7 @@ class BarrierReached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierAnswer:
-    """The ranks that did not reach a barrier: if there are any, no rank enters it, else all ranks do."""
+    """The ranks missing at a barrier: if there are any, no rank enters the barrier, else all ranks do."""
 
     missing: tuple[int, ...]
 
@@ -246,7 +246,7 @@ class UnpinRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
-    """A user wants a checkpoint, due or not, on the storage path; the reply is sent when its drain begins."""
+    """A user wants a checkpoint, due or not, on the storage path; replied to when its drain is queued."""
 
     token: Token
     attempt: str

@@ -1,6 +1,6 @@
 """The ranks that an attempt lacks, and the proof that some of these ranks will never take part.
 
-A slow rank is never reported as missing only because it is slow; PROTOCOL.md section 4 lists the proofs.
+A rank that is only slow, however slow, never counts as absent; PROTOCOL.md section 4 lists the proofs.
 """
 
 from __future__ import annotations
