@@ -1,4 +1,4 @@
-"""One attempt at a save as the coordinator sees it: its life as a table, and its copies."""
+"""One attempt at a save on the coordinator: the table of the attempt's states, and the attempt's copies."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ AttemptState: TypeAlias = Literal["writing", "copying", "committing", "committed
 AttemptEvent: TypeAlias = Literal["stored", "stored_by_all", "queued", "withdrawn", "logged", "dropped"]
 
 TRANSITIONS: Mapping[AttemptState, Mapping[AttemptEvent, AttemptState]] = {
-    # until every node has its own files
+    # "writing" lasts until every node has the files of its own ranks
     "writing": {"stored": "writing", "stored_by_all": "copying", "dropped": "dropped"},
-    # until the holders have theirs, or the attempt has waited for long enough
+    # "copying" lasts until the holders have their copies, or the attempt has waited long enough
     "copying": {"stored_by_all": "copying", "queued": "committing", "dropped": "dropped"},
-    # while its commit record waits for the log; a record that is not on its way yet can be withdrawn
+    # "committing" lasts while the commit record waits for the log; until it is sent, it can be withdrawn
     "committing": {"stored_by_all": "committing", "withdrawn": "copying", "logged": "committed"},
     "committed": {},
     "dropped": {},
 }
 
-COUNTS = ("/steps", "/saves")  # kinds of common content that are counts of steps (`StepCount.mark`)
+COUNTS = ("/steps", "/saves")  # endings of the kinds of shared content that count steps (`StepCount.mark`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveUnderway:
     """A save that is neither committed nor dropped, for status.
 
-    `phase` is the state of its attempt. `copies` have arrived, `copies_awaited` have not.
+    `phase` is the state of the save's attempt. `copies` counts the copies that have arrived,
+    `copies_awaited` those that have not.
     """
 
     step: int
@@ -43,28 +44,28 @@ class SaveUnderway:
     world_size: int
     copies: int = 0
     copies_awaited: int = 0
-    size_bytes: int = 0  # of the files that are stored so far
-    age_s: float | None = None  # since the first node had stored its files; None: none has
+    size_bytes: int = 0  # size of the files stored so far
+    age_s: float | None = None  # seconds since the first node had stored its files; None: no node has
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """The nodes that have stored an attempt, and its copies that are still on their way."""
+    """An attempt: the nodes that have stored their part of it, and the copies that are still on their way."""
 
     id: AttemptId
     nodes: tuple[SessionNode, ...]
     started_s: float
     state: AttemptState = "writing"
     stored: dict[int, NodeStored] = field(default_factory=dict)
-    awaited: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes that are to get a copy
-    copies: dict[int, set[str]] = field(default_factory=dict)  # node_index -> other nodes that hold it
-    failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes that could not
-    stored_s: float = 0.0  # when the last node had its own files
-    commit_s: float = 0.0  # when its record was decided
-    story: list[str] = field(default_factory=list)  # its changes of state
+    awaited: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes that will get a copy
+    copies: dict[int, set[str]] = field(default_factory=dict)  # node_index -> other nodes that hold a copy
+    failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes whose copy failed
+    stored_s: float = 0.0  # time at which the last node had stored its own files
+    commit_s: float = 0.0  # time at which the commit record was decided
+    story: list[str] = field(default_factory=list)  # the changes of `state`
 
     def change(self, event: AttemptEvent) -> None:
-        """Go to the next state. A pair that TRANSITIONS does not list raises, and changes nothing."""
+        """Go to the next state; raise RuntimeError and change nothing if TRANSITIONS has no such pair."""
         state = TRANSITIONS[self.state].get(event)
         if state is None:
             story = ", ".join(self.story) or "nothing yet"
@@ -77,19 +78,19 @@ class Attempt:
             self.state = state
 
     def store(self, event: NodeStored, now_s: float) -> None:
-        """Note that a node has its own files, and sends its copies now."""
+        """Note that a node has stored its own files and now sends the copies of them."""
         is_last = len(self.stored) + (event.node_index not in self.stored) == len(self.nodes)
         self.change("stored_by_all" if is_last else "stored")
         if event.node_index not in self.stored:
             self.stored_s = now_s
-            index = event.node_index  # copies may have ended before this message came
+            index = event.node_index  # `ended` may not be empty: copies may end before this message arrives
             ended = self.copies.get(index, set()) | self.failed.get(index, set())
             if waiting := set(self.nodes[index].holders) - ended:
                 self.awaited.setdefault(index, set()).update(waiting)
         self.stored[event.node_index] = event
 
     def replace(self, node_index: int, holder: str, live: Set[str]) -> str | None:
-        """Note that a copy did not arrive, or is gone. Return the node to try next, None if there is none."""
+        """Note that a copy failed or was lost. Return the node to try next; None if no node is left."""
         self.failed.setdefault(node_index, set()).add(holder)
         self._ended(node_index, holder)
         self.copies.setdefault(node_index, set()).discard(holder)
@@ -100,14 +101,14 @@ class Attempt:
         return others[0]
 
     def others(self, node_index: int, live: Set[str]) -> list[str]:
-        """Return the nodes of `live` that hold no copy, await none and have not failed to take one."""
+        """Return the nodes of `live` that hold no copy, await no copy and have not failed to take one."""
         taken = (self.failed, self.awaited, self.copies)
         return sorted(
             live - {self.nodes[node_index].node_id}.union(*(t.get(node_index, set()) for t in taken))
         )
 
     def arrive(self, node_index: int, holder: str) -> None:
-        """Note that a copy is fsynced on `holder`."""
+        """Note that `holder` has fsynced a copy."""
         self._ended(node_index, holder)
         self.copies.setdefault(node_index, set()).add(holder)
 
@@ -119,7 +120,7 @@ class Attempt:
 
     @property
     def is_local(self) -> bool:
-        """Every node has its own files."""
+        """True if every node has stored its own files."""
         return self.state != "writing"
 
     @property
@@ -128,7 +129,7 @@ class Attempt:
 
     @property
     def is_ready(self) -> bool:
-        """Every node has its own files, and each fragment has all the copies that it can still get."""
+        """True if every node has stored its own files and no copy is awaited any more."""
         return self.is_local and not self.awaited
 
     @property
@@ -137,19 +138,19 @@ class Attempt:
 
     @property
     def disagrees(self) -> bool:
-        """Ranks of one part disagree about the content that they hold in common, `<name>:<value>`."""
+        """True if ranks report different values of content that they share (`<name>:<value>`)."""
         found = {name for stored in self.stored.values() for name in stored.replicated}
         return len(found) > len({name.rpartition(":")[0] for name in found})
 
     def counts(self) -> str:
-        """Return counts of steps that differ, as `10 on rank(s) 0, 1; 9 on rank(s) 2`; "" if none do."""
-        by_kind: dict[str, dict[int, list[str]]] = {}  # kind -> node_index -> values
+        """Return the step counts if they differ, such as `10 on rank(s) 0, 1; 9 on rank(s) 2`; "" if not."""
+        by_kind: dict[str, dict[int, list[str]]] = {}  # kind of count -> node_index -> values
         for index, stored in sorted(self.stored.items()):
             for name in sorted(stored.replicated, key=lambda name: (len(name), name)):
                 kind, _, value = name.rpartition(":")
                 if kind.endswith(COUNTS):
                     by_kind.setdefault(kind, {}).setdefault(index, []).append(value)
-        ranks: dict[str, list[int]] = {}  # of the nodes with these values
+        ranks: dict[str, list[int]] = {}  # values -> ranks of the nodes that reported these values
         for nodes in by_kind.values():
             if len({value for values in nodes.values() for value in values}) > 1:
                 for index, values in nodes.items():
@@ -157,7 +158,7 @@ class Attempt:
         return "; ".join(f"{values} on rank(s) {ranks_text(where)}" for values, where in ranks.items())
 
     def underway(self, now_s: float) -> SaveUnderway:
-        """Return the attempt as it is at monotonic time `now_s`."""
+        """Return the attempt's status at monotonic time `now_s`."""
         stored = sum(len(n.ranks) for n in self.nodes if n.node_index in self.stored)
         return SaveUnderway(
             step=self.id.step,
@@ -181,7 +182,7 @@ class Attempt:
         return sum(f.size_bytes for f in self.files())
 
     def facts(self) -> SaveFacts:
-        """Return the times of the slowest nodes; None where a node has not reported one."""
+        """Return the mesh and the slowest nodes' times; a time is None if a node has not reported it."""
         return SaveFacts(
             mesh=next((stored.facts.mesh for stored in self.stored.values() if stored.facts.mesh), ""),
             stall_s=_slowest(stored.facts.stall_s for stored in self.stored.values()),

@@ -1,4 +1,4 @@
-"""Ranks that others wait for, with texts for the logs of ranks and for status."""
+"""Ranks for which other ranks wait, with texts for the logs of ranks and for status."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Literal, TypeAlias
 
 from ray_ckpt.core.values import RankProgress
 
-AWAITED_AFTER_S = 5.0  # ranks of one step are this far apart at most, unless one evaluates or takes no part
-MAX_NAMED = 20  # ranks in a text
+AWAITED_AFTER_S = 5.0  # ranks reach the same step within this time, unless one evaluates or takes no part
+MAX_NAMED = 20  # ranks listed in a text
 AwaitedKind: TypeAlias = Literal["restore", "save", "report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
-    """Ranks that have not reached a restore, a save or a report, for `since_s` seconds."""
+    """Ranks for which other ranks have waited at a restore, a save or a report for `since_s` seconds."""
 
     what: AwaitedKind
-    step: int  # of the save or the report; 0 of a restore
-    ranks: tuple[int, ...]  # the lowest MAX_NAMED of them
-    since_s: float  # since the first other rank has come
-    speaker: int  # the lowest rank that waits; it logs the text for all
+    step: int  # the step of the save or the report; 0 for a restore
+    ranks: tuple[int, ...]  # the lowest MAX_NAMED of the awaited ranks
+    since_s: float  # seconds since the first other rank has come
+    speaker: int  # the lowest rank that waits: the rank that logs the text for all
     text: str
 
 
@@ -47,13 +47,13 @@ def _awaited(
     what: AwaitedKind, step: int, missing: tuple[int, ...], since_s: float, subject: str, rest: str
 ) -> Awaited:
     text = f"{subject} waits for rank(s) {ranks_text(missing)}, {since_s:.0f} s by now{rest}"
-    speaker = next((i for i, rank in enumerate(missing) if rank != i), len(missing))  # they are in order
+    speaker = next((i for i, rank in enumerate(missing) if rank != i), len(missing))  # `missing` is sorted
     ranks = missing[:MAX_NAMED]
     return Awaited(what=what, step=step, ranks=ranks, since_s=since_s, speaker=speaker, text=text)
 
 
 def where_text(rank: int, progress: Progress) -> str:
-    """Return `rank 1 has completed step 9 last`."""
+    """Return the last report of a rank as a text, such as `rank 1 has completed step 9 last`."""
     reported = progress.get(rank)
     if reported is None:
         return f"rank {rank} has reported nothing since the restore"
@@ -62,7 +62,7 @@ def where_text(rank: int, progress: Progress) -> str:
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """Return `1, 2, 3`, the lowest MAX_NAMED of them."""
+    """Return the lowest MAX_NAMED ranks as a text, such as `1, 2, 3`, and the number of the others."""
     named = ", ".join(map(str, sorted(ranks)[:MAX_NAMED]))
     more = len(ranks) - MAX_NAMED
     return f"{named} and {more} more" if more > 0 else named

@@ -1,7 +1,8 @@
-"""Barriers of all ranks before a barrier of somebody else, such as a report to Ray Train.
+"""Barriers of all ranks before a barrier of another library, such as a report to Ray Train.
 
-A rank that has entered such a barrier cannot leave it. So ranks enter it when all have come to it; if one
-does not come in time, the barrier is given up for all of them, also for those that come later.
+A rank that has entered the other library's barrier cannot leave that barrier. So the ranks first meet at a
+barrier here: if a rank does not come in time, this barrier is given up for all ranks, including ranks that
+come later.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.values import RankProgress, SessionKey, Token
 from ray_ckpt.errors import CheckpointError, RunSuperseded
 
-BARRIER_S = 20.0  # that ranks wait for others before a barrier; one that evaluates for longer costs a report
-MAX_ENDED = 32  # ends that late ranks still get; the steps between failed barriers are doubled
+BARRIER_S = 20.0  # longest wait for the last rank; if a rank evaluates for longer, a report is skipped
+MAX_ENDED = 32  # answers kept for late ranks: enough, as each failed barrier doubles the steps to the next
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class Barriers:
         self._ended: deque[tuple[int, m.BarrierAnswer]] = deque(maxlen=MAX_ENDED)
 
     def met(self, event: m.BarrierReached) -> Iterator[m.Effect]:
-        """Note that ranks of a node have come; answer all when no rank is missing."""
+        """Note that ranks of a node have reached a barrier; answer all ranks when none is missing."""
         plan = self._context.plan
         if plan is None or event.session_key != plan.session_key:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
@@ -54,7 +55,7 @@ class Barriers:
             yield from self._end(event.number, ())
 
     def progressed(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
-        """Let all ranks into a barrier that the coordinator before has let some into."""
+        """Let all ranks enter a barrier that the previous coordinator let some ranks enter."""
         plan = self._context.plan
         if plan is not None and event.session_key == plan.session_key and event.met in self._open:
             yield from self._end(event.met, ())
@@ -88,7 +89,7 @@ class Barriers:
             yield m.Reply(token=token, value=answer)
 
     def _enter_session(self) -> Iterator[m.Effect]:
-        """Begin anew with each session; fail the callers that wait in an older one."""
+        """Forget the barriers of an older session when a new session opens; fail the callers that wait."""
         plan = self._context.plan
         session_key = plan.session_key if plan is not None else (0, 0)
         if session_key == self._session_key:
@@ -98,7 +99,7 @@ class Barriers:
         self._ended.clear()
 
     def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
-        """Fail all callers that wait."""
+        """Fail all callers that wait at a barrier."""
         waiting, self._open = self._open, {}
         for barrier in waiting.values():
             for token in barrier.tokens:

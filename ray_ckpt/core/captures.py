@@ -1,7 +1,7 @@
-"""Attempts that only some ranks have captured, as nodes report them before they have stored anything.
+"""Captures: attempts that only some ranks have captured, as nodes report before the attempt is stored.
 
-A node stores an attempt when all of its ranks have written it. Without this the coordinator would not know
-of an attempt that one rank of each node stays out of.
+A node stores an attempt when all ranks of the node have written their part. Without captures, no report
+would reach the coordinator about an attempt in which one rank of each node takes no part.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from ray_ckpt.core.values import Captured, RankProgress
 from ray_ckpt.types import AttemptId
 
-MAX_CAPTURES = 16  # attempts; the ranks of a node have two buffers each, so they are seldom further apart
-STALE_S = 10.0  # nodes repeat a report each second; an older one was stored or settled by now
-MAX_UPDATES = 64  # steps whose number of optimizer steps is known
+MAX_CAPTURES = 16  # attempts; each rank has two buffers, so ranks are seldom more attempts apart
+STALE_S = 10.0  # nodes repeat a report each second, so an attempt without reports was stored or settled
+MAX_UPDATES = 64  # steps whose number of optimizer steps is kept
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Captures:
 
     def __init__(self) -> None:
         self._found: dict[str, _Capture] = {}
-        self._updates: dict[int, int] = {}  # step -> optimizer steps that ranks had made when they saved it
+        self._updates: dict[int, int] = {}  # step -> optimizer steps that ranks had made at its save
 
     def reported(self, captured: Iterable[Captured], ranks: Mapping[int, RankProgress], now_s: float) -> None:
         """Note the captures of some ranks of a node, and the progress of its ranks."""
@@ -50,25 +50,25 @@ class Captures:
         self._found.pop(attempt, None)
 
     def fresh(self, now_s: float) -> Iterator[AttemptId]:
-        """Return the attempts that still lack ranks of a node; forget the others."""
+        """Return the attempts that a node still reports as incomplete; forget the others."""
         self._found = {name: c for name, c in self._found.items() if now_s - c.reported_s <= STALE_S}
         return iter([capture.attempt for capture in self._found.values()])
 
     def ranks_of(self, attempt: str) -> set[int]:
-        """Return the ranks that are known to have captured an attempt."""
+        """Return the ranks that have captured an attempt, by the reports."""
         capture = self._found.get(attempt)
         return set() if capture is None else capture.ranks
 
     def since_s(self, attempt: str, default_s: float) -> float:
-        """Return the time of the first report of an attempt."""
+        """Return the time of the first report of an attempt, at most `default_s`."""
         capture = self._found.get(attempt)
         return default_s if capture is None else min(capture.since_s, default_s)
 
     def has_passed(self, progress: RankProgress, step: int) -> bool:
-        """Return True if a rank that has not captured `step` never will: steps rise, and it is beyond it.
+        """Return True if a rank has passed `step` without saving it; steps only rise, so the rank never will.
 
-        One proof: its optimizers have made more steps than those of a rank that had saved the step, and all
-        ranks make the same number.
+        One proof is the number of optimizer steps, which is the same on all ranks at a step: this rank has
+        made more of them than another rank had made when that rank saved the step.
         """
         if progress.saved_step == step:
             return False
@@ -80,6 +80,6 @@ class Captures:
 
 
 def _limit(found: dict[str, _Capture] | dict[int, int], most: int) -> None:
-    """Forget the oldest ones."""
+    """Forget the oldest entries of `found` beyond `most`."""
     while len(found) > most:
         del found[next(iter(found))]  # type: ignore[arg-type]

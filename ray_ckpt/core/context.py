@@ -1,4 +1,4 @@
-"""State that the parts of the run machine share; each field has one part that writes it."""
+"""State that the parts of the run machine share; only one part writes each field."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ray_ckpt.core.messages import Warn
 from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.telemetry import Metric, Sample
 
-MAX_SAVE_SIGNALS = 64  # last announced steps, which distinguish a late rank from one that saves alone
-MAX_WARNINGS = 256  # texts that are not repeated; older ones may be
-MAX_SAMPLES = 1000  # measurements that nobody has taken yet; they are taken after each event
+MAX_SAVE_SIGNALS = 64  # last announced steps; they distinguish a late rank from a rank that saves alone
+MAX_WARNINGS = 256  # last texts that are not repeated; older texts may be repeated
+MAX_SAMPLES = 1000  # measurements that wait to be taken, which happens after each event
 
 
 @dataclass(slots=True)
 class Context:
-    """One per run machine. Fields are written by their owners only, which a test holds; others read them.
+    """Shared state of one run machine. Only the owner of a field writes the field, which a test checks.
 
     | Field | Owner |
     |---|---|
@@ -37,22 +37,22 @@ class Context:
     ledger: Ledger
     holders: Holders = field(default_factory=Holders)
     links: Links = field(default_factory=Links)
-    plan: SessionPlan | None = None  # of the group at work
-    draining: frozenset[str] = frozenset()  # live nodes that are about to go
-    leaves_at_s: Mapping[str, float] = field(default_factory=dict)  # of draining nodes (monotonic), if known
+    plan: SessionPlan | None = None  # the plan of the group at work
+    draining: frozenset[str] = frozenset()  # live nodes that will leave soon
+    leaves_at_s: Mapping[str, float] = field(default_factory=dict)  # draining node -> time (monotonic)
     domains: Mapping[str, str] = field(default_factory=dict)  # failure domain by node
     save_signals: deque[tuple[SessionKey, int]] = field(
         default_factory=lambda: deque(maxlen=MAX_SAVE_SIGNALS)
     )
-    found_session_key: SessionKey | None = None  # of the session that a restarted coordinator found at work
-    now_s: float = 0.0  # monotonic
+    found_session_key: SessionKey | None = None  # the session that a restarted coordinator found at work
+    now_s: float = 0.0  # monotonic time
     wall_s: float = 0.0  # Unix time
     warned: dict[str, None] = field(default_factory=dict)
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
 
     @property
     def history(self) -> RunHistory:
-        """The run as the confirmed records of the log describe it."""
+        """The history of the run from the confirmed records of the log."""
         return self.ledger.history
 
     def session_nodes(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class Context:
         return tuple(n.node_id for n in self.plan.nodes) if self.plan else ()
 
     def measure(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
-        """Note a measurement for metrics; nothing is decided by it."""
+        """Note a measurement for metrics; no decision depends on it."""
         self.samples.append(Sample(metric=metric, value=value, labels=labels))
 
     def take_samples(self) -> tuple[Sample, ...]:
@@ -70,7 +70,7 @@ class Context:
         return samples
 
     def warn_once(self, text: str, *, is_expected: bool = False) -> Iterator[Warn]:
-        """Yield a warning unless it is one of the last MAX_WARNINGS."""
+        """Yield a warning unless its text is one of the last MAX_WARNINGS texts."""
         if text not in self.warned:
             self.warned[text] = None
             if len(self.warned) > MAX_WARNINGS:
@@ -79,5 +79,5 @@ class Context:
 
 
 def names_of(nodes: Iterable[str]) -> str:
-    """Return node ids as shown to people."""
+    """Return shortened node ids as a text for users."""
     return ", ".join(sorted(node[:12] for node in nodes))

@@ -1,4 +1,4 @@
-"""Deletion of retired checkpoints: which places still have their bytes, and when all are gone."""
+"""Deletion of retired checkpoints: the places that still hold their bytes, and the orders to delete them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterable, Iterator, Set
 from ray_ckpt.core.messages import REMOTE, Delete, DeleteEnded
 from ray_ckpt.types import CheckpointInfo
 
-RETRY_S = 30.0  # between tries at places that failed; nothing waits for the deletion
+RETRY_S = 30.0  # pause before a failed deletion is tried again; long, because nothing waits for a deletion
 
 
 class Deletions:
-    """The places that still hold each retired checkpoint. All of it follows from the log, see `redo`."""
+    """The places that still hold each retired checkpoint; `redo` rebuilds this state from the log."""
 
     def __init__(self) -> None:
         self._places: dict[str, set[str]] = {}
-        self._ordered: dict[str, set[str]] = {}  # places that have not answered their order yet
-        self._readers_until_s: dict[str, float] = {}  # the storage path keeps its copy until then
+        self._ordered: dict[str, set[str]] = {}  # places that have not answered the order yet
+        self._readers_until_s: dict[str, float] = {}  # time until which the storage path keeps its copy
         self._retry_at_s = 0.0
 
     def start(
@@ -24,8 +24,9 @@ class Deletions:
     ) -> Iterator[Delete]:
         """Delete a checkpoint on these nodes and, `grace_s` later, on the storage path.
 
-        A place whose answer is awaited gets no second order. The grace is for readers of the storage path,
-        which the coordinator does not know; it knows the nodes' readers, and retires nothing that they read.
+        A place whose answer is awaited gets no second order. The grace period is for readers of the storage
+        path, of which the coordinator has no list. Readers on the nodes are registered: a checkpoint that
+        they read is not retired.
         """
         attempt = checkpoint.id.attempt
         places = self._places.setdefault(attempt, {REMOTE, *nodes})
@@ -39,7 +40,7 @@ class Deletions:
             yield Delete(attempt=attempt, directory=checkpoint.directory, place=place)
 
     def ended(self, event: DeleteEnded) -> Iterator[str]:
-        """Note the end of one deletion; yield the attempt when it is gone everywhere."""
+        """Note the end of one deletion; yield the attempt if no place holds it any more."""
         places = self._places.get(event.attempt)
         if places is None:
             return
@@ -49,7 +50,7 @@ class Deletions:
             yield from self._gone(event.attempt)
 
     def lost(self, nodes: Set[str]) -> Iterator[str]:
-        """Forget places on nodes that died; yield the attempts that are gone everywhere now."""
+        """Forget the copies on nodes that died; yield the attempts that no place holds any more."""
         for attempt, places in list(self._places.items()):
             places -= nodes
             yield from self._gone(attempt)
@@ -57,7 +58,7 @@ class Deletions:
     def redo(
         self, retired: Iterable[CheckpointInfo], nodes: Collection[str], *, now_s: float, grace_s: float
     ) -> Iterator[Delete]:
-        """Delete where the grace is over or a deletion failed, and what an earlier coordinator has left."""
+        """Delete copies whose grace is over, whose deletion failed, or that an earlier coordinator left."""
         self._retry_at_s = now_s + RETRY_S
         for checkpoint in retired:
             yield from self.start(checkpoint, nodes, now_s=now_s, grace_s=grace_s)

@@ -1,8 +1,9 @@
-"""Drains: which node uploads which fragment to the storage path, until a checkpoint is there completely.
+"""Drains: the choice of the nodes that upload a checkpoint's fragments until all are on the storage path.
 
-A failing store ends no drain: each fragment is tried again, on the next holder, after a growing pause. A
-drain ends when the checkpoint's description is on the storage path, when no live node has an intact copy of a
-remaining fragment, when retention retires the checkpoint, or when newer ones take its place in the queue.
+A failing store does not end a drain: each fragment is tried again from the next holder, after a growing
+pause. A drain ends when the checkpoint's description is on the storage path, when no live node has an intact
+copy of a remaining fragment, when retention retires the checkpoint, or when newer drains displace this drain
+from the queue.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.core.messages import DescriptionWritten, Drain, DrainEnded, WriteDescription
 from ray_ckpt.types import CheckpointInfo
 
-RETRY_S = 2.0  # before the second try of a fragment, doubled each time
-MAX_RETRY_S = 60.0  # between tries: a store that is back after hours is noticed within a minute
-MAX_DOUBLINGS = 5  # of RETRY_S: reach MAX_RETRY_S
-MAX_ACTIVE = 2  # drains at work at a time
-MAX_QUEUED = 4  # drains that wait for their turn, each kept by retention; old ones give way to new ones
-PATIENT_TRIES = 5  # failed ones, in a minute; after these a full disk does not wait for the drain
-DAMAGED_AGAIN_S = 3600.0  # after a drain that found no intact copy: time for scrub and repair
+RETRY_S = 2.0  # pause before the second try of a fragment; doubled before each further try
+MAX_RETRY_S = 60.0  # longest pause between tries, so that a store that is back is used within a minute
+MAX_DOUBLINGS = 5  # doublings of RETRY_S: enough to reach MAX_RETRY_S
+MAX_ACTIVE = 2  # drains that upload at the same time
+MAX_QUEUED = 4  # drains that wait for their turn; retention keeps each one, and new drains displace old ones
+PATIENT_TRIES = 5  # failed tries, about a minute; then the drain keeps no checkpoint if a disk is full
+DAMAGED_AGAIN_S = 3600.0  # pause after a drain that found no intact copy: time for scrub and repair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainUnderway:
     """Public view of a drain.
 
-    `state`: "waiting" for its turn or for a source, "uploading", "failing" after more than PATIENT_TRIES,
-    "describing" when all bytes are on the storage path.
+    `state`: "waiting" for its turn or for a source, "uploading", "failing" after more than PATIENT_TRIES
+    tries, "describing" when all bytes are on the storage path.
     """
 
     step: int
@@ -37,26 +38,26 @@ class DrainUnderway:
     state: Literal["waiting", "uploading", "failing", "describing"]
     fragments: int
     fragments_done: int
-    nodes: tuple[str, ...]  # uploading at the moment
-    size_bytes: int  # of the whole checkpoint
-    tries: int  # of the fragment that was tried most
-    age_s: float  # since the drain was requested
-    started_s: float | None  # since its first upload began; None: it waits for its turn
+    nodes: tuple[str, ...]  # nodes that upload at the moment
+    size_bytes: int  # size of the whole checkpoint
+    tries: int  # tries of the fragment that was tried most often
+    age_s: float  # seconds since the drain was requested
+    started_s: float | None  # seconds since the first upload began; None: the drain waits for its turn
 
 
 @dataclass(slots=True, kw_only=True)
 class _Task:
     checkpoint: CheckpointInfo
-    requested_s: float  # monotonic, as `begun_s`
+    requested_s: float  # monotonic time; so is `begun_s`
     begun_s: float | None = None
     todo: set[int]
-    waiting: set[int]  # fragments of `todo` that no node uploads
-    running: dict[int, str] = field(default_factory=dict)  # node_index -> node that uploads it
+    waiting: set[int]  # fragments of `todo` that no node uploads now
+    running: dict[int, str] = field(default_factory=dict)  # node_index -> node that uploads the fragment
     tries: dict[int, int] = field(default_factory=dict)
-    most_tries: int = 0  # the maximum of `tries`; read with each event
+    most_tries: int = 0  # the maximum of `tries`, stored because each event reads it
     not_before_s: dict[int, float] = field(default_factory=dict)
-    damaged: dict[int, dict[str, str]] = field(default_factory=dict)  # node_index -> node -> its error
-    descriptions: int = 0  # tries
+    damaged: dict[int, dict[str, str]] = field(default_factory=dict)  # node_index -> node -> the node's error
+    descriptions: int = 0  # tries of writing the description
     describe_at_s: float | None = None  # None: fragments are missing, or the description is being written
 
     @property
@@ -90,16 +91,16 @@ class _Task:
 
 
 class Drains:
-    """The drains of a run. Any holder may upload a fragment, also twice: bytes and names are the same."""
+    """The drains of a run. Any holder may upload a fragment, even twice: bytes and file names are equal."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._tasks: dict[str, _Task] = {}
-        self._urgent = ""  # the attempt that the end of the run waits for
-        self._not_before_s: dict[str, float] = {}  # by attempt, after a drain that found no intact copy
+        self._urgent = ""  # the attempt for which the end of the run waits
+        self._not_before_s: dict[str, float] = {}  # attempt whose drain found no intact copy -> next drain
 
     def __bool__(self) -> bool:
-        """Return True if there is a drain."""
+        """Return True if any drain waits or is under way."""
         return bool(self._tasks)
 
     @property
@@ -112,21 +113,22 @@ class Drains:
         return {name for name, task in self._tasks.items() if task.is_stuck}
 
     def underway(self) -> tuple[DrainUnderway, ...]:
-        """Return all drains, those that have begun first."""
+        """Return all drains in the order of their steps, the drains that have begun before the others."""
         found = [task.underway(self._context.now_s) for task in self._tasks.values()]
         return tuple(sorted(found, key=lambda drain: (drain.started_s is None, drain.step)))
 
     @property
     def has_room(self) -> bool:
-        """Return True if another drain would not displace one."""
+        """Return True if a new drain would not displace another drain."""
         return len(self._tasks) < MAX_ACTIVE + MAX_QUEUED
 
     def start(
         self, checkpoint: CheckpointInfo, *, is_urgent: bool = False, is_requested: bool = False
     ) -> None:
-        """Bring a checkpoint to the storage path; an urgent one before the others.
+        """Drain a checkpoint to the storage path, an urgent checkpoint before all others.
 
-        Only if a user requests it is a checkpoint tried again soon after a drain that found no intact copy.
+        After a drain that found no intact copy, the checkpoint is not drained again for DAMAGED_AGAIN_S,
+        unless a user requests the drain.
         """
         name, now_s = checkpoint.id.attempt, self._context.now_s
         if not is_requested and now_s < self._not_before_s.get(name, now_s):
@@ -143,12 +145,12 @@ class Drains:
             del self._tasks[min(self._tasks, key=self._worth)]
 
     def _worth(self, name: str) -> tuple[bool, bool, int]:
-        """Return the key by which the least gives way: an old drain that has not begun."""
+        """Return the sort key of a drain; the lowest one, an old drain that has not begun, is displaced."""
         task = self._tasks[name]
         return name == self._urgent, task.is_started, task.checkpoint.seq
 
     def assign(self) -> Iterator[Drain | WriteDescription]:
-        """Give each waiting fragment to a live holder; describe checkpoints whose fragments are all there."""
+        """Order a live holder to upload each waiting fragment; order the description of complete drains."""
         now_s = self._context.now_s
         for task in sorted(self._tasks.values(), key=self._turn)[:MAX_ACTIVE]:
             given = set[int]()
@@ -162,7 +164,7 @@ class Drains:
                     task.running[index] = nodes[(index + tries) % len(nodes)]
                     given.add(index)
                     yield Drain(attempt=task.checkpoint.id, node_index=index, node_id=task.running[index])
-            if given:  # a new set, because an emptied one stays as slow to iterate as before
+            if given:  # build a new set, because an emptied set stays as slow to iterate as the full set
                 task.waiting = task.waiting - given
         for name, task in self._tasks.items():
             if task.describe_at_s is not None and now_s >= task.describe_at_s:
@@ -171,11 +173,11 @@ class Drains:
                 yield WriteDescription(checkpoint=self._context.history.checkpoints[name])
 
     def _turn(self, task: _Task) -> tuple[bool, bool, bool]:
-        """Return the sort key: the urgent drain first, failing ones last, begun ones before others."""
+        """Return the sort key: the urgent drain first, then begun, then new drains; failing drains last."""
         return task.checkpoint.id.attempt != self._urgent, task.is_stuck, not task.is_started
 
     def _sources(self, task: _Task, index: int) -> list[str]:
-        """Return the live nodes whose copy of a fragment is not known to be damaged."""
+        """Return the live holders of a fragment whose copy is not known to be damaged."""
         holders = self._context.holders
         return sorted(
             (holders.of(task.checkpoint.id.attempt, index) & holders.live)
@@ -183,7 +185,7 @@ class Drains:
         )
 
     def give_up(self) -> Iterator[tuple[CheckpointInfo, str]]:
-        """End drains with a fragment of which no live node has an intact copy; yield each with the reason."""
+        """End each drain that lacks an intact copy of a fragment on live nodes; yield it with the reason."""
         for name, task in list(self._tasks.items()):
             lacking = next((index for index in task.waiting if not self._sources(task, index)), None)
             if lacking is None:
@@ -202,7 +204,7 @@ class Drains:
         self._not_before_s[name] = now_s + DAMAGED_AGAIN_S
 
     def ended(self, event: DrainEnded) -> None:
-        """Note the end of one upload. After damage, another holder uploads the fragment at once."""
+        """Note the end of one upload. If the copy was damaged, `assign` tries another holder at once."""
         task, index = self._tasks.get(event.attempt.attempt), event.node_index
         if task is None or task.running.get(index) != event.node_id:
             return
@@ -219,7 +221,7 @@ class Drains:
             task.not_before_s[index] = self._context.now_s + _pause_s(task.tries[index])
 
     def described(self, event: DescriptionWritten) -> None:
-        """Note the end of writing a description: end the drain after success or damage, else try again."""
+        """Note the result of a description: after success or damage end its drain, else try again later."""
         name, task = event.attempt.attempt, self._tasks.get(event.attempt.attempt)
         if event.is_damage:
             self._put_off(name)
@@ -229,11 +231,11 @@ class Drains:
             task.describe_at_s = self._context.now_s + _pause_s(task.descriptions)
 
     def finish(self, attempt: str) -> None:
-        """Remove the drain of a checkpoint that needs none any more."""
+        """Remove the drain of a checkpoint that needs no drain any more."""
         self._tasks.pop(attempt, None)
 
     def lost(self, nodes: Set[str]) -> None:
-        """End the uploads of dead nodes, which are no failures of the store."""
+        """End the uploads of dead nodes without counting a try, because the store did not fail."""
         for task in self._tasks.values():
             for index, node in list(task.running.items()):
                 if node in nodes:
@@ -244,5 +246,5 @@ class Drains:
 
 
 def _pause_s(tries: int) -> float:
-    """Return the pause after `tries` tries, at least one."""
+    """Return the pause after `tries` tries; `tries` is at least 1."""
     return min(RETRY_S * 2.0 ** min(tries - 1, MAX_DOUBLINGS), MAX_RETRY_S)

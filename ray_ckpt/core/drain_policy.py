@@ -1,7 +1,7 @@
-"""The choice of commits that go to the storage path regularly, by number or by time.
+"""The choice of the commits that are drained to the storage path regularly, by number or by time.
 
-It depends on the log alone, on the order and the times of all commits. So a restarted coordinator chooses the
-same, and goes on with what the one before it left half uploaded.
+The choice depends only on the order and the times of all commits in the log. So a restarted coordinator
+chooses the same commits, and continues the drains that the previous coordinator left unfinished.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 
 class DrainPolicy:
-    """Counts every commit in log order, those of earlier coordinators included."""
+    """The count of all commits in log order, including those of earlier coordinators."""
 
     def __init__(self) -> None:
         self._count = 0
         self._last_s: float | None = None  # Unix time of the last due commit, or of the first commit
-        self._due: list[str] = []  # attempts that may still have to be drained; bounded by the live ones
+        self._due: list[str] = []  # attempts that may still need a drain; at most the live ones remain
 
     def committed(self, checkpoint: CheckpointInfo, *, every: int, every_s: float | None) -> bool:
-        """Count a commit. Return True if it is due: each `every`-th one, and one after `every_s` seconds.
+        """Count a commit; return True if it is due: every `every`-th commit, and one each `every_s` seconds.
 
-        A last time far ahead comes from a clock that was wrong, so the distance counts in both directions.
+        The time between the last due commit and this one counts in both directions, because a wrong clock may
+        have given the last due commit a time far in the future.
         """
         now_s = checkpoint.committed_at_s
         last_s = now_s if self._last_s is None else self._last_s

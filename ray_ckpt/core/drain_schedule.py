@@ -1,4 +1,4 @@
-"""The checkpoints that are drained and when: the commits that are due, requests, and what failed before."""
+"""The schedule of drains: commits that are due, checkpoints that users request, and drains that failed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 
 class DrainSchedule:
-    """Starts drains and acts on their ends; `Drains` gives out their uploads."""
+    """The start and the end of drains; `Drains` assigns the uploads of each drain to nodes."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class DrainSchedule:
         self._policy = DrainPolicy()
 
     def is_due(self, checkpoint: CheckpointInfo) -> bool:
-        """Count a commit, in log order, and return True if it is due on the storage path."""
+        """Count a commit and return True if it must be drained; call for all commits in log order."""
         every, every_s = self._context.options.remote_every, self._intervals.remote_interval_s
         return self._policy.committed(checkpoint, every=every, every_s=every_s)
 
@@ -45,12 +45,12 @@ class DrainSchedule:
             yield from self.assign()
 
     def undrained(self) -> set[str]:
-        """Return the attempts that are due, not durable, and whole on live nodes."""
+        """Return the attempts that are due, not durable, and completely held by live nodes."""
         due = self._policy.undrained(self._context.history.checkpoints)
         return {c.id.attempt for c in due if self._context.holders.has_all(c)}
 
     def assign(self) -> Iterator[m.Effect]:
-        """Give out uploads; give drains up that no live node can serve."""
+        """Assign uploads to nodes; give up the drains for which no live node has an intact copy."""
         self._intervals.draining(self._drains.attempts)
         for checkpoint, reason in self._drains.give_up():
             yield from self._failed(checkpoint.id, reason)
@@ -61,12 +61,12 @@ class DrainSchedule:
             yield from self.assign()
 
     def bring(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
-        """Drain a checkpoint that a finish waits for, before all others."""
+        """Drain the checkpoint for which a finish request waits, before all other checkpoints."""
         self._drains.start(checkpoint, is_urgent=True, is_requested=True)
         yield from self.assign()
 
     def rescue(self) -> Iterator[m.Effect]:
-        """Drain the newest checkpoint if all nodes are about to go: only the storage path survives that."""
+        """Drain the newest checkpoint if all live nodes will leave soon, as only the storage path remains."""
         context, lineage = self._context, self._context.history.lineage()
         if context.holders.live - context.draining or not lineage:
             return
@@ -79,8 +79,8 @@ class DrainSchedule:
     def start_again(self) -> None:
         """Start drains that are due and not under way.
 
-        They are those of checkpoints that are damaged on the storage path, and drains that gave way to
-        others, had no source, or died with a coordinator.
+        These are the drains of checkpoints that are damaged on the storage path, and drains that were
+        displaced from the queue, had no source, or ended with an earlier coordinator.
         """
         holders, checkpoints = self._context.holders, self._context.history.checkpoints
         bad = [checkpoints[name] for name in sorted(holders.bad_remote & checkpoints.keys())]
@@ -98,7 +98,7 @@ class DrainSchedule:
     # -- events --------------------------------------------------------------------------------------
 
     def requested(self, event: m.DrainRequested) -> Iterator[m.Effect]:
-        """Start the drain of a checkpoint that somebody wants on the storage path."""
+        """Start the drain of a checkpoint that a user wants on the storage path."""
         checkpoint = self._context.history.checkpoints.get(event.attempt)
         if checkpoint is None or checkpoint.state != "live":
             state = f"is {checkpoint.state}" if checkpoint else "does not exist"
@@ -120,7 +120,7 @@ class DrainSchedule:
         yield from self.assign()
 
     def described(self, event: m.DescriptionWritten) -> Iterator[m.Effect]:
-        """Promote a checkpoint that is on the storage path, all of it; damage there ends its drain."""
+        """Promote a checkpoint that is complete on the storage path; give up its drain if it is damaged."""
         context, attempt = self._context, event.attempt.attempt
         checkpoint = context.history.checkpoints[attempt]
         self._drains.described(event)
@@ -135,7 +135,7 @@ class DrainSchedule:
                 context.ledger.append(op)
 
     def _failed(self, attempt: AttemptId, reason: str) -> Iterator[m.Effect]:
-        """Warn of a drain that was given up; a finish that waits for it fails."""
+        """Warn of a drain that was given up; fail the finish requests that wait for this drain."""
         error = Unavailable(f"Step {attempt.step} did not reach the storage path: {reason}")
         yield from self._context.warn_once(str(error))
         lineage = self._context.history.lineage()

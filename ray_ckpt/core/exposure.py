@@ -1,4 +1,4 @@
-"""Exposure: the steps that the death of each node of the group would cost right now."""
+"""Exposure: the number of steps that would be lost if a node of the group died now, for each node."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.values import SessionNode
 from ray_ckpt.types import CheckpointInfo, Exposure, Level
 
-NOWHERE = ""  # stands for the only holder of a fragment that nobody holds
+NOWHERE = ""  # stands for the holder of a fragment that no live node holds
 
 
 def exposure(
     plan_nodes: Sequence[SessionNode], lineage: Sequence[CheckpointInfo], holders: Holders, step: int
 ) -> tuple[Exposure, ...]:
-    """Return for each node the newest checkpoint that would be left without the node.
+    """Return for each node the newest checkpoint that would be left if the node died.
 
-    `step` is the last completed one. Each checkpoint is looked at once, newest first, until every node has
-    its checkpoint.
+    `step` is the last completed step. Each checkpoint is visited once, newest first, until a checkpoint is
+    found for every node.
     """
     found: dict[str, Exposure] = {}
     waiting = list(plan_nodes)
@@ -43,7 +43,7 @@ def exposure(
 
 
 def _only_holders(checkpoint: CheckpointInfo, holders: Holders) -> dict[int, str]:
-    """Map each fragment that has fewer than two live holders to its holder."""
+    """Map each fragment with fewer than two live holders to its only holder, or to NOWHERE."""
     name = checkpoint.id.attempt
     held = {index: holders.of(name, index) & holders.live for index in range(checkpoint.num_nodes)}
     return {index: next(iter(nodes), NOWHERE) for index, nodes in held.items() if len(nodes) < 2}
@@ -52,7 +52,7 @@ def _only_holders(checkpoint: CheckpointInfo, holders: Holders) -> dict[int, str
 def _tier(
     checkpoint: CheckpointInfo, only: Mapping[int, str], fatal: set[str], node: SessionNode, num_nodes: int
 ) -> Literal["peer", "remote"]:
-    """Return the tier of the node's part without the node; a group of another size may need any part."""
+    """Return the tier that still has the node's part; a group of another size may need any part."""
     needed = {only[node.node_index]} if node.node_index in only else set[str]()
     if checkpoint.num_nodes != num_nodes:
         needed = fatal

@@ -1,4 +1,4 @@
-"""Requests to finish a run, and how its launcher has ended it."""
+"""Requests to finish a run, and the end of the run as the launcher reports it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ray_ckpt.types import CheckpointInfo, EndCause
 
 
 class Finishing:
-    """Answers requests to finish, and ends the group if its launcher has requested that."""
+    """The open requests to finish a run, their answers, and the end of the group if a request includes it."""
 
     def __init__(
         self,
@@ -30,15 +30,15 @@ class Finishing:
         self._sessions, self._session_end = sessions, session_end
         self._sweeps, self._closing = sweeps, closing
         self._requests: list[m.FinishRequested] = []
-        self.end_cause: EndCause | None = None  # as the launcher has reported it, until the next group comes
+        self.end_cause: EndCause | None = None  # as the launcher reported; None after the next group opens
 
     def __bool__(self) -> bool:
-        """Return True while a request waits."""
+        """Return True while a request has no answer."""
         return bool(self._requests)
 
     @property
     def ends_group(self) -> bool:
-        """A launcher that waits has reported the end of its group."""
+        """True if an open request also ends the group."""
         return any(event.ends_group for event in self._requests)
 
     def add(self, event: m.FinishRequested) -> Iterable[m.Effect]:
@@ -46,21 +46,21 @@ class Finishing:
         return ()
 
     def group_came(self) -> None:
-        """Go on: a new group has the run."""
+        """Cancel the end of the run, because a new group has opened the run."""
         self.end_cause = None
         self._closing.stop()
 
     def ended(self, cause: EndCause) -> None:
-        """Note how the run has ended; a run that finished is put away after its grace."""
+        """Note how the run has ended; a finished run is put away after the grace period."""
         self.end_cause = cause
         if cause == "finished":
             self._closing.finished()
 
     def reply(self, newest: CheckpointInfo | None) -> Iterator[m.Effect]:
-        """Answer all requests: the newest checkpoint is durable, or there is none."""
+        """Answer all requests; call when the newest checkpoint is durable or the run has no checkpoint."""
         ends_group = self.ends_group
         if ends_group and self._end_session():
-            return  # again when that is in the log: the cluster may go as soon as the launcher knows
+            return  # called again when the end is in the log: after the reply, the cluster may be shut down
         yield from self._sweeps.order_listing(self._context.wall_s, is_end=True)
         if ends_group:
             self.ended(_request_end(self._requests))
@@ -71,7 +71,7 @@ class Finishing:
             yield from self._end_group()
 
     def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
-        """Fail all requests; the group ends all the same if its launcher has requested that."""
+        """Fail all requests; end the group nevertheless if a request ends it."""
         ends_group = self.ends_group
         if ends_group:
             self._end_session()
@@ -82,7 +82,7 @@ class Finishing:
             yield from self._end_group()
 
     def _end_session(self) -> bool:
-        """Append the end of the session at work; return False if it is in the log."""
+        """Append the end of the session at work; return False if there is no record to append."""
         cause, live = _request_end(self._requests), self._context.holders.live
         return self._session_end.end(cause, live=None if cause == "finished" else live)
 

@@ -1,4 +1,4 @@
-"""Metrics of a run's state: the steps at risk, and how far each level lags behind."""
+"""Metrics of a run's state: the steps at risk, and the lag of each level behind training."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def gauges(
 ) -> Iterator[t.Sample]:
     """Yield the samples of a run at Unix time `wall_s`.
 
-    `last_step` is the last step that a rank has completed (0: none). A level that no checkpoint has reached
-    lags by all steps, and by the time since the session began.
+    `last_step` is the last step that a rank has completed (0: none). If no checkpoint has reached a level,
+    the lag of the level is all steps, and the time since the session opened.
     """
     session = history.session
     yield t.Sample(metric=t.ACTIVE, value=float(is_active))

@@ -1,4 +1,4 @@
-"""History of a run: replay of its log's records into sessions and checkpoints."""
+"""History of a run: the sessions and checkpoints that result from the records of the run's log."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ __all__ = ["RunHistory", "SessionInfo"]
 
 
 class RunHistory:
-    """State of one run after records 0 to `next_seq` - 1. Only `apply` changes it.
+    """State of one run after records 0 to `next_seq` - 1. Only `apply` changes this state.
 
-    The cost of a record does not grow with the log; that of `live` and `lineage` grows with the live
-    checkpoints only.
+    The time of `apply` does not grow with the log; the time of `live` and `lineage` grows only with the
+    number of live checkpoints.
     """
 
     def __init__(self) -> None:
@@ -47,15 +47,15 @@ class RunHistory:
         self.last_digest = ""
         self.epoch = 0
         self.writer = ""
-        self.service = ""  # of the coordinator that wrote the last epoch
+        self.service = ""  # the service of the coordinator that wrote the last epoch record
         self.sessions: dict[int, SessionInfo] = {}  # by number, in log order
         self.checkpoints: dict[str, CheckpointInfo] = {}  # by attempt, in log order
-        self.drilled_at_s: float | None = None  # Unix time of the last drill that passed, of any checkpoint
-        self._live: dict[str, CheckpointInfo] = {}  # the live ones of `checkpoints`
+        self.drilled_at_s: float | None = None  # Unix time of the last passed drill of any checkpoint
+        self._live: dict[str, CheckpointInfo] = {}  # the live entries of `checkpoints`
 
     @classmethod
     def from_snapshot(cls, snapshot: LogSnapshot) -> RunHistory:
-        """Return the history that `to_snapshot` was called on."""
+        """Return the history from which `to_snapshot` made the snapshot."""
         history = cls()
         history.run_uid, history.run_name = snapshot.run_uid, snapshot.run_name
         history.next_seq, history.last_digest = snapshot.seq + 1, snapshot.last_digest
@@ -68,7 +68,7 @@ class RunHistory:
         return history
 
     def to_snapshot(self, time_s: float) -> LogSnapshot:
-        """Return a snapshot of this history, written at Unix time `time_s`. Needs at least one record."""
+        """Return a snapshot of this history at Unix time `time_s`; the history has at least one record."""
         return LogSnapshot(
             seq=self.next_seq - 1,
             last_digest=self.last_digest,
@@ -83,7 +83,7 @@ class RunHistory:
         )
 
     def copy(self) -> RunHistory:
-        """Return an independent copy: records may be applied to either."""
+        """Return an independent copy: a record applied to one does not change the other."""
         other = copy.copy(self)
         other.sessions, other.checkpoints = dict(self.sessions), dict(self.checkpoints)
         other._live = dict(self._live)
@@ -91,14 +91,14 @@ class RunHistory:
 
     @property
     def session(self) -> SessionInfo | None:
-        """The current session: the last one in the log."""
+        """The current session: the last session in the log; None if there is no session."""
         return next(reversed(self.sessions.values()), None)
 
     def apply(self, record: LogRecord, record_digest: str) -> None:
-        """Add the next record, or raise FormatError and change nothing if it does not continue the log (P3).
+        """Add the next record; if it does not continue the log, raise FormatError and change nothing (P3).
 
-        A `promote`, `verified`, `annotated`, `drilled` or `lost` may have waited behind the record that
-        retired its checkpoint; such a record changes nothing.
+        A `promote`, `verified`, `annotated`, `drilled` or `lost` record may have waited in the queue behind
+        the record that retired the same checkpoint; such a record changes no checkpoint.
         """
         self._check(record)
         match record.op:
@@ -125,12 +125,15 @@ class RunHistory:
         return tuple(self._live.values())
 
     def lineage(self) -> tuple[CheckpointInfo, ...]:
-        """Return live checkpoints of the session, and of its ancestors up to branch points, in log order."""
+        """Return the live checkpoints on the lineage, in log order.
+
+        They are those of the current session, and those of its ancestors up to the branch points.
+        """
         ends = self.branch_points()
         return tuple(c for c in self._live.values() if c.seq <= ends.get(c.id.session, -1))
 
     def branch_points(self) -> dict[int, int]:
-        """Map the current session and its ancestors to the last record of each that is on the lineage."""
+        """Map the current session and each ancestor to the number of its last record on the lineage."""
         ends: dict[int, int] = {}
         session, last_seq = self.session, self.next_seq
         while session is not None:
@@ -180,7 +183,7 @@ class RunHistory:
                 self._check_change(op, where, record.seq)
 
     def _check_change(self, op: _Change, where: str, seq: int) -> None:
-        """Check the order: live or lost, then retired, then collected; and pinned only while live."""
+        """Check a checkpoint's states: live or lost, then retired, then collected; pins only while live."""
         checkpoint = self.checkpoints.get(op.attempt)
         if checkpoint is None:
             raise FormatError(f"{where} names the unknown checkpoint {op.attempt}.", seq=seq)
@@ -193,7 +196,7 @@ class RunHistory:
 
 
 def has_room(checkpoint: CheckpointInfo, metrics: Mapping[str, float]) -> bool:
-    """Return True if `metrics` may be added: known names always, new ones up to MAX_METRICS in all."""
+    """Return True if `metrics` may be added: known names always, new names up to MAX_METRICS in total."""
     old = checkpoint.metrics
     return len(old.keys() | metrics.keys()) <= max(MAX_METRICS, len(old))
 
@@ -208,7 +211,7 @@ _PARTICIPLES: dict[type[_Change], str] = {Retired: "retired", Collected: "collec
 
 
 def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
-    """Return `old` after a record that `_check` has accepted."""
+    """Return `old` changed by `op`, which `_check` has accepted."""
     match op:
         case Retired():
             return replace(old, state="retired")

@@ -9,19 +9,19 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 
 class Holders:
-    """The live nodes that hold each fragment of each attempt, complete and fsynced."""
+    """The live nodes that hold a complete and fsynced copy of each fragment of each attempt."""
 
     def __init__(self) -> None:
         self.live: frozenset[str] = frozenset()
         self.bad_remote: set[str] = set()  # live attempts whose copy on the storage path is damaged
         self._nodes: dict[str, dict[int, set[str]]] = {}
-        self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files of a copy that failed
-        self._disks: dict[str, str] = {}  # disk -> the node that it was last found on
-        self._left: set[str] = set()  # nodes whose disk was found on another since; late reports do not count
+        self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files of a failed copy
+        self._disks: dict[str, str] = {}  # disk -> the node on which the disk was last found
+        self._left: set[str] = set()  # nodes whose disk is on another node now: ignore their late reports
 
     def add(self, attempt: str, node_index: int, node: str) -> None:
         if node not in self.live or node in self._left:
-            return  # a late report about a dead node
+            return  # the report is late: the node is dead
         self._nodes.setdefault(attempt, {}).setdefault(node_index, set()).add(node)
 
     def of(self, attempt: str, node_index: int) -> frozenset[str]:
@@ -32,15 +32,15 @@ class Holders:
         return frozenset().union(*self._nodes.get(attempt, {}).values())
 
     def note_tried(self, attempt: str, node: str) -> None:
-        """Note that a copy to a node failed: all or part of it may lie there."""
+        """Note that a copy to a node failed, so that all or some of its files may be on the node."""
         self._tried.setdefault(attempt, set()).add(node)
 
     def may_have(self, attempt: str) -> frozenset[str]:
-        """Return the live nodes that hold any part of an attempt, or have been sent one."""
+        """Return the live nodes that hold any part of an attempt, or to which a copy was tried."""
         return self.live & self.anywhere(attempt).union(self._tried.get(attempt, ()))
 
     def num_copies(self, attempt: str, num_nodes: int) -> int:
-        """Return the copies besides the first that every fragment has; -1 if no node holds a fragment."""
+        """Return the number of extra copies that every fragment has; -1 if a fragment has no copy at all."""
         return min(len(self.of(attempt, index)) for index in range(num_nodes)) - 1
 
     def has_all(self, checkpoint: CheckpointInfo) -> bool:
@@ -53,15 +53,15 @@ class Holders:
         return is_remote or self.has_all(checkpoint)
 
     def count(self, attempt: str, node: str) -> int:
-        """Return the number of its fragments that a node holds."""
+        """Return the number of the attempt's fragments that a node holds."""
         return sum(node in nodes for nodes in self._nodes.get(attempt, {}).values())
 
     def remove(self, attempt: str, node_index: int, node: str) -> None:
-        """Count a copy no more: it is damaged."""
+        """Remove a copy from the registry, because the copy is damaged."""
         self._nodes.get(attempt, {}).get(node_index, set()).discard(node)
 
     def remove_all(self, attempt: str, node: str) -> None:
-        """Count the copies of an attempt on a node no more: they are evicted."""
+        """Remove the copies of an attempt on a node from the registry, because they are evicted."""
         for nodes in self._nodes.get(attempt, {}).values():
             nodes.discard(node)
 
@@ -70,7 +70,7 @@ class Holders:
         self._tried.pop(attempt, None)
 
     def seen(self, live: frozenset[str]) -> None:
-        """Note which nodes are alive."""
+        """Set the live nodes."""
         self.live = live
 
     def lose(self, nodes: frozenset[str]) -> None:
@@ -79,12 +79,12 @@ class Holders:
                 holders -= nodes
 
     def learn(self, inventories: Mapping[str, Inventory], run_uid: str) -> None:
-        """Replace the holdings of these nodes by their inventories."""
+        """Replace the registered copies on these nodes by the inventories of the nodes."""
         self.lose(frozenset(inventories))
         self.live |= frozenset(inventories)
         for node, inventory in inventories.items():
             before = self._disks.get(inventory.disk, node)
-            if inventory.disk and before != node:  # the machine has come back before its death was noticed
+            if inventory.disk and before != node:  # the machine returned before its loss was noticed
                 self.lose(frozenset({before}))
                 self._left = (self._left | {before}) & self.live
             self._left.discard(node)
@@ -95,5 +95,5 @@ class Holders:
                     self.add(held.attempt.attempt, held.node_index, node)
 
     def table(self) -> dict[str, dict[int, tuple[str, ...]]]:
-        """Return attempt -> fragment -> nodes, for status."""
+        """Return a map of attempt -> fragment -> nodes, for status."""
         return {a: {i: tuple(sorted(n)) for i, n in f.items()} for a, f in self._nodes.items()}

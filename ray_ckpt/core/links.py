@@ -1,20 +1,20 @@
-"""Links: which nodes did not answer which others, as the nodes that sent copies have reported."""
+"""Links: the pairs of nodes between which a copy failed, as the nodes that sent the copies reported."""
 
 from __future__ import annotations
 
 from collections.abc import Set
 
-SILENT_FOR_S = 5.0  # a link counts as silent after a failure; then one copy may try it again
+SILENT_FOR_S = 5.0  # time for which a failed link is not used; after it, a copy may try the link again
 
 
 class Links:
-    """Directed links between live nodes that have failed. A link that is not listed works."""
+    """The failed directed links between live nodes. A link that is not listed works."""
 
     def __init__(self) -> None:
         self._until_s: dict[tuple[str, str], float] = {}
 
     def failed(self, source: str, holder: str, now_s: float) -> bool:
-        """Note that `holder` did not answer `source`. Returns True if the link worked before."""
+        """Note that `holder` did not answer `source`; return True if the link worked before."""
         is_new = (source, holder) not in self._until_s
         self._until_s[source, holder] = now_s + SILENT_FOR_S
         return is_new

@@ -1,7 +1,7 @@
-"""Requests for a log record about one checkpoint: pins, drills, and metrics that come after the save.
+"""Requests for a log record about one checkpoint: pins, drills, and metrics that are added after the save.
 
-Each is decided while nothing is pending, because retirement is final: one record at a time, in the order of
-the requests. Metrics for a save that is on its way wait until it has ended.
+Because retirement is final, a request is decided only while no record is pending: one record at a time, in
+the order of the requests. Metrics for an open save wait until the save has ended.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ray_ckpt.format import records as r
 from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import CheckpointInfo
 
-MAX_WAITING = 64  # annotations that wait for saves: 8 of each that may be open; the oldest give way
-_NOT_THERE = {"live": "off the lineage", "collected": "retired"}  # states in messages to people
+MAX_WAITING = 64  # annotations that wait for saves: 8 for each save that may be open; the oldest ones fail
+_NOT_THERE = {"live": "off the lineage", "collected": "retired"}  # state -> text in messages to users
 
 Requested: TypeAlias = m.PinRequested | m.UnpinRequested | m.AnnotateRequested | m.DrillEnded
 
 
 def checkpoint_to_pin(history: RunHistory, step: int) -> CheckpointInfo:
-    """Return the newest live checkpoint of a step, which a pin of that step means.
+    """Return the newest live checkpoint of a step, to which a pin of that step applies.
 
-    Raise ConfigError if there is none, with the state of the step's checkpoint and the steps that there are.
+    If there is none, raise ConfigError with the state of the step's checkpoint and the nearest live steps.
     """
     known = [c for c in history.checkpoints.values() if c.step == step]
     live = [c for c in known if c.state == "live"]
@@ -39,8 +39,9 @@ def checkpoint_to_pin(history: RunHistory, step: int) -> CheckpointInfo:
 
 
 def checkpoint_to_unpin(history: RunHistory, step: int, owner: str) -> CheckpointInfo:
-    """Return the newest checkpoint of a step that `owner` has pinned, a live one first; if none, the newest.
+    """Return the checkpoint of a step to which an unpin by `owner` applies.
 
+    Checkpoints that `owner` has pinned come before others, then live ones before others, then newer ones.
     Raise ConfigError if the step has never had a checkpoint.
     """
     known = [c for c in history.checkpoints.values() if c.step == step]
@@ -61,7 +62,7 @@ def _not_live(history: RunHistory, step: int, known: Sequence[CheckpointInfo]) -
 
 
 def _writable(decision: r.Op | CheckpointError) -> r.Op | CheckpointError:
-    """Return ConfigError in place of a record that cannot be written, which would block the log for good."""
+    """Return ConfigError instead of a record that cannot be encoded and would block the log forever."""
     if isinstance(decision, CheckpointError):
         return decision
     try:
@@ -74,24 +75,24 @@ def _writable(decision: r.Op | CheckpointError) -> r.Op | CheckpointError:
 @dataclass(frozen=True, slots=True)
 class _Request:
     event: Requested
-    attempt: str | None = None  # the save that was on its way when an annotation came
+    attempt: str | None = None  # the save that was open when an annotation arrived
 
 
 class Requests:
-    """Requests that have no answer yet."""
+    """The requests that have no answer yet."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._requests: list[_Request] = []  # bounded by the callers that wait, and by MAX_WAITING
-        self._logging: Requested | None = None  # the request whose record is on its way
+        self._requests: list[_Request] = []  # at most one per waiting caller; annotations: MAX_WAITING
+        self._logging: Requested | None = None  # the request whose record is being written
 
     def __bool__(self) -> bool:
-        """Return True if a request waits to be decided."""
+        """Return True if a request is not decided yet."""
         return bool(self._requests)
 
     @property
     def waiting(self) -> tuple[Requested, ...]:
-        """Requests without an answer, in the order in which they came."""
+        """The requests without an answer, in the order of their arrival."""
         logging = () if self._logging is None else (self._logging,)
         return (*logging, *(request.event for request in self._requests))
 
@@ -105,7 +106,7 @@ class Requests:
             yield m.Fail(token=request.event.token, error=error)
 
     def decide(self, attempts: OpenAttempts) -> Iterator[m.Effect]:
-        """Append the record of the first request that can be decided; called while nothing is pending."""
+        """Append the record of the first request that can be decided; call while no record is pending."""
         for request in list(self._requests):
             if request.attempt is not None and attempts.is_open(request.attempt):
                 continue
@@ -118,7 +119,7 @@ class Requests:
             yield m.Fail(token=request.event.token, error=decision)
 
     def logged(self) -> Iterator[m.Effect]:
-        """Answer the request whose record is confirmed now."""
+        """Answer the request whose record was confirmed."""
         assert self._logging is not None, "only one is written at a time"
         event, self._logging = self._logging, None
         yield m.Reply(token=event.token, value=None)

@@ -1,4 +1,4 @@
-"""Snapshots of the log: the whole history in one file, so that readers need few records."""
+"""Snapshots of the log: the whole history in one file, so that a reader opens few records."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
 
-SNAPSHOT_EVERY = 1000  # records between two snapshots of the log: what a reader opens one by one
-SNAPSHOT_RETRY_S = 60.0  # after a snapshot that could not be written
+SNAPSHOT_EVERY = 1000  # records between two snapshots; a reader opens up to this number one by one
+SNAPSHOT_RETRY_S = 60.0  # pause after a snapshot that could not be written
 
 
 class LogSnapshots:
-    """Has a snapshot written every SNAPSHOT_EVERY records, one at a time."""
+    """The schedule of snapshots: one after every SNAPSHOT_EVERY records, one at a time."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._last_seq = 0  # of the last snapshot that is known
+        self._last_seq = 0  # the number of the last record in the last known snapshot
         self._not_before_s = 0.0
         self.is_writing = False
 
@@ -25,18 +25,18 @@ class LogSnapshots:
 
     @property
     def is_due(self) -> bool:
-        """Enough records lie behind the last snapshot, and none is being written."""
+        """True if the last snapshot is SNAPSHOT_EVERY records old and no snapshot is being written."""
         if self.is_writing or self._context.history.next_seq - 1 - self._last_seq < SNAPSHOT_EVERY:
             return False
         return self._context.now_s >= self._not_before_s
 
     def write(self) -> Iterator[m.Effect]:
-        """Start a snapshot. Called while no record waits for the log."""
+        """Start a snapshot; call while no record waits for the log."""
         self.is_writing = True
         yield m.WriteSnapshot(seq=self._context.history.next_seq - 1)
 
     def written(self, event: m.SnapshotWritten) -> Iterator[m.Effect]:
-        """Note the end of a snapshot; one that failed is tried again after SNAPSHOT_RETRY_S."""
+        """Note the end of a snapshot; a failed snapshot is tried again after SNAPSHOT_RETRY_S."""
         self.is_writing = False
         if event.error is None:
             self._last_seq = max(self._last_seq, event.seq)

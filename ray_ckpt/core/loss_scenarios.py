@@ -1,9 +1,9 @@
-"""Scenarios of losses: which checkpoints a loss would leave, and which must survive it.
+"""Scenarios of losses: the checkpoints that would be left after a loss, and those that must survive it.
 
-A scenario removes nodes, with all that is on them. The level of a checkpoint determines which losses it must
-survive: a durable one any loss of nodes, and one with `replicas` copies on other nodes the loss of as many
-copies of each fragment. The copies are those that the nodes have reported: where repair is behind, a drill
-reports it.
+A scenario removes nodes and all data on these nodes. The level of a checkpoint determines the losses that it
+must survive: a durable checkpoint must survive every loss of nodes; a checkpoint with `replicas` copies on
+other nodes must survive the loss of `replicas` copies of each fragment. Only copies that the nodes have
+reported count, so that a drill reports a checkpoint whose copies are not repaired yet.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.types import CheckpointInfo, Level
 
-MAX_NAMED = 10  # nodes or domains in a hint
+MAX_NAMED = 10  # nodes or domains listed in a hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A loss to practise, under its name in the log: of these nodes, or of all nodes."""
+    """A loss of some nodes, or of all nodes if `remote_only`. A drill's log record contains `name`."""
 
     name: str
     lost: frozenset[str] = frozenset()
     remote_only: bool = False
 
     def survivors(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return the nodes that are left, in the order given."""
+        """Return those of `nodes` that are left after the loss, in the same order."""
         return () if self.remote_only else tuple(node for node in nodes if node not in self.lost)
 
 
@@ -38,9 +38,9 @@ REMOTE_ONLY = Scenario(name="remote-only", remote_only=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveCheckpoint:
-    """A live checkpoint and the live nodes that hold each of its fragments, with their files.
+    """A live checkpoint, with the live nodes that hold each fragment and all files of the fragment.
 
-    `homes` are the nodes that hold each fragment for their own ranks, "" where that is not known.
+    `homes` are the nodes that hold each fragment for the ranks on that node; "" if the node is not known.
     """
 
     checkpoint: CheckpointInfo
@@ -55,7 +55,10 @@ class LiveCheckpoint:
 def live_checkpoints(
     history: RunHistory, holders: Mapping[str, Mapping[int, Sequence[str]]], plan: SessionPlan | None
 ) -> tuple[LiveCheckpoint, ...]:
-    """Return those of a run in log order; `holders` by attempt and fragment, `plan` of the group at work."""
+    """Return the live checkpoints of a run in log order.
+
+    `holders` maps attempt and fragment to nodes; `plan` is the plan of the group at work.
+    """
     lineage = {c.id.attempt for c in history.lineage()}
     nodes = sorted(plan.nodes, key=lambda n: n.node_index) if plan is not None else ()
     homes = tuple(node.node_id for node in nodes)
@@ -74,13 +77,13 @@ def live_checkpoints(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftovers:
-    """A checkpoint after a loss: for each fragment its remaining holders, its home first."""
+    """A checkpoint after a loss: the remaining holders of each fragment, the fragment's home first."""
 
     live: LiveCheckpoint
     holders: tuple[tuple[str, ...], ...]
-    is_remote: bool  # the checkpoint is on the storage path too
+    is_remote: bool  # the checkpoint is also on the storage path
     is_covered: bool  # the checkpoint must survive the loss
-    problems: tuple[str, ...]  # fragments without a copy, and where the copies were; for people
+    problems: tuple[str, ...]  # texts for users: fragments without a copy, and the nodes of lost copies
 
     @property
     def checkpoint(self) -> CheckpointInfo:
@@ -88,7 +91,7 @@ class Leftovers:
 
 
 def leftovers(live: LiveCheckpoint, scenario: Scenario) -> Leftovers:
-    """Return a checkpoint as it is after the loss of `scenario`."""
+    """Return the state of a checkpoint after the loss of `scenario`."""
 
     def by_home(index: int) -> tuple[str, ...]:
         left = scenario.survivors(live.holders[index])
@@ -122,7 +125,7 @@ def _is_covered(live: LiveCheckpoint, scenario: Scenario) -> bool:
         return True
     if scenario.remote_only:
         return False
-    if checkpoint.level is Level.LOCAL and not all(live.holders):  # a fragment is lost already
+    if checkpoint.level is Level.LOCAL and not all(live.holders):  # a fragment was lost before this loss
         return False
     copies = checkpoint.replicas if checkpoint.level is Level.REPLICATED else 0
     return all(len(scenario.lost.intersection(nodes)) <= copies for nodes in live.holders)
@@ -132,7 +135,10 @@ def _is_covered(live: LiveCheckpoint, scenario: Scenario) -> bool:
 
 
 def lose_node(prefix: str, nodes: Collection[str]) -> Scenario:
-    """Return the loss of the live node whose id begins with `prefix`; ConfigError unless there is one."""
+    """Return the loss of the live node whose id begins with `prefix`.
+
+    Raise ConfigError unless exactly one live node has such an id.
+    """
     found = [node for node in nodes if prefix and node.startswith(prefix)]
     if len(found) != 1:
         what = "No live node" if not found else f"{len(found)} live nodes"
@@ -144,7 +150,7 @@ def lose_node(prefix: str, nodes: Collection[str]) -> Scenario:
 
 
 def lose_rack(domain: str, domains: Mapping[str, str]) -> Scenario:
-    """Return the loss of all live nodes of a failure domain; `domains` maps each node to its domain.
+    """Return the loss of all live nodes in a failure domain; `domains` maps each live node to its domain.
 
     Raise ConfigError if the domain has no live node.
     """
@@ -157,9 +163,9 @@ def lose_rack(domain: str, domains: Mapping[str, str]) -> Scenario:
 
 
 def scenarios(live: Sequence[LiveCheckpoint], domains: Mapping[str, str]) -> tuple[Scenario, ...]:
-    """Return each loss that would cost a copy: of a node, of a domain, and of all nodes if a copy is durable.
+    """Return each loss that would cost a copy: of a node, a domain and, if a copy is durable, of all nodes.
 
-    The order is fixed, so that a seed chooses the same again.
+    The order is fixed, so that the same seed chooses the same scenario.
     """
     holding = {node for c in live for nodes in c.holders for node in nodes}
     racks = {domain for node, domain in domains.items() if domain and node in holding}

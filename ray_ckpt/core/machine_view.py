@@ -1,4 +1,4 @@
-"""The state of a run machine, read for status, metrics and the command line."""
+"""Read-only view of a run machine's state, for status, metrics and the command line."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ray_ckpt.errors import CheckpointError
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import CheckpointInfo, EndCause, Exposure, Level, RankRestore
 
-AWAITED_EVERY_S = 1.0  # every node sends a request each second, and an answer costs time by ranks
+AWAITED_EVERY_S = 1.0  # longest age of an answer, which visits all ranks; every node requests one each second
 
 
 @dataclass(slots=True, kw_only=True)
 class MachineParts:
-    """The parts of one run machine that its view reads."""
+    """The parts of one run machine that MachineView reads."""
 
     context: Context
     sessions: Sessions
@@ -49,42 +49,42 @@ class MachineParts:
 
 @dataclass(slots=True)
 class MachineView:
-    """Reads the parts of one run machine and changes none of them. Nothing is decided here."""
+    """A view that reads the parts of one run machine, changes none of them and makes no decision."""
 
     _parts: MachineParts
-    _awaited: tuple[float, tuple[Awaited, ...]] | None = field(default=None, init=False)  # and when found
+    _awaited: tuple[float, tuple[Awaited, ...]] | None = field(default=None, init=False)  # with its time
 
     # -- the run and its launcher ------------------------------------------------------------------
 
     @property
     def owner(self) -> str:
-        """The launcher whose group is at work or being opened; "" if there is none."""
+        """The launcher whose group is at work or being opened; "" if there is no such group."""
         return self._parts.sessions.owner
 
     @property
     def is_idle(self) -> bool:
-        """No group has the run, and this coordinator is not about to write anything."""
+        """True if no group has the run and this coordinator has no record left to write."""
         return not self._parts.sessions.owner_has_run and self._parts.context.ledger.is_settled
 
     @property
     def end_cause(self) -> EndCause | None:
-        """How the launcher has ended the run; None while it has not, or another group has come since."""
+        """The end that the launcher reported; None before the report and after the next group opens."""
         return self._parts.finishing.end_cause
 
     @property
     def is_training(self) -> bool:
-        """The group at work has its state."""
+        """True if the ranks of the group at work have restored their state and may train."""
         return self._parts.sessions.is_training
 
     @property
     def restores(self) -> tuple[RankRestore, ...]:
-        """How the ranks of the group at work got their state."""
+        """The restores of the ranks of the group at work."""
         return self._parts.sessions.restores
 
     def objection(self, owner: str, dead_owner: str) -> CheckpointError | None:
-        """Return the error that keeps this launcher from opening a group now, if there is one.
+        """Return the error that prevents launcher `owner` from opening a group now; None if it may open one.
 
-        `dead_owner` was found dead.
+        `dead_owner` is a launcher that was found dead.
         """
         return self._parts.sessions.objection(owner, dead_owner)
 
@@ -92,24 +92,24 @@ class MachineView:
 
     @property
     def last_step(self) -> int:
-        """The last optimizer step that a rank of the group has reported, 0 if none has."""
+        """The last optimizer step that a rank of the group has reported; 0 if no rank has reported one."""
         return self._parts.progress.last_step
 
     @property
     def step_s(self) -> float:
-        """Seconds that a step of the group took recently; 0: not known."""
+        """Recent duration of a step of the group in seconds; 0: not known."""
         return self._parts.progress.step_s
 
     @property
     def save_interval_s(self) -> float:
-        """Seconds between saves at the current settings and pace; 0: not known."""
+        """Seconds between saves with the current settings and duration of a step; 0: not known."""
         by_time_s = self._parts.intervals.interval_s or 0.0
         by_steps_s = (self._parts.context.options.steps_between_saves or 0) * self.step_s
         return min((s for s in (by_time_s, by_steps_s) if s > 0), default=0.0)
 
     @property
     def saves_underway(self) -> tuple[SaveUnderway, ...]:
-        """Saves that are neither committed nor dropped, by step."""
+        """Saves that are neither committed nor dropped, in the order of their steps."""
         return self._parts.saves.underway()
 
     @property
@@ -119,18 +119,18 @@ class MachineView:
 
     @property
     def copies_missing(self) -> int:
-        """Copies of fragments that repair has yet to make."""
+        """Number of copies of fragments that repair still has to make."""
         return self._parts.maintenance.copies_missing
 
     @property
     def records_waiting(self) -> int:
-        """Records that the log has not confirmed; many mean that its store does not answer."""
+        """Number of records that are not confirmed in the log; it grows if the store does not answer."""
         return len(self._parts.context.ledger.pending)
 
     def awaited(self) -> tuple[Awaited, ...]:
-        """Return the ranks that others wait for, to restore, to save or to report.
+        """Return the ranks for which other ranks wait at a restore, a save or a report.
 
-        The answer is up to AWAITED_EVERY_S old.
+        The answer is up to AWAITED_EVERY_S old, because it is computed at most once in this time.
         """
         parts, now_s = self._parts, self._parts.context.now_s
         if self._awaited is None or abs(now_s - self._awaited[0]) >= AWAITED_EVERY_S:
@@ -143,17 +143,17 @@ class MachineView:
 
     @property
     def live_nodes(self) -> frozenset[str]:
-        """Nodes that are alive, by the last report."""
+        """The live nodes, by the last report."""
         return self._parts.context.holders.live
 
     @property
     def domains(self) -> dict[str, str]:
-        """The failure domain of each node, "" if it is not known."""
+        """The failure domain of each node; "" if the domain is not known."""
         return dict(self._parts.context.domains)
 
     @property
     def leaving(self) -> dict[str, float | None]:
-        """Live nodes that are about to go, with the seconds until then if that is known."""
+        """Live nodes that will leave soon -> seconds until they leave; None: not known."""
         context = self._parts.context
         return {
             node: context.leaves_at_s[node] - context.now_s if node in context.leaves_at_s else None
@@ -171,16 +171,17 @@ class MachineView:
         return tuple(c for c in self._parts.context.history.live() if c.level < Level.DURABLE)
 
     def exposure(self) -> tuple[Exposure, ...]:
-        """Return the cost of each node's death right now, for the nodes of the group at work."""
+        """Return, for each node of the group at work, the steps that its death would cost now."""
         context = self._parts.context
         nodes = context.plan.nodes if context.plan else ()
         return exposure(nodes, context.history.lineage(), context.holders, self.last_step)
 
     def needed_nodes(self) -> frozenset[str]:
-        """Return the nodes that the group at work or a kept checkpoint cannot do without.
+        """Return the nodes that the group at work or a live checkpoint needs.
 
-        They are the nodes that the group runs on or that hold its copies, and those that hold checkpoints
-        which are not durable. Between groups only the checkpoint that the next one would resume from counts.
+        These are the nodes on which the group runs, the holders of its copies, and the nodes that hold
+        checkpoints which are not durable. While no group is at work, only the checkpoint from which the next
+        group would resume counts.
         """
         context = self._parts.context
         nodes = {
@@ -193,7 +194,7 @@ class MachineView:
     # -- metrics -----------------------------------------------------------------------------------
 
     def gauges(self) -> Iterator[Sample]:
-        """Yield the state of the run as metrics; costs time by nodes and live checkpoints."""
+        """Yield the state of the run as metrics; the time grows with the nodes and the live checkpoints."""
         parts, history = self._parts, self._parts.context.history
         yield from gauges(
             history=history,

@@ -1,7 +1,7 @@
-"""Maintenance between saves: copies, room on disks, scrubbing, and the recording of lost checkpoints.
+"""Maintenance between saves: repair of copies, eviction, scrubbing, and the recording of lost checkpoints.
 
-All of it follows from the log and the holders, so a new coordinator goes on with it. Nothing of it is urgent:
-it runs once in MAINTENANCE_S at most.
+Every decision here follows from the log and the holders, so a new coordinator continues the maintenance. The
+work is not urgent: it runs at most once in MAINTENANCE_S.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.core.values import DiskSpace
 from ray_ckpt.format import records as r
 
-MAINTENANCE_S = 1.0  # between two runs; each costs time in proportion to the live fragments
-MAX_DAMAGED = 1000  # damaged copies whose repair is counted
-BURST_S = 1.0  # of a budget's rate, as its burst
+MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
+MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
+BURST_S = 1.0  # size of a budget's burst, in seconds of the budget's rate
 
 
 class Maintenance:
-    """Repair, eviction, scrub and the recording of losses, for one run."""
+    """The maintenance of one run: repair, eviction, scrub and the recording of losses."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -34,23 +34,23 @@ class Maintenance:
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = 0.0
-        self._disks: Mapping[str, DiskSpace] = {}  # by node, not acted on yet
+        self._disks: Mapping[str, DiskSpace] = {}  # by node; readings not used yet
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
         self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
-        self.is_crowded = False  # a disk is above its high watermark and nothing there may be evicted
+        self.is_crowded = False  # a disk is above its high watermark and has nothing to evict
 
     @property
     def is_due(self) -> bool:
-        """Return True if it is time for `decide`."""
+        """True if it is time to call `decide`."""
         return self._context.now_s >= self._next_s
 
     @property
     def copies_missing(self) -> int:
-        """Copies of fragments that repair has yet to make."""
+        """Number of copies of fragments that repair still has to make."""
         return self._repairs.deficit
 
     def decide(self, *, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
-        """Yield what is due; called while nothing is pending in the log and a group has the run."""
+        """Yield the work that is due; call while no record is pending and a group has the run."""
         context = self._context
         self._next_s = context.now_s + MAINTENANCE_S
         self._copying.set_rate(context.options.repair_bytes_per_s, BURST_S)
@@ -94,7 +94,7 @@ class Maintenance:
                 yield step
 
     def _evict(self, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
-        """Evict durable checkpoints from nodes: those beyond the last few, and more where a disk is full."""
+        """Evict durable checkpoints from nodes: all but the last `keep_local`, and more if a disk is full."""
         context, options = self._context, self._context.options
         history = context.history
         stay = {*busy, *context.holders.bad_remote}
@@ -102,7 +102,7 @@ class Maintenance:
         for attempt in choose_evictions(view, keep_local=options.keep_local):
             for node in sorted(context.holders.anywhere(attempt)):
                 yield self._evicted(attempt, node)
-        disks, self._disks = self._disks, {}  # each reading is used once; the next one shows the effect
+        disks, self._disks = self._disks, {}  # use each reading once: the next reading shows the effect
         if disks:
             self.is_crowded = False
         for node, disk in sorted(disks.items()):
@@ -126,7 +126,7 @@ class Maintenance:
         return m.Evict(attempt=self._context.history.checkpoints[attempt].id, node_id=node)
 
     def _bytes_on(self, node: str, attempt: str) -> int:
-        """Estimate the bytes of a checkpoint on a node: its fragments are of about one size."""
+        """Estimate the bytes of a checkpoint on a node, because fragments have about the same size."""
         checkpoint = self._context.history.checkpoints[attempt]
         held = self._context.holders.count(attempt, node)
         return checkpoint.size_bytes * held // checkpoint.num_nodes
@@ -141,7 +141,7 @@ class Maintenance:
             self._context.measure(telemetry.REPAIRED, place="node")
 
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
-        """Note the end of a read: warn of a damaged copy, which no longer counts, wherever it is."""
+        """Note the end of a scrub; warn of a damaged copy and do not count this copy any more."""
         self._scrubs.ended(event)
         where = "the storage path" if event.place == m.REMOTE else f"node {event.place[:12]}"
         if event.damage:
@@ -153,26 +153,26 @@ class Maintenance:
                 self._context.measure(telemetry.CORRUPT, place="node")
                 self._damaged.append((event.attempt.attempt, event.node_index))
                 self._context.holders.remove(event.attempt.attempt, event.node_index, event.place)
-                self._next_s = 0.0  # repair begins at once
+                self._next_s = 0.0  # the repair is due at once
 
     def _found_remote(self, event: m.ScrubEnded) -> None:
         bad = self._context.holders.bad_remote
         bad.add(event.attempt.attempt)
         self._bad_remote = {attempt: parts for attempt, parts in self._bad_remote.items() if attempt in bad}
         parts = self._bad_remote.setdefault(event.attempt.attempt, set())
-        if event.node_index not in parts:  # else it was counted before
+        if event.node_index not in parts:  # count each damaged fragment once
             parts.add(event.node_index)
             self._context.measure(telemetry.CORRUPT, place=m.REMOTE)
 
     def uploaded(self, attempt: str) -> None:
-        """Note that all of a checkpoint is on the storage path, and good."""
+        """Note that a checkpoint is complete and undamaged on the storage path."""
         self._context.holders.bad_remote.discard(attempt)
         if parts := self._bad_remote.pop(attempt, None):
             self._context.measure(telemetry.REPAIRED, len(parts), place=m.REMOTE)
 
     @property
     def has_disks(self) -> bool:
-        """The space on disks was reported since the last look."""
+        """True if there are readings of disk space that `decide` has not used."""
         return bool(self._disks)
 
     def disks_seen(self, disks: Mapping[str, DiskSpace]) -> None:

@@ -29,33 +29,33 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
-    now_s: float  # monotonic seconds: all time-outs
-    wall_s: float  # Unix seconds: only written into records
+    now_s: float  # monotonic seconds, used for all time-outs
+    wall_s: float  # Unix seconds, only for the times in records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOpened:
-    records: tuple[tuple[LogRecord, str], ...]  # with the digest of each record's bytes
-    history: RunHistory | None = None  # of a snapshot that the records follow; None: they are all there is
+    records: tuple[tuple[LogRecord, str], ...]  # each record with the digest of its bytes
+    history: RunHistory | None = None  # from the snapshot before `records`; None: `records` are the whole log
     run_name: str
-    fresh_uid: str  # used if the log is empty
+    fresh_uid: str  # the run's uid if the log is empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Appended:
     seq: int
     outcome: Literal["ok", "exists", "unknown"]
-    service: str = ""  # if others' bytes are there: the service of the log's last epoch, "" if not known
-    reason: str = ""  # of an unknown outcome, as far as it is known
+    service: str = ""  # for "exists": the service that wrote the log's last epoch; "" if not known
+    reason: str = ""  # for "unknown": the store's error, "" if not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesSeen:
     live: frozenset[str]
-    draining: frozenset[str] = frozenset()  # live, but leaving
-    left_s: Mapping[str, float] = field(default_factory=dict)  # of leaving nodes, if it is known
-    domains: Mapping[str, str] = field(default_factory=dict)  # node -> its rack or zone; "" if not known
-    disks: Mapping[str, DiskSpace] = field(default_factory=dict)  # if they have just been looked at
+    draining: frozenset[str] = frozenset()  # live nodes that will leave soon
+    left_s: Mapping[str, float] = field(default_factory=dict)  # draining node -> seconds until it leaves
+    domains: Mapping[str, str] = field(default_factory=dict)  # node -> rack or zone; "" if not known
+    disks: Mapping[str, DiskSpace] = field(default_factory=dict)  # by node; empty: not measured this time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class GroupOpened:
     nodes: tuple[GroupNode, ...]
     inventories: Mapping[str, Inventory]  # by live node
     resume: Resume
-    owner: str = ""  # the launcher: the same id over all groups that it opens
-    dead_owner: str = ""  # a launcher that was found dead: its group may be ended
+    owner: str = ""  # the launcher's id, the same for all groups that the launcher opens
+    dead_owner: str = ""  # a launcher that was found dead; its group may be ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +78,14 @@ class InventoryTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesJoined:
-    """Nodes that joined, or got a new agent, in the middle of a session; their disks may not be empty."""
+    """Nodes joined or got a new agent during a session; the disks of these nodes may not be empty."""
 
     inventories: Mapping[str, Inventory]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecovered:
-    """A restarted coordinator has found a group at work: its plan and inventories, from the agents."""
+    """A restarted coordinator has found a group at work; the agents sent the group's plan and inventories."""
 
     plan: SessionPlan
     inventories: Mapping[str, Inventory]  # by live node
@@ -93,16 +93,16 @@ class GroupRecovered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStored:
-    """A node has fsynced its ranks' files and its fragment (the last entry of `files`)."""
+    """A node has fsynced the files of its ranks and its fragment file (the last entry of `files`)."""
 
     attempt: AttemptId
     node_index: int
     node_id: str
     files: tuple[FileEntry, ...]
-    replicated: tuple[str, ...]  # digests of what its ranks hold in common with all others; must be one
+    replicated: tuple[str, ...]  # `<name>:<value>` of content that all ranks share; one value for each name
     metrics: Mapping[str, float] | None  # from the node of rank 0
-    epoch: int | None = None  # that the node obeyed when it reported; None: found by this coordinator itself
-    facts: SaveFacts = field(default_factory=SaveFacts)  # of its ranks
+    epoch: int | None = None  # the epoch that the node obeyed; None: this coordinator found the files
+    facts: SaveFacts = field(default_factory=SaveFacts)  # about the node's ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +111,9 @@ class ReplicaEnded:
     node_index: int
     holder: str
     error: str | None
-    epoch: int | None = None  # that the source obeyed when it began; None: as of NodeStored
-    source: str = ""  # the node that sent it; "" if that is not known
-    is_unreachable: bool = False  # the holder did not answer the source; its disk may be good
+    epoch: int | None = None  # the epoch that the source obeyed when the copy began; None: see NodeStored
+    source: str = ""  # the node that sent the copy; "" if not known
+    is_unreachable: bool = False  # the holder did not answer the source; the holder's disk may be good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +129,13 @@ class SaveRefused:
 class RanksProgressed:
     session_key: SessionKey
     ranks: Mapping[int, RankProgress]
-    captured: tuple[Captured, ...] = ()  # repeated with each message while it is so
-    met: int = 0  # the highest number of a barrier that ranks here were let into; 0: none
+    captured: tuple[Captured, ...] = ()  # incomplete captures, in each message until they are complete
+    met: int = 0  # the highest number of a barrier that ranks of the node have entered; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksRestored:
-    """These ranks of a node have read their state, and wait for others; repeated while they do."""
+    """These ranks of a node have read their state and wait for other ranks; repeated while they wait."""
 
     session_key: SessionKey
     node_id: str
@@ -144,30 +144,30 @@ class RanksRestored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierReached:
-    """Ranks of a node have come to a barrier that all ranks are to enter, and wait for the others.
+    """Ranks of a node have reached a barrier that all ranks are to enter, and wait for the other ranks.
 
-    Replied with `BarrierAnswer`, when all ranks are there or the barrier is given up.
+    The reply is a `BarrierAnswer`, sent when all ranks have come or the barrier is given up.
     """
 
     token: Token
     session_key: SessionKey
-    number: int  # of the barrier, the same on all ranks and higher than that of the one before
+    number: int  # the barrier's number: the same on all ranks, and higher than the previous barrier's
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarrierAnswer:
-    """The `missing` ranks did not come, so no rank enters the barrier; with none missing, all do."""
+    """The ranks missing at a barrier: if there are any, no rank enters the barrier, else all ranks do."""
 
     missing: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRestored:
-    """All ranks of a node have read and verified, or name the parts that no source could give them."""
+    """Each rank of a node has restored and verified its state, or lists the parts that no source provided."""
 
     token: Token
-    session_key: SessionKey  # of the session that they restore for
+    session_key: SessionKey  # the session for which the ranks restore
     node_id: str
     ranks: tuple[RankRestore, ...]
 
@@ -178,7 +178,7 @@ class DrainEnded:
     node_index: int
     node_id: str
     error: str | None
-    is_damage: bool = False  # the node's own files differ from the commit; else the error is the store's
+    is_damage: bool = False  # True: the node's own files differ from the commit; False: the store failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,14 +192,14 @@ class DescriptionWritten:
 class RemoteListed:
     """The answer to SweepRemote: checkpoint directories and unfinished uploads under the run's prefix.
 
-    Other names are ignored. Each directory has the seconds since something was written there, by the store's
-    clock.
+    Other names are ignored. `directories` maps each directory to the seconds since the last write into it, by
+    the store's clock.
     """
 
     number: int
     directories: Mapping[str, float] = field(default_factory=dict)
     uploads: tuple[UnfinishedUpload, ...] = ()
-    error: str | None = None  # then nothing is known
+    error: str | None = None  # if set, `directories` and `uploads` mean nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,25 +211,25 @@ class DeleteEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderRefused:
-    """A node obeys a coordinator with this higher epoch."""
+    """A node refused an order because the node obeys a coordinator with this higher epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrubEnded:
-    """A place has read its copy of a fragment against its digests; bad files are in quarantine there."""
+    """A place has compared its copy of a fragment with the digests and has quarantined bad files."""
 
     attempt: AttemptId
     node_index: int
     place: str  # a node id, or REMOTE
-    damage: tuple[str, ...]  # what differed; empty: every byte is as it was committed
-    error: str | None  # the copy could not be read at all; its bytes may be good
+    damage: tuple[str, ...]  # the files that differ; empty: every byte is as it was committed
+    error: str | None  # the reason why the copy could not be read; the copy may still be good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinRequested:
-    """Keep a checkpoint for `owner`; replied when it is in the log."""
+    """`owner` wants a checkpoint kept. The reply is sent when the pin is in the log."""
 
     token: Token
     attempt: str
@@ -246,7 +246,7 @@ class UnpinRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
-    """A checkpoint that may not be due is wanted on the storage path; replied when its drain has begun."""
+    """A user wants a checkpoint, due or not, on the storage path; replied to when its drain is queued."""
 
     token: Token
     attempt: str
@@ -254,9 +254,10 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnotateRequested:
-    """Add metrics to the newest live checkpoint of a step on the lineage; replied when they are in the log.
+    """A user adds metrics to the newest live checkpoint of a step on the lineage.
 
-    While a save of that step is on its way, that save is annotated once it is committed.
+    The reply is sent when the metrics are in the log. If a save of that step is open, the metrics are added
+    to that save once the save is committed.
     """
 
     token: Token
@@ -266,7 +267,7 @@ class AnnotateRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillEnded:
-    """A recovery drill has read a checkpoint. Replied when that is in the log."""
+    """A recovery drill has read a checkpoint. The reply is sent when the result is in the log."""
 
     token: Token
     result: Drilled
@@ -274,7 +275,7 @@ class DrillEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerDied:
-    """The run's launcher has been dead long enough that the loss of a node would have been noticed first."""
+    """The run's launcher has been dead for longer than it takes to notice the loss of a node."""
 
     owner: str
 
@@ -287,21 +288,21 @@ class SnapshotWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRequested:
-    """Bring the last checkpoint of the run to the storage path, then reply."""
+    """A caller waits until the last checkpoint of the run is on the storage path."""
 
     token: Token
-    ends_group: bool = False  # the launcher ends the run, too
-    has_failed: bool = False  # the launcher has given up
+    ends_group: bool = False  # the launcher also ends the run
+    has_failed: bool = False  # the launcher has given up: the run has failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunWanted:
-    """A launcher has opened the run; its group follows when its processes have started."""
+    """A launcher has opened the run and will open a group once the training processes have started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutAwayEnded:
-    """All live nodes have put the run away, or one has not: `error`."""
+    """All live nodes have put the run away, or at least one has failed to (`error`)."""
 
     error: str | None
 
@@ -347,21 +348,21 @@ REMOTE = "remote"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Append:
-    """Create this record in the store; answer with Appended, also when the store stays silent."""
+    """Create this record in the store; answer with Appended, also if the store does not respond."""
 
     record: LogRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInventory:
-    """Take inventory of all live nodes again in a second; answer with InventoryTaken."""
+    """Take the inventory of all live nodes again after a second; answer with InventoryTaken."""
 
-    token: Token  # of the group that waits
+    token: Token  # the caller whose group waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSession:
-    """Send the plan to its nodes, then reply it to `tokens`."""
+    """Send the plan to the nodes in it, then send it as the reply to `tokens`."""
 
     tokens: tuple[Token, ...]
     plan: SessionPlan
@@ -381,18 +382,18 @@ class Fail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotifyOutcome:
-    """Send the outcome of an attempt to these nodes; `error` if it was dropped."""
+    """Send the outcome of an attempt to these nodes; `error` is set if the attempt was dropped."""
 
     attempt: AttemptId
     level: Level | None
     error: CheckpointError | None
     nodes: tuple[str, ...]
-    epoch: int  # of this coordinator; nodes ignore messages of an older one
+    epoch: int  # this coordinator's epoch; nodes ignore messages with an older epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnounceSaveStep:
-    """Show these nodes' ranks the step after which all of them save; nobody answers."""
+    """Show the ranks of these nodes the step after which all ranks save; there is no answer."""
 
     session_key: SessionKey
     signal: SaveSignal
@@ -416,7 +417,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteDescription:
-    """All fragments are on the storage path: check them against the root digest, write checkpoint.json."""
+    """Compare the fragments on the storage path with the root digest, then write checkpoint.json."""
 
     checkpoint: CheckpointInfo
 
@@ -430,15 +431,15 @@ class Delete:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRemote:
-    """List the unfinished uploads there are, and the checkpoint directories; answer with RemoteListed."""
+    """List unfinished uploads and checkpoint directories on the storage path; answer with RemoteListed."""
 
     number: int
-    uploads_only: bool = False  # directories are as many requests as there are thousands of files
+    uploads_only: bool = False  # True: skip the directories, which cost a request for every 1000 files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteOrphans:
-    """Delete these directories of the storage path and abort these uploads; nobody answers."""
+    """Delete these directories of the storage path and abort these uploads; there is no answer."""
 
     directories: tuple[str, ...]
     uploads: tuple[UnfinishedUpload, ...]
@@ -454,7 +455,7 @@ class DeleteLocalOrphans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evict:
-    """Delete a node's copy of a checkpoint that lives on elsewhere; nobody answers."""
+    """Delete a node's copy of a checkpoint that other places still have; there is no answer."""
 
     attempt: AttemptId
     node_id: str
@@ -462,19 +463,19 @@ class Evict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutAway:
-    """Have every live node delete all folders of the run but these, and forget the run."""
+    """Order every live node to delete all folders of the run except `kept`, and to forget the run."""
 
     kept: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseRun:
-    """Forget the run: it has finished and is put away."""
+    """Forget the run, which has finished and was put away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrub:
-    """Read a copy of a fragment and all its files against their digests; quarantine bad files."""
+    """Compare a copy of a fragment and all files in it with their digests; quarantine bad files."""
 
     attempt: AttemptId
     node_index: int
@@ -483,14 +484,14 @@ class Scrub:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSnapshot:
-    """Create the snapshot of the history up to `seq`; answer with SnapshotWritten."""
+    """Write a snapshot of the history up to record `seq`; answer with SnapshotWritten."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supersede:
-    """Another service owns the run: these nodes end their session with `error`."""
+    """End the session on these nodes with `error`, because another service owns the run."""
 
     nodes: tuple[str, ...]
     session_key: SessionKey
@@ -499,7 +500,7 @@ class Supersede:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warn:
-    """Log a warning. `is_expected`: no action is needed, because the run is configured that way."""
+    """Log a warning. `is_expected`: no action is needed, because the run's options cause the warning."""
 
     text: str
     is_expected: bool = False
@@ -507,10 +508,10 @@ class Warn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDown:
-    """Act no more on this run: another coordinator owns the log."""
+    """Stop acting on this run, because another coordinator owns the log."""
 
     error: CheckpointError
-    is_foreign: bool  # of another service; else a newer coordinator of this one, with the name and the nodes
+    is_foreign: bool  # True: the owner belongs to another service; False: a newer coordinator of this service
 
 
 Effect: TypeAlias = (

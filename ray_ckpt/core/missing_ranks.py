@@ -1,6 +1,6 @@
-"""Ranks that an attempt lacks: who they are, and whether they will ever come.
+"""The ranks that an attempt lacks, and the proof that some of these ranks will never take part.
 
-A rank that is only slow is not accused, however slow it is; PROTOCOL.md section 4 lists the proofs.
+A rank that is only slow, however slow, never counts as absent; PROTOCOL.md section 4 lists the proofs.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ray_ckpt.core.progress import SessionProgress
 from ray_ckpt.errors import CheckpointError, SaveNotCollective, Unavailable
 from ray_ckpt.types import AttemptId
 
-STAYS_OUT_S = 30.0  # that a rank may be behind by two steps or more and in its first one, if no step binds it
+STAYS_OUT_S = 30.0  # time for which a rank may stay in its first step, two or more steps behind the others
 
 
 class MissingRanks:
-    """Compares open attempts with the progress of the ranks."""
+    """A comparison of the open attempts with the progress of the ranks."""
 
     def __init__(self, context: Context, *, progress: SessionProgress, attempts: OpenAttempts) -> None:
         self._context, self._progress, self._attempts = context, progress, attempts
 
     def of(self, attempt: AttemptId) -> tuple[int, ...]:
-        """Return the ranks of the group that are not known to have captured an attempt."""
+        """Return the ranks of the group that have not reported the capture of an attempt."""
         plan, known = self._context.plan, self._attempts.get(attempt.attempt)
         stored = known.stored if known is not None else {}
         captured = self._progress.captures.ranks_of(attempt.attempt)
@@ -40,13 +40,13 @@ class MissingRanks:
         )
 
     def awaited(self) -> Iterator[Awaited]:
-        """Yield the ranks that attempts have lacked for a while."""
+        """Yield the ranks that an attempt has lacked for AWAITED_AFTER_S or longer."""
         for attempt, since_s, missing in self._lacking():
             if since_s >= AWAITED_AFTER_S:
                 yield awaited_save(attempt.step, missing, since_s, self._progress.by_rank())
 
     def _lacking(self) -> Iterator[tuple[AttemptId, float, tuple[int, ...]]]:
-        """Yield attempts that only some ranks have captured, for how many seconds, and the other ranks."""
+        """Yield attempts that only some ranks have captured: id, age in seconds, and the missing ranks."""
         now_s, captures = self._context.now_s, self._progress.captures
         started_s = {a.id: a.started_s for a in self._attempts if a.state == "writing"}
         found = {attempt: now_s for attempt in captures.fresh(now_s) if self._attempts.may_open(attempt)}
@@ -55,9 +55,9 @@ class MissingRanks:
                 yield attempt, now_s - captures.since_s(attempt.attempt, since_s), missing
 
     def never_come(self) -> Iterator[tuple[AttemptId, list[int]]]:
-        """Yield attempts with the ranks that will never take part in them, by their own reports."""
+        """Yield attempts and the ranks that will never take part in them, by the ranks' own reports."""
         lacking, now_s = list(self._lacking()), self._context.now_s
-        self._progress.note_idle(  # over all attempts: a node forgets the older ones of many
+        self._progress.note_idle(  # for all attempts together, because a node forgets old attempts
             {
                 k: now_s - since_s
                 for _, since_s, missing in lacking
@@ -70,7 +70,7 @@ class MissingRanks:
                 yield attempt, found
 
     def _never_comes(self, rank: int, step: int) -> bool:
-        """Return True if a rank has passed a step, or is idle for longer than the slowest start."""
+        """Return True if a rank has passed a step, or has been idle for longer than the slowest start."""
         if self._progress.has_passed(rank, step):
             return True
         since_s = self._progress.idle_s(rank)
@@ -84,7 +84,7 @@ class MissingRanks:
     def why_missed(self, attempt: AttemptId, missed: Sequence[int]) -> CheckpointError:
         """Return the error of an attempt that ranks have missed: misuse, unless its step was announced.
 
-        Ranks that miss an announced step were past it when they saw the announcement.
+        If ranks miss an announced step, they had passed this step when they saw the announcement.
         """
         ranks = ", ".join(map(str, missed))
         if self._may_be_announced(attempt):
@@ -99,7 +99,7 @@ class MissingRanks:
         )
 
     def _may_be_announced(self, attempt: AttemptId) -> bool:
-        """Return True if this coordinator has announced the step, or its predecessor may have."""
+        """Return True if this coordinator has announced the step or its predecessor may have announced it."""
         context, session_key = self._context, (attempt.epoch, attempt.session)
         every = context.options.steps_between_saves
         is_by_number = every is not None and attempt.step % every == 0
@@ -108,7 +108,7 @@ class MissingRanks:
         )
 
     def why_incomplete(self, attempt: Attempt, limit_s: float) -> CheckpointError:
-        """Return the error of an attempt that is too old: misuse only if idle ranks go on without saving."""
+        """Return the error of an attempt that is too old: misuse only if missing ranks are idle."""
         missing = self.of(attempt.id)
         if idle := [k for k in missing if self._progress.is_idle(k)]:
             return self.why_missed(attempt.id, idle)
