@@ -1,8 +1,8 @@
 """The node machine: the decisions of one agent about one run's saves (see PROTOCOL.md).
 
 The machine gathers the events of the node's ranks, so that a node reports to the coordinator once per phase.
-The machine keeps the order: shard files, then the fragment, then the report. Only files that are fsynced here are
-copied to other nodes.
+The machine keeps the order: shard files, then the fragment, then the report. Only files that are fsynced on
+this node are copied to other nodes.
 """
 
 from __future__ import annotations

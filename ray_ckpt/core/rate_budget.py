@@ -6,8 +6,8 @@ from __future__ import annotations
 class Budget:
     """A budget of `bytes_per_s` on average and `burst_bytes` at once; a rate of 0 allows nothing.
 
-    An item larger than the burst is allowed when the bucket is full. The item leaves a debt, and the next items
-    wait until the debt is paid.
+    An item larger than the burst is allowed when the bucket is full. The item leaves a debt, and the next
+    items wait until the debt is paid.
     """
 
     def __init__(self, bytes_per_s: float, burst_bytes: float) -> None:

@@ -127,7 +127,7 @@ class KeepMilestones:
 
 @dataclass(frozen=True, slots=True)
 class KeepEpochs:
-    """Policy that keeps the last checkpoint of each epoch (`EPOCH_METRIC`) that has surely ended."""
+    """Policy that keeps the last checkpoint of each `EPOCH_METRIC` value, except the newest checkpoint."""
 
     @property
     def text(self) -> str:
@@ -205,8 +205,8 @@ def decide(
 ) -> tuple[Decision, ...]:
     """Return a decision for each live checkpoint, in log order.
 
-    `pressure`: a staging disk is above its high watermark. Then policies keep only durable checkpoints, because
-    their copies on nodes can be evicted; other checkpoints take space until they are retired.
+    `pressure`: a staging disk is above its high watermark. Then policies keep only durable checkpoints,
+    because their copies on nodes can be evicted; other checkpoints take space until they are retired.
     """
     on_lineage = {c.id.attempt for c in view.lineage}
     ttl_s = _ttl_s(policies)
@@ -311,7 +311,7 @@ def _first_of_each(pairs: Iterable[tuple[float, CheckpointInfo]]) -> Mapping[flo
 
 
 def _measured(checkpoints: Iterable[CheckpointInfo], metric: str) -> Iterator[tuple[float, CheckpointInfo]]:
-    """Yield each checkpoint that has a value of `metric` other than NaN, after this value."""
+    """Yield the value of `metric` and the checkpoint, for each checkpoint with a value that is not NaN."""
     for c in checkpoints:
         value = c.metrics.get(metric)
         if value is not None and not isnan(value):
@@ -324,8 +324,8 @@ def _measured(checkpoints: Iterable[CheckpointInfo], metric: str) -> Iterator[tu
 def choose_evictions(view: RetentionView, *, keep_local: int) -> tuple[str, ...]:
     """Return the attempts to delete only from the nodes, not from the storage path; oldest first.
 
-    These attempts are durable and not among the last `keep_local` (at least 1) of the lineage. A checkpoint is
-    never evicted while it is busy, not durable, or the newest.
+    These attempts are durable and not among the last `keep_local` (at least 1) of the lineage. A checkpoint
+    is never evicted while it is busy, not durable, or the newest.
     """
     current = view.lineage or view.live  # the lineage is empty until a session from scratch commits
     stay = {c.id.attempt for c in current[-keep_local:]}.union(view.busy)
@@ -343,8 +343,8 @@ def choose_evictions_for_space(
 ) -> tuple[str, ...]:
     """Return the attempts to delete from one node because its disk is full, oldest first.
 
-    `held_bytes` maps attempts to their bytes on the node. Nothing is evicted while at most `high_watermark` of
-    the disk is in use. Otherwise attempts are evicted until the use is down to `low_watermark`, but only
+    `held_bytes` maps attempts to their bytes on the node. Nothing is evicted while at most `high_watermark`
+    of the disk is in use. Otherwise attempts are evicted until the use is down to `low_watermark`, but only
     attempts that `choose_evictions` returns with `keep_local` 1.
     """
     used_bytes = total_bytes - free_bytes

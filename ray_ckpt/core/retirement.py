@@ -35,7 +35,7 @@ class Retirement:
         self.is_due = False
         context, lineage = self._context, self._context.history.lineage()
         busy, is_crowded = self.busy(), self._maintenance.is_crowded
-        if is_crowded:  # a failing storage path must not keep checkpoints on a full disk
+        if is_crowded:  # a drain that is stuck must not keep a checkpoint on a full disk
             busy -= self._drains.stuck - self._sessions.busy()
         view = RetentionView(live=context.history.live(), lineage=lineage, now_s=context.wall_s, busy=busy)
         old = {c.id.attempt for c in lineage[: -context.options.keep_last]}
