@@ -3,8 +3,8 @@
 Every fragment of a checkpoint that is worth copies (`worth_copies`) should be on `replicas + 1` live nodes
 that stay in the cluster, or on all of these nodes if they are fewer. `Repairs` plans the copies, a few at a
 time and within a budget; the run machine orders them, adds new copies to the holders and calls `ended`.
-Repair writes no record: a new coordinator finds missing copies by the inventories. A copy that arrives late or twice
-is an extra copy, which retention removes together with the checkpoint.
+Repair writes no record: a new coordinator finds missing copies by the inventories. A copy that arrives late
+or twice is an extra copy, which retention removes together with the checkpoint.
 """
 
 from __future__ import annotations

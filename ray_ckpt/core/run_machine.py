@@ -1,9 +1,10 @@
 """The run machine: all decisions of the coordinator about one run (see PROTOCOL.md).
 
 The machine has one entry point: `handle(event) -> effects`. A decision that others may see goes into the log
-first; the effects of the decision follow when the store has confirmed the record. One record is in flight at a
-time, so the log is a total order and a lost race is noticed at once. Decisions that depend on the whole log (the checkpoint that a
-group restores, retirement, the end of a run) are taken only while no record is pending.
+first; the effects of the decision follow when the store has confirmed the record. One record is in flight at
+a time, so the log is a total order and a lost race is noticed at once. Decisions that depend on the whole log
+(the checkpoint that a group restores, retirement, the end of a run) are taken only while no record is
+pending.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class RunMachine:
 
     @property
     def epoch(self) -> int:
-        """The epoch of this coordinator: a node refuses orders with an epoch below the highest that it has seen."""
+        """The epoch of this coordinator: nodes refuse orders with an epoch below the highest seen."""
         return self._ledger.epoch
 
     @property
@@ -239,7 +240,7 @@ class RunMachine:
 
     def _committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         yield from self._attempts.committed(checkpoint)
-        if not self._save_steps.is_urgent(checkpoint.id):  # an urgent save is not typical, so its time is not counted
+        if not self._save_steps.is_urgent(checkpoint.id):  # urgent saves are not typical
             self._intervals.committed(self._times.latency_s)
         yield from self._drain_schedule.committed(checkpoint)
         self._retirement.is_due = True
@@ -251,7 +252,7 @@ class RunMachine:
             yield from self._step_down(f"The nodes obey epoch {event.epoch}", self._ledger.service)
 
     def _step_down(self, why: str, service: str) -> Iterator[m.Effect]:
-        """Give up the run to `service`, which now writes the log ("": unknown); a foreign service ends the group."""
+        """Give up the run to `service`, the log's writer ("": unknown); a foreign service ends the group."""
         self._fenced = True
         error = Fenced(f"{why} of run {self.history.run_name}.")
         is_foreign = service not in ("", self._ledger.service)
@@ -344,7 +345,7 @@ class RunMachine:
         error = RunSuperseded("A newer training group has opened this run.")
         yield from self._finishing.fail(error)
         self._context.holders.learn(event.inventories, self.history.run_uid)
-        yield from self._saves.count_inventory(event.inventories)  # reports may have been lost with the old group
+        yield from self._saves.count_inventory(event.inventories)  # reports may have been lost
         yield from self._saves.end_session(error)
         is_other = event.owner not in ("", self._sessions.owner)
         self._session_end.end("replaced" if is_other else "process", live=event.inventories)

@@ -100,8 +100,8 @@ class SaveIntervals:
 def failures_in(history: RunHistory) -> FailureRate:
     """Count failed sessions, and the node-seconds from the start of each session to its last record.
 
-    A session also failed if it has no recorded end and a newer session follows: its coordinator failed too. The
-    session of a rollback cannot fail.
+    A session also failed if it has no recorded end and a newer session follows: its coordinator failed too.
+    The session of a rollback cannot fail.
     """
     sessions = [session for session in history.sessions.values() if not session.is_rollback]
     last_s = {session.session: session.opened_at_s for session in sessions}

@@ -1,10 +1,10 @@
 """Announced save steps: the step after which all ranks save, chosen by time or because a node leaves.
 
-Ranks decide from the step number alone, so a training step needs no collective operation. A save that is due by
-time, or because a node is about to leave, is announced as a step ahead of the fastest rank, far enough for the
-announcement to reach all ranks. Ranks read the announcement from shared memory at each step. A rank that is
-past the step reports the miss (`RankProgress.missed`); then the announcement is void, the attempt of the other
-ranks is dropped, and a later step is announced, with more time for the announcement to arrive.
+Ranks decide from the step number alone, so a training step needs no collective operation. A save that is due
+by time, or because a node is about to leave, is announced as a step ahead of the fastest rank, far enough for
+the announcement to reach all ranks. Ranks read the announcement from shared memory at each step. A rank that
+is past the step reports the miss (`RankProgress.missed`); then the announcement is void, the attempt of the
+other ranks is dropped, and a later step is announced, with more time for the announcement to arrive.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SaveSteps:
     # -- time ------------------------------------------------------------------------------------------
 
     def ticked(self, *, is_training: bool, interval_s: float | None) -> Iterator[m.Effect]:
-        """Announce a step if a save is due and the last announcement is settled; `interval_s` is between saves."""
+        """Announce a step if a save is due (every `interval_s`) and the last announcement is settled."""
         plan = self._context.plan
         if plan is None or not is_training:
             return
@@ -97,8 +97,8 @@ class SaveSteps:
     def _leaving(self) -> frozenset[str]:
         """Return the nodes of the group that are about to leave.
 
-        A node is left out after OVERDUE_S without an end time, or past its end time: otherwise the group would
-        save for this node again and again.
+        A node is left out if its end time has been past or unknown for more than OVERDUE_S: otherwise the
+        group would do nothing but save for this node.
         """
         context, now_s = self._context, self._context.now_s
         if not context.draining:  # the usual case, tested first because each tick calls this
