@@ -4,9 +4,9 @@ Only committed checkpoints are uploaded, and names are never reused. So an unfin
 while its checkpoint is being drained, and a directory only while its checkpoint is in the log and not
 collected. A late upload may bring a directory back after the collection.
 
-A checkpoint never leaves the states durable, retired and collected, so a coordinator may delete by these
-states at any time. A directory that the log does not name may become a checkpoint: another coordinator may
-have written to the log since the last read. The sweep first names such a directory in a `note` record. A
+The log never takes back that a checkpoint is durable, retired or collected, so a coordinator may delete by
+these states at any time. A directory that the log does not name may become a checkpoint: another coordinator
+may have written to the log since the last read. The sweep first names such a directory in a `note` record. A
 confirmed note proves that no other coordinator has written to the log since before the listing, so the
 directory belongs to no checkpoint. A directory that is older than the run's first session belonged to a log
 that no longer exists; the sweep leaves such a directory, because a user may still want its files.

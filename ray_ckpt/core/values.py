@@ -11,7 +11,7 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry
 Token: TypeAlias = str  # the identifier of a caller that waits for a reply
 SessionKey: TypeAlias = tuple[int, int]  # the epoch in which a session began, and the session's number
 
-STILL_WRITING = "the save before it is still being written"  # reason to skip a save; metrics count it by this text
+STILL_WRITING = "the save before it is still being written"  # skip reason; metrics count by this text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
