@@ -218,7 +218,7 @@ class Sessions:
         self._append_session(history, chosen)
 
     def _candidates(self, history: RunHistory) -> list[CheckpointInfo] | RestoreError:
-        """Return the checkpoints that the group may restore, newest first; an error if its step is missing."""
+        """Return the checkpoints that the group may restore, newest first, or the error for a missing step."""
         assert self._group is not None
         candidates = [] if self._group.resume == "never" else list(reversed(history.lineage()))
         if (step := resume_step(self._group.resume)) is not None:

@@ -60,9 +60,9 @@ class Nodes:
         self.current: dict[str, str] = {}  # service -> name of its current coordinator
         self.launchers: dict[str, Launcher] = {}
         self.wire: list[Message] = []
-        self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # with the name of the coordinator that answers
+        self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # and who answers: a coordinator
         self.pins: dict[Token, tuple[str, str]] = {}  # requested pins: attempt, owner
-        self.annotations: dict[Token, tuple[int, str, float]] = {}  # requested annotations: step, metric, value
+        self.annotations: dict[Token, tuple[int, str, float]] = {}  # requested: step, metric, value
         self.drills: set[Token] = set()  # tokens of ended drills; a record's text is its token
         self.barriers: dict[Token, m.BarrierReached] = {}  # barriers at which members wait
         self.saved_at_s: dict[str, float] = {}  # attempt -> when the first rank captured it
@@ -243,7 +243,7 @@ class Nodes:
             self._send_copy(source, copy, name, "unanswered")
 
     def _send_copy(self, source: Node, copy: Copy, name: str, fate: Fate) -> str | None:
-        """Write a copy to another node's disk, the fragment last; a lost copy leaves files without a fragment."""
+        """Write a copy to another node's disk, the fragment last; a lost copy leaves only its other files."""
         holder = self.nodes[name]
         held = source.disk.fragments.get(copy)
         if held is None or not source.disk.has(copy) or copy in source.disk.rotten:

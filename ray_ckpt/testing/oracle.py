@@ -60,11 +60,11 @@ class Oracle:
     attempts: dict[str, AttemptId] = field(default_factory=dict)  # attempts saved by ranks
     stored_on: dict[Copy, set[str]] = field(default_factory=dict)  # disks that ever had the copy fsynced
     failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost a fragment
-    damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) that was found to have no source
+    damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) without an intact source
     # (coordinator, attempt) -> fragments reported to the coordinator, each with a node
     known: dict[tuple[str, str], set[tuple[int, str]]] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was dropped
-    unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # sessions begun without the log
+    unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # of sessions begun without log
     trained: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) of groups that have trained
     requested: dict[str, _Opening] = field(default_factory=dict)  # token -> the group of the request
     openings: dict[str, _Opening] = field(default_factory=dict)  # coordinator -> the group being opened
@@ -152,7 +152,7 @@ class Oracle:
         must(op.resumed_from is not None or not lineage, "P2", f"{op} starts from scratch")
 
     def _could_serve(self, checkpoint: CheckpointInfo, owner: str, opening: _Opening, world: Nodes) -> bool:
-        """Return True if a checkpoint is surely readable: reported before the group opened, then unchanged."""
+        """Return True if a checkpoint is surely readable: reported before the group opened, not changed."""
         name = checkpoint.id.attempt
         if (owner, name) in self.damaged:
             return False
@@ -272,7 +272,7 @@ class Oracle:
     def gives_up(
         self, coordinator: str, attempt: AttemptId, error: CheckpointError | None, live: Set[str]
     ) -> None:
-        """Check a drop: a newer complete attempt must exist if this one is complete on `live` nodes."""
+        """Check the drop of an overtaken attempt: if it is complete on `live` nodes, a newer one must be too."""
         if error is None or "overtaken" not in error.message:
             return
         if not self._is_complete(coordinator, attempt, live):
@@ -298,7 +298,7 @@ class Oracle:
         return name in self.history.checkpoints or (plan is not None and len(fragments) == len(plan.nodes))
 
     def gave_up(self, attempt: AttemptId, epoch: int) -> None:
-        """Record that a node reports a save as dropped; a later coordinator may still find the save complete."""
+        """Record that a node reports a save as dropped; a later coordinator may find the save complete."""
         self.dropped[attempt.attempt] = epoch
 
     def settled(self, attempt: AttemptId, level: Level | None) -> None:
@@ -396,7 +396,7 @@ class Oracle:
         self.stale = True
 
     def orphans(self, world: Nodes) -> list[str]:
-        """Return directories that belong to no checkpoint, are older than a day and surely younger than the log."""
+        """Return directories of no checkpoint that are older than a day and surely younger than the log."""
         orphans = []
         for name, at_s in world.storage.written_s.items():
             known = self.history.checkpoints.get(attempt_of(name))
@@ -407,7 +407,7 @@ class Oracle:
         return orphans
 
     def check(self, world: Nodes) -> None:
-        """Check P2: disks hold each live checkpoint at its logged level, except for disks that have failed."""
+        """Check P2: disks hold each live checkpoint at its logged level, except disks that have failed."""
         if not self.stale:
             return
         self.stale = False

@@ -20,7 +20,7 @@ from ray_ckpt.testing.stores import FILE_BYTES, Disk
 from ray_ckpt.types import AttemptId, FileEntry, Fragment
 
 Fate: TypeAlias = Literal["delivered", "lost", "unanswered"]
-""""lost": the message is not carried out; "unanswered": it is carried out, but the answer is lost."""
+"""A `lost` message is not carried out; an `unanswered` message is carried out, but its answer is lost."""
 
 
 # -- actors --------------------------------------------------------------------------------------------
