@@ -60,7 +60,7 @@ class ShardWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
-    """A rank skipped the attempt, or its files or the fragment could not be written."""
+    """A rank skipped the attempt, or the rank's files or the fragment could not be written."""
 
     attempt: AttemptId
     rank: int
@@ -212,7 +212,7 @@ class ReportRefused:
 class SendCopy:
     """Send the fragment's files, then the fragment, from this node's disk; CopyEnded is the answer."""
 
-    epoch: int  # the epoch that this node obeys now; the report of the end carries it too
+    epoch: int  # the epoch that this node obeys now; also sent in the report of the copy's end
     attempt: AttemptId
     node_index: int
     holder: str

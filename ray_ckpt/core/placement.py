@@ -43,7 +43,7 @@ def place_replicas(
 
 
 def domain_of(node: str, domains: Mapping[str, str]) -> str:
-    """Return the failure domain of a node; a node without one is a domain of its own."""
+    """Return the failure domain of a node; a node without a given domain forms a domain alone."""
     return domains.get(node) or f"node {node}"
 
 

@@ -39,7 +39,7 @@ class SessionProgress:
         self._reports: dict[int, RankReport] = {}
         self._saved_before: set[int] = set()  # ranks that have taken part in a save
         self._captures = Captures()
-        self._idle_since_s: dict[int, float] = {}  # idle ranks: start of others' wait for them
+        self._idle_since_s: dict[int, float] = {}  # idle rank -> when others began to wait
         self._ended_step = 0
         self._num_ended = self._num_skipped = 0
 
@@ -52,7 +52,7 @@ class SessionProgress:
     # -- reports -------------------------------------------------------------------------------------
 
     def progressed(self, event: m.RanksProgressed, may_open: Callable[[AttemptId], bool]) -> bool:
-        """Record a report; return False if its session is another. `may_open`: `OpenAttempts.may_open`."""
+        """Record a report; return False if it is from another session. `may_open`: see `OpenAttempts`."""
         self._enter()
         plan, now_s = self._context.plan, self._context.now_s
         if plan is None or event.session_key != plan.session_key:
@@ -121,7 +121,7 @@ class SessionProgress:
     # -- one rank ------------------------------------------------------------------------------------
 
     def has_saved(self, rank: int, step: int) -> bool:
-        """Return True if the rank reports that save, although its bytes may not be on disk yet."""
+        """Return True if the rank has reported a save at `step`; the save may not be on disk yet."""
         report = self._reports.get(rank)
         return report is not None and report.progress.saved_step == step and self._takes_part(rank, report)
 

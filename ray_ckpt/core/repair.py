@@ -203,7 +203,7 @@ def _load(checkpoints: Sequence[CheckpointInfo], holders: Holders) -> Counter[st
 
 
 class Losses:
-    """Unreadable checkpoints, with the time when each became so; a new coordinator counts from its start."""
+    """Unreadable checkpoints, each with the time when that began; a new coordinator starts afresh."""
 
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}

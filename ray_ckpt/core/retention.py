@@ -143,7 +143,7 @@ class KeepEpochs:
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """Policy that keeps the `count` best checkpoints by a metric that is not NaN; the older one of equals."""
+    """Policy that keeps the `count` best checkpoints by a metric (not NaN); of equals, the older."""
 
     metric: str
     mode: Mode

@@ -47,7 +47,7 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 CLOCK_S = 0.01  # resolution of the machine's time: there may be thousands of events in a second
 
-# Until its fence is in the log, a coordinator has no complete list of commits and may not act.
+# Before its fence is in the log, a coordinator may lack commits or be superseded, so it handles only these.
 _BEFORE_THE_FENCE = (m.LogOpened, m.Appended, m.Ticked, m.NodesSeen)
 _ANSWERED = (
     m.GroupOpened | m.NodeRestored | m.BarrierReached | m.FinishRequested | m.DrainRequested | Requested
@@ -55,7 +55,7 @@ _ANSWERED = (
 
 
 class RunMachine:
-    """State and decisions of one run. `view` reads its state for status and metrics.
+    """State and decisions of one run. `view` reads the state for status and metrics.
 
     `writer` identifies this coordinator in the log; `service` identifies the service of the coordinator's
     cluster and stays the same over restarts.

@@ -54,7 +54,7 @@ class SaveIntervals:
             self._stalls_s |= saved
 
     def committed(self, latency_s: float) -> None:
-        """Count a save that was due by time and committed `latency_s` after it began.
+        """Count a save that was due by time and committed `latency_s` after the save began.
 
         If ranks report the stall of a save only after its commit, the stall counts with the next save.
         """

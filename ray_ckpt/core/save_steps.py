@@ -27,8 +27,8 @@ REACH_S = 1.0  # time for a signal to reach the pages of all nodes; doubled afte
 MAX_REACH_S = 32.0  # limit of REACH_S, which doubles after each step announced too late
 REPORT_DELAY_S = 1.0  # time for which a node gathers its ranks' progress before a report
 LEAST_AHEAD = 2  # steps; the next step may be about to end
-OVERDUE_S = 120.0  # after a node's end time; Ray Train waits as long for a node without one
-SETTLE_S = 10.0  # after the expected time of the step: by then a save would be open
+OVERDUE_S = 120.0  # time after a node's end time; Ray Train waits as long for a node with no end time
+SETTLE_S = 10.0  # time after the expected end of the step: by then a save would be open
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class SaveSteps:
         self._last_s = 0.0  # when the last step was announced, or training began
         self._too_late = False
         self._urgent: deque[tuple[SessionKey, int]] = deque(maxlen=MAX_SAVE_SIGNALS)  # urgent steps
-        self._over_s: dict[str, float] = {}  # by leaving node: since when its end time is past or unknown
+        self._over_s: dict[str, float] = {}  # leaving node -> since when its end time is past or unknown
 
     def is_urgent(self, attempt: AttemptId) -> bool:
         """Return True if an attempt's step was announced because a node is leaving."""
@@ -74,7 +74,7 @@ class SaveSteps:
         if session_key != self._session_key:
             self._session_key, self._announced = session_key, None
             self._reach_s, self._last_s, self._too_late = REACH_S, self._context.now_s, False
-            # The numbers differ from the previous coordinator's, unless it announced 1000 steps.
+            # Numbers differ from those of the previous coordinator, unless the latter announced 1000 steps.
             self._number = self._context.ledger.epoch * 1000 % NUMBERS
 
     # -- time ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Durations of saves, for decisions that depend on them and for the metrics."""
+"""Durations of saves, for the metrics and for decisions that depend on the durations."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ray_ckpt.core.values import STILL_WRITING, Inventory, SessionNode, StoredFr
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.types import AttemptId, CheckpointInfo
 
-LOOK_S = 0.5  # between checks for ranks that will never save; a check costs time per rank and open attempt
+LOOK_S = 0.5  # time between checks for ranks that will never save; a check reads all ranks and attempts
 
 
 class Saves:
@@ -47,7 +47,7 @@ class Saves:
         return tuple(sorted(found, key=lambda save: save.step))
 
     def _last_logged(self) -> int:
-        """Return the newest logged step of the session, or the step from which it resumed; 0 if neither."""
+        """Return the newest logged step of the session, or the step that it resumed from; 0 if neither."""
         plan, lineage = self._context.plan, self._context.history.lineage()
         if plan is None or not lineage:
             return 0
@@ -146,7 +146,7 @@ class Saves:
             yield from self._attempts.try_commit(attempt)
 
     def _answer_late(self, event: m.NodeStored) -> Iterator[m.Effect]:
-        """Repeat the outcome of an attempt that has ended, or report that its session has ended."""
+        """Repeat the outcome of an attempt that has ended, or report that the attempt's session has ended."""
         name, nodes = event.attempt.attempt, (event.node_id,)
         if self._attempts.is_open(name):
             return  # the attempt was recovered, and its commit is being written

@@ -100,7 +100,7 @@ class Scrubs:
             self._round.good.add(event.node_index)
 
     def _is_at_work(self, holders: Holders, now_s: float) -> bool:
-        """Return True while a read may still be answered: its node is live and its time limit not over."""
+        """Return True while an answer is awaited; stop for a dead node and after SCRUB_TIMEOUT_S."""
         scrub = self._running
         if scrub is None:
             return False

@@ -43,7 +43,7 @@ class Sessions:
         self._requested = False  # an inventory was requested and has not arrived
         self._excluded: set[str] = set()  # attempts that this group found damaged
         self._restored: dict[str, m.NodeRestored] = {}
-        self._waiting_ranks: dict[str, tuple[int, ...]] = {}  # by node: ranks done before its others
+        self._waiting_ranks: dict[str, tuple[int, ...]] = {}  # node -> its ranks that are done early
         self._first_s: float | None = None  # end of the restore of the first rank
         self._has_warned = False  # warned of ranks that do not restore
         self._orphans: dict[str, tuple[str, ...]] = {}
@@ -218,7 +218,7 @@ class Sessions:
         self._append_session(history, chosen)
 
     def _candidates(self, history: RunHistory) -> list[CheckpointInfo] | RestoreError:
-        """Return the checkpoints that the group may restore, newest first, or the error for a missing step."""
+        """Return the checkpoints that a group may restore, newest first, or an error for a missing step."""
         assert self._group is not None
         candidates = [] if self._group.resume == "never" else list(reversed(history.lineage()))
         if (step := resume_step(self._group.resume)) is not None:

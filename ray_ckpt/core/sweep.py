@@ -26,7 +26,7 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 SWEEP_EVERY_S = 3600.0  # between complete listings; stores bill leftovers by the month
 SWEEP_SOON_S = 30.0  # least time between listings, however many drains end; doubled per failure
-MAX_DOUBLINGS = 7  # of SWEEP_SOON_S: enough to exceed SWEEP_EVERY_S
+MAX_DOUBLINGS = 7  # doublings of SWEEP_SOON_S: enough to exceed SWEEP_EVERY_S
 ORPHAN_AGE_S = 24 * 3600.0  # longer than any upload and than any clock error
 MAX_SWEPT = 1_000  # directories and uploads in one order: a minute of work for a store
 MAX_NAMED = 5  # directories in a record or a warning

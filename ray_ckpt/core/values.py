@@ -24,7 +24,7 @@ class GroupNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFragment:
-    """Fragment `node_index` of an attempt, complete on a node with all its files."""
+    """Fragment `node_index` of an attempt, complete on a node with all files of the fragment."""
 
     attempt: AttemptId
     node_index: int
@@ -106,7 +106,7 @@ class RankProgress:
     saved_step: int
     since_s: float = 0.0  # seconds since the last completed step
     step_s: float = 0.0  # duration of a recent step, in seconds; 0: not measured yet
-    missed: int = 0  # number of the save signal that the rank read after its step was over
+    missed: int = 0  # number of the last save signal that the rank read too late for its step
     stall_s: float = 0.0  # seconds for which the rank's last save held up training
     saved_before: int | None = None  # the step saved before `saved_step`; None: not reported
     updates: int = 0  # optimizer steps since the restore; 0: optimizers cannot be watched

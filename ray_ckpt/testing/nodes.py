@@ -60,7 +60,7 @@ class Nodes:
         self.current: dict[str, str] = {}  # service -> name of its current coordinator
         self.launchers: dict[str, Launcher] = {}
         self.wire: list[Message] = []
-        self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # and who answers: a coordinator
+        self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # coordinator and caller
         self.pins: dict[Token, tuple[str, str]] = {}  # requested pins: attempt, owner
         self.annotations: dict[Token, tuple[int, str, float]] = {}  # requested: step, metric, value
         self.drills: set[Token] = set()  # tokens of ended drills; a record's text is its token

@@ -64,7 +64,7 @@ class Oracle:
     # (coordinator, attempt) -> fragments reported to the coordinator, each with a node
     known: dict[tuple[str, str], set[tuple[int, str]]] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was dropped
-    unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # of sessions begun without log
+    unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # sessions opened without log
     trained: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) of groups that have trained
     requested: dict[str, _Opening] = field(default_factory=dict)  # token -> the group of the request
     openings: dict[str, _Opening] = field(default_factory=dict)  # coordinator -> the group being opened
@@ -272,7 +272,7 @@ class Oracle:
     def gives_up(
         self, coordinator: str, attempt: AttemptId, error: CheckpointError | None, live: Set[str]
     ) -> None:
-        """Check the drop of an overtaken attempt: if it is complete on `live` nodes, a newer one must be too."""
+        """Check an "overtaken" drop: if the attempt is complete on `live`, a newer one must be complete."""
         if error is None or "overtaken" not in error.message:
             return
         if not self._is_complete(coordinator, attempt, live):

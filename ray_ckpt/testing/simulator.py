@@ -412,7 +412,7 @@ class World(Coordinators):
             self.wire.append(Report(self.nodes[member.node].service, event))
 
     def upload_late(self, attempt: AttemptId, *, age_s: float = 0.0) -> None:
-        """Put a file on the storage path after the coordinator has stopped waiting for the upload."""
+        """Put a file on the storage path, as a late upload for which no coordinator waits."""
         self.clock += 1
         self.storage.put(attempt, 0, self.now_s - age_s)
         self.oracle.stale = True
@@ -473,7 +473,7 @@ class World(Coordinators):
             self.oracle.finished(message.value)
 
     def _refused(self, launcher: Launcher, error: CheckpointError) -> None:
-        """Record that another launcher has the run; if that launcher is dead, the next try names it as dead."""
+        """Record that another launcher has the run; if that launcher is dead, the next try reports it."""
         owner = str(error.fields.get("owner", ""))
         other = self.launchers.get(owner)
         launcher.state, launcher.error = "idle", error

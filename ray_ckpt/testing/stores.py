@@ -99,7 +99,7 @@ class Storage:
     """The storage path: a log of records, fragments with their descriptions, and unfinished uploads."""
 
     log: MemoryLogStore = field(default_factory=MemoryLogStore)
-    records: list[tuple[LogRecord, str]] = field(default_factory=list)  # records of `log`, decoded, with digests
+    records: list[tuple[LogRecord, str]] = field(default_factory=list)  # decoded records and digests of `log`
     fragments: dict[str, set[int]] = field(default_factory=dict)  # attempt -> stored fragments
     described: set[str] = field(default_factory=set)
     written_s: dict[str, float] = field(default_factory=dict)  # directory -> time of its newest object
