@@ -118,7 +118,7 @@ class CoordinatorReturned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOrdered:
-    """Send the files of a fragment that this node holds to another node."""
+    """Send the files of a fragment from this node to another node."""
 
     attempt: AttemptId
     node_index: int

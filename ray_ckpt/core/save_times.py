@@ -19,7 +19,7 @@ class SaveTimes:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
-        self.last_save_s = 0.0  # from the start of the last save to its commit; 0: there was no save
+        self.last_save_s = 0.0  # from the last save's start to the save's commit; 0: no save yet
 
     @property
     def latency_s(self) -> float:

@@ -1,11 +1,11 @@
 """Scrub: read every copy of every live checkpoint from time to time, to find damage before a restore.
 
-A round is for one checkpoint. It reads each copy on each live node once, and the copy on the storage path if
-the checkpoint is durable, one `Scrub` after the other, within a budget. The checkpoint verified longest ago
-is first. A checkpoint is due `every_s` after its last verification, or after its commit if it was never
-verified. The run machine appends the `Verified` that ends a good round; from this record a new coordinator
-computes which checkpoints are due. If a coordinator dies during a round, the next coordinator begins the
-round anew.
+A round is for one checkpoint. The round reads each copy on each live node once, and the copy on the storage
+path if the checkpoint is durable, one `Scrub` after the other, within a budget. The checkpoint verified
+longest ago is first. A checkpoint is due `every_s` after its last verification, or after its commit if it was
+never verified. The run machine appends the `Verified` that ends a good round; from this record a new
+coordinator computes which checkpoints are due. If a coordinator dies during a round, the next coordinator
+begins the round anew.
 
 A node puts a damaged copy into quarantine. The run machine removes the node from the holders, so that repair
 makes a new copy; after damage on the storage path, the machine drains the checkpoint again. The round

@@ -125,7 +125,7 @@ class Healing:
         world.oracle.check_log(world)
 
     def _check_put_away(self, launcher: Launcher) -> None:
-        """Check that nodes keep no folder of a finished run except sole copies and folders kept by options."""
+        """Check that nodes keep no folder of a finished run except sole copies and those kept by options."""
         world = self._world
         world.finish(launcher.name, ends_group=True)
         for _ in range(ROUNDS):
