@@ -203,7 +203,7 @@ def _load(checkpoints: Sequence[CheckpointInfo], holders: Holders) -> Counter[st
 
 
 class Losses:
-    """Unreadable checkpoints, each with the time since when it is unreadable; a new coordinator starts afresh."""
+    """Unreadable checkpoints, each with the start of its outage; a new coordinator begins with none."""
 
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}
