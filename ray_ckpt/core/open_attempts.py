@@ -144,7 +144,7 @@ class OpenAttempts:
         )
 
     def _objection(self, attempt: Attempt, copies: int) -> CheckpointError | None:
-        """Return the error that forbids to commit an attempt with these copies, or None."""
+        """Return the error that forbids the commit of an attempt with `copies` copies, or None."""
         step = attempt.id.step
         if counts := attempt.counts():
             return CollectiveError(

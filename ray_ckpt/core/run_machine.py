@@ -158,7 +158,7 @@ class RunMachine:
 
     @property
     def is_closing(self) -> bool:
-        """The run has finished, and nodes were ordered to forget the run: a new group has to reopen it."""
+        """The run has finished, and nodes were ordered to forget it: the run has to be opened anew."""
         return self._closing.is_begun
 
     @property
@@ -487,7 +487,7 @@ class RunMachine:
         if lost or event.draining:
             self._session_end.nodes_seen(lost)
         if lost:
-            if missed := lost & self.view.needed_nodes():  # the other nodes may have gone with their agents
+            if missed := lost & self.view.needed_nodes():  # on other nodes, an idle agent may just have ended
                 context.measure(telemetry.FAILURES, len(missed), cause="node")
             context.holders.lose(lost)
             context.links.forget(lost)

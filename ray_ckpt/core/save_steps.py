@@ -27,7 +27,7 @@ REACH_S = 1.0  # time for a signal to reach the pages of all nodes; doubled afte
 MAX_REACH_S = 32.0  # limit of REACH_S, which doubles after each step announced too late
 REPORT_DELAY_S = 1.0  # time for which a node gathers its ranks' progress before a report
 LEAST_AHEAD = 2  # steps; the next step may be about to end
-OVERDUE_S = 120.0  # time after a node's end time; Ray Train waits as long for a node with no end time
+OVERDUE_S = 120.0  # limit of saves for a node past its end time; Ray Train waits as long without one
 SETTLE_S = 10.0  # time after the expected end of the step: by then a save would be open
 
 

@@ -54,7 +54,7 @@ class Sessions:
     # -- opening -------------------------------------------------------------------------------------
 
     def objection(self, owner: str, dead_owner: str) -> CheckpointError | None:
-        """Return the error that forbids this launcher to open a group now, or None.
+        """Return the error that keeps this launcher from opening a group now, or None.
 
         `dead_owner` is a launcher that was found dead.
         """
