@@ -1,7 +1,8 @@
 """The node machine: the decisions of one agent about one run's saves (see PROTOCOL.md).
 
-It gathers its ranks, so that a node reports to the coordinator once per phase, and keeps the order: shard
-files, then the fragment, then the report. Copies are sent only of files that are fsynced here.
+The machine gathers the events of the node's ranks, so that a node reports to the coordinator once per phase.
+The machine keeps the order: shard files, then the fragment, then the report. Only files that are fsynced on
+this node are copied to other nodes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level
 
-MAX_UNSETTLED = 8  # saves reported and not answered; a coordinator that lives answers within seconds
-MAX_SETTLED = 256  # outcomes that answer late requests
+MAX_UNSETTLED = 8  # reported saves without an answer; a live coordinator answers within seconds
+MAX_SETTLED = 256  # outcomes kept to answer late requests
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,23 +29,23 @@ class _Save:
     replicated: set[str] = field(default_factory=set)
     written: dict[int, n.ShardWritten] = field(default_factory=dict)
     metrics: Mapping[str, float] | None = None
-    fragment: FileEntry | None = None  # set when everything of this node is on its disk
+    fragment: FileEntry | None = None  # set when all files of this node's part are on its disk
 
 
 class NodeMachine:
-    """Saves of one run on one node. `epoch` is the highest that this node's disk remembers."""
+    """Saves of one run on one node. `epoch` is the highest epoch recorded on this node's disk."""
 
     def __init__(self, *, epoch: int = 0) -> None:
         self.plan: SessionPlan | None = None
         self.here: SessionNode | None = None
         self._saves: dict[str, _Save] = {}
-        self.epoch = epoch  # of the newest coordinator seen
+        self.epoch = epoch  # epoch of the newest coordinator that sent an order
         self.outcomes: OrderedDict[str, n.SaveOutcome] = OrderedDict()
         self._deleted: OrderedDict[str, None] = OrderedDict()  # attempts whose deletion was ordered
-        self._unreachable: set[str] = set()  # peers that are probed until they answer
+        self._unreachable: set[str] = set()  # peers to probe until they answer
 
     def handle(self, event: n.NodeEvent) -> tuple[n.NodeEffect, ...]:
-        """Apply one event; the effects are to be carried out in order."""
+        """Apply one event and return the effects, to be carried out in order."""
         if not isinstance(event, n.Order):
             return tuple(self._on(event))
         if event.epoch < self.epoch:
@@ -55,7 +56,7 @@ class NodeMachine:
         return (n.PersistEpoch(epoch=event.epoch), *self._on(event))
 
     def incomplete(self) -> tuple[Captured, ...]:
-        """Return the saves that only some ranks here have captured; MAX_UNSETTLED at most."""
+        """Return the saves, at most MAX_UNSETTLED, that only some ranks of this node have captured."""
         num_ranks = len(self.here.ranks) if self.here is not None else 0
         return tuple(
             Captured(attempt=save.attempt, ranks=tuple(sorted(save.sealed)))
@@ -64,12 +65,12 @@ class NodeMachine:
         )
 
     def is_deleted(self, attempt: str) -> bool:
-        """Return True for an attempt whose files here are being deleted and must not be counted."""
+        """Return True if this node is deleting the attempt's files, which then must not be counted."""
         outcome = self.outcomes.get(attempt)
         return attempt in self._deleted or (outcome is not None and outcome.is_deleted)
 
     def reaches(self, peer: str) -> bool:
-        """Return False while a peer that could not be reached has not answered again."""
+        """Return False from when a peer could not be reached until the peer answers again."""
         return peer not in self._unreachable
 
     def _on(self, event: n.NodeEvent) -> Iterable[n.NodeEffect]:
@@ -80,7 +81,7 @@ class NodeMachine:
 
     def _on_session_started(self, event: n.SessionStarted) -> Iterator[n.NodeEffect]:
         if self.plan is not None and event.plan.session_key < self.plan.session_key:
-            return  # a late order about a group that has ended
+            return  # a late order, for a group that has ended
         error = RunSuperseded("A newer training group has opened this run.")
         for save in list(self._saves.values()):
             if not event.plan.has(save.attempt):
@@ -114,7 +115,7 @@ class NodeMachine:
             return
         if (
             known := self.outcomes.get(name)
-        ) is not None:  # dropped, or committed and not to be written again
+        ) is not None:  # the save was dropped, or it is committed and must not be written again
             yield n.Release(attempt=event.attempt, rank=event.rank)
             yield n.ResolveSave(attempt=event.attempt, level=known.level, error=known.error)
             return
@@ -167,7 +168,7 @@ class NodeMachine:
         yield from self._report(save, here)
 
     def _written_late(self, attempt: AttemptId) -> Iterator[n.NodeEffect]:
-        """Delete the files of a save that was dropped in the meantime; leave others to the coordinator."""
+        """Delete the files of a save dropped in the meantime; leave any other save to the coordinator."""
         if self.is_deleted(attempt.attempt):
             yield n.DeleteFolder(directory=attempt.directory)
 
@@ -224,7 +225,7 @@ class NodeMachine:
                 yield from self._report(save, self.here)
 
     def _report(self, save: _Save, here: SessionNode) -> Iterator[n.NodeEffect]:
-        """Report a save that is complete here, and send its copies; a repetition is harmless."""
+        """Report a save that is complete on this node, and send its copies; repeating this is harmless."""
         if save.fragment is None:
             return
         yield n.ReportStored(
@@ -242,12 +243,12 @@ class NodeMachine:
         known = self.outcomes.get(event.attempt.attempt)
         if known is None or known.error is None:
             yield from self._settle(event.attempt, event.level, event.error)
-        elif event.error is not None:  # a drop is final; it is repeated because a late copy came back
+        elif event.error is not None:  # a drop is final; the coordinator repeats it after a late copy
             self.outcomes[event.attempt.attempt] = replace(known, is_deleted=True)
             yield n.DeleteFolder(directory=event.attempt.directory)
 
     def _forget_oldest(self) -> Iterator[n.NodeEffect]:
-        """Settle the oldest saves while the coordinator is silent. Files stay: they may be committed."""
+        """Settle the oldest saves while the coordinator is silent; keep files, as a save may be committed."""
         while len(self._saves) >= MAX_UNSETTLED:
             save = next(iter(self._saves.values()))
             error = Unavailable(f"The coordinator never reported how step {save.attempt.step} ended.")
@@ -261,10 +262,11 @@ class NodeMachine:
         *,
         keep_files: bool = False,
     ) -> Iterator[n.NodeEffect]:
-        """Note the outcome. A drop removes the files; a rank that still writes finds the outcome when done.
+        """Record the outcome and delete the files of a dropped save.
 
-        A save that a new session ends may have been committed a moment ago, so its files stay until the
-        coordinator lists them as orphans.
+        A rank that is still writing finds the outcome when the write ends. When a new session ends a save,
+        the save may have been committed a moment ago; `keep_files` then keeps the save's files until the
+        coordinator lists these files as orphans.
         """
         self._saves.pop(attempt.attempt, None)
         is_deleted = error is not None and not keep_files

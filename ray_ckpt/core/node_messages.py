@@ -18,7 +18,7 @@ class SaveOutcome:
 
     level: Level | None
     error: CheckpointError | None
-    is_deleted: bool = False  # its files here have been deleted, or are about to be
+    is_deleted: bool = False  # the files on this node are deleted or about to be deleted
 
 
 # -- events ------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ class SessionStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded:
-    """Another owner has the run; this session, and those before it, are over."""
+    """Another owner has the run; this session and all earlier sessions are over."""
 
     session_key: SessionKey
     error: CheckpointError
@@ -46,7 +46,7 @@ class ShardSealed:
 
     attempt: AttemptId
     rank: int
-    replicated: tuple[str, ...]  # as in `SealedShard`
+    replicated: tuple[str, ...]  # see `SealedShard.replicated`
     metrics: Mapping[str, float] | None
 
 
@@ -60,7 +60,7 @@ class ShardWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
-    """A rank skipped the attempt, or its files or the fragment could not be written."""
+    """A rank skipped the attempt, or the rank's files or the fragment could not be written."""
 
     attempt: AttemptId
     rank: int
@@ -80,7 +80,7 @@ class CopyEnded:
     attempt: AttemptId
     node_index: int
     holder: str
-    epoch: int  # that this node obeyed when it began
+    epoch: int  # the epoch that this node obeyed when the copy began
     error: str | None
     is_unreachable: bool = False  # the holder gave no sign of life for some seconds
 
@@ -94,7 +94,7 @@ class PeerReturned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeNotified:
-    """The coordinator of that epoch has reported the outcome of an attempt."""
+    """The coordinator of `epoch` has reported the outcome of an attempt."""
 
     attempt: AttemptId
     level: Level | None
@@ -104,21 +104,21 @@ class OutcomeNotified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSeen:
-    """A coordinator whose fence is in the log has sent an order without other content."""
+    """A coordinator whose fence is in the log has sent only its epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorReturned:
-    """A new coordinator has taken the run over; it has no report that the old one received."""
+    """A new coordinator has taken over the run, without the reports that the old coordinator received."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOrdered:
-    """Send what this node holds of a fragment to another node."""
+    """Send the files of a fragment from this node to another node."""
 
     attempt: AttemptId
     node_index: int
@@ -145,7 +145,7 @@ class SaveStepAnnounced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPutAway:
-    """The run has finished: nothing of it is needed here but these folders."""
+    """The run has finished: this node needs to keep only these folders of the run."""
 
     kept: tuple[str, ...]
     epoch: int
@@ -162,7 +162,7 @@ Order: TypeAlias = (
     | SaveStepAnnounced
     | RunPutAway
 )
-"""Messages of a coordinator; void if its epoch is below the highest that the node has seen."""
+"""Messages of a coordinator; void if their epoch is below the highest epoch seen by the node."""
 
 
 NodeEvent: TypeAlias = (
@@ -180,7 +180,7 @@ class WriteShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """The rank's arena may be captured into again."""
+    """The rank may capture into its arena again."""
 
     attempt: AttemptId
     rank: int
@@ -193,7 +193,7 @@ class WriteFragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportStored:
-    epoch: int  # that this node obeys now
+    epoch: int  # the epoch that this node obeys now
     attempt: AttemptId
     node_index: int
     files: tuple[FileEntry, ...]
@@ -210,9 +210,9 @@ class ReportRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCopy:
-    """Send the fragment's files, then the fragment, from this node's disk; answer with CopyEnded."""
+    """Send the fragment's files, then the fragment, from this node's disk; CopyEnded is the answer."""
 
-    epoch: int  # that this node obeys now; reported with the end
+    epoch: int  # the epoch that this node obeys now; also sent in the report of the copy's end
     attempt: AttemptId
     node_index: int
     holder: str
@@ -222,7 +222,7 @@ class SendCopy:
 class ReportCopied:
     """Report to the coordinator how a copy ended."""
 
-    epoch: int  # that this node obeyed when the copy began
+    epoch: int  # the epoch that this node obeyed when the copy began
     attempt: AttemptId
     node_index: int
     holder: str
@@ -232,7 +232,7 @@ class ReportCopied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPeer:
-    """Probe a peer every few seconds until it answers; report that with PeerReturned."""
+    """Probe a peer every few seconds until the peer answers; PeerReturned reports the answer."""
 
     peer: str
 
@@ -253,14 +253,14 @@ class DeleteFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetRun:
-    """Delete all folders of the run but `kept`, then everything else of it."""
+    """Delete all folders of the run except `kept`, then all other data of the run."""
 
     kept: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistEpoch:
-    """Make the highest epoch seen durable on this node, before the effects that follow."""
+    """Make the highest epoch seen durable on this node before the next effects are carried out."""
 
     epoch: int
 

@@ -1,8 +1,8 @@
-"""The open attempts of a run: which may be opened, when one is committed, and when one is dropped.
+"""The open attempts of a run: which may be opened, and when each is committed or dropped.
 
 An attempt that all nodes have stored is committed when all of its copies have arrived or `goal_timeout_s` has
 passed (`try_commit`), when too many attempts are open (`bound`), and when its session ends (`Saves`).
-`Attempt` has the table of its life.
+`Attempt` has the table of its states.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 MAX_OPEN_ATTEMPTS = 8  # one save is in flight per rank; more means ranks that disagree on steps
-MAX_WAITING_COMMITS = 2  # while the store is silent the newest two wait, older ones are dropped
+MAX_WAITING_COMMITS = 2  # the newest commits that wait while the store is silent; older ones are dropped
 MAX_DROPPED = 256  # ids of dropped attempts whose late messages are recognised
 
 
@@ -38,14 +38,14 @@ class OpenAttempts:
         return len(self._attempts)
 
     def __iter__(self) -> Iterator[Attempt]:
-        """Iterate over the attempts that are open now; they may be committed or dropped on the way."""
+        """Iterate over the attempts that are open now; the loop may commit or drop attempts."""
         return iter(list(self._attempts.values()))
 
     def get(self, attempt: str) -> Attempt | None:
         return self._attempts.get(attempt)
 
     def is_open(self, attempt: str) -> bool:
-        """Return True while an attempt is being stored, or its commit is on its way."""
+        """Return True while an attempt is being stored, or its commit record is being written."""
         return attempt in self._attempts
 
     def is_dropped(self, attempt: str) -> bool:
@@ -53,7 +53,7 @@ class OpenAttempts:
         return attempt in self._dropped
 
     def is_busy(self, for_s: float) -> bool:
-        """Return True if an attempt is open, and not for longer than that."""
+        """Return True if an attempt has been open for less than `for_s` seconds."""
         return any(self._context.now_s - attempt.started_s < for_s for attempt in self._attempts.values())
 
     def has_step(self, step: int) -> bool:
@@ -61,20 +61,20 @@ class OpenAttempts:
         return any(attempt.id.step == step for attempt in self._attempts.values())
 
     def open_at(self, step: int) -> str | None:
-        """Return the newest open attempt at that step, if there is one."""
+        """Return the name of the newest open attempt at that step, or None."""
         return next((name for name, a in reversed(self._attempts.items()) if a.id.step == step), None)
 
     # -- opening -------------------------------------------------------------------------------------
 
     def may_open(self, attempt: AttemptId) -> bool:
-        """Return True for an attempt of the session at work that is neither committed nor dropped."""
+        """Return True if an attempt of the current session is neither committed nor dropped."""
         plan, name = self._context.plan, attempt.attempt
         if plan is None or not plan.has(attempt):
             return False
         return name not in self._context.history.checkpoints and name not in self._dropped
 
     def find(self, attempt: AttemptId) -> Attempt | None:
-        """Return an attempt, opened now if it is new; None if it may not be open."""
+        """Return the open attempt, after opening it if it is new; return None if it may not be opened."""
         if not self.may_open(attempt):
             return None
         plan = self._context.plan
@@ -93,9 +93,9 @@ class OpenAttempts:
         return attempt.run_uid == history.run_uid and not known
 
     def bound(self) -> Iterator[m.Effect]:
-        """Commit the newest complete attempt as it is if too many are open; drop one if none is complete.
+        """If too many attempts are open, commit the newest complete one as it is, or else drop one.
 
-        The commit drops the older attempts, and copies that arrive later promote it.
+        The commit drops the older attempts; copies that arrive later promote the committed checkpoint.
         """
         while len(waiting := [a for a in self if not a.is_committing]) > MAX_OPEN_ATTEMPTS:
             complete = [a for a in waiting if a.is_local and not self._is_overtaken(a)]
@@ -109,13 +109,13 @@ class OpenAttempts:
     # -- commits -------------------------------------------------------------------------------------
 
     def try_commit(self, attempt: Attempt) -> Iterator[m.Effect]:
-        """Commit an attempt that has all its copies, or has waited for them long enough."""
+        """Commit an attempt that has all its copies, or has waited for copies long enough."""
         is_late = self._context.now_s - attempt.started_s > self._context.options.goal_timeout_s
         if attempt.state == "copying" and (attempt.is_ready or is_late):
             yield from self.commit(attempt)
 
     def commit(self, attempt: Attempt) -> Iterator[m.Effect]:
-        """Queue the commit record, at the level reached; drop an attempt that must not be committed."""
+        """Queue the commit record with the level reached; drop the attempt if it must not be committed."""
         copies = self._num_copies(attempt)
         if (error := self._objection(attempt, copies)) is not None:
             yield from self.drop(attempt, error)
@@ -144,7 +144,7 @@ class OpenAttempts:
         )
 
     def _objection(self, attempt: Attempt, copies: int) -> CheckpointError | None:
-        """Return the error that forbids the commit of an attempt with these copies, if there is one."""
+        """Return the error that forbids the commit of an attempt with `copies` copies, or None."""
         step = attempt.id.step
         if counts := attempt.counts():
             return CollectiveError(
@@ -175,7 +175,7 @@ class OpenAttempts:
         return any((a.epoch, a.session) == session and a.step > step for a in newer)
 
     def committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
-        """Notify the nodes of a commit that is in the log, and drop older attempts that are still open."""
+        """Notify the nodes of a commit that is now in the log, and drop older open attempts."""
         attempt = self._attempts.pop(checkpoint.id.attempt)
         attempt.change("logged")
         self._progress.attempt_ended(attempt.id)
@@ -198,11 +198,11 @@ class OpenAttempts:
                 context.ledger.append(op)
 
     def reconsider(self, attempt: Attempt) -> Iterator[m.Effect]:
-        """Correct a commit that waits for the store after a node has died: it must be true when sent."""
+        """After the death of a node, correct a waiting commit: a record must be true when it is sent."""
         queue = self._context.ledger.waiting()
         op = next((q for q in queue if isinstance(q, r.Commit) and q.attempt == attempt.id.attempt), None)
         if op is None:
-            return  # on its way already
+            return  # the record is already being written
         copies = self._num_copies(attempt)
         is_built_on = any(isinstance(q, r.Session) and q.resumed_from == op.attempt for q in queue)
         if copies < 0 and not is_built_on:
@@ -213,7 +213,7 @@ class OpenAttempts:
             self._context.ledger.amend(op, replace(op, level=level, replicas=copies))
 
     def drop_excess(self) -> Iterator[m.Effect]:
-        """Keep the newest commits that wait for a silent store; drop the others."""
+        """Keep the newest of the commits that wait for a silent store; drop the others."""
         queue = self._context.ledger.waiting()
         built_on = {op.resumed_from for op in queue if isinstance(op, r.Session)}
         waiting = [op for op in queue if isinstance(op, r.Commit) and op.attempt not in built_on]
@@ -229,7 +229,7 @@ class OpenAttempts:
     # -- drops ---------------------------------------------------------------------------------------
 
     def drop(self, attempt: Attempt, error: CheckpointError) -> Iterator[m.Effect]:
-        """Give an attempt up; its nodes delete the files that they have of it."""
+        """Drop an attempt; its nodes delete its files."""
         context, name = self._context, attempt.id.attempt
         attempt.change("dropped")
         nodes = {n.node_id for n in attempt.nodes} | context.holders.may_have(name)
@@ -247,12 +247,12 @@ class OpenAttempts:
     def drop_unopened(
         self, attempt: AttemptId, error: CheckpointError, nodes: tuple[str, ...]
     ) -> m.NotifyOutcome:
-        """Give up an attempt that was never open here, or not any more."""
+        """Drop an attempt that is not open, or was never opened by this coordinator."""
         self._dropped.append(attempt.attempt)
         return self.outcome(attempt, None, error, nodes)
 
     def drop_if_lost(self, attempt: Attempt, lost: frozenset[str]) -> Iterator[m.Effect]:
-        """Drop an attempt that cannot be complete without these nodes."""
+        """Drop an attempt that cannot become complete without the lost nodes."""
         gone = {n.node_id for n in attempt.nodes if n.node_index not in attempt.stored} & lost
         if gone or (attempt.is_local and self._num_copies(attempt) < 0):
             error = Unavailable(f"Node(s) {names_of(gone or lost)} died during the save.")

@@ -1,4 +1,4 @@
-"""Ownership of a run: check that a service may write its log, and that its nodes know this log.
+"""Ownership of a run: check that a service may write the run's log, and that the nodes agree with this log.
 
 Both checks come before anything is appended, so that a rejected writer appends nothing.
 """
@@ -16,24 +16,24 @@ from ray_ckpt.types import ROLLBACK_PREFIX
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMark:
-    """The memory of a run on a node's disk: the highest epoch that has sent the node an order."""
+    """The record of a run on a node's disk: the highest epoch from which the node received an order."""
 
     run_uid: str
     epoch: int
 
 
 def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None:
-    """Raise RunSuperseded if the run belongs to another launcher or service by now.
+    """Raise RunSuperseded if the run now belongs to another launcher or service.
 
-    A restarted coordinator has no launcher (`owner` None) and may go on only with a session of its own
-    service. A launcher may take over any run at its first group. A launcher that had the run and lost it does
-    not get it back, or two clusters would take it from each other forever. A rollback is a person's act and
-    no launcher: the launcher that had the run before it may go on with it.
+    A restarted coordinator has no launcher (`owner` None) and may continue only a session of its service. A
+    launcher may take over any run with its first group. A launcher that lost the run to another does not
+    get the run back; otherwise two clusters would take it from each other forever. A rollback is made by a
+    person, not by a launcher: the launcher that had the run before the rollback may continue the run.
     """
     current = history.session
     if current is None:
         return
-    # A take-over appends an epoch and then a session; its predecessor has lost the run with the epoch.
+    # A take-over appends an epoch, then a session; the previous owner loses the run with that epoch.
     if owner is None:
         is_ours = history.service == current.service == service
     else:
@@ -51,16 +51,17 @@ def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None
 
 
 def is_rollback(service: str) -> bool:
-    """Return True if a session or an epoch of this service is that of a rollback."""
+    """Return True if `service` is the name under which a rollback writes its session and epoch."""
     return service.startswith(ROLLBACK_PREFIX)
 
 
 def check_marks(history: RunHistory, *, run_name: str, marks: Iterable[RunMark], resume: Resume) -> None:
     """Raise RunConflict if nodes hold a run of this name that the log does not have.
 
-    The log is then absent, another run's, or an older state of itself (a wrong mount, a restored backup):
-    writing to it would orphan or delete what the nodes hold. With resume="never" the user gives up what was
-    there before; nodes then have a mark of the new uid too, and the mark of the old one no longer counts.
+    Then the log is absent, belongs to another run, or is an older state of this run's log (a wrong mount, a
+    restored backup); writing to it would orphan or delete the checkpoints on the nodes. With resume="never"
+    the user gives up those checkpoints; nodes then have a mark of the new uid too, and the old mark no longer
+    counts.
     """
     marks = tuple(marks)
     is_known = any(mark.run_uid == history.run_uid for mark in marks)

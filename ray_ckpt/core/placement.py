@@ -1,4 +1,4 @@
-"""Placement of copies: fixed groups of nodes, so that few pairs of losses are fatal."""
+"""Placement of copies: fixed groups of nodes, so that few combinations of lost nodes lose data."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def place_replicas(
     domains: Mapping[str, str] = {},
     draining: Set[str] = frozenset(),
 ) -> Mapping[str, tuple[str, ...]]:
-    """Return for each training node the nodes that hold its copies, never itself.
+    """Return, for each training node, the other nodes that hold its copies.
 
-    Training nodes form groups of `replicas + 1`, and each holds the copies of the others; a remainder joins
-    the last group. Data is lost only with a whole group, while a ring loses it with any `replicas + 1`
-    neighbours (GEMINI, SOSP 2023, section 4). Members of a group are of different failure domains as far as
-    possible; without domains, groups follow the given order. Idle live nodes fill up a group that has too few
-    training nodes. A draining or dead node holds nothing for others; its own copies go to the nodes that hold
-    least. With too few nodes, there are fewer holders.
+    Training nodes form groups of `replicas + 1`; each node of a group holds copies for the others. Remaining
+    nodes join the last group. Data is lost only if all nodes of a group are lost; in a ring, the loss of any
+    `replicas + 1` neighbours loses data (GEMINI, SOSP 2023, section 4). Members of a group are in different
+    failure domains as far as possible; without domains, groups follow the given order. Idle live nodes join a
+    group that has too few training nodes. A draining or dead node holds no copies for others; the copies of
+    its fragments go to the nodes that hold the fewest. With too few nodes, there are fewer holders.
     """
     nodes = list(dict.fromkeys(training_nodes))
     able = set(live_nodes) - draining
@@ -43,15 +43,15 @@ def place_replicas(
 
 
 def domain_of(node: str, domains: Mapping[str, str]) -> str:
-    """Return the failure domain of a node; a node without one is a domain of its own."""
+    """Return the failure domain of a node; a node without a given domain forms a domain alone."""
     return domains.get(node) or f"node {node}"
 
 
 def _in_turn(nodes: Sequence[str], size: int, domains: Mapping[str, str]) -> Iterator[str]:
-    """Yield the nodes in rounds of `size` different domains, those with the most nodes left first.
+    """Yield the nodes in rounds of `size` different domains, domains with the most remaining nodes first.
 
-    A round has each domain once at most. So without a remainder, and with no domain larger than the number of
-    rounds, no group gets two nodes of a domain. Nodes that are alone in their domains keep their order.
+    A round has each domain at most once. So no group gets two nodes of a domain, unless there is a remainder
+    or a domain has more nodes than there are rounds. Nodes that are alone in their domains keep their order.
     """
     order = {node: at for at, node in enumerate(nodes)}
     queues: dict[str, deque[str]] = {}
@@ -82,7 +82,7 @@ def _cut(nodes: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 def _spread(
     near: Iterable[str], candidates: Sequence[str], count: int, domains: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return `count` candidates; those of domains new to `near` and to each other come before the rest."""
+    """Return `count` candidates: first those whose domains differ from `near` and from each other."""
     taken = {domain_of(node, domains) for node in near}
     fresh: list[str] = []
     rest: list[str] = []

@@ -1,6 +1,6 @@
-"""Progress of the session at work: the last report of each rank, and the attempts that have ended.
+"""Progress of the current session: the last report of each rank, and the attempts that have ended.
 
-This is the only record of it. It starts anew with each session.
+No other module stores this progress. The record starts anew with each session.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FRESH_PROGRESS_S = 10.0  # ranks report once a second; older reports prove nothi
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The last report of a rank, and when it came (monotonic)."""
+    """The last report of a rank, and the monotonic time of its arrival."""
 
     progress: RankProgress
     at_s: float
 
 
 class SessionProgress:
-    """Reports of the ranks of one session. A session that follows begins without any."""
+    """Reports of the ranks of one session; a new session begins without reports."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -37,9 +37,9 @@ class SessionProgress:
     def _begin(self, session_key: SessionKey) -> None:
         self._session_key = session_key
         self._reports: dict[int, RankReport] = {}
-        self._saved_before: set[int] = set()  # ranks that took part in a save
+        self._saved_before: set[int] = set()  # ranks that have taken part in a save
         self._captures = Captures()
-        self._idle_since_s: dict[int, float] = {}  # idle ranks that others wait for
+        self._idle_since_s: dict[int, float] = {}  # idle rank -> when others began to wait
         self._ended_step = 0
         self._num_ended = self._num_skipped = 0
 
@@ -52,7 +52,7 @@ class SessionProgress:
     # -- reports -------------------------------------------------------------------------------------
 
     def progressed(self, event: m.RanksProgressed, may_open: Callable[[AttemptId], bool]) -> bool:
-        """Note a report; return False if it is of another session. `may_open`: as of `OpenAttempts`."""
+        """Record a report; return False if it is from another session. `may_open`: see `OpenAttempts`."""
         self._enter()
         plan, now_s = self._context.plan, self._context.now_s
         if plan is None or event.session_key != plan.session_key:
@@ -64,19 +64,19 @@ class SessionProgress:
         return True
 
     def took_part(self, ranks: Iterable[int]) -> None:
-        """Note that ranks have saved in this session, or refused to."""
+        """Record that ranks have saved in this session, or refused to save."""
         self._enter()
         self._saved_before.update(ranks)
 
     def attempt_ended(self, attempt: AttemptId) -> None:
-        """Note that an attempt was committed or dropped."""
+        """Record that an attempt was committed or dropped."""
         self._enter()
         if (attempt.epoch, attempt.session) == self._session_key:
             self._ended_step = max(self._ended_step, attempt.step)
             self._num_ended += 1
 
     def attempt_skipped(self) -> tuple[int, int]:
-        """Count an attempt that a rank skipped. Return the number of these, and of all that ended."""
+        """Count an attempt that a rank skipped; return the numbers of skipped and of ended attempts."""
         self._num_skipped += 1
         return self._num_skipped, self._num_ended
 
@@ -90,18 +90,18 @@ class SessionProgress:
 
     @property
     def ended_step(self) -> int:
-        """The highest step whose attempt was committed or dropped; 0: none."""
+        """The highest step whose attempt was committed or dropped; 0 if there is none."""
         self._enter()
         return self._ended_step
 
     @property
     def last_step(self) -> int:
-        """The last optimizer step that a rank has reported, 0 if none has."""
+        """The highest optimizer step that any rank has reported; 0 if there is no report."""
         return max((report.progress.step for report in self.reports().values()), default=0)
 
     @property
     def step_s(self) -> float:
-        """Seconds that a step took recently; 0 if no rank has reported it."""
+        """Median over the ranks of the seconds that a recent step took; 0 if no rank has reported a time."""
         times_s = [r.progress.step_s for r in self.reports().values() if r.progress.step_s > 0]
         return statistics.median(times_s) if times_s else 0.0
 
@@ -121,12 +121,12 @@ class SessionProgress:
     # -- one rank ------------------------------------------------------------------------------------
 
     def has_saved(self, rank: int, step: int) -> bool:
-        """Return True if the rank reports that save; it may still be on its way to its node's disk."""
+        """Return True if the rank has reported a save at `step`; the save may not be on disk yet."""
         report = self._reports.get(rank)
         return report is not None and report.progress.saved_step == step and self._takes_part(rank, report)
 
     def is_idle(self, rank: int) -> bool:
-        """Return True if a rank that lives has neither saved nor completed a step in this session."""
+        """Return True if a live rank has neither saved nor completed a step in this session."""
         report = self._reports.get(rank)
         if report is None or self._context.now_s - report.at_s > FRESH_PROGRESS_S:
             return False
@@ -134,16 +134,16 @@ class SessionProgress:
         return is_at_start and not self._takes_part(rank, report)
 
     def note_idle(self, since_s: Mapping[int, float]) -> None:
-        """Replace the idle ranks that others wait for, each with the time since when."""
+        """Replace the idle ranks that others wait for; `since_s` has the start of each wait."""
         known_s, now_s = self._idle_since_s, self._context.now_s
         self._idle_since_s = {k: min(known_s.get(k, now_s), at_s) for k, at_s in since_s.items()}
 
     def idle_s(self, rank: int) -> float:
-        """Return for how many seconds others have waited for an idle rank."""
+        """Return the seconds for which other ranks have waited for an idle rank."""
         return self._context.now_s - self._idle_since_s.get(rank, self._context.now_s)
 
     def has_passed(self, rank: int, step: int) -> bool:
-        """Return True if a rank will never capture a step, by its last report."""
+        """Return True if, by its last report, a rank will never capture a step."""
         report = self._reports.get(rank)
         return report is not None and self._captures.has_passed(report.progress, step)
 

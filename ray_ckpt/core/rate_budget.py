@@ -1,13 +1,13 @@
-"""The rate at which background work may read and copy: a token bucket whose callers pass the time."""
+"""The rate at which background work may read and copy: a token bucket; callers pass the time."""
 
 from __future__ import annotations
 
 
 class Budget:
-    """Allows `bytes_per_s` on average and `burst_bytes` at once; a rate of 0 allows nothing.
+    """A budget of `bytes_per_s` on average and `burst_bytes` at once; a rate of 0 allows nothing.
 
-    An item larger than the burst goes through when the bucket is full, and leaves a debt: it waits its turn
-    and is paid for like any other.
+    An item larger than the burst is allowed when the bucket is full. The item leaves a debt, and the next
+    items wait until the debt is paid.
     """
 
     def __init__(self, bytes_per_s: float, burst_bytes: float) -> None:
@@ -17,13 +17,13 @@ class Budget:
         self._at_s: float | None = None
 
     def set_rate(self, bytes_per_s: float, burst_s: float) -> None:
-        """Set the rate, and the burst to what the rate gives in `burst_s`; a debt stays."""
+        """Set the rate, and set the burst to the bytes of `burst_s` seconds; a debt stays."""
         if bytes_per_s != self.bytes_per_s:
             self._left_bytes = min(self._left_bytes, 0.0) + bytes_per_s * burst_s
             self.bytes_per_s, self.burst_bytes = bytes_per_s, bytes_per_s * burst_s
 
     def take(self, nbytes: float, now_s: float) -> bool:
-        """Return True and count `nbytes` if they may go now (monotonic seconds)."""
+        """Return True and subtract `nbytes` if the budget allows them at `now_s` (monotonic seconds)."""
         if self.bytes_per_s <= 0:
             return False
         elapsed_s = 0.0 if self._at_s is None else max(now_s - self._at_s, 0.0)
@@ -35,5 +35,5 @@ class Budget:
         return True
 
     def give_back(self, nbytes: float) -> None:
-        """Return bytes that were taken and not used."""
+        """Put back bytes that were taken and not used."""
         self._left_bytes = min(self._left_bytes + nbytes, self.burst_bytes)

@@ -1,10 +1,10 @@
-"""Repair: after a loss, missing copies are made again in the background.
+"""Repair: make missing copies again in the background after a loss.
 
 Every fragment of a checkpoint that is worth copies (`worth_copies`) should be on `replicas + 1` live nodes
-that stay, or on as many as there are. `Repairs` plans the copies, a few at a time and within a budget; the
-machine orders them, adds new copies to the holders and calls `ended`. Nothing of it is recorded: a new
-coordinator finds missing copies by the inventories. A copy that arrives late or twice is an extra copy, which
-retention removes with its checkpoint.
+that stay in the cluster, or on all of these nodes if they are fewer. `Repairs` plans the copies, a few at a
+time and within a budget; the run machine orders them, adds new copies to the holders and calls `ended`.
+Repair writes no record: a new coordinator finds missing copies by the inventories. A copy that arrives late
+or twice is an extra copy, which retention removes together with the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.types import CheckpointInfo, Level
 
 MAX_ACTIVE = 8  # copies under way: training comes first on the network
-MAX_TRIES = 3  # failures of one fragment on one holder; a later checkpoint tries anew
-RETRY_S = 2.0  # before a fragment is tried again, doubled each time: time for a peer to restart
-MAX_RETRY_S = 300.0  # the longest such pause: time to clear a disk
-REPAIR_TIMEOUT_S = 600.0  # after which a copy counts as failed: 60 GB at 100 MB/s
-LOST_AFTER_S = 24 * 3600.0  # after which a lost node is not expected back
+MAX_TRIES = 3  # failures of one fragment on one holder; a later checkpoint starts from 0
+RETRY_S = 2.0  # pause before the next try of a fragment, doubled each time: a peer may restart
+MAX_RETRY_S = 300.0  # longest pause between tries: time to clear a disk
+REPAIR_TIMEOUT_S = 600.0  # after this time a copy counts as failed: 60 GB at 100 MB/s
+LOST_AFTER_S = 24 * 3600.0  # after this time a lost node is not expected back
 
 
 def worth_copies(lineage: Sequence[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
@@ -40,8 +40,8 @@ class _Need:
     checkpoint: CheckpointInfo
     recency: int  # 0: the newest checkpoint
     node_index: int
-    staying: frozenset[str]  # holders that stay
-    draining: frozenset[str]  # holders that are about to go
+    staying: frozenset[str]  # holders that stay in the cluster
+    draining: frozenset[str]  # holders that are about to leave the cluster
     missing: int
 
     @property
@@ -52,24 +52,24 @@ class _Need:
 
 @dataclass(slots=True)
 class _Problem:
-    """Failed copies of one fragment. Source and holder are both blamed, as the cause is not known."""
+    """Failed copies of one fragment; source and holder are both blamed, as the cause is unknown."""
 
     blame: Counter[str] = field(default_factory=Counter)  # failures per node
-    pause_s: float = RETRY_S  # after the next one
+    pause_s: float = RETRY_S  # pause after the next failure
     not_before_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _ActiveCopy:
     started_s: float
-    taken_bytes: float  # from the budget
+    taken_bytes: float  # bytes taken from the budget
 
 
 class Repairs:
     """Copies under way, and the failures of earlier ones."""
 
     def __init__(self) -> None:
-        self.deficit = 0  # missing copies at the last look, of fragments with at least one
+        self.deficit = 0  # missing copies, at the last `assign`, of fragments that have a copy
         self._active: dict[Replicate, _ActiveCopy] = {}
         self._problems: dict[tuple[str, int], _Problem] = {}
 
@@ -85,7 +85,7 @@ class Repairs:
         budget: Budget,
         now_s: float,
     ) -> Iterator[Replicate]:
-        """Yield the copies to start now. `checkpoints` are those worth copies, newest first."""
+        """Yield the copies to start now. `checkpoints` are worth copies and sorted from the newest."""
         self._expire(now_s)
         self._forget_others({c.id.attempt for c in checkpoints})
         staying = holders.live - draining
@@ -109,10 +109,10 @@ class Repairs:
                 yield copy
 
     def ended(self, event: ReplicaEnded, now_s: float) -> float:
-        """Note that a copy of repair has arrived or failed; return its budgeted bytes that were not sent.
+        """Record the end of a repair copy; return the bytes taken from the budget that were not sent.
 
-        A holder that could not be reached is not blamed: the copy is ordered again as soon as its link may
-        work again.
+        A holder that could not be reached is not blamed: the copy is ordered again as soon as the link to the
+        holder may work again.
         """
         where, unused_bytes = (event.attempt, event.node_index, event.holder), 0.0
         for copy in list(self._active):
@@ -125,7 +125,7 @@ class Repairs:
         return unused_bytes
 
     def lost(self, nodes: Set[str]) -> None:
-        """End copies from and to dead nodes, without blame."""
+        """End copies from and to dead nodes without blaming a node."""
         self._active = {c: at for c, at in self._active.items() if not {c.source, c.holder} & nodes}
 
     def _plan(
@@ -137,7 +137,7 @@ class Repairs:
         links: Links,
         now_s: float,
     ) -> Replicate | None:
-        """Return the next copy of a fragment; None if it has to wait, or if no node can take it."""
+        """Return the next copy of a fragment; None if the copy has to wait or no node can take the copy."""
         attempt, index = need.checkpoint.id, need.node_index
         problem = self._problems.get((attempt.attempt, index), _Problem())
         if now_s < problem.not_before_s:
@@ -171,14 +171,14 @@ class Repairs:
                 self._failed(copy, now_s)
 
     def _forget_others(self, attempts: Set[str]) -> None:
-        """Forget problems of other attempts; copies of those that are under way stay until they end."""
+        """Forget problems of attempts not in `attempts`; copies under way stay until their end."""
         self._problems = {key: problem for key, problem in self._problems.items() if key[0] in attempts}
 
 
 def _needs(
     checkpoints: Sequence[CheckpointInfo], holders: Holders, staying: Set[str], wanted: int
 ) -> Iterator[_Need]:
-    """Yield the fragments that have a copy, and fewer than `wanted` on nodes that stay."""
+    """Yield the fragments with at least one copy, but fewer than `wanted` copies on nodes that stay."""
     for recency, checkpoint in enumerate(checkpoints):
         for index in range(checkpoint.num_nodes):
             held = holders.of(checkpoint.id.attempt, index) & holders.live
@@ -203,7 +203,7 @@ def _load(checkpoints: Sequence[CheckpointInfo], holders: Holders) -> Counter[st
 
 
 class Losses:
-    """Checkpoints that cannot be read, with the time since then; a new coordinator counts from its start."""
+    """Unreadable checkpoints, each with the start of its outage; a new coordinator begins with none."""
 
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}
@@ -218,8 +218,8 @@ class Losses:
     ) -> tuple[CheckpointInfo, ...]:
         """Return the checkpoints to record as lost.
 
-        A checkpoint is lost if it had no source for LOST_AFTER_S without a break, and a newer checkpoint of
-        the lineage can be read.
+        A checkpoint is lost if it had no source during all of the last LOST_AFTER_S seconds, and a newer
+        checkpoint of the lineage can be read.
         """
         gone = [c for c in live if not holders.can_serve(c)]
         self._since_s = {c.id.attempt: self._since_s.get(c.id.attempt, now_s) for c in gone}

@@ -1,14 +1,15 @@
-"""Retention: which checkpoints stay, and on which tier.
+"""Retention: decide which checkpoints are kept, and on which tier.
 
 Decisions follow from records alone, so a restarted coordinator decides the same. A checkpoint is kept if any
-policy keeps it. Policies look at the lineage only: a checkpoint off it belongs to a session that another one
-superseded by resuming from an earlier checkpoint. Three rules precede the policies: busy checkpoints stay,
-pinned ones stay, and for each level the newest checkpoint that has reached it stays, so that no level loses
-its protection before a newer checkpoint offers it. Retiring gives up all copies of a checkpoint, evicting
-only those on the nodes. This module only decides: the run machine writes the records, then deletes bytes.
+policy keeps it. Policies select from the lineage only: a checkpoint off the lineage belongs to a session that
+a later session superseded by resuming from an earlier checkpoint. Three rules precede the policies: busy
+checkpoints stay, pinned checkpoints stay, and for each level the newest checkpoint that has reached the level
+stays, so that the protection of a level is lost only after a newer checkpoint offers it. Retirement gives up
+all copies of a checkpoint; eviction gives up only the copies on the nodes. This module only decides: the run
+machine writes the records, then deletes bytes.
 
 All functions are linear in the number of records. Times are Unix seconds by the coordinators' clocks; a wrong
-clock moves ages, periods and the ends of pins, and no other decision.
+clock affects ages, periods and the expiry of pins, and no other decision.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 Mode: TypeAlias = Literal["min", "max"]
 
-EPOCH_METRIC = "epoch"  # the metric that numbers epochs; its whole part counts
-MAX_TEXT = 16 * 1024  # characters of the policies' text: more than all options together can make
+EPOCH_METRIC = "epoch"  # the metric with the training epoch's number; the fraction is ignored
+MAX_TEXT = 16 * 1024  # characters of the policies' text; the options cannot produce a longer text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionView:
-    """Input of all decisions. `live` and `lineage` are in log order; `busy` are attempts in use right now."""
+    """Input of all decisions. `live` and `lineage` are in log order; `busy` are attempts in use."""
 
     live: tuple[CheckpointInfo, ...]
     lineage: tuple[CheckpointInfo, ...]
@@ -43,7 +44,7 @@ class RetentionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The decision to keep or retire a live checkpoint; `reasons`, never empty, are for people."""
+    """The decision to keep or retire a live checkpoint; `reasons`, never empty, are shown to users."""
 
     checkpoint: CheckpointInfo
     kept: bool
@@ -62,7 +63,7 @@ class Retirement:
 
 @dataclass(frozen=True, slots=True)
 class KeepLast:
-    """Keeps the last `count`."""
+    """Policy that keeps the last `count` checkpoints."""
 
     count: int
 
@@ -76,7 +77,7 @@ class KeepLast:
 
 @dataclass(frozen=True, slots=True)
 class KeepEverySteps:
-    """Keeps the first at or after each multiple of `steps`; saves need not fall on multiples."""
+    """Policy that keeps the first checkpoint at or after each multiple of `steps`."""
 
     steps: int
 
@@ -91,7 +92,7 @@ class KeepEverySteps:
 
 @dataclass(frozen=True, slots=True)
 class KeepEverySeconds:
-    """Keeps the first that was committed in each period of `seconds`; periods count from 1970."""
+    """Policy that keeps the first checkpoint committed in each period of `seconds`, counted from 1970."""
 
     seconds: float
 
@@ -106,7 +107,7 @@ class KeepEverySeconds:
 
 @dataclass(frozen=True, slots=True)
 class KeepMilestones:
-    """Keeps the first at or after each of these fractions of `total_steps`."""
+    """Policy that keeps the first checkpoint at or after each of these fractions of `total_steps`."""
 
     total_steps: int
     fractions: tuple[float, ...]
@@ -126,7 +127,7 @@ class KeepMilestones:
 
 @dataclass(frozen=True, slots=True)
 class KeepEpochs:
-    """Keeps the last of each epoch by the metric `EPOCH_METRIC`; not the newest, whose epoch may go on."""
+    """Policy that keeps the last checkpoint of each `EPOCH_METRIC` value, except the newest checkpoint."""
 
     @property
     def text(self) -> str:
@@ -142,7 +143,7 @@ class KeepEpochs:
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """Keeps the `count` best by a metric, of equal ones the older; none without the metric or with NaN."""
+    """Policy that keeps the `count` best checkpoints by a metric (not NaN); of equals, the older."""
 
     metric: str
     mode: Mode
@@ -163,7 +164,7 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class TimeToLive:
-    """Keeps nothing, and excludes checkpoints older than `seconds` from all other policies."""
+    """Policy that excludes checkpoints older than `seconds` from all other policies."""
 
     seconds: float
 
@@ -204,8 +205,8 @@ def decide(
 ) -> tuple[Decision, ...]:
     """Return a decision for each live checkpoint, in log order.
 
-    `pressure`: a staging disk is above its high watermark. Then policies keep durable checkpoints only, whose
-    copies on nodes can be evicted; the others take space for as long as they live.
+    `pressure`: a staging disk is above its high watermark. Then policies keep only durable checkpoints,
+    because their copies on nodes can be evicted; other checkpoints take space until they are retired.
     """
     on_lineage = {c.id.attempt for c in view.lineage}
     ttl_s = _ttl_s(policies)
@@ -227,9 +228,9 @@ def decide(
 
 
 def decide_at_end(view: RetentionView, policies: Sequence[Policy]) -> tuple[Decision, ...]:
-    """Return a decision for each checkpoint that a finished run has on its nodes only.
+    """Return a decision for each checkpoint that a finished run has only on its nodes.
 
-    `KeepLast` keeps none here: the last few are for a run that goes on.
+    `KeepLast` does not apply here: a run that has ended need not resume from its last checkpoints.
     """
     lasting = [policy for policy in policies if not isinstance(policy, KeepLast)]
     return tuple(d for d in decide(view, lasting) if d.checkpoint.level < Level.DURABLE)
@@ -256,7 +257,7 @@ def choose_retirements(
 def _kept(
     view: RetentionView, policies: Sequence[Policy], ttl_s: float, pressure: bool
 ) -> Mapping[str, Sequence[str]]:
-    """Map each attempt that stays to its reasons."""
+    """Map each attempt to keep to the reasons for keeping it."""
     young = replace(view, lineage=tuple(c for c in view.lineage if _age_s(c, view) <= ttl_s))
     durable = {c.id.attempt for c in young.lineage if c.level is Level.DURABLE}
     kept: dict[str, list[str]] = {}
@@ -271,7 +272,7 @@ def _kept(
 
 
 def _always(view: RetentionView) -> Iterator[tuple[str, str]]:
-    """Yield the attempts that stay without a policy, with the reason."""
+    """Yield the attempts that are kept by a rule, not by a policy, each with the reason."""
     for attempt in view.busy:
         yield attempt, "in use"
     for level in Level:
@@ -297,7 +298,7 @@ def _age_s(checkpoint: CheckpointInfo, view: RetentionView) -> float:
 
 
 def _newest(checkpoints: Sequence[CheckpointInfo], level: Level) -> CheckpointInfo | None:
-    """Return the last checkpoint that has reached `level`."""
+    """Return the last checkpoint that has reached `level`, or None."""
     return next((c for c in reversed(checkpoints) if c.level >= level), None)
 
 
@@ -310,7 +311,7 @@ def _first_of_each(pairs: Iterable[tuple[float, CheckpointInfo]]) -> Mapping[flo
 
 
 def _measured(checkpoints: Iterable[CheckpointInfo], metric: str) -> Iterator[tuple[float, CheckpointInfo]]:
-    """Yield the checkpoints that have a value of `metric`, with the value; NaN is none."""
+    """Yield the value of `metric` and the checkpoint, for each checkpoint with a value that is not NaN."""
     for c in checkpoints:
         value = c.metrics.get(metric)
         if value is not None and not isnan(value):
@@ -321,12 +322,12 @@ def _measured(checkpoints: Iterable[CheckpointInfo], metric: str) -> Iterator[tu
 
 
 def choose_evictions(view: RetentionView, *, keep_local: int) -> tuple[str, ...]:
-    """Return the attempts to delete from the nodes but not from the storage path, oldest first.
+    """Return the attempts to delete only from the nodes, not from the storage path; oldest first.
 
-    These are durable ones beyond the last `keep_local` (at least 1) of the lineage. A checkpoint that is not
-    durable is never evicted, nor a busy one, nor the newest.
+    These attempts are durable and not among the last `keep_local` (at least 1) of the lineage. A checkpoint
+    is never evicted while it is busy, not durable, or the newest.
     """
-    current = view.lineage or view.live  # no lineage: a session from scratch has not committed yet
+    current = view.lineage or view.live  # the lineage is empty until a session from scratch commits
     stay = {c.id.attempt for c in current[-keep_local:]}.union(view.busy)
     return tuple(c.id.attempt for c in view.live if c.level is Level.DURABLE and c.id.attempt not in stay)
 
@@ -342,9 +343,9 @@ def choose_evictions_for_space(
 ) -> tuple[str, ...]:
     """Return the attempts to delete from one node because its disk is full, oldest first.
 
-    `held_bytes` maps attempts to their bytes on the node. While at most `high_watermark` of the disk is in
-    use, nothing is evicted; else as much as brings it to `low_watermark`, out of what `choose_evictions`
-    returns if only the newest stays.
+    `held_bytes` maps attempts to their bytes on the node. Nothing is evicted while at most `high_watermark`
+    of the disk is in use. Otherwise attempts are evicted until the use is down to `low_watermark`, but only
+    attempts that `choose_evictions` returns with `keep_local` 1.
     """
     used_bytes = total_bytes - free_bytes
     if used_bytes <= high_watermark * total_bytes:
@@ -363,12 +364,12 @@ def choose_evictions_for_space(
 
 
 def to_text(policies: Iterable[Policy]) -> str:
-    """Return the policies as a session record has them: `last=3 every_steps=1000 best=loss:min:2`."""
+    """Return the policies as the text in a session record: `last=3 every_steps=1000 best=loss:min:2`."""
     return " ".join(policy.text for policy in policies)
 
 
 def from_text(text: str) -> tuple[Policy, ...]:
-    """Return the policies in `text`; an empty text has none. Raise FormatError if it is not valid."""
+    """Return the policies in `text`, none if `text` is empty. Raise FormatError if `text` is not valid."""
     if len(text) > MAX_TEXT:
         raise FormatError(f"A retention policy has {len(text)} characters; at most {MAX_TEXT} are allowed.")
     return tuple(map(_policy, text.split()))

@@ -1,4 +1,4 @@
-"""Retirement of checkpoints that nothing keeps, and the deletion of their bytes."""
+"""Retirement of checkpoints that no policy or rule keeps, and the deletion of their bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 
 class Retirement:
-    """Applies the retention policies to the log; deletes bytes once their retirement is in the log."""
+    """Applier of the retention policies; deletes a checkpoint's bytes after its retirement is logged."""
 
     def __init__(
         self, context: Context, *, sessions: Sessions, drains: Drains, maintenance: Maintenance
@@ -27,15 +27,15 @@ class Retirement:
         self.is_due = False
 
     def busy(self) -> set[str]:
-        """Return the checkpoints that something reads at the moment."""
+        """Return the attempts that a drain or the current session is reading."""
         return self._drains.attempts | self._sessions.busy()
 
     def decide(self) -> Iterable[m.Effect]:
-        """Retire what no policy keeps; drain what is kept for longer than its place among the last ones."""
+        """Retire checkpoints that no policy keeps; drain those that a policy other than `KeepLast` keeps."""
         self.is_due = False
         context, lineage = self._context, self._context.history.lineage()
         busy, is_crowded = self.busy(), self._maintenance.is_crowded
-        if is_crowded:  # nothing is kept for a storage path that does not take it
+        if is_crowded:  # a drain that is stuck must not keep a checkpoint on a full disk
             busy -= self._drains.stuck - self._sessions.busy()
         view = RetentionView(live=context.history.live(), lineage=lineage, now_s=context.wall_s, busy=busy)
         old = {c.id.attempt for c in lineage[: -context.options.keep_last]}
@@ -48,10 +48,10 @@ class Retirement:
         return ()
 
     def logged(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
-        """Start to delete a checkpoint whose retirement is in the log."""
+        """Start to delete the bytes of a checkpoint whose retirement is in the log."""
         context, attempt = self._context, checkpoint.id.attempt
         self._drains.finish(attempt)
-        # Nodes without a whole fragment count, too: a copy that was cut off leaves files.
+        # Nodes without a complete fragment count too: a copy that was cut off leaves files.
         places = context.holders.may_have(attempt).union(context.session_nodes())
         yield from self._deletions.start(
             checkpoint,
@@ -65,11 +65,11 @@ class Retirement:
         return ()
 
     def nodes_lost(self, lost: frozenset[str]) -> None:
-        """Count dead nodes as done: their copies are gone with them."""
+        """Count the deletion on dead nodes as done, because their copies are gone too."""
         self._collected(self._deletions.lost(lost))
 
     def ticked(self) -> Iterator[m.Effect]:
-        """Repeat deletes that failed, and those that an earlier coordinator left undone."""
+        """Repeat deletions that failed, and deletions that an earlier coordinator did not finish."""
         context = self._context
         if not context.ledger.is_open or not self._deletions.is_due(context.now_s):
             return

@@ -1,9 +1,10 @@
-"""The run machine: every decision of the coordinator about one run (see PROTOCOL.md).
+"""The run machine: all decisions of the coordinator about one run (see PROTOCOL.md).
 
-It has one door: `handle(event) -> effects`. A decision that others may see goes into the log first; its
-effects follow when the store has confirmed the record. One record is in flight at a time, so the log is a
-total order and a lost race is noticed at once. Decisions that depend on the whole log (the checkpoint that a
-group restores, retirement, the end of a run) are taken only while no record is pending.
+The machine has one entry point: `handle(event) -> effects`. A decision that others may see goes into the log
+first; the effects of the decision follow when the store has confirmed the record. One record is in flight at
+a time, so the log is a total order and a lost race is noticed at once. Decisions that depend on the whole log
+(the checkpoint that a group restores, retirement, the end of a run) are taken only while no record is
+pending.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import CheckpointInfo, Level
 
-CLOCK_S = 0.01  # precision of the machine's time: thousands of events may come in a second
+CLOCK_S = 0.01  # resolution of the machine's time: there may be thousands of events in a second
 
-# Until its fence is in the log, a coordinator knows neither the commits nor whether it may act.
+# Before its fence is in the log, a coordinator may lack commits or be superseded, so it handles only these.
 _BEFORE_THE_FENCE = (m.LogOpened, m.Appended, m.Ticked, m.NodesSeen)
 _ANSWERED = (
     m.GroupOpened | m.NodeRestored | m.BarrierReached | m.FinishRequested | m.DrainRequested | Requested
@@ -54,9 +55,10 @@ _ANSWERED = (
 
 
 class RunMachine:
-    """State and decisions of one run. `view` reads its state for status and metrics.
+    """State and decisions of one run. `view` reads the state for status and metrics.
 
-    `writer` identifies this coordinator in the log, `service` the service of its cluster, over restarts.
+    `writer` identifies this coordinator in the log; `service` identifies the service of the coordinator's
+    cluster and stays the same over restarts.
     """
 
     def __init__(self, *, options: RunOptions, writer: str, service: str) -> None:
@@ -97,7 +99,7 @@ class RunMachine:
         self._retirement = Retirement(
             context, sessions=self._sessions, drains=self._drains, maintenance=self._maintenance
         )
-        self._early: list[m.Event] = []  # events before the fence; bounded by the callers that wait for it
+        self._early: list[m.Event] = []  # events before the fence; bounded by the number of callers
         self._fenced = False
         self.view = MachineView(
             MachineParts(
@@ -117,7 +119,7 @@ class RunMachine:
         )
 
     def handle(self, event: m.Event) -> tuple[m.Effect, ...]:
-        """Apply one event; the effects are to be carried out in order."""
+        """Apply one event and return the effects, to be carried out in order."""
         if self._fenced:
             return tuple(self._refuse(event))
         if self.is_closing:
@@ -151,22 +153,22 @@ class RunMachine:
 
     @property
     def is_open(self) -> bool:
-        """The epoch of this coordinator is in the log and no other one has taken over."""
+        """The epoch of this coordinator is in the log, and no other coordinator has taken over."""
         return self._ledger.is_open and not self._fenced
 
     @property
     def is_closing(self) -> bool:
-        """The run has finished and its nodes were ordered to forget it: it has to be opened anew."""
+        """The run has finished, and nodes were ordered to forget it: the run has to be opened anew."""
         return self._closing.is_begun
 
     @property
     def epoch(self) -> int:
-        """The token of this coordinator: nodes obey no epoch below the highest that they have seen."""
+        """The epoch of this coordinator: nodes refuse orders with an epoch below the highest seen."""
         return self._ledger.epoch
 
     @property
     def plan(self) -> SessionPlan | None:
-        """The group at work."""
+        """The plan of the current group, or None."""
         return self._context.plan
 
     # -- the log -------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ class RunMachine:
             yield from self._logged(op)
 
     def _logged(self, op: r.Op) -> Iterator[m.Effect]:
-        """Yield the effects of a record that is confirmed now."""
+        """Yield the effects of a record that the store has just confirmed."""
         checkpoints = self.history.checkpoints
         match op:
             case r.Epoch():
@@ -226,7 +228,7 @@ class RunMachine:
                 return
 
     def _opened(self) -> Iterator[m.Effect]:
-        """Begin: the fence is in the log. Events that came before it are handled now."""
+        """Begin after the fence is in the log, and handle the events that came before the fence."""
         for checkpoint in self.history.checkpoints.values():
             self._drain_schedule.is_due(checkpoint)
         ended = self.history.session.ended if self.history.session is not None else None
@@ -238,7 +240,7 @@ class RunMachine:
 
     def _committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         yield from self._attempts.committed(checkpoint)
-        if not self._save_steps.is_urgent(checkpoint.id):  # the time of an urgent save is no measure
+        if not self._save_steps.is_urgent(checkpoint.id):  # urgent saves are not typical
             self._intervals.committed(self._times.latency_s)
         yield from self._drain_schedule.committed(checkpoint)
         self._retirement.is_due = True
@@ -250,7 +252,7 @@ class RunMachine:
             yield from self._step_down(f"The nodes obey epoch {event.epoch}", self._ledger.service)
 
     def _step_down(self, why: str, service: str) -> Iterator[m.Effect]:
-        """Give the run up to `service`, which has the log ("": not known). A foreign one ends the group."""
+        """Give up the run to `service`, the log's writer ("": unknown); a foreign service ends the group."""
         self._fenced = True
         error = Fenced(f"{why} of run {self.history.run_name}.")
         is_foreign = service not in ("", self._ledger.service)
@@ -283,7 +285,7 @@ class RunMachine:
     # -- decisions on the whole log --------------------------------------------------------------------
 
     def _decide(self) -> Iterator[m.Effect]:
-        """Take the decisions of _DECISIONS that are due, if no record waits for the log."""
+        """Take the decisions of _DECISIONS that are due, if no record is waiting to be logged."""
         ledger = self._ledger
         if self._fenced or not ledger.is_open:
             return
@@ -302,7 +304,7 @@ class RunMachine:
         self._drain_schedule.start_again()
 
     def _finish(self) -> Iterator[m.Effect]:
-        """Answer requests to finish once the newest checkpoint is durable; drain it first if it is not."""
+        """Answer requests to finish once the newest checkpoint is durable; drain the checkpoint if needed."""
         lineage = self.history.lineage()
         newest = lineage[-1] if lineage else None
         if newest is None or newest.level >= Level.DURABLE:
@@ -311,7 +313,7 @@ class RunMachine:
             yield from self._drain_schedule.bring(newest)
 
     def _put_away(self) -> Iterator[m.Effect]:
-        """Empty the nodes of a finished run; close the run when all of that is done and in the log."""
+        """Empty the nodes of a finished run; close the run when the nodes are empty and this is logged."""
         wall_s = self._context.wall_s
         self._drain_schedule.start_again()
         if not self.options.keep_local_at_end:
@@ -343,7 +345,7 @@ class RunMachine:
         error = RunSuperseded("A newer training group has opened this run.")
         yield from self._finishing.fail(error)
         self._context.holders.learn(event.inventories, self.history.run_uid)
-        yield from self._saves.count_inventory(event.inventories)  # reports may be lost with the old group
+        yield from self._saves.count_inventory(event.inventories)  # reports may have been lost
         yield from self._saves.end_session(error)
         is_other = event.owner not in ("", self._sessions.owner)
         self._session_end.end("replaced" if is_other else "process", live=event.inventories)
@@ -362,13 +364,13 @@ class RunMachine:
             yield from self._saves.recover(event.inventories)
 
     def _on_group_recovered(self, event: m.GroupRecovered) -> Iterator[m.Effect]:
-        if self._sessions.owner_has_run:  # a group has come in the meantime
+        if self._sessions.owner_has_run:  # a new group has opened in the meantime
             return
         self._context.holders.learn(event.inventories, self.history.run_uid)
         current = self.history.session
         session_key = (current.opened_by, current.session) if current is not None else (0, 0)
         if event.plan.session_key == session_key and self._finishing.end_cause == "finished":
-            return  # its coordinator died between the record and the answer
+            return  # the earlier coordinator died between the record and the answer
         if event.plan.session_key > session_key:
             yield from self._saves.recover(event.inventories)
         self._context.measure(telemetry.FAILURES, cause="coordinator")
@@ -381,12 +383,12 @@ class RunMachine:
         plans = {node: found.plan for node, found in event.inventories.items() if found.plan is not None}
         if (
             plans and not self._sessions.owner_has_run
-        ):  # its agents did not answer when groups were looked for
+        ):  # the group's agents did not answer the search for groups
             newest = max(plans.values(), key=lambda plan: plan.session_key)
             yield from self._on_group_recovered(m.GroupRecovered(plan=newest, inventories=event.inventories))
             return
         renewed = frozenset(event.inventories) - frozenset(plans)
-        died = renewed & self._context.holders.live  # others have only just joined
+        died = renewed & self._context.holders.live  # the other nodes have only just joined
         self._context.measure(telemetry.FAILURES, len(died), cause="agent")
         self._context.holders.learn(event.inventories, self.history.run_uid)
         self._maintenance.nodes_changed(frozenset())
@@ -413,7 +415,7 @@ class RunMachine:
         yield from self._saves.replica_ended(event)
 
     def _note_link(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
-        """Note whether the holder answered the source, so that no copy is sent there while it does not."""
+        """Record if the holder answered the source, so that no copy is sent over a silent link."""
         links, source, holder = self._context.links, event.source, event.holder
         if event.error is None:
             links.worked(source, holder)
@@ -424,9 +426,10 @@ class RunMachine:
             )
 
     def _is_stale(self, event: m.NodeStored | m.ReplicaEnded) -> bool:
-        """Return True for a report to this coordinator's predecessor, which may have deleted the files since.
+        """Return True for a report to the previous coordinator, which may have deleted the files afterwards.
 
-        Nothing is lost: the inventory shows what is there, and CoordinatorReturned has the node report again.
+        The report is not needed: the inventory lists the files, and CoordinatorReturned makes the node report
+        again.
         """
         return event.epoch is not None and event.epoch < self.epoch
 
@@ -452,9 +455,9 @@ class RunMachine:
         )
 
     def _may_come(self, attempt: str) -> bool:
-        """Return True if an attempt that is not in the log may be committed yet.
+        """Return True if an attempt that is not in the log may still be committed.
 
-        Called only when inventory has been taken.
+        Called only after an inventory was taken.
         """
         return self._attempts.is_open(attempt) or bool(self._context.holders.anywhere(attempt))
 
@@ -484,7 +487,7 @@ class RunMachine:
         if lost or event.draining:
             self._session_end.nodes_seen(lost)
         if lost:
-            if missed := lost & self.view.needed_nodes():  # the agents of others may just have been ended
+            if missed := lost & self.view.needed_nodes():  # on other nodes, an idle agent may just have ended
                 context.measure(telemetry.FAILURES, len(missed), cause="node")
             context.holders.lose(lost)
             context.links.forget(lost)
@@ -496,10 +499,10 @@ class RunMachine:
 class _Decision(NamedTuple):
     is_due: Callable[[RunMachine], object]
     decide: Callable[[RunMachine], Iterable[m.Effect]]
-    appends: bool = True  # left out once a decision before it has appended a record
+    appends: bool = True  # if True, skipped after an earlier decision has appended a record
 
 
-_DECISIONS = (  # in this order, after each event that finds no record pending
+_DECISIONS = (  # taken in this order, after each event, while no record is pending
     _Decision(lambda run: True, lambda run: run._sessions.decide()),
     _Decision(lambda run: run._requests, lambda run: run._requests.decide(run._attempts)),
     _Decision(lambda run: run._retirement.is_due, lambda run: run._retirement.decide()),
@@ -546,7 +549,7 @@ _HANDLERS: Mapping[type[m.Event], Callable[[RunMachine, Any], Iterable[m.Effect]
     m.OwnerDied: RunMachine._on_owner_died,
     m.FinishRequested: lambda run, event: run._finishing.add(event),
     m.RunWanted: lambda run, _: run._closing.wanted(),
-    m.PutAwayEnded: lambda run, _: (),  # the answer to a coordinator that has gone
+    m.PutAwayEnded: lambda run, _: (),  # an answer to an earlier coordinator
     m.NodesSeen: RunMachine._on_nodes_seen,
     m.Ticked: RunMachine._on_ticked,
 }

@@ -1,7 +1,7 @@
-"""Intervals of the run machine: those that the options give, or (`auto`) those that follow from measurements.
+"""Save intervals of the run machine: given by the options, or (`auto`) computed from measurements.
 
 Measurements come from the log (failed sessions, time trained) and from messages, in the order in which the
-machine got them, so a decision can be replayed.
+machine received the messages, so a decision can be replayed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from ray_ckpt.core.interval_model import FailureRate, IntervalModel
 from ray_ckpt.core.values import SessionKey
 from ray_ckpt.types import FAILURES
 
-COUNTED_S = 1.0  # of training at a time: `ticked` is called with each event
+COUNTED_S = 1.0  # seconds of training counted at a time, because `ticked` is called with each event
 
 
 class SaveIntervals:
-    """The intervals of one run machine; the model begins anew with each session and all logged failures."""
+    """The intervals of one run machine; each session starts a new model with all logged failures."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._session_key: SessionKey | None = None
         self._model: IntervalModel | None = None
-        self._stalls_s: dict[int, float] = {}  # by rank, of its last save
-        self._drains: dict[str, float] = {}  # by attempt, the begin of its drain; bounded by the open drains
+        self._stalls_s: dict[int, float] = {}  # by rank: the stall of the rank's last save
+        self._drains: dict[str, float] = {}  # by attempt: start of its drain; bounded by open drains
         self._drain_s = 0.0  # duration of the last drain
-        self._trained_s = 0.0  # monotonic; training is counted until then
+        self._trained_s = 0.0  # monotonic time until which training is counted
 
     # -- measurements ------------------------------------------------------------------------------------
 
@@ -54,15 +54,15 @@ class SaveIntervals:
             self._stalls_s |= saved
 
     def committed(self, latency_s: float) -> None:
-        """Count a save that was due by time and committed `latency_s` after it began.
+        """Count a save that was due by time and committed `latency_s` after the save began.
 
-        Ranks may report its stall only after its commit; then it counts with the next save.
+        If ranks report the stall of a save only after its commit, the stall counts with the next save.
         """
         if self._model is not None and self._stalls_s:
             self._model.saved(max(self._stalls_s.values()), latency_s)
 
     def draining(self, attempts: set[str]) -> None:
-        """Note the attempts that are on their way to the storage path now."""
+        """Record the attempts that are being drained to the storage path."""
         self._drains = {name: self._drains.get(name, self._context.now_s) for name in attempts}
 
     def durable(self, attempt: str) -> None:
@@ -77,7 +77,7 @@ class SaveIntervals:
 
     @property
     def interval_s(self) -> float | None:
-        """Seconds between saves by time; None: no saves by time."""
+        """Seconds between saves by time; None if saves are not made by time."""
         every_s = self._context.options.every_s
         if every_s == "auto":
             return self._model.interval_s if self._model else None
@@ -85,7 +85,7 @@ class SaveIntervals:
 
     @property
     def remote_interval_s(self) -> float | None:
-        """Seconds after which a commit is due on the storage path; None: commits are due by number only."""
+        """Seconds after which a commit is due on the storage path; None if drains are due by number only."""
         every_s = self._context.options.remote_every_s
         if every_s == "auto":
             return self._model.remote_interval_s if self._model else None
@@ -98,10 +98,10 @@ class SaveIntervals:
 
 
 def failures_in(history: RunHistory) -> FailureRate:
-    """Count failed sessions, and the node-seconds from the begin of each session to its last known sign.
+    """Count failed sessions, and the node-seconds from the start of each session to its last record.
 
-    A session without an end that another one follows failed too, together with its coordinator. The session
-    of a rollback cannot fail.
+    A session also failed if it has no recorded end and a newer session follows: its coordinator failed too.
+    The session of a rollback cannot fail.
     """
     sessions = [session for session in history.sessions.values() if not session.is_rollback]
     last_s = {session.session: session.opened_at_s for session in sessions}

@@ -1,10 +1,10 @@
-"""Announced save steps: time and danger turned into a step number after which all ranks save.
+"""Announced save steps: the step after which all ranks save, chosen by time or because a node leaves.
 
-Ranks decide from the step number alone, so a training step needs no collective operation. A save that is
-due by time, or because a node is about to go, is announced as a step ahead of the fastest rank, far enough
-for the announcement to reach all ranks. They read it from shared memory at each step. A rank that is past the
-step reports that (`RankProgress.missed`); then the announcement is void, the attempt of the other ranks is
-dropped, and a later step is announced, with more time for the announcement to arrive.
+Ranks decide from the step number alone, so a training step needs no collective operation. A save that is due
+by time, or because a node is about to leave, is announced as a step ahead of the fastest rank, far enough for
+the announcement to reach all ranks. Ranks read the announcement from shared memory at each step. A rank that
+is past the step reports the miss (`RankProgress.missed`); then the announcement is void, the attempt of the
+other ranks is dropped, and a later step is announced, with more time for the announcement to arrive.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from ray_ckpt.format.save_signal import NUMBERS, SaveSignal
 from ray_ckpt.types import AttemptId
 
 REACH_S = 1.0  # time for a signal to reach the pages of all nodes; doubled after each miss
-MAX_REACH_S = 32.0  # REACH_S doubles up to this after each step that came too late
-REPORT_DELAY_S = 1.0  # for which a node gathers the progress of its ranks before it reports
-LEAST_AHEAD = 2  # steps; the next one may be ending right now
-OVERDUE_S = 120.0  # past its time; Ray Train waits as long for a node whose time is not known
-SETTLE_S = 10.0  # beyond the time to the step: no rank has opened its save, so none will
+MAX_REACH_S = 32.0  # limit of REACH_S, which doubles after each step announced too late
+REPORT_DELAY_S = 1.0  # time for which a node gathers its ranks' progress before a report
+LEAST_AHEAD = 2  # steps; the next step may be about to end
+OVERDUE_S = 120.0  # limit of saves for a node past its end time; Ray Train waits as long without one
+SETTLE_S = 10.0  # time after the expected end of the step: by then a save would be open
 
 
 @dataclass(slots=True)
 class _Announced:
     signal: SaveSignal
-    settled_by_s: float  # then it is given up
-    was_open: bool = False  # its attempt has been seen
+    settled_by_s: float  # after this time the announcement is given up
+    was_open: bool = False  # the attempt at the step has been open
 
 
 class SaveSteps:
-    """Announces one step at a time to the group that trains."""
+    """Announcer of one save step at a time to the training group."""
 
     def __init__(
         self, context: Context, *, progress: SessionProgress, attempts: OpenAttempts, times: SaveTimes
     ) -> None:
         self._context = context
         self._progress, self._attempts, self._times = progress, attempts, times
-        self._session_key: SessionKey | None = None  # of the session that the fields below belong to
+        self._session_key: SessionKey | None = None  # the session of the fields below
         self._announced: _Announced | None = None
         self._number = 0
         self._reach_s = REACH_S
         self._last_s = 0.0  # when the last step was announced, or training began
         self._too_late = False
         self._urgent: deque[tuple[SessionKey, int]] = deque(maxlen=MAX_SAVE_SIGNALS)  # urgent steps
-        self._over_s: dict[str, float] = {}  # since when the time of leaving nodes is over or not known
+        self._over_s: dict[str, float] = {}  # leaving node -> since when its end time is past or unknown
 
     def is_urgent(self, attempt: AttemptId) -> bool:
-        """Return True if the step of an attempt was announced because a node leaves."""
+        """Return True if an attempt's step was announced because a node is leaving."""
         return ((attempt.epoch, attempt.session), attempt.step) in self._urgent
 
     def progressed(self, event: m.RanksProgressed) -> None:
-        """Void the announcement if a rank has missed its step."""
+        """Void the announcement if a rank has missed the announced step."""
         plan = self._context.plan
         if plan is None or event.session_key != plan.session_key:
             return
@@ -74,13 +74,13 @@ class SaveSteps:
         if session_key != self._session_key:
             self._session_key, self._announced = session_key, None
             self._reach_s, self._last_s, self._too_late = REACH_S, self._context.now_s, False
-            # Numbers differ from those of the coordinator before, unless that has announced 1000 steps.
+            # Numbers differ from those of the previous coordinator, unless the latter announced 1000 steps.
             self._number = self._context.ledger.epoch * 1000 % NUMBERS
 
     # -- time ------------------------------------------------------------------------------------------
 
     def ticked(self, *, is_training: bool, interval_s: float | None) -> Iterator[m.Effect]:
-        """Announce a step if one is due and the last one is settled. `interval_s`: between saves by time."""
+        """Announce a step if a save is due (every `interval_s`) and the last announcement is settled."""
         plan = self._context.plan
         if plan is None or not is_training:
             return
@@ -95,13 +95,13 @@ class SaveSteps:
             yield self._announce(urgent=False)
 
     def _leaving(self) -> frozenset[str]:
-        """Return the nodes of the group that are about to go.
+        """Return the nodes of the group that are about to leave.
 
-        Nodes that should be gone for OVERDUE_S, or were never given a time, are left out: without an end,
-        the group would do nothing but save for them.
+        A node is left out if its end time has been past or unknown for more than OVERDUE_S: otherwise the
+        group would do nothing but save for this node.
         """
         context, now_s = self._context, self._context.now_s
-        if not context.draining:  # nearly always; this is called with each tick
+        if not context.draining:  # the usual case, tested first because each tick calls this
             return frozenset()
         found = context.draining.intersection(context.session_nodes())
         self._over_s = {
@@ -110,12 +110,12 @@ class SaveSteps:
         return frozenset(n for n in found if now_s - self._over_s.get(n, now_s) <= OVERDUE_S)
 
     def _announce_urgent(self, leaving: frozenset[str]) -> Iterator[m.Effect]:
-        """Announce one save after the other, as long as one can be complete before the first node goes."""
-        if self._attempts.is_busy(SETTLE_S):  # the save on its way needs all of the disk and the network
+        """Announce saves one after the other, while a save can be complete before the first node leaves."""
+        if self._attempts.is_busy(SETTLE_S):  # the open save needs the whole disk and network
             return
         context = self._context
         ends = [context.leaves_at_s[node] for node in leaving if node in context.leaves_at_s]
-        ends = [at_s for at_s in ends if at_s > context.now_s]  # Ray ends no node whose time is over
+        ends = [at_s for at_s in ends if at_s > context.now_s]  # Ray does not end a node after its time
         needed_s = self._time_to(self._step_ahead(urgent=True)) + self._times.latency_s
         if ends and context.now_s + needed_s > min(ends):
             if not self._too_late:
@@ -142,7 +142,7 @@ class SaveSteps:
         return m.AnnounceSaveStep(session_key=plan.session_key, signal=signal, nodes=context.session_nodes())
 
     def _settle(self) -> None:
-        """End the announcement once the attempt at its step has ended, or has not come in time."""
+        """End the announcement once the attempt at its step has ended, or was not opened in time."""
         announced = self._announced
         if announced is None:
             return
@@ -153,7 +153,7 @@ class SaveSteps:
             self._reach_s = max(self._reach_s / 2, REACH_S)
 
     def _is_written(self, announced: _Announced) -> bool:
-        """Return True if ranks have captured the step and no node has written it: no attempt is open yet."""
+        """Return True if ranks have captured the step, but no node has written it, so no attempt is open."""
         step, limit_s = announced.signal.step, self._context.options.attempt_timeout_s
         reports = self._progress.reports().values()
         is_captured = any(report.progress.saved_step >= step for report in reports)
@@ -161,7 +161,7 @@ class SaveSteps:
         return is_captured and is_in_time and self._progress.ended_step < step
 
     def _is_over(self, announced: _Announced) -> bool:
-        """Return True if no attempt came in time, or one was opened and ended between two looks."""
+        """Return True if no attempt was opened in time, or one was opened and ended between two checks."""
         lineage, step = self._context.history.lineage(), announced.signal.step
         is_committed = bool(lineage) and lineage[-1].step >= step
         is_late = self._context.now_s > announced.settled_by_s
@@ -170,7 +170,7 @@ class SaveSteps:
     # -- where ranks are -------------------------------------------------------------------------------
 
     def _step_ahead(self, *, urgent: bool) -> int:
-        """Return the first step that no rank will have completed when the signal is on every node."""
+        """Return the first step that no rank will have completed when the signal has reached every node."""
         now_s, reports = self._context.now_s, self._progress.reports().values()
         margin_s = REPORT_DELAY_S + self._reach_s
         ahead = [
@@ -189,17 +189,17 @@ class SaveSteps:
 def _steps(report: RankReport, seconds: float) -> float:
     """Return the steps that a rank may complete in the `seconds` after its report was sent.
 
-    The step that was under way then may end at once, however long it took: an evaluation may be its last
-    part.
+    The step that was under way at the report may end at once, however long it took: it may end with an
+    evaluation.
     """
     progress = report.progress
-    if progress.step_s <= 0:  # not known yet
+    if progress.step_s <= 0:  # not measured yet
         return float(LEAST_AHEAD - 1)
     return (min(progress.since_s, progress.step_s) + seconds) / progress.step_s
 
 
 def _left_s(report: RankReport, step: int, seconds: float) -> float:
-    """Return the seconds until a rank has completed `step`, `seconds` after its report came."""
+    """Return the seconds until a rank has completed `step`, as of `seconds` after the rank's report."""
     progress = report.progress
     done_s = min(progress.since_s, progress.step_s) + seconds
     return max(0.0, (step - progress.step) * progress.step_s - done_s)

@@ -1,4 +1,4 @@
-"""Times of saves: for the decisions that depend on how long one takes, and for the metrics."""
+"""Durations of saves, for the metrics and for decisions that depend on the durations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ray_ckpt.core.attempts import Attempt
 from ray_ckpt.core.context import Context
 from ray_ckpt.types import CheckpointInfo
 
-LATENCIES = 16  # commits whose time from the first report counts
+LATENCIES = 16  # the last commits whose latencies count
 
 
 class SaveTimes:
@@ -19,19 +19,19 @@ class SaveTimes:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
-        self.last_save_s = 0.0  # from the beginning of the last save to its commit; 0: there was none
+        self.last_save_s = 0.0  # from the last save's start to the save's commit; 0: no save yet
 
     @property
     def latency_s(self) -> float:
-        """Seconds from a capture to its commit, about; 0 if there was none yet.
+        """Approximate seconds from a capture to its commit; 0 before the first commit.
 
-        The first report of an attempt comes when a node has written it. From then on copies travel, which
-        takes about as long again: twice the median of the last LATENCIES.
+        The first report of an attempt comes when a node has written its part. The copies after that report
+        take about as long as the writing before it, so the value is twice the median of the last LATENCIES.
         """
         return 2 * statistics.median(self._latencies_s) if self._latencies_s else 0.0
 
     def committed(self, attempt: Attempt, checkpoint: CheckpointInfo) -> None:
-        """Measure a save whose commit is in the log now."""
+        """Measure a save whose commit is now in the log."""
         now_s, measure = self._context.now_s, self._context.measure
         self._latencies_s.append(now_s - attempt.started_s)
         phases_s = {

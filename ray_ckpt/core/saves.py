@@ -1,4 +1,4 @@
-"""Saves of the session at work: reports of nodes and ranks, applied to the open attempts."""
+"""Saves of the current session: reports of nodes and ranks, applied to the open attempts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ray_ckpt.core.values import STILL_WRITING, Inventory, SessionNode, StoredFr
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.types import AttemptId, CheckpointInfo
 
-LOOK_S = 0.5  # between looks for ranks that will never come; each costs time by ranks and open attempts
+LOOK_S = 0.5  # time between checks for ranks that will never save; a check reads all ranks and attempts
 
 
 class Saves:
-    """Opens, advances and ends attempts, as nodes and ranks report them."""
+    """Handler of the reports of nodes and ranks, which open, advance and end attempts."""
 
     def __init__(
         self, context: Context, *, progress: SessionProgress, attempts: OpenAttempts, missing: MissingRanks
@@ -30,7 +30,7 @@ class Saves:
         self._looked_s = 0.0
 
     def underway(self) -> tuple[SaveUnderway, ...]:
-        """Return the open saves by step, with those that ranks have captured and no node has stored."""
+        """Return the open saves by step, including saves that ranks have captured but no node has stored."""
         now_s = self._context.now_s
         found = [attempt.underway(now_s) for attempt in self._attempts]
         captured = self._progress.num_saved()
@@ -47,7 +47,7 @@ class Saves:
         return tuple(sorted(found, key=lambda save: save.step))
 
     def _last_logged(self) -> int:
-        """Return the newest step of the session in the log, or the one from which it resumed; 0: none."""
+        """Return the newest logged step of the session, or the step that it resumed from; 0 if neither."""
         plan, lineage = self._context.plan, self._context.history.lineage()
         if plan is None or not lineage:
             return 0
@@ -55,7 +55,7 @@ class Saves:
         return max(own, default=plan.resume.checkpoint.step if plan.resume else 0)
 
     def end_session(self, error: CheckpointError) -> Iterator[m.Effect]:
-        """End the open attempts for a newer group: commit those that all nodes have stored, drop the rest."""
+        """End the open attempts for a newer group: commit attempts stored by all nodes, drop others."""
         for attempt in sorted(self._attempts, key=lambda a: a.id.step):
             if attempt.state == "copying":
                 yield from self._attempts.commit(attempt)
@@ -65,10 +65,11 @@ class Saves:
     # -- inventories -----------------------------------------------------------------------------------
 
     def recover(self, inventories: Mapping[str, Inventory]) -> Iterator[m.Effect]:
-        """Commit attempts of the log's last session that are complete on the nodes and not in the log.
+        """Commit attempts of the log's last session that are complete on the nodes but not in the log.
 
-        Their coordinator could not record them: it died, or the store was away. The fragments themselves show
-        that an attempt is complete. Attempts of older sessions stay out: a newer one did not build on them.
+        The earlier coordinator could not record these attempts: the coordinator died, or the store was away.
+        The fragments themselves show that an attempt is complete. Attempts of older sessions are left out,
+        because a newer session did not build on them.
         """
         context, current = self._context, self._context.ledger.projected().session
         if current is None:
@@ -98,7 +99,7 @@ class Saves:
                 )
 
     def count_inventory(self, inventories: Mapping[str, Inventory]) -> Iterator[m.Effect]:
-        """Count the fragments that nodes of the group at work hold, as if they had just stored them."""
+        """Count the fragments on the nodes of the current group as if the nodes had just stored them."""
         plan = self._context.plan
         if plan is None:
             return
@@ -122,10 +123,10 @@ class Saves:
     # -- reports of nodes ------------------------------------------------------------------------------
 
     def stored(self, event: m.NodeStored) -> Iterator[m.Effect]:
-        """Note that a node has fsynced its part of an attempt."""
+        """Record that a node has fsynced its part of an attempt."""
         attempt = self._attempts.find(event.attempt)
         if attempt is None:
-            if self._context.ledger.is_open:  # before that the commits of the log are not known
+            if self._context.ledger.is_open:  # until the log is open, its commits are unknown
                 yield from self._answer_late(event)
             return
         yield from self._take(attempt, event)
@@ -139,16 +140,16 @@ class Saves:
             yield from self._copy_elsewhere(attempt, event.node_index)
 
     def _settle(self, *attempts: Attempt) -> Iterator[m.Effect]:
-        """Commit the attempts that are ready, once all that is known of them has been counted."""
+        """Commit the attempts that are ready, after all reports about them have been counted."""
         yield from self._attempts.bound()
         for attempt in attempts:
             yield from self._attempts.try_commit(attempt)
 
     def _answer_late(self, event: m.NodeStored) -> Iterator[m.Effect]:
-        """Repeat the outcome of an attempt that has ended, or report that its session has ended."""
+        """Repeat the outcome of an attempt that has ended, or report that the attempt's session has ended."""
         name, nodes = event.attempt.attempt, (event.node_id,)
         if self._attempts.is_open(name):
-            return  # it was recovered, and its commit is on the way
+            return  # the attempt was recovered, and its commit is being written
         known = self._context.history.checkpoints.get(name)
         if known is not None and known.state == "live":
             yield self._attempts.outcome(event.attempt, known.level, None, nodes)
@@ -162,10 +163,10 @@ class Saves:
             yield self._attempts.outcome(event.attempt, None, error, nodes)
 
     def _is_of_the_past(self, attempt: AttemptId) -> bool:
-        """Return True for an attempt of a session that has ended.
+        """Return True if the attempt's session has ended.
 
-        The current session may be at work although its group is not found yet, and so may one that was begun
-        while the store was away and is not in the log.
+        Two sessions may be active although no group has been found yet: the current session, and a session
+        that was begun while the store was away and is not in the log.
         """
         history = self._context.history
         if attempt.run_uid != history.run_uid:
@@ -175,14 +176,14 @@ class Saves:
         return (attempt.epoch, attempt.session) < newest
 
     def replica_ended(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
-        """Note the end of a copy: it has arrived, or goes to another node."""
+        """Record that a copy has arrived, or send a failed copy to another node."""
         name = event.attempt.attempt
         attempt = self._attempts.get(name) or self._attempts.find(event.attempt)
         known = self._context.history.checkpoints.get(name)
         if attempt is None and (known is None or known.state != "live"):
             is_gone = known is not None or self._attempts.is_dropped(name)
             is_gone = is_gone or self._is_of_the_past(event.attempt)
-            if is_gone and self._context.ledger.is_open:  # so the copy, or a part of it, may go too
+            if is_gone and self._context.ledger.is_open:  # so the copy, complete or not, may be deleted too
                 error = Unavailable(f"Step {event.attempt.step} was dropped.")
                 yield self._attempts.drop_unopened(event.attempt, error, (event.holder,))
             return
@@ -204,7 +205,7 @@ class Saves:
         context, index, why = self._context, event.node_index, event.error or "the node died"
         if event.error is not None:
             context.measure(telemetry.FAILURES, cause="copy")
-        if not event.is_unreachable:  # a silent link is warned of once, not for each step
+        if not event.is_unreachable:  # a silent link causes one warning, not one per step
             yield m.Warn(
                 text=f"Step {attempt.id.step}: no copy of fragment {index} on {event.holder[:12]}: {why}"
             )
@@ -215,7 +216,7 @@ class Saves:
             yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=holder)
 
     def _copy_elsewhere(self, attempt: Attempt, index: int) -> Iterator[m.Effect]:
-        """Replace holders that are about to go, if there are nodes that stay."""
+        """Replace holders that are about to leave, if there are nodes that stay."""
         staying = self._context.holders.live - self._context.draining
         for holder in sorted(attempt.awaited.get(index, set()) & self._context.draining):
             if not attempt.others(index, staying):
@@ -226,7 +227,7 @@ class Saves:
             yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=other)
 
     def refused(self, event: m.SaveRefused) -> Iterator[m.Effect]:
-        """Drop an attempt that ranks could not take part in."""
+        """Drop an attempt in which some ranks could not take part."""
         attempt = self._attempts.find(event.attempt)
         if attempt is None or attempt.is_committing:
             return
@@ -238,7 +239,7 @@ class Saves:
             yield from self._warn_of_skipped(event.attempt)
 
     def _warn_of_skipped(self, attempt: AttemptId) -> Iterator[m.Effect]:
-        """Count a skipped save. Warn of the first one, and each time that the number has doubled."""
+        """Count a skipped save; warn of the first one, and each time that the number has doubled."""
         self._context.measure(telemetry.SKIPPED_SAVES)
         skipped, ended = self._progress.attempt_skipped()
         if skipped.bit_count() == 1:
@@ -251,7 +252,7 @@ class Saves:
     # -- reports of ranks, time and nodes --------------------------------------------------------------
 
     def progressed(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
-        """Drop attempts whose step ranks have passed without saving it: the save was not collective."""
+        """Drop attempts at steps that ranks have passed without a save: such a save was not collective."""
         if not self._progress.progressed(event, self._attempts.may_open):
             return
         for attempt in self._attempts:
@@ -262,7 +263,7 @@ class Saves:
                 yield from self._attempts.drop(attempt, self._missing.why_missed(attempt.id, missed))
 
     def ticked(self) -> Iterator[m.Effect]:
-        """Drop attempts that ranks will never complete or that are too old; commit those that waited."""
+        """Drop attempts that ranks will never complete or that are too old; commit attempts that are due."""
         if abs(self._context.now_s - self._looked_s) >= LOOK_S:
             self._looked_s = self._context.now_s
             for id_, missed in self._missing.never_come():
@@ -276,7 +277,7 @@ class Saves:
                 yield from self._attempts.try_commit(attempt)
 
     def nodes_lost(self, lost: frozenset[str]) -> Iterator[m.Effect]:
-        """Drop attempts that cannot be complete without these nodes; replace them as holders."""
+        """Drop attempts that cannot be complete without the lost nodes; replace lost holders of copies."""
         for attempt in self._attempts:
             if attempt.is_committing:
                 yield from self._attempts.reconsider(attempt)
@@ -292,7 +293,7 @@ class Saves:
             yield from self._attempts.try_commit(attempt)
 
     def agents_lost(self, nodes: frozenset[str]) -> Iterator[m.Effect]:
-        """Drop attempts that nodes with new agents had not stored: nobody writes them any more."""
+        """Drop attempts not yet stored by nodes with new agents: the old agents wrote these attempts."""
         for attempt in self._attempts:
             gone = {n.node_id for n in attempt.nodes if n.node_index not in attempt.stored} & nodes
             if gone and not attempt.is_committing:
@@ -300,7 +301,7 @@ class Saves:
                 yield from self._attempts.drop(attempt, error)
 
     def promoted(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
-        """Notify the group at work of a level that is in the log."""
+        """Notify the current group that a checkpoint's new level is in the log."""
         nodes = self._context.session_nodes()
         yield self._attempts.outcome(checkpoint.id, checkpoint.level, None, nodes)
 

@@ -1,14 +1,16 @@
-"""Scrub: every copy of every live checkpoint is read again from time to time, before it is needed.
+"""Scrub: read every copy of every live checkpoint from time to time, to find damage before a restore.
 
-One checkpoint at a time goes through a round: each copy on each live node, and the copy on the storage path
-if it is durable, is read once, one `Scrub` after the other, within a budget. The checkpoint verified longest
-ago is first; it is due `every_s` after that, or after its commit if it never was verified. The machine
-appends the `Verified` that ends a good round; by this record a new coordinator finds what is due. A round
-that died with its coordinator begins anew.
+A round is for one checkpoint. The round reads each copy on each live node once, and the copy on the storage
+path if the checkpoint is durable, one `Scrub` after the other, within a budget. The checkpoint verified
+longest ago is first. A checkpoint is due `every_s` after its last verification, or after its commit if it was
+never verified. The run machine appends the `Verified` that ends a good round; from this record a new
+coordinator computes which checkpoints are due. If a coordinator dies during a round, the next coordinator
+begins the round anew.
 
-A node puts its damaged copy into quarantine. The machine removes the node from the holders, so that repair
-makes a new copy; after damage on the storage path it drains the checkpoint again. The round goes on, to find
-all damage at once, but does not count. The checkpoint has its next round `AGAIN_S` later.
+A node puts a damaged copy into quarantine. The run machine removes the node from the holders, so that repair
+makes a new copy; after damage on the storage path, the machine drains the checkpoint again. The round
+continues, to find all damage at once, but does not verify the checkpoint. The checkpoint has its next round
+`AGAIN_S` later.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.format.records import Verified
 from ray_ckpt.types import CheckpointInfo, Level
 
-SCRUB_TIMEOUT_S = 1800.0  # after which a read counts as failed: 60 GB at 33 MB/s, from a busy disk
-MAX_TRIES = 3  # failed reads of one copy, after which the round does not count
-AGAIN_S = 3600.0  # between two rounds of a checkpoint, good or not: time for repairs
+SCRUB_TIMEOUT_S = 1800.0  # after this time a read counts as failed: 60 GB at 33 MB/s, from a busy disk
+MAX_TRIES = 3  # failed reads of one copy; after these the round cannot verify the checkpoint
+AGAIN_S = 3600.0  # least time between two rounds of a checkpoint, good or bad: time for repairs
 
 
 @dataclass(slots=True, kw_only=True)
 class _Round:
-    """One walk over the copies that a checkpoint had when the walk began."""
+    """One round over the copies that a checkpoint had when the round began."""
 
     checkpoint: CheckpointInfo
     todo: deque[Scrub]
-    tries: Counter[Scrub] = field(default_factory=Counter)  # failed reads
+    tries: Counter[Scrub] = field(default_factory=Counter)  # failed reads, by copy
     good: set[int] = field(default_factory=set)  # fragments with a good copy
     is_clean: bool = True  # no copy was damaged or unreadable
 
@@ -44,13 +46,13 @@ class _Round:
 
 
 class Scrubs:
-    """The round under way. Bounded by the copies of one checkpoint."""
+    """The current round; its size is bounded by the copies of one checkpoint."""
 
     def __init__(self) -> None:
         self._round: _Round | None = None
         self._running: Scrub | None = None
         self._started_s = 0.0
-        self._not_before_s: dict[str, float] = {}  # by attempt, after its last round
+        self._not_before_s: dict[str, float] = {}  # by attempt: earliest time of the next round
 
     def assign(
         self,
@@ -62,7 +64,7 @@ class Scrubs:
         now_s: float,
         wall_s: float,
     ) -> Iterator[Scrub | Verified]:
-        """Yield the copy to read now, or the record that ends a good round: at most one of them per call.
+        """Yield the copy to read now, or the record that ends a good round; at most one item per call.
 
         `now_s` is monotonic, for time-outs; `wall_s` is Unix time, for due rounds.
         """
@@ -85,7 +87,7 @@ class Scrubs:
             yield scrub
 
     def ended(self, event: ScrubEnded) -> None:
-        """Note that a copy was read. Damage counts however late its report comes."""
+        """Record that a copy was read; a late report of damage counts too."""
         scrub = Scrub(attempt=event.attempt, node_index=event.node_index, place=event.place)
         if event.damage and self._round is not None and self._round.checkpoint.id == event.attempt:
             self._round.is_clean = False
@@ -98,7 +100,7 @@ class Scrubs:
             self._round.good.add(event.node_index)
 
     def _is_at_work(self, holders: Holders, now_s: float) -> bool:
-        """Return True while an answer is awaited; not from a dead node, and not for ever."""
+        """Return True while an answer is awaited; stop for a dead node and after SCRUB_TIMEOUT_S."""
         scrub = self._running
         if scrub is None:
             return False
@@ -110,7 +112,7 @@ class Scrubs:
         return self._running is not None
 
     def _failed(self, scrub: Scrub) -> None:
-        """Try an unreadable copy again after the others, a few times."""
+        """Queue an unreadable copy again after the other copies, at most MAX_TRIES times in all."""
         if self._round is None or self._round.checkpoint.id != scrub.attempt:
             return
         self._round.tries[scrub] += 1
@@ -122,12 +124,12 @@ class Scrubs:
     def _begin(
         self, live: Sequence[CheckpointInfo], holders: Holders, every_s: float, now_s: float, wall_s: float
     ) -> _Round | None:
-        """Begin with the due checkpoint that was verified longest ago; one without a source has to wait."""
+        """Return a round for the due checkpoint verified longest ago that has a source, or None."""
         self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
         due = [
             c
             for c in live
-            if abs(wall_s - _last_s(c)) >= every_s  # a time far ahead comes from a clock that was wrong
+            if abs(wall_s - _last_s(c)) >= every_s  # a time in the far future came from a wrong clock
             and c.id.attempt not in self._not_before_s
             and holders.can_serve(c)
         ]
@@ -137,7 +139,7 @@ class Scrubs:
         return _Round(checkpoint=checkpoint, todo=deque(_copies(checkpoint, holders)))
 
     def _next(self, round_: _Round, holders: Holders) -> Scrub | None:
-        """Return the next copy that still exists."""
+        """Return the next copy that still exists, or None."""
         while round_.todo:
             scrub = round_.todo[0]
             if scrub.place == REMOTE or scrub.place in holders.of(scrub.attempt.attempt, scrub.node_index):

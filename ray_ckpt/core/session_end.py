@@ -1,7 +1,7 @@
-"""The end of a session: the time that its ranks have reported, and the record of the cause.
+"""The end of a session: the times that its ranks reported, and the record of the cause.
 
-A rank reports its last step and the seconds since that step about once a second, so moments are known to
-within the delay of a message. Reports to a coordinator that died are not known to its successor.
+A rank reports its last step and the seconds since that step about once a second, so times are exact to
+within the delay of a message. Reports to a coordinator that died are lost for the next coordinator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray_ckpt.types import EndCause
 
 
 class SessionEnd:
-    """The time and the end of the session at work; begins anew with each session."""
+    """The times and the end of the current session; reset for each session."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -28,17 +28,17 @@ class SessionEnd:
         self._session_key = plan.session_key if plan else None
         self._base = self._step = self._first_step(plan)
         self._last_at_s: float | None = None
-        self._first: tuple[int, float] | None = None  # the first reported step, and its completion
-        self._step_s = 0.0  # of a recent step, on the slowest rank
+        self._first: tuple[int, float] | None = None  # the first reported step, and its end (Unix time)
+        self._step_s = 0.0  # duration of a recent step, on the slowest rank
         self._saved_step = -1
-        self._stall_s = 0.0  # of that save, on the slowest rank that has reported it
-        self._stalled_s = 0.0  # of the saves before it
+        self._stall_s = 0.0  # stall of the save at `_saved_step`, on the slowest rank
+        self._stalled_s = 0.0  # sum of the stalls of earlier saves
         self._lost: set[str] = set()
         self._draining: set[str] = set()  # nodes that were draining; some may have stayed
         self._is_ended = False
 
     def _first_step(self, plan: SessionPlan | None) -> int:
-        """Return the step that the session goes on from, of its checkpoint or of another run's."""
+        """Return the step from which the session continues, in a checkpoint of this or another run."""
         if plan is None:
             return 0
         if plan.resume is not None:
@@ -53,19 +53,19 @@ class SessionEnd:
 
     @property
     def is_over(self) -> bool:
-        """Return True if `end` was called for the session at work."""
+        """Return True if `end` was called for the current session."""
         plan = self._context.plan
         return plan is not None and plan.session_key == self._session_key and self._is_ended
 
     def restored(self, event: m.NodeRestored) -> None:
-        """Note the step of another run's checkpoint that ranks begin with, before their first step."""
+        """Record the step of another run's checkpoint that ranks restored, before their first step."""
         self._enter()
         steps = [rank.origin_step for rank in event.ranks if rank.origin_step is not None]
         if event.session_key == self._session_key and steps and self._last_at_s is None:
             self._base = self._step = max(steps)
 
     def progressed(self, event: m.RanksProgressed, wall_s: float) -> None:
-        """Note the steps and stalls that ranks report at Unix time `wall_s`."""
+        """Record the steps and stalls that ranks report at Unix time `wall_s`."""
         self._enter()
         if event.session_key != self._session_key:
             return
@@ -73,7 +73,7 @@ class SessionEnd:
         for progress in event.ranks.values():
             if furthest is None or progress.step > furthest.step:
                 furthest = progress
-            # Stalls of one save overlap, so the longest of all ranks counts.
+            # Stalls of one save overlap, so the longest stall of all ranks counts.
             if progress.saved_step > self._saved_step:
                 self._stalled_s += self._stall_s
                 self._saved_step, self._stall_s = progress.saved_step, progress.stall_s
@@ -92,7 +92,7 @@ class SessionEnd:
                 self._last_at_s = at_s
 
     def nodes_seen(self, lost: Collection[str]) -> None:
-        """Note the group's nodes that died, and those that are draining by `Context.draining`."""
+        """Record which nodes of the group died, and which are draining by `Context.draining`."""
         mine = {node.node_id for node in self._context.plan.nodes} if self._context.plan else set()
         if mine:
             self._enter()
@@ -100,10 +100,11 @@ class SessionEnd:
             self._draining |= mine & self._context.draining
 
     def end(self, cause: EndCause, *, live: Collection[str] | None) -> bool:
-        """Append the record of the end of the session at work. Return False if there is no record to append.
+        """Append the record of the end of the current session; return False if no record is due.
 
-        If nodes of the group are lost or draining, the record names that instead of `cause`. `live` are the
-        nodes that there are now, or that the next group finds; None: nodes do not count.
+        If nodes of the group are lost or draining, the record names this as the cause instead of `cause`.
+        `live` are the nodes that are alive now, or that the next group finds; if None, nodes do not affect
+        the cause.
         """
         self._enter()
         plan = self._context.plan
@@ -113,7 +114,7 @@ class SessionEnd:
         if self._has_successor(plan):
             return False
         known = self._context.history.sessions.get(plan.session)
-        if known is not None and known.ended is not None:  # by a coordinator that died before the next record
+        if known is not None and known.ended is not None:  # by an earlier coordinator that died afterwards
             return False
         if live is not None:
             cause = self._cause_by_nodes(live) or cause
@@ -128,14 +129,14 @@ class SessionEnd:
                 cause=cause,
                 step=step,
                 first_at_s=self._first_at_s() if is_whole else None,
-                last_at_s=self._last_at_s if step == self._step else None,  # no rank reported that step
+                last_at_s=self._last_at_s if step == self._step else None,  # None: no rank reported `step`
                 stalled_s=self._stalled_s + self._stall_s if is_whole else None,
             )
         )
         return True
 
     def _has_successor(self, plan: SessionPlan) -> bool:
-        """Return True if a newer session is in the log or on its way there, as after a damaged restore."""
+        """Return True if a newer session is in the log or waits to be logged, as after a damaged restore."""
         newest = self._context.ledger.projected().session
         return newest is not None and (newest.opened_by, newest.session) > plan.session_key
 
@@ -147,7 +148,7 @@ class SessionEnd:
         return "node" if lost else None
 
     def _first_at_s(self) -> float | None:
-        """Return when the first step began, computed from the time of a later step to exclude compilation."""
+        """Return the start of the first step, computed from a later step to exclude compilation, or None."""
         if self._first is None:
             return None
         step, at_s = self._first

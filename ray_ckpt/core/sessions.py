@@ -1,4 +1,4 @@
-"""Training groups: the checkpoint that one restores, its session, and the common `go`."""
+"""Training groups: the checkpoint that a group restores, the group's session, and the common `go`."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ from ray_ckpt.format import records as r
 from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import CheckpointInfo, RankRestore
 
-MAX_WAITING_SESSIONS = 8  # begun while the store is away; each is a group that failed
-SLOW_RESTORE_S = 15.0  # after which a restore that waits for ranks is warned of
+MAX_WAITING_SESSIONS = 8  # sessions begun while the store is away; each is a group that failed
+SLOW_RESTORE_S = 15.0  # after this time a restore that waits for ranks causes a warning
 
 
 class Sessions:
-    """The group at work, or the one that is being opened. A newer one ends an older one."""
+    """The group at work, or the group that is being opened; a newer group ends an older one."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._group: m.GroupOpened | None = None
         self._since_s = 0.0
         self._waiting: tuple[Token, ...] = ()  # callers that wait for the session
-        self._choosing = False  # a checkpoint is to be chosen as soon as nothing is pending in the log
-        self._requested = False  # an inventory is on its way
-        self._excluded: set[str] = set()  # found damaged by this group
+        self._choosing = False  # choose a checkpoint as soon as no record is pending
+        self._requested = False  # an inventory was requested and has not arrived
+        self._excluded: set[str] = set()  # attempts that this group found damaged
         self._restored: dict[str, m.NodeRestored] = {}
-        self._waiting_ranks: dict[str, tuple[int, ...]] = {}  # that have restored, of nodes with others
-        self._first_s: float | None = None  # when the first rank had restored
-        self._has_warned = False  # of ranks that do not restore
+        self._waiting_ranks: dict[str, tuple[int, ...]] = {}  # node -> its ranks that are done early
+        self._first_s: float | None = None  # end of the restore of the first rank
+        self._has_warned = False  # warned of ranks that do not restore
         self._orphans: dict[str, tuple[str, ...]] = {}
-        self.is_training = False  # the group has its `go`
-        self._sent_go: SessionKey | None = None  # the session that had it last
+        self.is_training = False  # the group has received `go`
+        self._sent_go: SessionKey | None = None  # the last session that received `go`
         self.restores: tuple[RankRestore, ...] = ()
 
     # -- opening -------------------------------------------------------------------------------------
 
     def objection(self, owner: str, dead_owner: str) -> CheckpointError | None:
-        """Return the error that keeps this launcher from opening a group now, if there is one.
+        """Return the error that keeps this launcher from opening a group now, or None.
 
-        `dead_owner` was found dead.
+        `dead_owner` is a launcher that was found dead.
         """
         context, rival = self._context, self.owner
         try:
@@ -73,24 +73,24 @@ class Sessions:
 
     @property
     def owner_has_run(self) -> bool:
-        """A group is at work or being opened."""
+        """True while a group is at work or being opened."""
         return self._group is not None or self._context.plan is not None
 
     @property
     def owner(self) -> str:
-        """The launcher whose group is at work or being opened."""
+        """The launcher whose group is at work or being opened; empty if there is none."""
         if self._group is not None:
             return self._group.owner
         return self._context.plan.owner if self._context.plan else ""
 
     def end(self, error: CheckpointError) -> Iterator[m.Effect]:
-        """End the group: no group has the run until the next one comes. Callers that wait get `error`."""
+        """End the group and send `error` to waiting callers; no group has the run until the next opens."""
         yield from self.fail(error)
         self._context.plan, self._group, self.is_training = None, None, False
-        self._orphans = {}  # listed for that group; another group may own them
+        self._orphans = {}  # listed for the ended group; another group may own these folders
 
     def opened(self, event: m.GroupOpened) -> Iterator[m.Effect]:
-        """Begin with a new group; the one before it, if any, has ended."""
+        """Begin to open a new group; the previous group, if any, has ended."""
         yield from self.fail(RunSuperseded("A newer training group has opened this run."))
         self._context.plan = None
         self._group, self._since_s = event, self._context.now_s
@@ -99,7 +99,7 @@ class Sessions:
         self._learn(event.inventories)
 
     def inventory_taken(self, event: m.InventoryTaken) -> bool:
-        """Note a new inventory; return False if it was not taken for the group that still waits."""
+        """Record a new inventory; return False if the inventory is not for the group that still waits."""
         if self._group is None or event.token != self._group.token or not self._choosing:
             return False
         self._requested = False
@@ -107,7 +107,7 @@ class Sessions:
         return True
 
     def found(self, event: m.GroupRecovered) -> Iterator[m.Effect]:
-        """Go on with the group that was at work when this coordinator was started."""
+        """Continue with the group that was at work when this coordinator started."""
         context, plan = self._context, event.plan
         history = context.ledger.projected()
         current = history.session
@@ -117,7 +117,7 @@ class Sessions:
         resumed_from = plan.resume.checkpoint.id.attempt if plan.resume else None
         if plan.session_key > session_key and (
             resumed_from is None or resumed_from in {c.id.attempt for c in history.lineage()}
-        ):  # begun while the store was away; the old coordinator could not log it any more
+        ):  # begun while the store was away; the old coordinator could not log the session
             context.ledger.append(
                 r.Session(
                     session=plan.session,
@@ -150,7 +150,7 @@ class Sessions:
         )
 
     def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
-        """Fail all callers that wait."""
+        """Send `error` to all waiting callers."""
         tokens = (*self._waiting, *(report.token for report in self._restored.values()))
         self._waiting, self._restored, self._choosing = (), {}, False
         self._forget_restored()
@@ -158,15 +158,15 @@ class Sessions:
             yield m.Fail(token=token, error=error)
 
     def decide(self) -> Iterator[m.Effect]:
-        """Choose a checkpoint if a group waits for one. Called only while no record is pending."""
+        """Choose a checkpoint if a group waits for one; called only while no record is pending."""
         if self._choosing and not self._requested:
             yield from self._choose(self._context.history)
 
     def decide_without_log(self) -> Iterator[m.Effect]:
-        """Go on with the copies on nodes while the store is away, by the log as it will be afterwards.
+        """Open the group from the copies on nodes while the store is away, as if pending records were logged.
 
-        The session is queued behind all records that it builds on. If another coordinator has written in the
-        meantime, the queue is never written, and the group is superseded.
+        The session record is queued behind all records on which it depends. If another coordinator has
+        written to the log in the meantime, the queue is never written, and the group is superseded.
         """
         context = self._context
         if not context.ledger.is_silent(context.now_s, context.options.store_wait_s):
@@ -195,7 +195,7 @@ class Sessions:
             self._orphans[node] = tuple(d for d in inventory.directories if d not in live)
 
     def _choose(self, history: RunHistory, *, from_nodes_only: bool = False) -> Iterator[m.Effect]:
-        """Take the newest checkpoint that can be read, or wait for nodes that may bring a newer one."""
+        """Choose the newest readable checkpoint, or wait for nodes that may bring a newer checkpoint."""
         assert self._group is not None
         candidates = self._candidates(history)
         if isinstance(candidates, RestoreError):
@@ -218,7 +218,7 @@ class Sessions:
         self._append_session(history, chosen)
 
     def _candidates(self, history: RunHistory) -> list[CheckpointInfo] | RestoreError:
-        """Return the checkpoints that the group may restore, newest first; the error if its step has none."""
+        """Return the checkpoints that a group may restore, newest first, or an error for a missing step."""
         assert self._group is not None
         candidates = [] if self._group.resume == "never" else list(reversed(history.lineage()))
         if (step := resume_step(self._group.resume)) is not None:
@@ -228,7 +228,7 @@ class Sessions:
         return [c for c in candidates if c.id.attempt not in self._excluded]
 
     def _append_session(self, history: RunHistory, resumed: CheckpointInfo | None) -> None:
-        """Append the session of the group that waits, which follows the last one of the history."""
+        """Append the session of the waiting group; the session follows the last session of the history."""
         assert self._group is not None
         context, previous = self._context, history.session
         context.ledger.append(
@@ -264,7 +264,7 @@ class Sessions:
     # -- the session is in the log ---------------------------------------------------------------------
 
     def session_logged(self) -> Iterator[m.Effect]:
-        """Send the plan to the group, unless it has it already or a newer group has come."""
+        """Send the plan to the group, unless the group has the plan already or a newer group has opened."""
         if self._group is not None and self._waiting and not self._choosing:
             yield from self._begin(self._context.history)
 
@@ -325,7 +325,7 @@ class Sessions:
     # -- restored ------------------------------------------------------------------------------------
 
     def node_restored(self, event: m.NodeRestored) -> Iterator[m.Effect]:
-        """Decide for all nodes at once: `go` when all are whole, else an older checkpoint for all."""
+        """Send `go` when all nodes have restored; after damage, choose an older checkpoint for all nodes."""
         plan = self._context.plan
         if plan is None or event.session_key != plan.session_key:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
@@ -354,7 +354,7 @@ class Sessions:
         self._waiting, self._choosing = tuple(e.token for e in reports), True
 
     def ranks_restored(self, event: m.RanksRestored) -> Iterable[m.Effect]:
-        """Note that some ranks of a node wait for others, there or on other nodes."""
+        """Record that some ranks of a node have restored and wait for other ranks, on any node."""
         plan = self._context.plan
         if plan is not None and event.session_key == plan.session_key and not self.is_training:
             self._waiting_ranks[event.node_id] = event.ranks
@@ -369,7 +369,7 @@ class Sessions:
             self._first_s = self._context.now_s
 
     def awaited(self) -> Iterator[Awaited]:
-        """Yield the ranks that others have waited for since their restore, for a while."""
+        """Yield the ranks for which restored ranks have been waiting for some time."""
         plan = self._context.plan
         if plan is None or self.is_training or self._first_s is None:
             return
@@ -381,7 +381,7 @@ class Sessions:
             yield awaited_restore(missing, since_s)
 
     def ticked(self) -> Iterator[m.Effect]:
-        """Warn once of the ranks that a restore waits for, if it takes long."""
+        """Warn once of the ranks for which a restore waits, if the restore takes long."""
         if self._first_s is None or self._has_warned:
             return
         for awaited in self.awaited():
@@ -392,14 +392,14 @@ class Sessions:
     # -- leftovers of ended sessions ----------------------------------------------------------------------
 
     def busy(self) -> set[str]:
-        """Return the checkpoints that this group may still read."""
+        """Return the attempts that the current group may still read."""
         plan = self._context.plan
         if plan is None or plan.resume is None or self.is_training:
             return set()
         return {plan.resume.checkpoint.id.attempt}
 
     def release_orphans(self) -> Iterator[m.Effect]:
-        """Delete folders that belong to no checkpoint, now that the session has a commit of its own."""
+        """Delete folders that belong to no checkpoint; called after a commit of the session."""
         orphans, self._orphans = self._orphans, {}
         kept = {c.directory for c in self._context.history.live()}
         for node, directories in orphans.items():
@@ -408,7 +408,7 @@ class Sessions:
 
 
 def _restored(plan: SessionPlan, ranks: Collection[RankRestore]) -> r.Restored | None:
-    """Return the record of a restore, also of another run's checkpoint; None if the group read nothing."""
+    """Return the record of a restore, of this or another run's checkpoint; None if the group read nothing."""
     if plan.resume is None and not any(rank.parts or rank.origin_step is not None for rank in ranks):
         return None
     tiers: dict[str, float] = {}

@@ -1,14 +1,15 @@
-"""Sweeping the storage path: find what no checkpoint needs there, prove it, and delete it.
+"""Sweep of the storage path: find directories and uploads that no checkpoint needs, and delete them.
 
-Only committed checkpoints are uploaded, and names are never used again. So an unfinished upload is needed at
-most while its checkpoint is being drained, and a directory while its checkpoint is in the log and not
-collected. A late upload may bring a directory back after that.
+Only committed checkpoints are uploaded, and names are never reused. So an unfinished upload is needed only
+while its checkpoint is being drained, and a directory only while its checkpoint is in the log and not
+collected. A late upload may bring a directory back after the collection.
 
-A checkpoint that the log calls durable, retired or collected stays so: a coordinator may act on that at any
-time. A directory that the log does not name may become a checkpoint: another coordinator may have written the
-log since. Such a directory is named in a `note` first. Once the note is confirmed, no other coordinator has
-had the log since before the listing, so the directory belongs to no checkpoint. A directory that is older
-than the run's first session belonged to a log that is gone; it stays, because somebody may still want it.
+The log never takes back that a checkpoint is durable, retired or collected, so a coordinator may delete by
+these states at any time. A directory that the log does not name may become a checkpoint: another coordinator
+may have written to the log since the last read. The sweep first names such a directory in a `note` record. A
+confirmed note proves that no other coordinator has written to the log since before the listing, so the
+directory belongs to no checkpoint. A directory that is older than the run's first session belonged to a log
+that no longer exists; the sweep leaves such a directory, because a user may still want its files.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from ray_ckpt.format.records import Note
 from ray_ckpt.types import CheckpointInfo, Level
 
 SWEEP_EVERY_S = 3600.0  # between complete listings; stores bill leftovers by the month
-SWEEP_SOON_S = 30.0  # at least between listings, however many drains end; doubled with each failure
-MAX_DOUBLINGS = 7  # of SWEEP_SOON_S: beyond SWEEP_EVERY_S
-ORPHAN_AGE_S = 24 * 3600.0  # longer than any upload takes and than clocks err
-MAX_SWEPT = 1_000  # directories and uploads in one order: a minute of a store's time
+SWEEP_SOON_S = 30.0  # least time between listings, however many drains end; doubled per failure
+MAX_DOUBLINGS = 7  # doublings of SWEEP_SOON_S: enough to exceed SWEEP_EVERY_S
+ORPHAN_AGE_S = 24 * 3600.0  # longer than any upload and than any clock error
+MAX_SWEPT = 1_000  # directories and uploads in one order: a minute of work for a store
 MAX_NAMED = 5  # directories in a record or a warning
 
 
 class Sweeps:
-    """Orders one listing at a time, and the deletions that follow from it."""
+    """Issuer of listing orders, one at a time, and of the deletions that follow from a listing."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._ordered_s = -inf
         self._ordered_wall_s = 0.0
-        self._all_ordered_s = -inf  # of the last listing that included directories
-        self._number = 0  # of the last listing
+        self._all_ordered_s = -inf  # when the last listing with directories was ordered
+        self._number = 0  # number of the last listing
         self._is_listing = False
         self._has_news = False  # an upload may have been left unfinished since the last listing
-        self._failures = 0  # in a row
-        self._unconfirmed: tuple[Note, tuple[str, ...]] | None = None  # a note and the directories it names
+        self._failures = 0  # consecutive failed listings
+        self._unconfirmed: tuple[Note, tuple[str, ...]] | None = None  # a note and its directories
 
     def became_durable(self) -> None:
-        """Note that the unfinished uploads of a checkpoint are useless now."""
+        """Record that a checkpoint's unfinished uploads, if any, are now useless."""
         self._has_news = True
 
     @property
@@ -55,11 +56,12 @@ class Sweeps:
         return self._is_listing and self._context.now_s - self._ordered_s < SWEEP_SOON_S
 
     def order_listing(self, wall_s: float, *, is_end: bool = False) -> Iterator[SweepRemote]:
-        """Order a listing if it is time.
+        """Order a listing if a listing is due.
 
-        At the end of a run, order it at once if there is news, because there may be no later time. The
-        machine calls this while nothing waits for the log, so not before a note is confirmed. If an answer
-        has not come by the next regular time, the next listing replaces it.
+        At the end of a run, a listing is due at once if there may be unfinished uploads, because this may be
+        the last chance. The run machine calls this method only while no record is pending, so not before a
+        note is confirmed. If the answer to a listing is not here by the next regular time, the next listing
+        replaces it.
         """
         if self._context.now_s - self._ordered_s >= self._wait_s(is_end=is_end):
             self._ordered_s, self._ordered_wall_s = self._context.now_s, wall_s
@@ -84,9 +86,9 @@ class Sweeps:
         draining: Collection[str],
         may_come: Callable[[str], bool] | None,
     ) -> Iterator[DeleteOrphans | Warn]:
-        """Delete what the log calls useless, and append a note about old directories that it does not name.
+        """Delete what the log proves useless, and append a note about old directories not in the log.
 
-        `may_come` returns True for an attempt that is not in the log but open or held; None: not known yet.
+        `may_come` returns True for an attempt not in the log that may be committed; None: not known yet.
         """
         if not self._is_listing or event.number != self._number:
             return
@@ -108,7 +110,7 @@ class Sweeps:
 
     def _failed(self, error: str) -> Iterator[Warn]:
         self._has_news, self._failures = True, min(self._failures + 1, MAX_DOUBLINGS)
-        self._all_ordered_s = -inf  # the failed listing may have been the complete one
+        self._all_ordered_s = -inf  # the failed listing may have included directories
         yield from self._context.warn_once(f"The storage path could not be listed: {error}")
 
     def _sort_out(self, unknown: Mapping[str, float]) -> Iterator[Warn]:
@@ -134,9 +136,9 @@ class Sweeps:
         return checkpoint if checkpoint is not None and checkpoint.directory == directory else None
 
     def _is_older(self, age_s: float) -> bool:
-        """Return True if a directory of this age is older than the run's log, as far as clocks agree.
+        """Return True if a directory of this age is older than the run's log, within the error of clocks.
 
-        The age counts from the order of the listing, whose answer may have taken long.
+        `age_s` counts from the time of the listing's order, because the answer may have taken long.
         """
         first = next(iter(self._context.history.sessions.values()), None)
         return first is None or self._ordered_wall_s - age_s < first.opened_at_s
@@ -144,7 +146,7 @@ class Sweeps:
     def _delete(
         self, directories: Sequence[str], uploads: Sequence[UnfinishedUpload]
     ) -> Iterator[DeleteOrphans]:
-        """Delete at most MAX_SWEPT; the next listing finds the rest."""
+        """Delete at most MAX_SWEPT directories and uploads; the next listing finds the rest."""
         aborted = tuple(uploads[:MAX_SWEPT])
         deleted = tuple(directories[: MAX_SWEPT - len(aborted)])
         if aborted or deleted:
@@ -167,7 +169,7 @@ class Sweeps:
     def noted(self, note: Note) -> Iterator[DeleteOrphans]:
         """Delete the directories that a confirmed note names.
 
-        This coordinator has the log, and had it when the directories were listed.
+        No other coordinator has written to the log since before the directories were listed.
         """
         if self._unconfirmed is not None and note == self._unconfirmed[0]:
             (_, directories), self._unconfirmed = self._unconfirmed, None

@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry
 
-Token: TypeAlias = str  # names a caller that waits for a reply
+Token: TypeAlias = str  # the identifier of a caller that waits for a reply
 SessionKey: TypeAlias = tuple[int, int]  # the epoch in which a session began, and the session's number
 
-STILL_WRITING = "the save before it is still being written"  # reason to skip a save; counted by this text
+STILL_WRITING = "the save before it is still being written"  # skip reason; metrics count by this text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +24,20 @@ class GroupNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFragment:
-    """Fragment `node_index` of an attempt, complete on a node with all its files."""
+    """Fragment `node_index` of an attempt, complete on a node with all files of the fragment."""
 
     attempt: AttemptId
     node_index: int
     num_nodes: int
     ranks: tuple[int, ...] = ()
-    files: tuple[FileEntry, ...] = ()  # the fragment's own file last
+    files: tuple[FileEntry, ...] = ()  # the fragment file is the last one
     replicated: tuple[str, ...] = ()
     metrics: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSpace:
-    """The file system of a node's staging folder, bytes."""
+    """The size and use, in bytes, of the file system with a node's staging folder."""
 
     free_bytes: int
     total_bytes: int
@@ -45,10 +45,11 @@ class DiskSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """The holdings of one node: complete fragments, and the names of all checkpoint folders of a run.
+    """The inventory of one node: its complete fragments, and all its checkpoint folders of a run.
 
-    Folders that are being deleted are left out. `plan` is that of the group at work there, if any. `disk`
-    names the staging folder itself: a machine that returns has a new node id, and the same copies count once.
+    Folders that are being deleted are left out. `plan` is the plan of the group at work on the node, if any.
+    `disk` identifies the staging folder: a machine that returns has a new node id, but its copies must count
+    only once.
     """
 
     fragments: tuple[StoredFragment, ...]
@@ -69,7 +70,7 @@ class SessionNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """The checkpoint that a group restores, and per fragment the nodes that hold it (remote if durable)."""
+    """The checkpoint that a group restores, and the holders of each fragment (remote if durable)."""
 
     checkpoint: CheckpointInfo
     holders: tuple[tuple[str, ...], ...]
@@ -77,7 +78,7 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
-    """The session of a group, as sent to its nodes when it is in the log."""
+    """The session of a group, as sent to the group's nodes when the session is in the log."""
 
     run_uid: str
     session: int
@@ -85,37 +86,37 @@ class SessionPlan:
     nodes: tuple[SessionNode, ...]
     resume: ResumePoint | None
     owner: str = ""  # the launcher of the group
-    epoch: int = 0  # of the coordinator that opened it
+    epoch: int = 0  # epoch of the coordinator that opened the session
 
     @property
     def session_key(self) -> SessionKey:
-        """Sessions in the order in which they were opened, also those that never came into the log."""
+        """Key that sorts sessions, logged or not, in the order in which they were opened."""
         return self.epoch, self.session
 
     def has(self, attempt: AttemptId) -> bool:
-        """Return True for an attempt of this session."""
+        """Return True if the attempt belongs to this session."""
         return attempt.run_uid == self.run_uid and (attempt.epoch, attempt.session) == self.session_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress:
-    """The last completed optimizer step of a rank, and the last one that it saved (-1: none)."""
+    """The last completed optimizer step of a rank, and the rank's last saved step (-1: none)."""
 
     step: int
     saved_step: int
-    since_s: float = 0.0  # seconds since that step was completed
-    step_s: float = 0.0  # seconds that a step took recently; 0: not known yet
-    missed: int = 0  # the signal of an announced step that the rank was past when it saw it
-    stall_s: float = 0.0  # seconds for which its last save held up training
-    saved_before: int | None = None  # the step that it saved before `saved_step`; None: not reported
-    updates: int = 0  # optimizer steps since it restored; 0: its optimizers cannot be watched
-    saved_updates: int = 0  # and how many of them were made when it saved last
-    is_over: bool = False  # its loop has ended: it saves nothing more
+    since_s: float = 0.0  # seconds since the last completed step
+    step_s: float = 0.0  # duration of a recent step, in seconds; 0: not measured yet
+    missed: int = 0  # number of the last save signal that the rank read too late for its step
+    stall_s: float = 0.0  # seconds for which the rank's last save held up training
+    saved_before: int | None = None  # the step saved before `saved_step`; None: not reported
+    updates: int = 0  # optimizer steps since the restore; 0: optimizers cannot be watched
+    saved_updates: int = 0  # value of `updates` at the rank's last save
+    is_over: bool = False  # the rank's training loop has ended: no more saves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """Ranks of a node that have captured an attempt which other ranks of that node lack."""
+    """Ranks of a node that have captured an attempt, while other ranks of the node have not."""
 
     attempt: AttemptId
     ranks: tuple[int, ...]
@@ -123,7 +124,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnfinishedUpload:
-    """A multipart upload on the storage path that was begun `age_s` ago, by the store's clock."""
+    """A multipart upload on the storage path, begun `age_s` seconds ago by the store's clock."""
 
     directory: str
     file: str

@@ -1,4 +1,4 @@
-"""Coordinators: the shell of `actors/coordinator` around a RunMachine, and the arrival of messages."""
+"""Simulated coordinators: the shell of `actors/coordinator` around a RunMachine, and message delivery."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ NodeEffect: TypeAlias = (
     | m.Supersede
     | m.AnnounceSaveStep
 )
-"""Effects that are orders to nodes."""
+"""Effects that the shell sends to nodes as orders."""
 
 
 class Coordinators(StorageWork):
-    """Coordinators of a world."""
+    """The part of a world that runs coordinators."""
 
     # -- the coordinator's shell -------------------------------------------------------------------------
 
     def _feed(self, name: str, *events: m.Event) -> None:
-        """Let a coordinator handle events, after a tick if time has passed."""
+        """Let a coordinator handle events; send a tick first if time has passed."""
         process = self.coordinators[name]
         if process.is_up and process.ticked_s != self.now_s:
             process.ticked_s = self.now_s
@@ -67,7 +67,7 @@ class Coordinators(StorageWork):
             self._perform(process, effect)
 
     def _show_oracle(self, name: str, event: m.Event) -> None:
-        """Report to the oracle what a coordinator learns from an event."""
+        """Report to the oracle the facts that a coordinator receives with an event."""
         if isinstance(event, m.GroupOpened):
             self.oracle.group_opened(name, event.token)
         if isinstance(event, m.NodeStored):
@@ -138,7 +138,7 @@ class Coordinators(StorageWork):
                 self.wire.append(Replied(token, None, error))
 
     def _open_log(self, service: str, *, owner: str | None, raises: bool = False) -> Coordinator | None:
-        """Start a coordinator that reads the log and claims it, if it may."""
+        """Start a coordinator that reads and claims the log; return None if the claim is refused."""
         try:
             check_claim(self.oracle.history, service=service, owner=owner)
         except RunSuperseded:
@@ -160,7 +160,7 @@ class Coordinators(StorageWork):
         return process if process is not None and process.is_up else None
 
     def _supersede(self, service: str, plans: Iterable[SessionPlan]) -> None:
-        """End the ranks of a restarted coordinator whose run belongs to another service now."""
+        """End the ranks of a restarted coordinator whose run now belongs to another service."""
         history = self.oracle.history
         error = RunSuperseded("The run was taken over by another service.")
         for plan in plans:
@@ -170,7 +170,7 @@ class Coordinators(StorageWork):
         self.current.pop(service, None)
 
     def _gather(self, process: Coordinator, absent: frozenset[str]) -> dict[str, Inventory]:
-        """Open the run on all live nodes that answer, and return their inventories."""
+        """Open the run on all live nodes that answer, and return the inventories of these nodes."""
         inventories = {}
         for node in sorted(self.live(process.service) - absent):
             if not process.is_up:
@@ -181,7 +181,7 @@ class Coordinators(StorageWork):
         return inventories
 
     def _open_on(self, process: Coordinator, name: str) -> Inventory | None:
-        """Start the node's agent if there is none, send it the epoch, and take inventory."""
+        """Start the node's agent if there is none, send the epoch to the agent, and take inventory."""
         node = self.nodes[name]
         agent = self._start_agent(node)
         if not self._obeys(name, n.EpochSeen(epoch=process.machine.epoch), process.name):
@@ -255,14 +255,14 @@ class Coordinators(StorageWork):
                 self.wire.append(Answer(process.name, (ended,)))
 
     def _obeys(self, node: str, event: n.NodeEvent, sender: str) -> bool:
-        """Let an agent take an order; if it refuses, report the higher epoch to the sender."""
+        """Deliver an order to an agent; if the agent refuses, report the higher epoch to the sender."""
         refused = self._agent_does(node, event)
         if refused is not None and sender in self.coordinators:
             self._feed(sender, m.OrderRefused(epoch=refused))
         return refused is None
 
     def _opened_late(self, message: Order) -> None:
-        """Open the run on a node that joined or has a new agent; it gets the session at work."""
+        """Open the run on a node that joined or has a new agent, and send it the current session."""
         process = self.coordinators[message.sender]
         inventory = self._open_on(process, message.node) if process.is_up else None
         if inventory is None:
@@ -278,7 +278,7 @@ class Coordinators(StorageWork):
     def _started(
         self, process: Coordinator, tokens: tuple[str, ...], plan: SessionPlan, node: str, is_reported: bool
     ) -> None:
-        """Reply with the plan once all nodes have it, or with an error as soon as one has not."""
+        """Reply with the plan once all nodes have the plan, or with an error as soon as one node fails."""
         missing = process.starting.get(tokens)
         if missing is None:
             return
@@ -300,7 +300,7 @@ class Coordinators(StorageWork):
         self._feed(process.name, message.event)
 
     def _create(self, message: Create, fate: Fate) -> None:
-        """Create a record; a lost create may reach the store later, when nobody waits for it."""
+        """Create a record; a lost create may reach the store later, when no caller waits for its answer."""
         if fate == "lost" or self.storage.is_away:
             outcome: Literal["ok", "exists", "unknown"] = "unknown"
             if not message.is_late:
@@ -316,10 +316,10 @@ class Coordinators(StorageWork):
             self.wire.append(Answer(message.coordinator, (answer,)))
 
     def _work(self, name: str, effect: m.Effect, fate: Fate) -> None:
-        """Do the work of an effect; the answer goes back to the coordinator."""
+        """Carry out an effect; the coordinator receives the answer."""
         match effect:
             case m.RequestInventory(token=token):
-                self.now_s += 1  # the time that the nodes take to answer
+                self.now_s += 1  # the nodes take this time to answer
                 process = self.coordinators[name]
                 inventories = self._gather(process, frozenset()) if process.is_up else {}
                 seen = self._seen(frozenset(inventories))
@@ -332,7 +332,7 @@ class Coordinators(StorageWork):
                     self.wire.append(Answer(name, (answer,)))
 
     def _put_away(self, process: Coordinator, kept: tuple[str, ...], fate: Fate) -> m.PutAwayEnded:
-        """Order all live nodes to forget the run, starting agents for it; a lost call leaves one out."""
+        """Order all live nodes to forget the run, with new agents if needed; a lost call skips one node."""
         nodes = sorted(self.live(process.service))
         for name in nodes[fate == "lost" :]:
             self._start_agent(self.nodes[name])
@@ -341,7 +341,7 @@ class Coordinators(StorageWork):
 
 
 def _orders(effect: NodeEffect, epoch: int) -> list[tuple[str, n.NodeEvent]]:
-    """Return the orders of an effect, each with its node."""
+    """Return the orders of an effect, each with the node that receives the order."""
     match effect:
         case m.NotifyOutcome(attempt=attempt, level=level, error=error, nodes=nodes):
             outcome = n.OutcomeNotified(attempt=attempt, level=level, error=error, epoch=effect.epoch)

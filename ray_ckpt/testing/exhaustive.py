@@ -1,8 +1,8 @@
-"""Every order in which a few events can happen to a small world, up to a number of steps.
+"""Exhaustive play: every order of a few events in a small world, up to a number of steps.
 
-A scene is a world in the middle of something. Each step from there is any message that can arrive (a create
-also lost, or applied without an answer), or one of the scene's few faults and moves. Local work of an agent
-happens at once. Worlds that differ only in the order of events are visited once.
+A scene is a world in the middle of an operation. Each step is the arrival of any message (a create may also
+be lost, or applied without an answer), or one of the scene's few faults and moves. Local work of an agent is
+done at once. Worlds that differ only in the order of events are visited once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.testing.parts import Coordinator, Create, Launcher, Local, Replied
 from ray_ckpt.testing.simulator import World
 
-MAX_STATES = 200_000  # of a scene; about 10 KB each
-LONG_S = 70.0  # beyond all time-outs of a save
-MAX_REST = 1_000  # deliveries that the preparation of a scene may take
+MAX_STATES = 200_000  # states of a scene; about 10 KB each
+LONG_S = 70.0  # longer than all time-outs of a save
+MAX_REST = 1_000  # deliveries in the preparation of a scene
 ATONCE = (Local, Replied)
 
 Step: TypeAlias = tuple[str, tuple[Any, ...]]  # a method of Scene, and its arguments
@@ -31,22 +31,22 @@ Step: TypeAlias = tuple[str, tuple[Any, ...]]  # a method of Scene, and its argu
 class Explored:
     num_states: int
     num_steps: int
-    depth: int  # steps of which every order was played
-    is_complete: bool  # `depth` is the requested depth
+    depth: int  # number of steps up to which every order was played
+    is_complete: bool  # True if `depth` is the requested depth
 
 
 @dataclass(slots=True)
 class Scene:
-    """A small world, and the number of events that may still happen to it besides messages."""
+    """A small world, and the number of events other than messages that may still happen in it."""
 
     world: World
     faults: int = 1  # deaths, lost creates, changes of the store
     waits: int = 1
-    saves: int = 1  # of all members together
+    saves: int = 1  # saves of all members together
     launches: int = 1
 
     def steps(self) -> Iterator[Step]:
-        """Yield all steps that can happen next."""
+        """Yield all steps that are possible next."""
         yield from self._deliveries()
         yield from self._coordinator_steps()
         if self.waits:
@@ -143,7 +143,7 @@ class Scene:
         self.world.save(group, member, 1)
 
     def settle(self, kinds: tuple[type, ...] = (object,)) -> None:
-        """Deliver all messages of these kinds in the order in which they were sent."""
+        """Deliver all messages of the given kinds in the order in which the messages were sent."""
         world = self.world
         for _ in range(MAX_REST):
             ready = (
@@ -158,7 +158,7 @@ class Scene:
         raise AssertionError("the scene does not come to rest")
 
     def key(self) -> str:
-        """Return a digest that is equal for worlds that differ only in their past."""
+        """Return a digest of the current state; worlds that differ only in their past have equal digests."""
         world, storage = self.world, self.world.storage
         parts = (
             (self.faults, self.waits, self.saves, self.launches, world.now_s, storage.is_away),
@@ -169,21 +169,21 @@ class Scene:
             *_apart(world.coordinators.values()),
             (world.launchers, world.current, world.waiting),
         )
-        wire = sorted(_flat(message) for message in world.wire)  # any message may come next
+        wire = sorted(_flat(message) for message in world.wire)  # sorted, as any message may come next
         return digest(b"".join((*map(_flat, parts), *wire)))
 
 
 def _apart(coordinators: Iterable[Coordinator]) -> Iterator[object]:
-    """Yield the state of coordinators in parts: a pickler in its fast mode takes no more than 50 levels."""
+    """Yield the state of coordinators in parts, because a fast-mode pickler accepts at most 50 levels."""
     for process in coordinators:
         state = {name: getattr(process, name) for name in Coordinator.__slots__}
         machine = vars(state.pop("machine"))
         yield state
-        yield from (item for item in machine.items() if item[0] != "view")  # it has no state of its own
+        yield from (item for item in machine.items() if item[0] != "view")  # the view only reads other fields
 
 
 def _flat(value: object) -> bytes:
-    """Return bytes that depend on the value only, not on which of its parts are one object."""
+    """Return bytes that depend only on the value, not on the identity of the objects in it."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=5)
     pickler.fast = True
@@ -192,7 +192,7 @@ def _flat(value: object) -> bytes:
 
 
 def explore(name: str, *, depth: int, max_states: int = MAX_STATES) -> Explored:
-    """Play all orders of up to `depth` steps of a scene; the first Violation is raised with its steps."""
+    """Play all orders of up to `depth` steps of a scene; raise the first Violation with its steps."""
     start = SCENES[name]()
     seen = {start.key()}
     level: list[tuple[bytes, tuple[Step, ...]]] = [(_packed(start), ())]
@@ -260,7 +260,7 @@ def _save_all(scene: Scene) -> None:
 
 
 def frozen_coordinator() -> Scene:
-    """Freeze the coordinator while a save is stored; Ray starts a second one, and the first one thaws."""
+    """Freeze the coordinator while a save is stored; Ray starts a second coordinator, and the first thaws."""
     scene = _training({"east": 2}, keep_last=1)
     _save_all(scene)
     scene.world.freeze("east.c0")
@@ -268,7 +268,7 @@ def frozen_coordinator() -> Scene:
 
 
 def two_clusters() -> Scene:
-    """Open the run in a second cluster while the first one has a save on its way."""
+    """Open the run in a second cluster while the first cluster has an open save."""
     scene = _training({"east": 2, "west": 2}, keep_last=1)
     _save_all(scene)
     scene.world.launch("west-driver", 2)
@@ -276,14 +276,14 @@ def two_clusters() -> Scene:
 
 
 def collector() -> Scene:
-    """Retire and delete a checkpoint while the coordinator dies or the group begins again."""
+    """Retire and delete a checkpoint while the coordinator dies or the group restarts."""
     scene = _training({"east": 2}, keep_last=1, replicas=0)
     _save_all(scene)
     return replace(scene, saves=0)
 
 
 def store_away() -> Scene:
-    """Silence the store while a save is committed and a new group comes."""
+    """Silence the store while a save is committed and a new group opens."""
     scene = _training({"east": 2}, keep_last=1, store_wait_s=1.0)
     _save_all(scene)
     scene.world.storage.is_away = True
@@ -291,7 +291,7 @@ def store_away() -> Scene:
 
 
 def finishing() -> Scene:
-    """End the run and report a drill; then the coordinator dies, the store is away or a launcher comes."""
+    """End the run and report a drill; then the coordinator dies, the store fails, or a launcher opens it."""
     scene = _training({"east": 2}, keep_last=1, store_wait_s=1.0)
     world = scene.world
     world.launchers["next-driver"] = Launcher("next-driver", "east")

@@ -1,4 +1,4 @@
-"""Healing after a schedule: faults are over, a last group trains, and nothing may be left over (P7, P8)."""
+"""Healing after a schedule: end all faults, train a last group, and find no leftovers (P7, P8)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from ray_ckpt.testing.schedules import Schedule
 
 HOME = "east"  # the cluster of the last group
-LONG_S = 70.0  # beyond all time-outs of a save
-A_DAY_S = DAY_S + 3_600.0  # beyond the age of an orphan, and the time until the next listing
-ROUNDS = 60  # of delivering everything and waiting; a world that needs more does not come to rest
-DAYS_TO_SWEEP = 3  # until an orphan is old, listed, and deleted
-MAX_TIDYING = 4  # groups, after which every orphan has had a group that deletes it
-MAX_DELIVERIES = 4_000  # in a round
+LONG_S = 70.0  # longer than all time-outs of a save
+A_DAY_S = DAY_S + 3_600.0  # longer than ORPHAN_AGE_S and the next interval between listings
+ROUNDS = 60  # rounds of delivery and waiting; a world that needs more never comes to rest
+DAYS_TO_SWEEP = 3  # days until an orphan is old, listed, and deleted
+MAX_TIDYING = 4  # groups; after these, each orphan has had a group that deletes it
+MAX_DELIVERIES = 4_000  # deliveries in a round
 
 
 class Healing:
-    """The end of a schedule: one driver opens the run, everything works, and leftovers are deleted."""
+    """The end of a schedule: one driver opens the run without faults, and leftovers are deleted."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -60,10 +60,10 @@ class Healing:
         self._check_end(last, attempt)
 
     def _check_zombies(self) -> None:
-        """Check that a group that has lost the run ends with its next save."""
+        """Check that a group that has lost the run ends at the group's next save."""
         world = self._world
         for _, group, member in world.members():
-            member.saved = len(group.steps)  # a save is whole only if all members make it
+            member.saved = len(group.steps)  # a save is complete only if all members make the same save
         for _, group, member in world.members():
             if world.can_save(group, member):
                 world.save(group, member, 1)
@@ -74,7 +74,7 @@ class Healing:
                 raise Violation(f"P7: {launcher.name} trains on {member.node} in an ended session")
 
     def _train(self, launcher: Launcher) -> str:
-        """Let a group open and save twice; return the attempt of its last save."""
+        """Let a group open and save twice; return the attempt of the second save."""
         world = self._world
         for _ in range(ROUNDS):
             members = launcher.group.members if launcher.group is not None else []
@@ -116,7 +116,7 @@ class Healing:
         for _ in range(MAX_TIDYING):
             if not (orphans := self._orphans()):
                 break
-            world.kill_ranks(launcher.name)  # the next group deletes what the last one had to leave
+            world.kill_ranks(launcher.name)  # the next group deletes the folders that this group had to keep
             self._train(launcher)
             self._rest(LONG_S)
         must(not orphans, "P8", f"folders stay on nodes: {orphans}")
@@ -125,7 +125,7 @@ class Healing:
         world.oracle.check_log(world)
 
     def _check_put_away(self, launcher: Launcher) -> None:
-        """Check that nodes keep nothing of a finished run but its only copies and what options keep."""
+        """Check that nodes keep no folder of a finished run except sole copies and those kept by options."""
         world = self._world
         world.finish(launcher.name, ends_group=True)
         for _ in range(ROUNDS):
@@ -140,7 +140,7 @@ class Healing:
             must(left <= only, "P8", f"a finished run leaves folders on nodes: {left}")
 
     def _check_remote(self) -> None:
-        """Check that orphans on the storage path go in a day, and files of another log stay."""
+        """Check that orphans on the storage path are deleted in time, and files of another log stay."""
         world = self._world
         world.upload_late(self._schedule.unknown_attempt())
         for _ in range(DAYS_TO_SWEEP):
@@ -159,7 +159,7 @@ class Healing:
         return [(node.name, d) for node in nodes for d in node.disk.folders if d not in live]
 
     def _rest(self, seconds: float = 0.0) -> None:
-        """Deliver everything, then let time pass."""
+        """Deliver all messages, then let time pass."""
         world = self._world
         for _ in range(MAX_DELIVERIES):
             index = next((i for i, message in enumerate(world.wire) if world.can_deliver(message)), None)

@@ -30,11 +30,11 @@ from ray_ckpt.testing.parts import (
 )
 from ray_ckpt.testing.stores import Copy, Disk, Storage
 
-DISK_BYTES = 100_000  # of each node; a smaller disk makes room by retention
+DISK_BYTES = 100_000  # size of each node's disk; on a smaller disk, retention evicts for space
 
 
 class Nodes:
-    """The state of a world, and the events on its nodes."""
+    """The part of a world with its state and with the events on its nodes."""
 
     def __init__(
         self,
@@ -49,22 +49,22 @@ class Nodes:
         self.disk_bytes = disk_bytes
         self.now_s = 0.0
         self.copy_s = 0.0  # duration of a copy
-        self.silent_s = 0.0  # after which a sender gives up a silent peer
-        # By (from, to), links that lose packets; True: a connection is open.
+        self.silent_s = 0.0  # time after which a sender gives up on a silent peer
+        # Links (from, to) that lose packets; True: the connection is still open.
         self.silent: dict[tuple[str, str], bool] = {}
-        self.clock = 0  # events so far
+        self.clock = 0  # number of events so far
         self.storage = Storage()
         self.oracle = Oracle()
         self.nodes: dict[str, Node] = {}
         self.coordinators: dict[str, Coordinator] = {}
-        self.current: dict[str, str] = {}  # service -> the coordinator under its name
+        self.current: dict[str, str] = {}  # service -> name of its current coordinator
         self.launchers: dict[str, Launcher] = {}
         self.wire: list[Message] = []
-        self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # and the coordinator that answers
-        self.pins: dict[Token, tuple[str, str]] = {}  # requested: attempt, owner
+        self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # coordinator and caller
+        self.pins: dict[Token, tuple[str, str]] = {}  # requested pins: attempt, owner
         self.annotations: dict[Token, tuple[int, str, float]] = {}  # requested: step, metric, value
-        self.drills: set[Token] = set()  # ended ones; the token is also the text of the record
-        self.barriers: dict[Token, m.BarrierReached] = {}  # awaited by members
+        self.drills: set[Token] = set()  # tokens of ended drills; a record's text is its token
+        self.barriers: dict[Token, m.BarrierReached] = {}  # barriers at which members wait
         self.saved_at_s: dict[str, float] = {}  # attempt -> when the first rank captured it
         self.num_tokens = 0
         self.num_agents = 0
@@ -73,7 +73,7 @@ class Nodes:
                 self.join(service)
 
     def join(self, service: str, disk: Disk | None = None) -> Node:
-        """Add a machine with a new node id, with a new disk or a given one."""
+        """Add a machine with a new node id, and with a new disk or the given disk."""
         self.clock += 1
         name = f"{service}-{len(self.nodes)}"
         domain = f"rack-{len(self.nodes) % 2}"
@@ -88,7 +88,7 @@ class Nodes:
                     yield launcher, launcher.group, member
 
     def can_save(self, group: Group, member: Member) -> bool:
-        """Return True if a member may save: training is collective, so none is ahead by more than a save."""
+        """Return True if a member may save; training is collective, so no member is two saves ahead."""
         slowest = min(other.saved for other in group.members)
         return member.state == "training" and member.saved == slowest
 
@@ -107,14 +107,14 @@ class Nodes:
     # -- the agent's shell -----------------------------------------------------------------------------
 
     def _start_agent(self, node: Node) -> Agent:
-        """Return the node's agent; start one if there is none."""
+        """Return the node's agent, after starting it if necessary."""
         if node.agent is None:
             self.num_agents += 1
             node.agent = Agent(self.num_agents, NodeMachine(epoch=node.disk.epoch))
         return node.agent
 
     def _agent_does(self, name: str, event: n.NodeEvent) -> int | None:
-        """Let an agent handle an event; return its epoch if the agent refuses an order of a lower one."""
+        """Let an agent handle an event; return the agent's epoch if it refuses an order of a lower epoch."""
         agent = self.nodes[name].agent
         assert agent is not None
         refused = None
@@ -174,7 +174,7 @@ class Nodes:
         agent.machine = NodeMachine(epoch=node.disk.epoch)
 
     def _local(self, message: Local, fate: Fate) -> None:
-        """Carry out local work; if it is lost, the disk or the peer has failed."""
+        """Carry out local work; lost work means that the disk or the peer has failed."""
         node = self.nodes[message.node]
         agent = node.agent
         if agent is None or agent.number != message.agent:
@@ -222,13 +222,13 @@ class Nodes:
         self._agent_does(node.name, ended)
 
     def reaches(self, name: str, peer: str) -> bool:
-        """Return True if a node gets answers from the agent of another one."""
+        """Return True if the agent on `peer` answers the node `name`."""
         node = self.nodes[peer]
         is_there = node.is_alive and node.agent is not None
         return is_there and (name, peer) not in self.silent and (peer, name) not in self.silent
 
     def cut(self, name: str, peer: str) -> None:
-        """Lose packets from a node to another one from now on."""
+        """Lose all packets from the node `name` to the node `peer` from now on."""
         self.clock += 1
         self.silent[name, peer] = True
 
@@ -237,13 +237,13 @@ class Nodes:
         self.silent.pop((name, peer), None)
 
     def _send_into_silence(self, source: Node, copy: Copy, name: str) -> None:
-        """Deliver a copy that was under way when only answers are lost; later ones do not connect."""
+        """Deliver a copy that was under way if only answers are lost; later copies do not connect."""
         if (source.name, name) not in self.silent and self.silent.get((name, source.name)):
             self.silent[name, source.name] = False
             self._send_copy(source, copy, name, "unanswered")
 
     def _send_copy(self, source: Node, copy: Copy, name: str, fate: Fate) -> str | None:
-        """Write a copy to another node's disk, the fragment last; a lost one leaves the other files there."""
+        """Write a copy to another node's disk, the fragment last; a lost copy leaves only its other files."""
         holder = self.nodes[name]
         held = source.disk.fragments.get(copy)
         if held is None or not source.disk.has(copy) or copy in source.disk.rotten:
@@ -265,7 +265,7 @@ class Nodes:
             self.oracle.stored(node.disk, copy)
 
     def _lose_local(self, name: str) -> None:
-        """Drop the work of an agent that is gone; its uploads stay unfinished."""
+        """Drop the work of an agent that has ended; the agent's uploads stay unfinished."""
         for message in self.wire:
             match message:
                 case Work(effect=m.Drain(attempt=attempt, node_index=index, node_id=node)) if node == name:
@@ -275,7 +275,7 @@ class Nodes:
 
 
 def _report_of(name: str, effect: n.ReportStored | n.ReportCopied | n.ReportRefused) -> m.Event:
-    """Return the event that a node's report is for its coordinator."""
+    """Return the event that the coordinator receives for a node's report."""
     match effect:
         case n.ReportStored():
             return m.NodeStored(

@@ -1,7 +1,7 @@
-"""Oracle: checks the promises after every step, by the store, the disks, and all replies.
+"""Oracle: checks the promises after every step, from the store, the disks, and all replies.
 
-The promises are those of the design (P1 to P6, P8), and equal answers to all ranks (P9). The oracle replays
-the log itself and relies on no machine.
+The promises are P1 to P6 and P8 of the design, and equal answers to all ranks (P9). The oracle replays the
+log itself and does not use the state of the machines.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 if TYPE_CHECKING:
     from ray_ckpt.testing.nodes import Nodes
 
-MAX_SKEW_S = 7_200.0  # of a coordinator's wall clock; the ends of pins are judged by it
-DAY_S = 24 * 3600.0  # for which orphans stay on the storage path
-MAX_PENDING = 64  # records of a coordinator that are decided and not written (P8)
+MAX_SKEW_S = 7_200.0  # error of a coordinator's wall clock, allowed for when a pin expires
+DAY_S = 24 * 3600.0  # time for which orphans stay on the storage path
+MAX_PENDING = 64  # decided but unwritten records of a coordinator (P8)
 
 
 class Violation(AssertionError):
-    """A promise is broken."""
+    """Error: a promise is broken."""
 
 
 def must(holds: bool, promise: str, text: str) -> None:
@@ -43,7 +43,7 @@ def must(holds: bool, promise: str, text: str) -> None:
 
 @dataclass(slots=True)
 class _Opening:
-    """A group that waits for its session, with the knowledge of its coordinator."""
+    """A group that waits for its session, with the facts that its coordinator has received."""
 
     event: GroupOpened
     at: int  # number of the event
@@ -52,34 +52,34 @@ class _Opening:
 
 @dataclass(slots=True)
 class Oracle:
-    """Follows all events of a world; raises Violation."""
+    """Checker that follows all events of a world; raises Violation."""
 
     history: RunHistory = field(default_factory=RunHistory)
     num_commits: int = 0
     plans: dict[str, SessionPlan] = field(default_factory=dict)  # attempt -> plan of the ranks that saved
-    attempts: dict[str, AttemptId] = field(default_factory=dict)  # saved by ranks
-    stored_on: dict[Copy, set[str]] = field(default_factory=dict)  # disks that ever had the copy, fsynced
+    attempts: dict[str, AttemptId] = field(default_factory=dict)  # attempts saved by ranks
+    stored_on: dict[Copy, set[str]] = field(default_factory=dict)  # disks that ever had the copy fsynced
     failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost a fragment
-    damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) found without a source
-    # (coordinator, attempt) -> fragments that the coordinator knows of, each with a node
+    damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) without an intact source
+    # (coordinator, attempt) -> fragments reported to the coordinator, each with a node
     known: dict[tuple[str, str], set[tuple[int, str]]] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was given up
-    unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # begun without the log
-    trained: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) that train
-    requested: dict[str, _Opening] = field(default_factory=dict)  # token -> requested group
-    openings: dict[str, _Opening] = field(default_factory=dict)  # coordinator -> the group that it opens
+    dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was dropped
+    unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # sessions opened without log
+    trained: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) of groups that have trained
+    requested: dict[str, _Opening] = field(default_factory=dict)  # token -> the group of the request
+    openings: dict[str, _Opening] = field(default_factory=dict)  # coordinator -> the group being opened
     decided: dict[tuple[int, int], _Opening] = field(default_factory=dict)  # (session, epoch) of a record
-    pins: set[tuple[str, str]] = field(default_factory=set)  # ever in the log: attempt, owner
+    pins: set[tuple[str, str]] = field(default_factory=set)  # pins ever logged: attempt, owner
     annotated: dict[tuple[str, str], float] = field(default_factory=dict)  # attempt, metric -> last value
-    annotations: set[tuple[int, str, float]] = field(default_factory=set)  # in the log: step, metric, value
+    annotations: set[tuple[int, str, float]] = field(default_factory=set)  # logged: step, metric, value
     drilled: set[str] = field(default_factory=set)  # texts of the drills in the log
-    reached: dict[tuple[SessionKey, int], set[int]] = field(default_factory=dict)  # ranks, by barrier
-    # (coordinator, session, barrier) -> its answer to the ranks
+    reached: dict[tuple[SessionKey, int], set[int]] = field(default_factory=dict)  # barrier -> its ranks
+    # (coordinator, session, barrier) -> the coordinator's answer to the ranks
     answers: dict[tuple[str, SessionKey, int], BarrierAnswer] = field(default_factory=dict)
-    sessions: list[SessionPlan] = field(default_factory=list)  # in which ranks have trained
-    writer: str = ""  # of the last epoch
-    began_s: float = 0.0  # the world's time of the first session's record
-    stale: bool = True  # something has changed since the last check of the copies
+    sessions: list[SessionPlan] = field(default_factory=list)  # sessions in which ranks have trained
+    writer: str = ""  # writer of the last epoch
+    began_s: float = 0.0  # world time at the record of the first session
+    stale: bool = True  # True: copies may have changed since their last check
 
     # -- the log -------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Oracle:
         must(op.resumed_from is None or op.resumed_from in names, "P3", f"{op} leaves the lineage")
         opening = self.decided.get((op.session, record.epoch))
         if opening is None or opening.event.owner != op.owner or (op.session, op.opened_by) in self.unlogged:
-            return  # found by a coordinator that got no request for it, or chosen without the log
+            return  # the coordinator got no request for the session, or chose without the log
         skipped = lineage[names.index(op.resumed_from) + 1 :] if op.resumed_from else lineage
         if opening.event.resume == "never":
             return
@@ -152,7 +152,7 @@ class Oracle:
         must(op.resumed_from is not None or not lineage, "P2", f"{op} starts from scratch")
 
     def _could_serve(self, checkpoint: CheckpointInfo, owner: str, opening: _Opening, world: Nodes) -> bool:
-        """Return True if a checkpoint can certainly be read: known before the group came, untouched since."""
+        """Return True if a checkpoint is surely readable: reported before the group opened, not changed."""
         name = checkpoint.id.attempt
         if (owner, name) in self.damaged:
             return False
@@ -215,16 +215,16 @@ class Oracle:
     # -- groups and saves ------------------------------------------------------------------------------
 
     def group_requested(self, event: GroupOpened, world: Nodes) -> None:
-        """Note the inventories that were taken for a group."""
+        """Record the inventories that were taken for a group."""
         agents = {name: agent.number for name in event.inventories if (agent := world.nodes[name].agent)}
         self.requested[event.token] = _Opening(event, world.clock, agents)
 
     def group_opened(self, coordinator: str, token: str) -> None:
-        """Note that a coordinator got the request for a group."""
+        """Record that a coordinator received the request for a group."""
         self.openings[coordinator] = self.requested[token]
 
     def appends(self, coordinator: str, record: LogRecord) -> None:
-        """Note that a record goes out, for the first time or again."""
+        """Record that a coordinator sends a record, for the first time or again."""
         if isinstance(record.op, r.Session) and coordinator in self.openings:
             key = record.op.session, record.epoch
             self.decided.setdefault(key, self.openings[coordinator])
@@ -242,7 +242,7 @@ class Oracle:
         return known is not None and (known.opened_by, known.resumed_from, known.owner) == wanted
 
     def restores(self, plan: SessionPlan) -> None:
-        """Check that ranks may read a plan's checkpoint."""
+        """Check that ranks may read the checkpoint in a plan."""
         begun = self._is_logged(plan) or (plan.session, plan.epoch) in self.unlogged
         must(begun, "P3", f"ranks restore for session {plan.session}, which nobody has recorded")
 
@@ -251,13 +251,13 @@ class Oracle:
             self.damaged.add((plan.owner, plan.resume.checkpoint.id.attempt))
 
     def go(self, plan: SessionPlan) -> None:
-        """Note that ranks begin to train."""
+        """Record that ranks begin to train."""
         self.restores(plan)
         self.trained.add((plan.session, plan.epoch))
         self.sessions.append(plan)
 
     def is_over(self, plan: SessionPlan) -> bool:
-        """Return True if the log has a newer session."""
+        """Return True if the log has a newer session than the plan's."""
         current = self.history.session
         return current is None or current.session != plan.session or not self._is_logged(plan)
 
@@ -266,13 +266,13 @@ class Oracle:
         self.attempts[attempt.attempt] = attempt
 
     def learns_stored(self, coordinator: str, attempt: AttemptId, node_index: int, node: str) -> None:
-        """Note that a coordinator learns of a complete fragment on `node`."""
+        """Record that a coordinator receives a report of a complete fragment on `node`."""
         self.known.setdefault((coordinator, attempt.attempt), set()).add((node_index, node))
 
     def gives_up(
         self, coordinator: str, attempt: AttemptId, error: CheckpointError | None, live: Set[str]
     ) -> None:
-        """Check a drop: an attempt that is complete on `live` nodes gives way to a newer complete one."""
+        """Check an "overtaken" drop: if the attempt is complete on `live`, a newer one must be complete."""
         if error is None or "overtaken" not in error.message:
             return
         if not self._is_complete(coordinator, attempt, live):
@@ -285,24 +285,24 @@ class Oracle:
         )
 
     def _session(self, attempt: AttemptId) -> Iterator[AttemptId]:
-        """Yield the attempts of the same session, made by ranks or in the log."""
+        """Yield the attempts of the same session, saved by ranks or found in the log."""
         session_key = (attempt.epoch, attempt.session)
         known = [c.id for c in self.history.checkpoints.values()]
         yield from (a for a in (*self.attempts.values(), *known) if (a.epoch, a.session) == session_key)
 
     def _is_complete(self, coordinator: str, attempt: AttemptId, live: Set[str] | None = None) -> bool:
-        """Return True if a coordinator knows of each fragment, on nodes of `live` if they are given."""
+        """Return True if a coordinator has a report of each fragment, on `live` nodes if these are given."""
         name, plan = attempt.attempt, self.plans.get(attempt.attempt)
         known = self.known.get((coordinator, name), set())
         fragments = {index for index, node in known if live is None or node in live}
         return name in self.history.checkpoints or (plan is not None and len(fragments) == len(plan.nodes))
 
     def gave_up(self, attempt: AttemptId, epoch: int) -> None:
-        """Note that a node reports a save as dropped; a later coordinator may still find it complete."""
+        """Record that a node reports a save as dropped; a later coordinator may find the save complete."""
         self.dropped[attempt.attempt] = epoch
 
     def settled(self, attempt: AttemptId, level: Level | None) -> None:
-        """Check the level of a save that ranks learn; None promises nothing."""
+        """Check the level of a save that is reported to ranks; None promises nothing."""
         if level is not None:
             known = self.history.checkpoints.get(attempt.attempt)
             must(known is not None, "P6", f"step {attempt.step} was acknowledged and is not in the log")
@@ -310,11 +310,11 @@ class Oracle:
             must(known.level >= level, "P6", f"step {attempt.step} was called {level.label} too early")
 
     def comes(self, event: BarrierReached) -> None:
-        """Note that ranks reach a barrier."""
+        """Record that ranks reach a barrier."""
         self.reached.setdefault((event.session_key, event.number), set()).update(event.ranks)
 
     def met(self, coordinator: str, event: BarrierReached, answer: BarrierAnswer) -> None:
-        """Check the answer that ranks get at a barrier."""
+        """Check the answer that ranks receive at a barrier."""
         what = f"barrier {event.number} of session {event.session_key}"
         reached = self.reached[event.session_key, event.number]
         plan = next(plan for plan in reversed(self.sessions) if plan.session_key == event.session_key)
@@ -324,12 +324,12 @@ class Oracle:
         must(first == answer, "P9", f"{what} is entered by some ranks only")
 
     def accused(self, attempt: AttemptId, since_s: float, options: RunOptions) -> None:
-        """Check that misuse is reported after a time-out only: in a world, all ranks take part."""
+        """Check that misuse is reported only after a time-out, because all ranks of a world take part."""
         is_late = since_s >= min(options.attempt_timeout_s, STAYS_OUT_S)
         must(is_late, "P9", f"a rank was reported to stay out of step {attempt.step} after {since_s} s")
 
     def finished(self, value: object) -> None:
-        """Check the checkpoint that a launcher got as durable."""
+        """Check the checkpoint that a launcher received as durable."""
         if isinstance(value, CheckpointInfo):
             known = self.history.checkpoints[value.id.attempt]
             must(known.level is Level.DURABLE, "P6", f"step {known.step} was called durable too early")
@@ -348,7 +348,7 @@ class Oracle:
     # -- bytes ---------------------------------------------------------------------------------------
 
     def stored(self, disk: Disk, copy: Copy) -> None:
-        """Note a copy that is complete and fsynced."""
+        """Record a copy that is complete and fsynced."""
         self.stored_on.setdefault(copy, set()).add(disk.name)
         self.stale = True
 
@@ -363,7 +363,7 @@ class Oracle:
         self.failed.setdefault(copy[0], set()).add(disk.name)
 
     def deletes(self, disk: Disk, directory: str, storage: Storage) -> None:
-        """Check a folder that a node deletes by order."""
+        """Check that a node may delete a folder, as ordered."""
         self.stale = True
         for copy, held in disk.fragments.items():
             known = self.history.checkpoints.get(copy[0])
@@ -379,7 +379,7 @@ class Oracle:
         self.stale = True
 
     def sweeps(self, order: DeleteOrphans, world: Nodes) -> None:
-        """Check an order to delete from the storage path; entries that are gone already do not count."""
+        """Check an order to delete from the storage path; entries that are already deleted do not count."""
         storage = world.storage
         for name in order.directories:
             known, at_s = self.history.checkpoints.get(attempt_of(name)), storage.written_s.get(name)
@@ -396,7 +396,7 @@ class Oracle:
         self.stale = True
 
     def orphans(self, world: Nodes) -> list[str]:
-        """Return directories of no checkpoint, older than a day and certainly younger than the log."""
+        """Return directories of no checkpoint that are older than a day and surely younger than the log."""
         orphans = []
         for name, at_s in world.storage.written_s.items():
             known = self.history.checkpoints.get(attempt_of(name))
@@ -407,7 +407,7 @@ class Oracle:
         return orphans
 
     def check(self, world: Nodes) -> None:
-        """Check P2: disks have each live checkpoint at its logged level, but for disks that have failed."""
+        """Check P2: disks hold each live checkpoint at its logged level, except disks that have failed."""
         if not self.stale:
             return
         self.stale = False
@@ -418,14 +418,14 @@ class Oracle:
                 must(world.storage.holds(checkpoint), "P2", f"step {checkpoint.step} is not durable any more")
                 continue
             if len(self.failed.get(name, ())) > checkpoint.replicas:
-                continue  # more was lost than its level covers
+                continue  # more copies were lost than the checkpoint's level covers
             for index in range(checkpoint.num_nodes):
                 is_there = any(disk.has_intact((name, index)) for disk in disks)
                 what = f"fragment {index} at {checkpoint.level.label}"
                 must(is_there, "P2", f"step {checkpoint.step} has lost {what}")
 
     def check_log(self, world: Nodes) -> None:
-        """Check P3: a reader that starts from the bytes agrees."""
+        """Check P3: a reader that starts from the bytes of the log gets the same history."""
         history, records = read_run(world.storage.log)
         for record, record_digest in records:
             history.apply(record, record_digest)

@@ -20,7 +20,7 @@ from ray_ckpt.testing.stores import FILE_BYTES, Disk
 from ray_ckpt.types import AttemptId, FileEntry, Fragment
 
 Fate: TypeAlias = Literal["delivered", "lost", "unanswered"]
-"""A message is carried out and answered; or not carried out; or carried out, and its answer lost."""
+"""A `lost` message is not carried out; an `unanswered` message is carried out, but its answer is lost."""
 
 
 # -- actors --------------------------------------------------------------------------------------------
@@ -28,11 +28,11 @@ Fate: TypeAlias = Literal["delivered", "lost", "unanswered"]
 
 @dataclass(slots=True)
 class Agent:
-    """The process of a node that keeps its disk; a new one gets a new number."""
+    """The agent process of a node; each new process gets a new number."""
 
     number: int
     machine: NodeMachine
-    signal: SaveSignal | None = None  # on the page that its ranks read
+    signal: SaveSignal | None = None  # the signal on the page that the node's ranks read
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Node:
     service: str
     disk: Disk
     domain: str
-    since: int  # number of the event that added it
+    since: int  # number of the event that added the node
     agent: Agent | None = None
     is_alive: bool = True
     is_draining: bool = False
@@ -49,21 +49,21 @@ class Node:
 
 @dataclass(slots=True)
 class Coordinator:
-    """One process, for one claim of the run. After stepping down it stays down."""
+    """A coordinator process, with one claim of the run; after stepping down, the process stays down."""
 
     name: str
     service: str
     machine: RunMachine
-    skew_s: float  # of its monotonic clock
+    skew_s: float  # error of the process's monotonic clock
     wall_skew_s: float
     opened: set[str] = field(default_factory=set)  # nodes on which this coordinator opened the run
-    starting: dict[tuple[Token, ...], set[str]] = field(default_factory=dict)  # and nodes without the plan
-    is_ready: bool = False  # it has opened the run on nodes
+    starting: dict[tuple[Token, ...], set[str]] = field(default_factory=dict)  # tokens -> nodes without plan
+    is_ready: bool = False  # the run is open on nodes
     is_up: bool = True
     is_frozen: bool = False
-    takes_over: bool = False  # it has to look for the group at work once it is open
+    takes_over: bool = False  # it has to look for the group at work after opening the log
     ticked_s: float | None = None
-    waits_since_s: float | None = None  # begin of the store's silence
+    waits_since_s: float | None = None  # start of the store's silence
 
     @property
     def num_pending(self) -> int:
@@ -79,23 +79,23 @@ class Member:
     ranks: tuple[int, ...]
     state: Literal["waiting", "reading", "training", "ended"] = "waiting"
     plan: SessionPlan | None = None
-    saved: int = 0  # number of the group's saves that it has made
-    missed: int = 0  # the signal's number of an agreed step that it was past
-    met: int = 0  # number of the last barrier whose outcome it knows
+    saved: int = 0  # number of the group's saves that the member has made
+    missed: int = 0  # number of the save signal whose step was already over
+    met: int = 0  # number of the last barrier with a received answer
     went: int = 0  # number of the last barrier that all ranks have reached
     busy: set[int] = field(default_factory=set)  # ranks whose arena is not released yet
-    error: CheckpointError | None = None  # that its ranks got
+    error: CheckpointError | None = None  # the error that the ranks received
 
 
 @dataclass(slots=True)
 class Group:
     members: list[Member]
-    steps: list[int] = field(default_factory=list)  # of its saves, in order
+    steps: list[int] = field(default_factory=list)  # steps of the group's saves, in order
 
 
 @dataclass(slots=True)
 class Launcher:
-    """A driver: it opens group after group until it is done or has lost the run."""
+    """A driver that opens group after group until the run has finished or is lost to another launcher."""
 
     name: str
     service: str
@@ -126,7 +126,7 @@ class Report:
 
     service: str
     event: m.Event
-    token: Token = ""  # of the awaited reply, if there is one
+    token: Token = ""  # of the awaited reply; empty if no caller waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """A record on its way to the store. Nobody waits for a late one."""
+    """A record on its way to the store; no coordinator waits for the answer to a late create."""
 
     coordinator: str
     record: LogRecord
@@ -159,11 +159,11 @@ class Local:
     """Work of one agent process on its node, or a message of the node's ranks to the agent."""
 
     node: str
-    agent: int  # its number; a later agent does not continue the work
+    agent: int  # number of the agent; a later agent does not continue the work
     work: n.NodeEvent | n.WriteShard | n.WriteFragment | n.SendCopy | n.DeleteFolder | n.CheckPeer
     file: str = ""  # of a WriteShard
-    at_s: float = 0.0  # delivered no earlier
-    is_silent: bool = False  # the peer of the copy gives no sign of life
+    at_s: float = 0.0  # earliest time of delivery
+    is_silent: bool = False  # the peer of the copy does not answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Schedules by chance: the events of a world are a function of a seed.
+"""Random schedules: the events of a world are a function of a seed.
 
-`play(seed)` plays events, checks the promises after each, then heals the world and checks that all works
-again (P7, P8). To replay a failure: `python -m ray_ckpt.testing --seeds SEED:SEED+1`.
+`play(seed)` plays events and checks the promises after each event; then it heals the world and checks that
+everything works again (P7, P8). To replay a failure: `python -m ray_ckpt.testing --seeds SEED:SEED+1`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from ray_ckpt.types import AttemptId
 T = TypeVar("T")
 
 NUM_EVENTS = 200
-MIN_NODES = 3  # of each cluster that are left alive
-MAX_NODES = 16  # that ever join: bounds the cost of a schedule
+MIN_NODES = 3  # live nodes that a schedule leaves in each cluster
+MAX_NODES = 16  # nodes that ever join: limits the cost of a schedule
 MAX_COORDINATORS = 12
-REACH = 8  # a message overtakes at most so many others
-MAX_ANNOTATED = 6  # newest steps: older ones are mostly retired
+REACH = 8  # a message overtakes at most this number of messages
+MAX_ANNOTATED = 6  # newest steps that are annotated: older steps are mostly retired
 
 
 @dataclass(slots=True)
 class Played:
-    """Counts of a schedule."""
+    """Event counts of a schedule."""
 
     events: Counter[str] = field(default_factory=Counter)
     num_commits: int = 0
@@ -55,7 +55,7 @@ class Played:
 
 
 class Schedule:
-    """A world, and the chance that chooses its events."""
+    """A world, and the random generator that chooses the world's events."""
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
@@ -69,20 +69,20 @@ class Schedule:
             ranks_per_node=chance.choice([1, 1, 2]),
             disk_bytes=chance.choice([5_000, 100_000]),
         )
-        self.foreign = self.unknown_attempt()  # of a log that was here before
+        self.foreign = self.unknown_attempt()  # attempt of an older log on the same path
         self.world.upload_late(self.foreign, age_s=2 * A_DAY_S)
         self.launchers = {name: Launcher(f"{name}-driver", name) for name in clusters}
         self.world.launchers = {launcher.name: launcher for launcher in self.launchers.values()}
         self.played = Played()
         self.story: list[str] = []
-        self.faults = chance.choice([0.0, 0.02, 0.05])  # share of messages that are lost, or come twice
-        self.slowness = chance.choice([0.0, 0.1, 0.3])  # share of those that all others overtake
+        self.faults = chance.choice([0.0, 0.02, 0.05])  # share of messages lost or delivered twice
+        self.slowness = chance.choice([0.0, 0.1, 0.3])  # share of messages that all others overtake
         weights = self._weights()
         self._events = list(weights)
         self._cumulative = list(accumulate(weights.values()))
 
     def _weights(self) -> dict[Callable[[], str | None], int]:
-        """Map each event to its share. An event returns a line for the story; None: it cannot happen."""
+        """Map each event to its share; an event returns a line for the story, or None if it cannot happen."""
         chance = self.chance
         return {
             self.deliver_some: 70,
@@ -117,7 +117,7 @@ class Schedule:
         }
 
     def happen(self) -> None:
-        """Play one event that makes a difference."""
+        """Play one event that changes the world."""
         while True:
             (event,) = self.chance.choices(self._events, cum_weights=self._cumulative)
             line = event()
@@ -153,7 +153,7 @@ class Schedule:
         index = chance.randrange(min(len(wire), REACH)) if chance.random() < 0.4 else 0
         message = wire[index]
         if not self.world.can_deliver(message) or chance.random() < self.slowness:
-            wire.append(wire.pop(index))  # all others overtake the message
+            wire.append(wire.pop(index))  # all other messages overtake this one
             return ""
         if isinstance(message, Create) and message.is_late and chance.random() < 0.6:
             wire.append(wire.pop(index))
@@ -205,7 +205,7 @@ class Schedule:
         return f"{launcher.name} launches"
 
     def _absent(self, service: str) -> frozenset[str]:
-        """Choose the agents that do not answer a call to all."""
+        """Choose the agents that do not answer a call to all agents."""
         live = sorted(self.world.live(service))
         return frozenset(live[-1:]) if self.chance.random() < self.faults else frozenset()
 
@@ -216,7 +216,7 @@ class Schedule:
         return f"a rank of {launcher.name} dies"
 
     def driver_comes(self) -> str | None:
-        """Start another driver with the same run name, perhaps after the death of the first one."""
+        """Start another driver with the same run name, perhaps after the death of the first driver."""
         if len(self.world.launchers) >= 4:
             return None
         service = self.chance.choice(sorted(self.launchers))
@@ -244,7 +244,7 @@ class Schedule:
         return f"{member.node} comes to barrier {member.met + 1}"
 
     def ranks_wait(self) -> str | None:
-        """Let a rank of a node restore before the others."""
+        """Let a rank of a node restore before the other ranks."""
         candidates = [member for *_, member in self.world.members() if member.plan is not None]
         if (member := self._any(candidates)) is None:
             return None
@@ -269,7 +269,7 @@ class Schedule:
         return f"{attempt} is pinned"
 
     def user_annotates(self) -> str | None:
-        """Annotate a step that is in the log, live or not, or on its way there."""
+        """Annotate a step that is in the log, live or not, or that waits to be logged."""
         world, chance = self.world, self.chance
         steps = [c.step for c in world.oracle.history.checkpoints.values()]
         steps += [step for _, group, _ in world.members() for step in group.steps[-1:]]
@@ -280,7 +280,7 @@ class Schedule:
         return f"step {step} is annotated"
 
     def user_drills(self) -> str | None:
-        """Report a drill of a checkpoint that is live, or was when the drill began."""
+        """Report a drill of a checkpoint that is live, or was live when the drill began."""
         world, chance = self.world, self.chance
         known = list(world.oracle.history.checkpoints)
         if not known:
@@ -290,7 +290,7 @@ class Schedule:
         return f"{attempt} is drilled"
 
     def user_pins_aside(self) -> str | None:
-        """Pin on the log alone, also while a coordinator is at work."""
+        """Pin a checkpoint by writing to the log directly, also while a coordinator is at work."""
         world, lineage = self.world, self.world.oracle.history.lineage()
         if not lineage or world.storage.is_away:
             return None
@@ -323,7 +323,7 @@ class Schedule:
         return "a day"
 
     def files_arrive_late(self) -> str | None:
-        """Upload a file of a checkpoint whose bytes are gone, or of one that was never in the log."""
+        """Upload a file of a checkpoint whose bytes are deleted, or of an attempt that was never logged."""
         world, chance = self.world, self.chance
         gone = [c.id for c in world.oracle.history.checkpoints.values() if c.state == "collected"]
         attempt = chance.choice(gone) if gone and chance.random() < 0.5 else self.unknown_attempt()
@@ -331,7 +331,7 @@ class Schedule:
         return f"a file of {attempt.attempt} is uploaded late"
 
     def unknown_attempt(self) -> AttemptId:
-        """Choose an attempt that no rank has made."""
+        """Choose an attempt that no rank has saved."""
         number = self.chance.randrange(10**6)
         return make_attempt(run_uid="0" * 32, session=number, step=number, attempt=0)
 
@@ -343,7 +343,7 @@ class Schedule:
                 self.world.take_over(process.name, self._absent(process.service))
 
     def store_changes(self) -> str | None:
-        """Take the store away, or bring it back, which is more likely."""
+        """Make the store unreachable, or reachable again, which is more likely."""
         storage = self.world.storage
         if not storage.is_away and self.chance.random() < 0.6:
             return None
@@ -351,7 +351,7 @@ class Schedule:
         return "the store goes" if storage.is_away else "the store is back"
 
     def coordinator_restarts(self) -> str | None:
-        """Start a new process, as Ray does, if the one of that name is dead or seems to be."""
+        """Start a new coordinator, as Ray does, if the process of that name is dead or seems dead."""
         missing = []
         for service in self.launchers:
             process = self.world.process_of(service)
@@ -397,7 +397,7 @@ class Schedule:
         return f"{name} goes ({how})"
 
     def links_change(self) -> str | None:
-        """Cut the link of two nodes, in one direction or in both, or mend a link."""
+        """Cut the link between two nodes, in one direction or both, or mend a link."""
         world, chance = self.world, self.chance
         if world.silent and chance.random() < 0.5:
             name, peer = chance.choice(sorted(world.silent))
@@ -483,7 +483,7 @@ def _label(message: Message) -> str:
 
 
 def play(seed: int, num_events: int = NUM_EVENTS) -> Played:
-    """Play `num_events` events, then heal. A Violation carries the seed and the story."""
+    """Play `num_events` events, then heal the world; a Violation carries the seed and the story."""
     schedule = Schedule(seed)
     try:
         for _ in range(num_events):

@@ -1,8 +1,8 @@
-"""Schedules of silence: a group saves regularly while a node does not reach another one for some time.
+"""Schedules of silence: a group saves regularly while one node cannot reach another for some time.
 
-Time passes evenly, copies take a while and nothing else goes wrong. So `play(seed)` can also check how soon
-commits come, besides all other promises. The schedules of `schedules` cut links among all other faults, and
-check no times.
+Time passes evenly, copies take some seconds, and there is no other fault. So `play(seed)` can check the time
+to each commit in addition to all promises. The module `schedules` cuts links among all other faults, and
+checks no times.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ray_ckpt.transport.pulse import SILENT_S
 from ray_ckpt.types import Level
 
 HOME = "east"
-STEP_S = 1.0  # of time; messages arrive within it
-START_STEPS = 20  # until a group trains
-PROMPT_S = 3 * STEP_S  # for three messages: stored, reported, ordered
-HEALED_S = 30.0  # after the silence, until all copies are there
-INTERVALS_S = (1.0, 1.0, 4.0, 4.0, 30.0)  # between saves
+STEP_S = 1.0  # seconds per step of the schedule; messages arrive within a step
+START_STEPS = 20  # steps until a group must be training
+PROMPT_S = 3 * STEP_S  # time for three messages: stored, reported, ordered
+HEALED_S = 30.0  # time from the end of the silence until all copies exist
+INTERVALS_S = (1.0, 1.0, 4.0, 4.0, 30.0)  # choices of the time between saves
 SILENCES_S = (35.0, 35.0, 70.0, 130.0)
 COPIES_S = (0.2, 1.0, 3.0)  # durations of a copy
 
@@ -31,7 +31,7 @@ COPIES_S = (0.2, 1.0, 3.0)  # durations of a copy
 @dataclass(slots=True)
 class _Save:
     at_s: float
-    is_in_silence: bool  # its copies may be the first that are sent to the silent peer
+    is_in_silence: bool  # its copies may be the first copies sent to the silent peer
 
 
 class _Silence:
@@ -39,7 +39,7 @@ class _Silence:
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
-        self.saves: dict[int, _Save] = {}  # by step, until it or a newer one is logged as replicated
+        self.saves: dict[int, _Save] = {}  # by step, until a save at or after the step is replicated
         self.story: list[str] = []
         self.committed_s = 0.0  # time of the last commit
         self.num_commits = 0
@@ -51,7 +51,7 @@ class _Silence:
         self.size = chance.randint(2, min(num_nodes, 3))
         self.interval_s = chance.choice(INTERVALS_S)
         self.silence_s = chance.choice(SILENCES_S)
-        self.goes_on = chance.random() < 0.5  # the group also saves after the silence
+        self.goes_on = chance.random() < 0.5  # True: the group also saves after the silence
         self.world.copy_s = chance.choice(COPIES_S)
         self.world.silent_s = SILENT_S
         self.launcher = Launcher("driver", HOME)
@@ -99,7 +99,7 @@ class _Silence:
         return launcher.group
 
     def _cuts(self) -> list[tuple[str, str]]:
-        """Choose links to cut: to one node, from it, or both, for one other node or for all."""
+        """Choose links to cut: to one node, from it, or both; with one other node or with all nodes."""
         chance, nodes = self.chance, sorted(self.world.nodes)
         silent = chance.choice(nodes)
         others = [node for node in nodes if node != silent]
@@ -116,7 +116,7 @@ class _Silence:
         self.saves[group.steps[-1]] = _Save(now_s, is_in_silence=now_s < found_s)
 
     def _rest(self) -> None:
-        """Deliver everything that can arrive, then let time pass."""
+        """Deliver all messages that can arrive, then let time pass."""
         world = self.world
         for _ in range(2):
             while (index := next((i for i, x in enumerate(world.wire) if world.can_deliver(x)), -1)) >= 0:
@@ -142,7 +142,7 @@ class _Silence:
         reached = max((c.step for c in oracle.history.live() if c.level >= Level.REPLICATED), default=0)
         self.saves = {step: save for step, save in self.saves.items() if step > reached}
         if is_silent and not self._can_replicate():
-            # Their time counts from the end of the silence.
+            # The time of open saves counts from the end of the silence.
             self.saves = dict.fromkeys(self.saves, _Save(now_s, is_in_silence=True))
         copy_s = self.world.copy_s
         for step, save in self.saves.items():
@@ -152,7 +152,7 @@ class _Silence:
             must(now_s - save.at_s <= allowed_s, "P7", f"step {step} has no copies after {allowed_s} s")
 
     def _can_replicate(self) -> bool:
-        """Return True if each node of the group gets answers from enough others for its copies."""
+        """Return True if each node of the group gets answers from enough other nodes for its copies."""
         assert self.launcher.group is not None
         wanted = min(self.options.replicas, len(self.world.nodes) - 1)
         return all(
@@ -162,7 +162,7 @@ class _Silence:
         )
 
     def _judge_copies(self) -> None:
-        """Check that each kept checkpoint has all its copies again, and the log agrees."""
+        """Check that each kept checkpoint has all its copies again, and that the log records them."""
         world, wanted = self.world, min(self.options.replicas + 1, len(self.world.nodes))
         in_cluster = [c for c in world.oracle.history.live() if c.level < Level.DURABLE]
         for checkpoint in in_cluster:
@@ -182,7 +182,7 @@ class _Silence:
 
 
 def play(seed: int) -> Played:
-    """Play the silence of a seed. A Violation carries the seed and the story."""
+    """Play the silence of a seed; a Violation carries the seed and the story."""
     silence = _Silence(seed)
     try:
         silence.play()

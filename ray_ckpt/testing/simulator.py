@@ -1,8 +1,9 @@
 """A world in which real machines run: clusters with nodes, agents and coordinators on one storage path.
 
-A scheduler calls the methods under "events"; each is one step, after which the oracle has checked everything.
-Messages lie in `wire` until the scheduler delivers them, in any order, twice, or not at all. A world has no
-chance and no clock: the scheduler passes both in. It can be pickled, for copies.
+A scheduler calls the methods under "events". Each call is one step, and the oracle checks all promises at the
+step's end. Messages stay in `wire` until the scheduler delivers them, in any order, twice, or not at all. A
+world has no random generator and no clock: the scheduler passes in choices and time. A world can be pickled,
+to copy it.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from ray_ckpt.types import AttemptId, RankRestore
 
 
 class World(Coordinators):
-    """See the module."""
+    """A world; the module docstring describes its use."""
 
     # -- events: messages ------------------------------------------------------------------------------
 
     def deliver(self, index: int, fate: Fate = "delivered", *, twice: bool = False) -> None:
-        """Carry out a message of the wire; with `twice` it stays and can be delivered again."""
+        """Carry out a message of the wire; with `twice` the message stays for another delivery."""
         message = self.wire[index] if twice else self.wire.pop(index)
         self.clock += 1
         match message:
@@ -90,7 +91,7 @@ class World(Coordinators):
         self.now_s += seconds
 
     def tick(self, name: str) -> None:
-        """Let a coordinator look at the clock and at its nodes."""
+        """Let a coordinator check the clock and its nodes."""
         self.clock += 1
         process = self.coordinators[name]
         live = self.live(process.service)
@@ -104,7 +105,7 @@ class World(Coordinators):
         self.oracle.check(self)
 
     def start_coordinator(self, service: str) -> None:
-        """Start a process under the service's name, as Ray does; it looks for agents with open runs."""
+        """Start a coordinator under the service's name, as Ray does; it looks for agents with open runs."""
         self.clock += 1
         agents = [a for node in sorted(self.live(service)) if (a := self.nodes[node].agent) is not None]
         plans = [a.machine.plan for a in agents if a.machine.plan is not None]
@@ -115,7 +116,7 @@ class World(Coordinators):
         self.oracle.check(self)
 
     def take_over(self, name: str, absent: frozenset[str] = frozenset()) -> None:
-        """Let an open coordinator find the group of an earlier one; `absent` agents do not answer."""
+        """Let an open coordinator find the group of an earlier coordinator; `absent` agents do not answer."""
         self.clock += 1
         process = self.coordinators[name]
         process.takes_over = False
@@ -135,7 +136,7 @@ class World(Coordinators):
         self.oracle.check(self)
 
     def kill_coordinator(self, name: str) -> None:
-        """Kill a coordinator: its messages stay on their way, and its callers get an error."""
+        """Kill a coordinator: messages that it sent stay in the wire, and its callers get an error."""
         self.clock += 1
         self.coordinators[name].is_up = False
         self._fail_tokens(name, Unavailable("The coordinator died."))
@@ -162,7 +163,7 @@ class World(Coordinators):
     # -- events: nodes ---------------------------------------------------------------------------------
 
     def lose_node(self, name: str, *, disk: Literal["destroyed", "kept"]) -> None:
-        """Remove a machine, for good or until its disk comes back."""
+        """Remove a machine forever, or until the machine's disk comes back."""
         self.clock += 1
         node = self.nodes[name]
         node.is_alive, node.agent = False, None
@@ -175,7 +176,7 @@ class World(Coordinators):
         self.oracle.check(self)
 
     def return_disk(self, name: str) -> None:
-        """Bring the machine of a lost node back, as another node."""
+        """Bring back the machine of a lost node as a new node."""
         self.join(self.nodes[name].service, self.nodes[name].disk)
 
     def crash_agent(self, name: str) -> None:
@@ -202,14 +203,14 @@ class World(Coordinators):
     # -- events: launchers and ranks -------------------------------------------------------------------
 
     def launch(self, name: str, size: int, absent: frozenset[str] = frozenset()) -> None:
-        """Let a launcher take its next step towards a new group of `size` nodes; its old ranks have ended."""
+        """Let a launcher take the next step towards a new group of `size` nodes; old ranks have ended."""
         self.clock += 1
         launcher = self.launchers[name]
         self._end_group(launcher)
         launcher.state = "idle"
         process = self.process_of(launcher.service)
         if process is not None and process.machine.is_closing and not process.is_frozen:
-            process.is_up = False  # its orders to nodes are still on their way
+            process.is_up = False  # the process's orders to nodes stay in the wire
         if process is None or not process.is_up:
             if not self.storage.is_away:
                 try:
@@ -234,13 +235,13 @@ class World(Coordinators):
             self.wire.append(Answer(process.name, (m.OwnerDied(owner=name),)))
 
     def kill_ranks(self, name: str) -> None:
-        """Kill a worker: the group ends, its launcher lives."""
+        """Kill a worker: the group ends, but the group's launcher lives."""
         self.clock += 1
         self._end_group(self.launchers[name])
         self.launchers[name].state = "idle"
 
     def read_state(self, member: Member, owner: str) -> None:
-        """Let the ranks of a node restore by the plan of their agent, and report."""
+        """Let the ranks of a node restore by the plan of their agent, and report the result."""
         self.clock += 1
         agent = self.nodes[member.node].agent
         plan = agent.machine.plan if agent is not None else None
@@ -350,7 +351,7 @@ class World(Coordinators):
             self.wire.append(Answer(process.name, (m.DrillEnded(token=token, result=drilled),)))
 
     def write_aside(self, step: int, owner: str) -> None:
-        """Let a user pin the newest checkpoint of a step, if it still exists, by writing to the log alone."""
+        """Let a user pin the newest checkpoint of a step, if there is one, by writing to the log directly."""
         self.clock += 1
         log, history = self.storage.log, self.oracle.history
         known = set(log.objects)
@@ -390,7 +391,7 @@ class World(Coordinators):
                 self.wire.append(Report(launcher.service, event))
 
     def meet(self, member: Member) -> None:
-        """Let the ranks of a node reach their next barrier, or repeat the call if it has no answer."""
+        """Let the ranks of a node reach their next barrier, or repeat an unanswered call."""
         self.clock += 1
         assert member.plan is not None
         token = self._token()
@@ -411,13 +412,13 @@ class World(Coordinators):
             self.wire.append(Report(self.nodes[member.node].service, event))
 
     def upload_late(self, attempt: AttemptId, *, age_s: float = 0.0) -> None:
-        """Put a file on the storage path that nobody waits for."""
+        """Put a file on the storage path, as a late upload for which no coordinator waits."""
         self.clock += 1
         self.storage.put(attempt, 0, self.now_s - age_s)
         self.oracle.stale = True
 
     def trim_log(self) -> None:
-        """Write a snapshot of the log, and delete what the previous snapshot covers, as a day later."""
+        """Write a snapshot of the log, and delete the records that the previous snapshot covers."""
         self.clock += 1
         if self.oracle.history.next_seq:
             wall_s = START_S + self.now_s
@@ -428,7 +429,7 @@ class World(Coordinators):
     # -- ranks and launchers ---------------------------------------------------------------------------
 
     def _damage(self, plan: SessionPlan, reader: str) -> Iterator[str]:
-        """Yield the fragments of which the ranks find no intact source."""
+        """Yield the fragments for which the ranks find no intact source."""
         if plan.resume is None or self.storage.holds(plan.resume.checkpoint):
             return
         attempt = plan.resume.checkpoint.id.attempt
@@ -472,7 +473,7 @@ class World(Coordinators):
             self.oracle.finished(message.value)
 
     def _refused(self, launcher: Launcher, error: CheckpointError) -> None:
-        """Note that another launcher has the run; if that one is dead, the next try names it."""
+        """Record that another launcher has the run; if that launcher is dead, the next try reports it."""
         owner = str(error.fields.get("owner", ""))
         other = self.launchers.get(owner)
         launcher.state, launcher.error = "idle", error
@@ -493,7 +494,7 @@ class World(Coordinators):
             self.oracle.go(member.plan)
 
     def _met(self, member: Member, barrier: m.BarrierReached, message: Replied) -> None:
-        """Note the answer to a barrier; after an error the ranks repeat the call."""
+        """Record the answer to a barrier; after an error the ranks repeat the call."""
         is_current = member.plan is not None and member.plan.session_key == barrier.session_key
         if isinstance(message.value, m.BarrierAnswer) and is_current and barrier.number == member.met + 1:
             member.met = barrier.number

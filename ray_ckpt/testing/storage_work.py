@@ -1,7 +1,7 @@
-"""Work that a coordinator's shell does outside of the machine: uploads, deletions, listings and reads.
+"""Work of a coordinator's shell outside the run machine: uploads, deletions, listings and reads.
 
-Each method carries out one effect and returns the event that answers it. `fate` is that of the call: lost
-work is not done, and unanswered work looks like a time-out.
+Each method carries out one effect and returns the event that answers the effect. `fate` is the fate of the
+call: lost work is not done, and unanswered work looks like a time-out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TIME_OUT = "time-out"
 
 
 class StorageWork(Nodes):
-    """Storage and disks of a world, as coordinators use them."""
+    """The part of a world in which coordinators use storage and disks."""
 
     def _is_done(self, fate: Fate) -> bool:
         return fate != "lost" and not self.storage.is_away
@@ -107,4 +107,4 @@ STORAGE_WORK: Mapping[type, Callable[[Any, str, Any, Fate], m.Event | None]] = {
     m.WriteSnapshot: StorageWork._write_snapshot,
     m.Scrub: StorageWork._scrub,
 }
-"""By effect: the method that does the work of the coordinator with the given name."""
+"""Maps each effect type to the method that carries it out for the coordinator of the given name."""

@@ -16,18 +16,18 @@ from ray_ckpt.types import AttemptId, CheckpointInfo
 Copy: TypeAlias = tuple[str, int]  # attempt, fragment
 
 START_S = 1_790_000_000.0  # Unix time at which the world begins
-FILE_BYTES = 100  # of every file
+FILE_BYTES = 100  # size of every file
 
 
 @dataclass(slots=True)
 class Disk:
-    """A machine's staging folder. All of it is fsynced; files appear once they are written."""
+    """A machine's staging folder; all files are fsynced and appear only when fully written."""
 
     name: str
     folders: dict[str, set[str]] = field(default_factory=dict)  # directory -> files
     fragments: dict[Copy, StoredFragment] = field(default_factory=dict)
     since: dict[Copy, int] = field(default_factory=dict)  # number of the event that completed the copy
-    rotten: set[Copy] = field(default_factory=set)  # copies with damaged bytes; only a read finds them
+    rotten: set[Copy] = field(default_factory=set)  # copies with damaged bytes; only a read finds the damage
     epoch: int = 0
     is_destroyed: bool = False
 
@@ -35,12 +35,12 @@ class Disk:
         self.folders.setdefault(directory, set()).update(files)
 
     def put(self, held: StoredFragment) -> None:
-        """Add a fragment's own file; the files of its ranks are written separately."""
+        """Add the file of a fragment; the files of the fragment's ranks are written separately."""
         self.write(held.attempt.directory, held.files[-1].name)
         self.fragments[held.attempt.attempt, held.node_index] = held
 
     def has(self, copy: Copy) -> bool:
-        """Return True if the fragment and all files that it names are here, damaged or not."""
+        """Return True if the fragment and all files that it names are on this disk, damaged or not."""
         held = self.fragments.get(copy)
         if held is None:
             return False
@@ -56,7 +56,7 @@ class Disk:
             self._forget(copy)
 
     def quarantine(self, copy: Copy) -> None:
-        """Take one fragment away; its ranks' files stay."""
+        """Remove one fragment; the files of its ranks stay."""
         held = self.fragments[copy]
         self.folders[held.attempt.directory].discard(held.files[-1].name)
         self._forget(copy)
@@ -99,16 +99,16 @@ class Storage:
     """The storage path: a log of records, fragments with their descriptions, and unfinished uploads."""
 
     log: MemoryLogStore = field(default_factory=MemoryLogStore)
-    records: list[tuple[LogRecord, str]] = field(default_factory=list)  # of `log`, decoded, with digests
-    fragments: dict[str, set[int]] = field(default_factory=dict)  # attempt -> its fragments
+    records: list[tuple[LogRecord, str]] = field(default_factory=list)  # decoded records and digests of `log`
+    fragments: dict[str, set[int]] = field(default_factory=dict)  # attempt -> stored fragments
     described: set[str] = field(default_factory=set)
     written_s: dict[str, float] = field(default_factory=dict)  # directory -> time of its newest object
-    uploads: dict[str, Upload] = field(default_factory=dict)  # unfinished ones, by id
+    uploads: dict[str, Upload] = field(default_factory=dict)  # unfinished uploads, by id
     num_uploads: int = 0
     is_away: bool = False
 
     def create(self, record: LogRecord) -> tuple[Literal["ok", "exists"], bool]:
-        """Create a record; return the store's answer, and True if the record is new."""
+        """Create a record; return the store's answer, and whether the record is new."""
         data = encode_record(record)
         is_new = record_file(record.seq) not in self.log.objects
         outcome = create_record(self.log, record.seq, data)
@@ -125,7 +125,7 @@ class Storage:
         return LogOpened(records=records, history=history, run_name=run_name, fresh_uid=fresh_uid)
 
     def holds(self, checkpoint: CheckpointInfo) -> bool:
-        """Return True if all fragments and the description are here."""
+        """Return True if all fragments and the description of a checkpoint are stored."""
         name = checkpoint.id.attempt
         return name in self.described and self.fragments.get(name) == set(range(checkpoint.num_nodes))
 
@@ -138,7 +138,7 @@ class Storage:
         self.written_s[checkpoint.directory] = now_s
 
     def leave_upload(self, attempt: AttemptId, index: int, now_s: float) -> None:
-        """Leave the upload of an agent that has died; nobody else knows the upload's id."""
+        """Leave the unfinished upload of a dead agent; no other process has the upload's id."""
         self.num_uploads += 1
         self.uploads[f"upload-{self.num_uploads}"] = Upload(attempt.directory, index, now_s)
 
