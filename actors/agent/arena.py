@@ -1,9 +1,9 @@
 """Arenas on the agent's side: shared memory that ranks map, within the limits of the node.
 
-An arena is a memfd, which needs no name and no room in /dev/shm; ranks map it through /proc. If
-ranks may not open the agent's files there (ptrace rules, another PID namespace), the arena is a file in
-/dev/shm. The size of an arena is fixed, and all blocks of a file in /dev/shm are allocated at once, so that SIGBUS
-kills no rank.
+An arena is a memfd, which needs no name and no room in /dev/shm; ranks map it through /proc. If ranks may
+not open the agent's files there (ptrace rules, another PID namespace), the arena is a file in /dev/shm. The
+size of an arena is fixed, and all blocks of a file in /dev/shm are allocated at once, so that SIGBUS kills no
+rank.
 """
 
 from __future__ import annotations

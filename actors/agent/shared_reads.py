@@ -1,9 +1,9 @@
-"""Read each row that several ranks of a node restore only once, into memory that these ranks map.
+"""Read once each row that several ranks of a node restore, into memory that these ranks map.
 
 Each rank requests its shared rows in the order of the checkpoint's files; a request also lists the rows that
-the rank has copied since its last request. A row is read and verified when the first rank requests it, and its
-memory is reused when every rank that wants the row has copied it. Memory is bounded; rows that do not fit
-wait for slower ranks.
+the rank has copied since its last request. A row is read and verified when the first rank requests it; the
+row's memory is reused when every rank that wants the row has copied it. Memory is bounded; rows that do not
+fit wait for slower ranks.
 
 There is no deadlock: a rank holds nothing during a request, and waits for memory only if no row in memory
 waits for that rank. So all ranks that this rank waits for are copying, or have not started. After
@@ -35,7 +35,7 @@ from ray_ckpt.types import ManifestRow, Tier
 log = logging.getLogger("ray_ckpt.agent")
 
 MAX_SHARED_BYTES = 4 << 30  # a large row has to fit as a whole; the unused rest takes no memory
-SHARED_MEMORY_PART = 8  # divisor: at most this fraction of free memory, since arenas need the rest
+SHARED_MEMORY_PART = 8  # divisor of free memory for the limit of shared rows, since arenas need the rest
 LOAD_BYTES = 64 << 20  # per batch: ranks copy one batch while the next is being read
 SPACE_WAIT_S = 15.0  # for slower ranks, which may still be building their model
 ALIGNMENT_BYTES = 64  # of a row in memory: one cache line
@@ -128,7 +128,7 @@ class SharedReads:
                 if self._waits_for(rank):
                     break
                 if _now_s() >= deadline_s:
-                    self._space_wait_s = 0.0  # some rank is stuck or dead: the others do not wait for that rank again
+                    self._space_wait_s = 0.0  # some rank is stuck or dead: wait for it only once
                     break
             await self._change(deadline_s if not found else None)
         for key in wants:
@@ -150,7 +150,7 @@ class SharedReads:
         return known is not None and 0 < known.nbytes <= self._space.size_bytes
 
     def _join(self, rank: int, wants: Mapping[RowKey, tuple[int, ...]]) -> dict[RowKey, _Row]:
-        """Return the wanted rows with memory; allocate new rows in order, up to the first that does not fit."""
+        """Return the wanted rows with memory; allocate new rows in order until one does not fit."""
         found: dict[RowKey, _Row] = {}
         is_full = False
         for key, ranks in wants.items():

@@ -47,13 +47,13 @@ from ray_ckpt.types import (
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-LAST_RECORDS_S = 10.0  # for records in flight when the service stops; the next service also finds later ones
+LAST_RECORDS_S = 10.0  # for records in flight when the service stops; the next service finds later ones too
 LAST_RECORDS_POLL_S = 0.5
-ENDING_S = 120.0  # for the caller of shut_down to kill this actor; otherwise the actor exits and Ray restarts it
+ENDING_S = 120.0  # for the caller of shut_down to kill this actor, which then exits and is restarted by Ray
 
 
 class Coordinator:
-    """Endpoints of the service. A run is named by its key (`RunSpec.key`), or, in calls of agents, by the run uid."""
+    """Endpoints of the service. Calls name a run by its key (`RunSpec.key`), those of agents by its uid."""
 
     def __init__(self) -> None:
         self._problem: ConfigError | None = None  # of this node's environment, raised by `hello`
@@ -108,7 +108,7 @@ class Coordinator:
         inventories = await self._engine.open_on_nodes(run)
         dead_owner = await self._launchers.await_dead(run, owner)
         origin = await self._find_origin(run)
-        self._engine.runs.check_not_ending()  # when the service ends, agents end, and inventories may be empty
+        self._engine.runs.check_not_ending()  # at the end of the service, inventories may be empty
         plan = await self._engine.request(
             run,
             lambda token: m.GroupOpened(
@@ -210,7 +210,10 @@ class Coordinator:
         return view
 
     async def pin(self, key: str, step: int, owner: str, expires_in_s: float | None) -> CheckpointInfo:
-        """Pin the newest checkpoint of a step for `owner`, and return it; ConfigError if no such checkpoint is live."""
+        """Pin the newest checkpoint of a step for `owner`, and return it.
+
+        ConfigError if no checkpoint of the step is live.
+        """
         run = await self._opener.reach(key)
         end_s = None if expires_in_s is None else time.time() + expires_in_s
         attempt = checkpoint_to_pin(run.machine.history, step).id.attempt
