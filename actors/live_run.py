@@ -40,7 +40,7 @@ class LiveRun:
         return self._reach_of(self.sources)
 
     def again(self, known: LiveCheckpoint) -> tuple[LiveCheckpoint, ReadAccess] | None:
-        """Return the current state of a live checkpoint and access to its files; None once it is retired."""
+        """Return the current state of a live checkpoint and access to its files; None once retired."""
         try:
             sources = self._ask()
         except CheckpointError:  # the last known state is still used

@@ -49,7 +49,7 @@ EXIT_AFTER_S = 0.5  # so that the answer is sent before the process ends
 
 
 class NodeAgent:
-    """Endpoints of a node. An order of the coordinator carries an epoch, and raises Fenced if it is stale."""
+    """Endpoints of a node. Orders of the coordinator carry an epoch; a stale epoch raises Fenced."""
 
     def __init__(self, node_id: str, keys: ServiceKeys, service: str) -> None:
         actual = ray.get_runtime_context().get_node_id()

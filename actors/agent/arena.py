@@ -231,7 +231,7 @@ def make_arena(
 
 
 def _buffers(rank: int, size: int, count: int, *, named: bool) -> tuple[ArenaMemory, ...]:
-    """Make all buffers; on an OSError, close those that were made."""
+    """Make all buffers; on an OSError, close the buffers already made."""
     made: list[ArenaMemory] = []
     try:
         while len(made) < count:

@@ -81,7 +81,7 @@ class NodeRun:
         )
 
     def persist_epoch(self, epoch: int) -> None:
-        """Write the epoch to disk; blocks until it is durable."""
+        """Write the epoch to disk; block until the write is durable."""
         name, path = self.spec.name, self.spec.storage_path
         self.staging.write_mark(self.run_uid, run_name=name, storage_path=path, epoch=epoch)
 

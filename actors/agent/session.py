@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ray_ckpt.agent")
 
 MAX_BARRIERS = 16  # barriers kept so that late ranks get the result; the coordinator keeps more
-BARRIER_GATHER_S = 1.0  # for all ranks of a node to reach a barrier; then those at the barrier are reported
+BARRIER_GATHER_S = 1.0  # for all ranks of a node to reach a barrier; then the ranks at it are reported
 PROGRESS_GATHER_S = 0.9  # to gather the reports of a node's ranks; each rank reports once a second
 
 

@@ -53,7 +53,7 @@ ENDING_S = 120.0  # for the caller of shut_down to kill this actor, which then e
 
 
 class Coordinator:
-    """Endpoints of the service. Calls name a run by its key (`RunSpec.key`), those of agents by its uid."""
+    """Endpoints of the service. Calls name a run by its key (`RunSpec.key`), calls of agents by its uid."""
 
     def __init__(self) -> None:
         self._problem: ConfigError | None = None  # of this node's environment, raised by `hello`

@@ -148,7 +148,7 @@ class Effects:
             error = reason(failure)
             is_damage = isinstance(getattr(failure, "cause", None), CorruptionError)
             if isinstance(failure, ray.exceptions.ActorDiedError | KeyError):
-                self._is_dead(work.node_id)  # report it here, since perhaps no rank has noticed
+                self._is_dead(work.node_id)  # report the death, since perhaps no rank has noticed
         return m.DrainEnded(
             attempt=work.attempt,
             node_index=work.node_index,

@@ -86,7 +86,8 @@ class RunOpener:
                 read.apply(record, record_digest)
             check_marks(read, run_name=spec.name, marks=marks, resume=spec.options.resume)
             check_claim(read, service=engine.agents.service, owner=owner)
-            await run.log_threads.run(run.remote.leave_nonce, run.nonce)  # after the checks: it replaces a nonce
+            # Only after these checks, since the new nonce replaces that of an earlier coordinator.
+            await run.log_threads.run(run.remote.leave_nonce, run.nonce)
             engine.runs.open[spec.key] = run
             event = m.LogOpened(
                 records=records, history=history, run_name=spec.name, fresh_uid=uuid.uuid4().hex
