@@ -26,8 +26,8 @@ from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
 
 CONNECT_S = 5.0  # until the cluster's port answers
 HELLO_S = 10.0  # until the process at the port has answered as Ray does
-ANSWER_S = 60.0  # for the coordinator, which may be looking for agents that do not answer
-END_S = 30.0  # for agents to exit, and for Ray to notice the end of an actor
+ANSWER_S = 60.0  # longest wait for the coordinator, which may be waiting for agents
+END_S = 30.0  # longest wait for agents to exit, and for Ray to detect the end of an actor
 POLL_S = 0.2  # between checks whether the actors have ended
 
 _SERVICE = re.compile(r"coordinator-v(\d+)")

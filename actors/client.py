@@ -37,9 +37,9 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, GroupPart, Level
 log = logging.getLogger("ray_ckpt")
 _signal: TermSignal | None = None  # SIGTERM handler of this process's connection
 
-OPEN_S = 300.0  # to start agents on all nodes of a cold cluster
-CALL_S = 120.0  # for an answer from the coordinator or an agent
-AWAITED_S = 5.0  # for the list of missing ranks, which is only used in an error message
+OPEN_S = 300.0  # time to start agents on all nodes of a cold cluster
+CALL_S = 120.0  # longest wait for an answer from the coordinator or an agent
+AWAITED_S = 5.0  # longest wait for the list of missing ranks, which only an error message uses
 OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
 
 
@@ -408,7 +408,7 @@ def _open_on_first(rank: int, world_size: int, opens: Callable[[], Joined]) -> J
 
 
 def _watch_signals(link: RayLink) -> None:
-    """On SIGTERM, have all ranks save before this process ends."""
+    """Make all ranks save when this process gets SIGTERM, before it ends."""
     global _signal
     if _signal is not None:
         _signal.uninstall()

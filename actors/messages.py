@@ -106,7 +106,7 @@ class Joined:
     spec: RunSpec
     world_size: int
     nodes: Mapping[int, str]  # rank -> node id
-    parts: tuple[GroupPart, ...] = ()  # of the group, in the order of their ranks; () for an undivided group
+    parts: tuple[GroupPart, ...] = ()  # parts of the group, in rank order; () for an undivided group
     origin: Origin | None = None  # checkpoint of another run to begin with, if this run has none
 
 
@@ -215,7 +215,7 @@ class DrainingView:
 class ServiceView:
     """The service of a cluster: plain values, no secrets."""
 
-    version: str  # of ray_ckpt on the coordinator's node
+    version: str  # version of ray_ckpt on the coordinator's node
     protocol: int
     ray_version: str
     coordinator_node: str
@@ -233,7 +233,7 @@ class DrillSources:
     """Input of drills and verification: live checkpoints, their locations, and credentials to read them."""
 
     live: tuple[LiveCheckpoint, ...]
-    endpoints: Mapping[str, str]  # of the agents, by node
+    endpoints: Mapping[str, str]  # addresses of the agents, by node
     domains: Mapping[str, str]  # failure domains of all live nodes; "" if not known
     credentials: Credentials = field(repr=False)
     storage: RemoteRef

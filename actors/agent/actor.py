@@ -43,7 +43,7 @@ from ray_ckpt.types import AttemptId, Level, RankRestore
 log = logging.getLogger("ray_ckpt.agent")
 
 MAX_ANNOTATING = 64  # waiting annotations of a run; each holds a call and the call's metrics
-START_S = 60.0  # for a session to begin, when ranks request their ticket
+START_S = 60.0  # longest wait for a session to begin when ranks request their ticket
 OUTCOME_SLACK_S = 60.0  # after the attempt's own time-outs; bounds a call that nothing answers
 EXIT_AFTER_S = 0.5  # so that the answer is sent before the process ends
 
@@ -60,7 +60,7 @@ class NodeAgent:
         self._runs = NodeRuns(self._node)
         self._effects = NodeEffects(self._node, self._runs.open)
         self._server: PeerServer | None = None
-        self._problem: ConfigError | None = None  # of this node's environment, raised by `card`
+        self._problem: ConfigError | None = None  # error in this node's environment, raised by `card`
         try:
             self._server = PeerServer(
                 os.environ.get(ADDRESS_ENV) or ray.util.get_node_ip_address(),

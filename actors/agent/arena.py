@@ -58,7 +58,7 @@ class ArenaMemory:
 
     @property
     def is_named(self) -> bool:
-        """Whether the memory is a file in /dev/shm."""
+        """True if the memory is a file in /dev/shm."""
         return self._named is not None
 
     def populate(self) -> None:

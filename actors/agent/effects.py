@@ -21,7 +21,7 @@ from ray_ckpt.format.names import fragment_file
 from ray_ckpt.types import FileEntry, Fragment
 
 PROBE_EVERY_S = 2.0  # between probes of a peer, short so that copies are complete soon after its return
-PROBE_S = 3.0  # for the answer to a probe
+PROBE_S = 3.0  # longest wait for the answer to a probe
 PROBE_FOR_S = 3600.0  # then only the next copy probes again, since the node may be gone for good
 
 

@@ -40,7 +40,7 @@ class NodeRun:
         self.session: NodeSession | None = None  # the last session that began on this node
         self.started = asyncio.Event()  # a session has begun
         self.ordering = asyncio.Lock()  # held while an epoch is made durable
-        self.endpoints: dict[str, str] = {}  # of agents, by node
+        self.endpoints: dict[str, str] = {}  # addresses of agents, by node
         self.annotating = 0  # number of annotations that wait for a save, or for the log
         self.checked_nonce = ""  # nonce of the coordinator for which the storage path was last checked
         self.is_over = False  # the launcher has ended the run

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ray_ckpt.agent")
 
 MAX_BARRIERS = 16  # barriers kept so that late ranks get the result; the coordinator keeps more
-BARRIER_GATHER_S = 1.0  # for all ranks of a node to reach a barrier; then the ranks at it are reported
-PROGRESS_GATHER_S = 0.9  # to gather the reports of a node's ranks; each rank reports once a second
+BARRIER_GATHER_S = 1.0  # wait for all ranks of a node at a barrier; then the ranks present are reported
+PROGRESS_GATHER_S = 0.9  # time to gather the reports of a node's ranks, one per rank and second
 
 
 class _Barrier:
@@ -43,7 +43,7 @@ class NodeSession:
         self._node = node
         self._run = run
         self._progress: dict[int, RankProgress] = {}  # by rank, until it is forwarded
-        self._barriers: dict[int, _Barrier] = {}  # by number
+        self._barriers: dict[int, _Barrier] = {}  # by the number of the barrier
         self._met = 0  # the highest barrier that all ranks have reached
 
     def supersede(self) -> None:

@@ -37,8 +37,8 @@ log = logging.getLogger("ray_ckpt.agent")
 MAX_SHARED_BYTES = 4 << 30  # a large row has to fit as a whole; the unused rest takes no memory
 SHARED_MEMORY_PART = 8  # divisor of free memory for the limit of shared rows, since arenas need the rest
 LOAD_BYTES = 64 << 20  # per batch: ranks copy one batch while the next is being read
-SPACE_WAIT_S = 15.0  # for slower ranks, which may still be building their model
-ALIGNMENT_BYTES = 64  # of a row in memory: one cache line
+SPACE_WAIT_S = 15.0  # longest wait for slower ranks, which may still be building their model
+ALIGNMENT_BYTES = 64  # alignment of a row in memory: one cache line
 
 
 @dataclass(slots=True)

@@ -47,16 +47,16 @@ from ray_ckpt.types import (
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-LAST_RECORDS_S = 10.0  # for records in flight when the service stops; the next service finds later ones too
+LAST_RECORDS_S = 10.0  # wait for records in flight at a stop; the next service finds later ones too
 LAST_RECORDS_POLL_S = 0.5
-ENDING_S = 120.0  # for the caller of shut_down to kill this actor, which then exits and is restarted by Ray
+ENDING_S = 120.0  # until this actor, if shut_down's caller has not killed it, exits for Ray to restart
 
 
 class Coordinator:
     """Endpoints of the service. Calls name a run by its key (`RunSpec.key`), calls of agents by its uid."""
 
     def __init__(self) -> None:
-        self._problem: ConfigError | None = None  # of this node's environment, raised by `hello`
+        self._problem: ConfigError | None = None  # error in this node's environment, raised by `hello`
         encrypt = True
         try:
             encrypt = is_encrypted()

@@ -24,8 +24,8 @@ from ray_ckpt.transport.credentials import ServiceKeys
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-AGENT_START_S = 120.0  # to start an agent; a cold node imports torch first
-AGENT_CALL_S = 60.0  # for an answer from an agent
+AGENT_START_S = 120.0  # longest start of an agent; a cold node imports torch first
+AGENT_CALL_S = 60.0  # longest wait for an answer from an agent
 CARD_S = 5.0  # short, for calls whose results are only shown by status
 
 

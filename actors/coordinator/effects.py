@@ -29,8 +29,8 @@ from ray_ckpt.types import AttemptId
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-STORE_TIMEOUT_S = 30.0  # for creating a log record; a create that takes longer has the outcome "unknown"
-DRAIN_SLACK_S = 900.0  # of a drain besides the time for its bytes: on a poor link, parts go one by one
+STORE_TIMEOUT_S = 30.0  # to create a log record; a longer create has the outcome "unknown"
+DRAIN_SLACK_S = 900.0  # time of a drain besides that for its bytes: on a poor link, parts go one by one
 LEAST_DRAIN_BYTES_PER_S = 1 << 20  # a drain of a node that is slower counts as stuck
 REMOTE_THREADS = 4  # for deletes and descriptions on storage paths, over all runs
 INVENTORY_AGAIN_S = 1.0  # wait before an inventory is taken again

@@ -11,7 +11,7 @@ from ray_ckpt.core.values import GroupNode
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.types import GroupPart
 
-PARTS_WAIT_S = 300.0  # for the other parts of a group, whose processes may still be starting
+PARTS_WAIT_S = 300.0  # longest wait for the other parts of a group, whose processes may still be starting
 
 
 class PendingGroup:
@@ -24,7 +24,7 @@ class PendingGroup:
 
     @property
     def is_open(self) -> bool:
-        """Whether the group has been opened, or has failed to open."""
+        """True if the group has been opened, or has failed to open."""
         return self._joined.done()
 
     def add(self, part: str, nodes: tuple[str, ...]) -> bool:
