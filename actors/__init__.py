@@ -1,1 +1,1 @@
-"""Ray shells around the machines: they carry effects out and bring events in, and decide nothing."""
+"""Ray actors around the machines: the actors carry out effects and bring in events; the machines decide."""

@@ -1,7 +1,7 @@
 """Attach a process outside of the cluster, such as the command line, to the service of a cluster.
 
-Each wait has a limit. Ray itself waits minutes for a missing cluster and then ends the process, so the
-address is tried first.
+Each wait has a limit. Ray waits minutes for a missing cluster and then ends the process, so this module first
+checks the address.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ray_ckpt.actors.messages import ServiceView
 from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
 
 CONNECT_S = 5.0  # until the cluster's port answers
-HELLO_S = 10.0  # until that process has answered as Ray does
-ANSWER_S = 60.0  # for the coordinator, which may be looking for agents that do not answer
-END_S = 30.0  # for agents to exit, and for Ray to notice the end of an actor
-POLL_S = 0.2  # between checks of that
+HELLO_S = 10.0  # until the process at the port has answered as Ray does
+ANSWER_S = 60.0  # longest wait for the coordinator, which may be waiting for agents
+END_S = 30.0  # longest wait for agents to exit, and for Ray to detect the end of an actor
+POLL_S = 0.2  # between checks whether the actors have ended
 
 _SERVICE = re.compile(r"coordinator-v(\d+)")
 _TOKEN_HINT = (
@@ -39,18 +39,18 @@ _TOKEN_HINT = (
 
 @contextlib.contextmanager
 def attached(address: str | None = None) -> Iterator[str]:
-    """Make this process a driver of the cluster at `address`, or of the one that is found.
+    """Make this process a driver of the cluster at `address`, or of the cluster that is found.
 
-    Yields the cluster's address. A process that is a driver already stays one. ConfigError if there is no
-    cluster, Unavailable if it does not answer. Meanwhile stdout goes to stderr, since Ray prints there
-    whenever a process of the cluster dies.
+    Yields the cluster's address. A process that is already a driver stays a driver. ConfigError if there is
+    no cluster; Unavailable if the cluster does not answer. Within the context, stdout goes to stderr, since
+    Ray prints to stdout whenever a process of the cluster dies.
     """
     with contextlib.redirect_stdout(sys.stderr), _driver(address) as where:
         yield where
 
 
 def is_named(address: str | None) -> bool:
-    """Return whether `address` or RAY_ADDRESS names the cluster; otherwise one is looked for."""
+    """Return whether `address` or RAY_ADDRESS names the cluster; otherwise `attached` looks for a cluster."""
     return any(name not in (None, "", "auto") for name in (address, os.environ.get("RAY_ADDRESS")))
 
 
@@ -80,7 +80,7 @@ def _driver(address: str | None) -> Iterator[str]:
 
 
 def _check_answers(where: str) -> None:
-    """Check that a Ray cluster listens at an address. ConfigError, Unavailable."""
+    """Raise ConfigError or Unavailable unless a Ray cluster listens at the address."""
     hint = "Check with `ray status` that it runs. Name another one with --address HOST:PORT or RAY_ADDRESS."
     host, _, port = where.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
@@ -99,7 +99,10 @@ def _check_answers(where: str) -> None:
 
 
 def _check_is_ray(where: str, host: str) -> None:
-    """Raise PermissionError or ConnectionError. A cluster on this machine gets the token of this user."""
+    """Raise PermissionError or ConnectionError unless Ray answers.
+
+    A cluster on this machine is also tried with this user's token.
+    """
     try:
         ray_state.check_answers(where, HELLO_S)
     except PermissionError:
@@ -118,9 +121,9 @@ def _is_here(host: str) -> bool:
 
 
 def find_service() -> Any | None:
-    """Return the coordinator of this cluster's service, or None if there is none.
+    """Return the coordinator of this cluster's service, or None if there is no service.
 
-    ServiceError if there is one of another protocol version.
+    ServiceError if the cluster has a service of another protocol version.
     """
     with contextlib.suppress(ValueError):
         return ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
@@ -129,7 +132,7 @@ def find_service() -> Any | None:
 
 
 def check_versions(actors: Iterable[str]) -> None:
-    """Raise ServiceError if the names of `actors` include services, but none of this protocol version."""
+    """Raise ServiceError if `actors` has names of services, but of no service of this protocol version."""
     found = {int(service[1]) for name in actors if (service := _SERVICE.fullmatch(name))}
     if found and names.PROTOCOL_VERSION not in found:
         spoken = ", ".join(map(str, sorted(found)))
@@ -140,7 +143,7 @@ def check_versions(actors: Iterable[str]) -> None:
 
 
 def overview(service: Any) -> ServiceView:
-    """Return the view of the service. Unavailable."""
+    """Return the view of the service; raise Unavailable if the service does not answer."""
     view: ServiceView = get_result(service.overview.remote(), ANSWER_S)
     return view
 
@@ -148,8 +151,8 @@ def overview(service: Any) -> ServiceView:
 def stop(service: Any, *, force: bool) -> ServiceView:
     """End the agents, then the coordinator. Return the view from before.
 
-    ServiceError, and nothing has changed, if the service is in use, unless `force`. Agents that do not exit
-    in END_S are killed by Ray; their unfinished files are left as after a crash.
+    Without `force`, ServiceError if the service is in use; then nothing has changed. Ray kills agents that do
+    not exit within END_S; their unfinished files stay, as after a crash.
     """
     view: ServiceView = get_result(service.shut_down.remote(force), ANSWER_S)
     agents = _wait_gone(names.AGENT_PREFIX)
@@ -163,7 +166,7 @@ def stop(service: Any, *, force: bool) -> ServiceView:
 
 
 def _wait_gone(prefix: str) -> tuple[str, ...]:
-    """Return the actors with such names that are left after END_S."""
+    """Wait for actors with the prefix `prefix` to end. Return those that remain after END_S."""
     until_s = time.monotonic() + END_S
     while True:
         found = tuple(sorted(name for name in _actor_names() if name.startswith(prefix)))
@@ -173,6 +176,6 @@ def _wait_gone(prefix: str) -> tuple[str, ...]:
 
 
 def _actor_names() -> tuple[str, ...]:
-    """Return the names of the service's actors, of all versions."""
+    """Return the names of all actors of services, of all protocol versions."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return tuple(actor["name"] for actor in actors if actor["namespace"] == names.NAMESPACE)

@@ -35,16 +35,16 @@ from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, GroupPart, Level, RankRestore, ranks_of
 
 log = logging.getLogger("ray_ckpt")
-_signal: TermSignal | None = None  # of this process's connection
+_signal: TermSignal | None = None  # SIGTERM handler of this process's connection
 
-OPEN_S = 300.0  # starting agents on all nodes of a cold cluster
-CALL_S = 120.0  # for an answer of the coordinator
-AWAITED_S = 5.0  # for the missing ranks, which only an error message names
+OPEN_S = 300.0  # time to start agents on all nodes of a cold cluster
+CALL_S = 120.0  # longest wait for an answer from the coordinator or an agent
+AWAITED_S = 5.0  # longest wait for the list of missing ranks, which only an error message uses
 OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
 
 
 def coordinator() -> Any:
-    """Return the service's coordinator, started on the head node if there is none."""
+    """Return the service's coordinator; start one on the head node if there is none."""
     options: dict[str, Any] = {
         "name": names.COORDINATOR,
         "namespace": names.NAMESPACE,
@@ -66,7 +66,7 @@ def coordinator() -> Any:
 
 
 def get_result(call: Any, timeout_s: float | None) -> Any:
-    """Wait for a call to an actor. Its CheckpointError is raised as it is, any other error as Unavailable."""
+    """Wait for a call to an actor; raise the call's CheckpointError as it is, other errors as Unavailable."""
     try:
         return ray.get(call, timeout=timeout_s)
     except ray.exceptions.RayTaskError as error:
@@ -78,7 +78,7 @@ def get_result(call: Any, timeout_s: float | None) -> Any:
 def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -> RunSpec:
     """Open a run for a launcher: open its log, start an agent on each node, check every path.
 
-    ConfigError if a path or an option is wrong; RunInUse or RunSuperseded if another launcher has the run.
+    ConfigError if a path or an option is wrong; RunInUse or RunSuperseded if another launcher owns the run.
     """
     check_run_name(name)
     location = Location.parse(storage_path)
@@ -95,7 +95,7 @@ def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
     for attempt in range(OPEN_TRIES):
         try:
             handle = coordinator()
-            # The run may have been opened before, by a coordinator that was restarted since.
+            # The coordinator may have been restarted since the run was opened, so open the run again.
             get_result(handle.open_run.remote(spec, owner), OPEN_S)
             call = handle.open_group.remote(spec.key, group, spec.options.resume, owner)
             joined: Joined = get_result(call, OPEN_S + spec.options.inventory_wait_s)
@@ -108,7 +108,7 @@ def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
 
 
 def finish_run(spec: RunSpec, *, has_failed: bool = False) -> CheckpointInfo | None:
-    """End the run, or give it up; wait until its last checkpoint is on the storage path, and return it."""
+    """End or give up the run; return its last checkpoint once that checkpoint is on the storage path."""
     timeout_s = spec.options.finish_timeout_s
     finished = coordinator().finish.remote(spec.key, timeout_s, has_failed)
     newest: CheckpointInfo | None = get_result(finished, timeout_s + CALL_S)
@@ -116,16 +116,20 @@ def finish_run(spec: RunSpec, *, has_failed: bool = False) -> CheckpointInfo | N
 
 
 def exposure(*, run: str, storage_path: str) -> tuple[Exposure, ...]:
-    """Return the loss if a node died now, for each node of the run's group. Unavailable if it is not open."""
+    """Return, for each node of the run's group, the loss if that node died now.
+
+    Unavailable if the run is not open.
+    """
     key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
     found: tuple[Exposure, ...] = get_result(coordinator().exposure.remote(key), CALL_S)
     return found
 
 
 def pin(*, run: str, storage_path: str, step: int, owner: str, expires_in_s: float | None = None) -> None:
-    """Keep a checkpoint, whatever the retention policy is, until the pin expires or is removed.
+    """Keep a checkpoint, despite the retention policy, until the pin expires or is removed.
 
-    ConfigError if the run has no live checkpoint of that step, Unavailable if the service has not opened it.
+    ConfigError if the run has no live checkpoint of that step; Unavailable if the service has not opened
+    the run.
     """
     _call_for_checkpoint("pin", run, storage_path, step, owner, expires_in_s)
 
@@ -136,17 +140,18 @@ def unpin(*, run: str, storage_path: str, step: int, owner: str) -> None:
 
 
 def annotate(*, run: str, storage_path: str, step: int, metrics: Mapping[str, float]) -> None:
-    """Add metrics to the checkpoint of a step, such as a validation's; a later value of a name replaces it.
+    """Add metrics, such as validation results, to the checkpoint of a step.
 
-    The checkpoint is the newest live one of that step on the lineage; a save of it in progress is waited for.
-    ConfigError if there is none, if a value is no number, or beyond MAX_METRICS names; Unavailable if that
-    save fails, or the service has not opened the run.
+    A later value of a metric replaces the earlier one. The checkpoint is the newest live one of that step on
+    the lineage; if its save is in progress, this call waits for the save. ConfigError if there is no such
+    checkpoint, if a value is not a number, or if there are more than MAX_METRICS names. Unavailable if the
+    save fails, or if the service has not opened the run.
     """
     _call_for_checkpoint("annotate", run, storage_path, step, _numbers(metrics))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics for the log; names are cut as those of a save are."""
+    """Return metrics for the log; cut long names, as a save does."""
     try:
         return {str(name)[:MAX_METRIC_NAME]: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -175,7 +180,7 @@ def _future_of(call: Any) -> Future[Any]:
 
 
 def _can_open(path: str) -> bool:
-    """Return whether this process may open memory of its agent, which is below /proc."""
+    """Return whether this process may open its agent's memory, whose path is below /proc."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
@@ -201,12 +206,12 @@ class RayLink:
         self._uid, self._rank, self._node = joined.run_uid, rank, node
         self._origin = joined.origin
         self._handle: Any = None
-        self._answer: Any = None  # to an earlier progress report
-        self._missing = ""  # on the storage path, by the last answer
+        self._answer: Any = None  # answer to an earlier progress report, not read yet
+        self._missing = ""  # what is missing on the storage path, by the last answer
 
     @property
     def _agent(self) -> Any:
-        """The agent's handle, by its name; Unavailable while there is none."""
+        """The handle of the node's agent, found by name; Unavailable while there is no agent."""
         if self._handle is None:
             try:
                 self._handle = ray.get_actor(names.agent_name(self._node), namespace=names.NAMESPACE)
@@ -240,7 +245,7 @@ class RayLink:
         return shared
 
     def reserve(self, size_bytes: int) -> None:
-        named = not _can_open(self.signal_page())  # if not, memory is shared by files in /dev/shm
+        named = not _can_open(self.signal_page())  # then memory is shared by files in /dev/shm
         get_result(self._agent.reserve.remote(self._uid, self._rank, size_bytes, named), CALL_S)
 
     def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
@@ -266,7 +271,7 @@ class RayLink:
             self._agent.skip.remote(self._uid, attempt, self._rank, reason)
 
     def progress(self, session: int, progress: RankProgress) -> None:
-        """Send progress, and log what is missing on the storage path by the answer to an earlier report."""
+        """Send progress; log what is missing on the storage path, by the answer to an earlier report."""
         with contextlib.suppress(Unavailable, ray.exceptions.RayError):
             if self._answer is None:
                 self._answer = self._agent.report_progress.remote(self._uid, session, self._rank, progress)
@@ -306,16 +311,16 @@ def connect(
     parts: Mapping[str, int] | None = None,
     **options: Any,
 ) -> None:
-    """Connect this process to a run without Ray Train; every rank of the group calls it, from a Ray worker.
+    """Connect this process to a run without Ray Train; every rank of the group calls this in a Ray worker.
 
-    Rank 0 opens the run and the group with the nodes of all ranks: with `world_size > 1` torch.distributed
-    must be initialised. Afterwards build Checkpointers as usual. A process that alone holds all state that is
-    to be saved (rank 0 of replicas) connects by itself, as rank 0 of 1.
+    Rank 0 opens the run and the group with the nodes of all ranks: with `world_size > 1`, torch.distributed
+    must be initialised first. After this call, build Checkpointers as usual. If one process alone holds all
+    state to be saved (rank 0 of replicas), only this process connects, as rank 0 of 1.
 
-    `parts` are several worker groups that commit one checkpoint together, such as an actor and a critic: the
-    number of ranks of each by name, the same in all processes; `part` is the part of this process. `rank`,
-    `world_size` and torch.distributed are then those of the part. All parts save the same steps, under items
-    of different names. Waits for the other parts at most PARTS_WAIT_S.
+    `parts` describes several worker groups that commit one checkpoint together, such as an actor and a
+    critic: the number of ranks of each part by name, the same in all processes. `part` is the part of this
+    process; `rank`, `world_size` and torch.distributed are then those of the part. All parts save the same
+    steps, under items of different names. The call waits at most PARTS_WAIT_S for the other parts.
     """
     run_options = RunOptions.parse(**{"ray_report": False, **options})
     group = _parts_of(part, parts, world_size)
@@ -356,7 +361,7 @@ def _open(
     part: str,
     parts: tuple[GroupPart, ...],
 ) -> Joined:
-    owner = owner_here(by_job=True)  # ranks come and go, their job stays
+    owner = owner_here(by_job=True)  # a job outlives its ranks
     spec = open_run(run, storage_path, options, owner=owner)
     if not parts:
         return open_group(spec, nodes, owner=owner)
@@ -383,14 +388,14 @@ def _nodes_of(rank: int, world_size: int) -> list[str]:
 
 
 def _open_on_first(rank: int, world_size: int, opens: Callable[[], Joined]) -> Joined:
-    """Call `opens` on rank 0, and return its result, or raise its error, on all ranks."""
+    """Call `opens` on rank 0; on all ranks, return the result of `opens` or raise its error."""
     answer: list[Any] = [None]
     if rank == 0:
         try:
             answer = [opens()]
         except CheckpointError as error:
             answer = [error]
-        except Exception as error:  # whatever it was, the other ranks wait for an answer
+        except Exception as error:  # the other ranks wait for an answer after any error
             answer = [ServiceError(f"The group could not be opened: {error}")]
     if world_size > 1:
         import torch.distributed as dist
@@ -403,7 +408,7 @@ def _open_on_first(rank: int, world_size: int, opens: Callable[[], Joined]) -> J
 
 
 def _watch_signals(link: RayLink) -> None:
-    """On SIGTERM, have all ranks save before this process ends."""
+    """Make all ranks save when this process gets SIGTERM, before it ends."""
     global _signal
     if _signal is not None:
         _signal.uninstall()

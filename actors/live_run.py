@@ -1,4 +1,4 @@
-"""Read the copies that the nodes of a live run hold, and run recovery drills on them."""
+"""Read the copies that the nodes of a live run hold, and run recovery drills on these copies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import ProgressCallback
 from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, ReadAccess, drill
 
-MAX_TEXT = 2000  # characters of a result in the log: some problems; the report has more
+MAX_TEXT = 2000  # characters of a result in the log, for the first problems; the report lists more
 
 
 class LiveRun:
-    """A run that the service of this process's cluster has open; `key` is `<storage_path>/<run>`.
+    """A run that is open in the service of this process's cluster; `key` is `<storage_path>/<run>`.
 
-    Files are read at no more than `max_bytes_per_s`, all streams together; None: without a limit.
+    All streams together read files at no more than `max_bytes_per_s`; None means no limit.
     ConfigError if the cluster has no service, Unavailable if the service has not opened the run.
     """
 
@@ -40,10 +40,10 @@ class LiveRun:
         return self._reach_of(self.sources)
 
     def again(self, known: LiveCheckpoint) -> tuple[LiveCheckpoint, ReadAccess] | None:
-        """Return the present state of a live checkpoint, and how to read it; None once it is retired."""
+        """Return the current state of a live checkpoint and access to its files; None once retired."""
         try:
             sources = self._ask()
-        except CheckpointError:  # what is known already stands
+        except CheckpointError:  # the last known state is still used
             return known, self.reach
         found = (c for c in sources.live if c.checkpoint.id == known.checkpoint.id)
         return next(((c, self._reach_of(sources)) for c in found), None)
@@ -66,26 +66,26 @@ class RunDrills(LiveRun):
 
     def __init__(self, key: str, *, max_bytes_per_s: float | None = None) -> None:
         super().__init__(key, max_bytes_per_s=max_bytes_per_s)
-        self.unrecorded: list[str] = []  # results that are not in the log, and why
+        self.unrecorded: list[str] = []  # results that are not in the log, with the reasons
         self._is_silent = False
 
     def drill(
         self, scenario: Scenario, *, step: int | None = None, progress: ProgressCallback | None = None
     ) -> DrillReport:
-        """Drill a loss for all live checkpoints, or those of one step, and log the results."""
+        """Drill a loss for all live checkpoints, or for those of one step, and log the results."""
         return drill(
             self.sources.live,
             scenario,
             self.reach,
             step=step,
-            last_step=self.sources.last_step or None,  # 0: no rank has reported one
+            last_step=self.sources.last_step or None,  # 0: no rank has reported a step
             retry=self.again,
             record=lambda result: self._record(scenario, result),
             progress=progress,
         )
 
     def _record(self, scenario: Scenario, result: CheckpointDrill) -> None:
-        """Record a result, unless the log was silent before: each further one would wait as long."""
+        """Record a result, unless an earlier record got no answer: each further record would wait as long."""
         if self._is_silent:
             return
         drilled = Drilled(
@@ -98,6 +98,6 @@ class RunDrills(LiveRun):
         )
         try:
             get_result(self._service.record_drill.remote(self._key, drilled), CALL_S)
-        except CheckpointError as error:  # the drill itself has been done
+        except CheckpointError as error:  # only the record fails; the drill has been done
             self._is_silent = isinstance(error, Unavailable)
             self.unrecorded.append(f"step {result.checkpoint.step}: {error}")

@@ -1,4 +1,4 @@
-"""Control messages between ranks, agents and the coordinator. They are small; none has tensors."""
+"""Control messages between ranks, agents and the coordinator: small, and without tensors."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ class OpenRun:
     spec: RunSpec
     run_uid: str
     nonce: str
-    epoch: int  # of the coordinator that speaks
+    epoch: int  # of the coordinator that sends the order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutAwayRun:
-    """Order of the coordinator to an agent, with or without the run: delete a finished run except `kept`."""
+    """Order of the coordinator to an agent, open run or not: delete a finished run except `kept`."""
 
     spec: RunSpec
     run_uid: str
-    kept: tuple[str, ...]  # folders of checkpoints
-    epoch: int  # of the coordinator that speaks
+    kept: tuple[str, ...]  # folders of checkpoints that stay
+    epoch: int  # of the coordinator that sends the order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceCard:
-    """Report of an agent to a restarted coordinator: its service, runs that are open or to be put away."""
+    """Report of an agent to a restarted coordinator: the service, and the runs open or to be put away."""
 
     keys: ServiceKeys
     service: str
@@ -80,7 +80,7 @@ class AgentCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """A run in a ServiceCard, and the group that is at work."""
+    """A run in a ServiceCard, with the plan of its current group."""
 
     spec: RunSpec
     run_uid: str
@@ -90,12 +90,12 @@ class OpenedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStart:
-    """Order of the coordinator to the agents of a group: the plan, and the addresses of its nodes."""
+    """Order of the coordinator to the agents of a group: the plan, and the addresses of the plan's nodes."""
 
     plan: SessionPlan
     spec: RunSpec
     endpoints: Mapping[str, str]
-    epoch: int  # of the coordinator that speaks
+    epoch: int  # of the coordinator that sends the order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +106,8 @@ class Joined:
     spec: RunSpec
     world_size: int
     nodes: Mapping[int, str]  # rank -> node id
-    parts: tuple[GroupPart, ...] = ()  # of the group, in the order of their ranks; () if it is one
-    origin: Origin | None = None  # checkpoint of another run to begin with, if this one has none
+    parts: tuple[GroupPart, ...] = ()  # parts of the group, in rank order; () for an undivided group
+    origin: Origin | None = None  # checkpoint of another run to begin with, if this run has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,8 @@ class RunStatus:
     nodes: tuple[SessionNode, ...]  # of the current group
     restores: tuple[RankRestore, ...]  # of the current group
     agents: tuple[AgentCard, ...] = field(default_factory=tuple)
-    exposure: tuple[Exposure, ...] = ()  # loss if a node of the group died now, for each node
-    copies_missing: int = 0  # fragment copies that repair has yet to make
+    exposure: tuple[Exposure, ...] = ()  # for each node of the group: the loss if the node died now
+    copies_missing: int = 0  # fragment copies that repair still has to make
 
 
 # Views of a service. Ages are seconds by the coordinator's clock at the time of the call.
@@ -130,7 +130,7 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestView:
-    """The newest checkpoint of the lineage that has reached `level`, and the steps since."""
+    """The newest checkpoint of the lineage that has reached `level`, and the number of steps since then."""
 
     level: str
     step: int
@@ -140,7 +140,7 @@ class NewestView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskView:
-    """The file systems of a node's staging folders, bytes. `is_full`: above the high watermark."""
+    """Space of the file systems of a node's staging folders; `is_full` means above the high watermark."""
 
     free_bytes: int
     total_bytes: int
@@ -150,17 +150,17 @@ class DiskView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """A node with ranks of a run's group, or with copies of its checkpoints."""
+    """A node with ranks of a run's group, or with copies of the run's checkpoints."""
 
     node_id: str
     ranks: tuple[int, ...]
-    holders: tuple[str, ...]  # of its copies
+    holders: tuple[str, ...]  # nodes with copies of this node's fragments
     is_live: bool
     is_draining: bool
-    gone_in_s: float | None  # of a leaving node; None: not known
+    gone_in_s: float | None  # until a leaving node is gone; None: not known
     domain: str  # its failure domain, "" if not known
-    exposure: Exposure | None  # of a node of the group
-    disk: DiskView | None  # as last looked at
+    exposure: Exposure | None  # None for a node outside the group
+    disk: DiskView | None  # at the last reading; None: not read yet
 
 
 RunState: TypeAlias = Literal["opening", "restoring", "training", "gone", "finished", "failed", "idle"]
@@ -170,9 +170,9 @@ RunState: TypeAlias = Literal["opening", "restoring", "training", "gone", "finis
 class RunView:
     """One run of a service.
 
-    `state`: "opening" until its log is claimed, "restoring" until all ranks have their state, "training";
-    "gone" when its launcher is dead and has not ended the run; "finished", or "failed" when its launcher gave
-    it up; "idle" without a group.
+    `state` is "opening" until the log of the run is claimed, then "restoring" until all ranks have their
+    state, then "training"; "gone" if the launcher died without ending the run; "finished", or "failed" if the
+    launcher gave the run up; "idle" without a group.
     """
 
     name: str
@@ -180,49 +180,49 @@ class RunView:
     run_uid: str
     epoch: int
     state: RunState
-    owner: str  # the launcher of its group, "" without one
+    owner: str  # the launcher of the group, "" without a group
     session: int | None
     world_size: int
-    step: int  # the last that a rank has reported
+    step: int  # the last step that a rank has reported
     step_s: float  # time of a recent step; 0: not known
-    interval_s: float  # between saves, at present; 0: not known
-    newest: tuple[NewestView, ...]  # by level, lowest first; levels that none has reached are left out
+    interval_s: float  # current time between saves; 0: not known
+    newest: tuple[NewestView, ...]  # by level, lowest first; without levels that no checkpoint has reached
     nodes: tuple[NodeView, ...]
     saves: tuple[SaveUnderway, ...]
     drains: tuple[DrainUnderway, ...]
-    sent_bytes: Mapping[str, int]  # of unfinished uploads, by attempt
+    sent_bytes: Mapping[str, int]  # bytes sent of unfinished uploads, by attempt
     copies_missing: int
-    records_waiting: int  # for the log
-    live: int  # checkpoints
+    records_waiting: int  # records not yet in the log
+    live: int  # number of live checkpoints
     in_cluster_only: tuple[int, ...]  # steps of live checkpoints that are not on the storage path
-    needed_in_cluster: tuple[int, ...]  # of these: newer than any there, pinned, or being uploaded
-    warning: str  # the last one, "" if there was none
+    needed_in_cluster: tuple[int, ...]  # of these: newer than any on the storage path, pinned, or in upload
+    warning: str  # the last warning, "" if there was none
     warning_age_s: float | None
-    is_put_away: bool = False  # it has finished, and its files on the nodes are deleted
-    awaited: tuple[Awaited, ...] = ()  # ranks that others wait for, to restore, save or report progress
+    is_put_away: bool = False  # the run has finished, and its files on the nodes are deleted
+    awaited: tuple[Awaited, ...] = ()  # ranks whose restore, save or progress report others wait for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainingView:
-    """A node that is about to go, as a cloud's service or a signal announces."""
+    """A node that is about to go, as announced by a cloud's service or a signal."""
 
     node_id: str
     source: str
-    in_s: float | None  # None: not known
+    in_s: float | None  # until the node is gone; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceView:
     """The service of a cluster: plain values, no secrets."""
 
-    version: str  # of ray_ckpt, where the coordinator runs
+    version: str  # version of ray_ckpt on the coordinator's node
     protocol: int
     ray_version: str
     coordinator_node: str
     coordinator_host: str
-    up_s: float  # since the coordinator was started, or restarted
+    up_s: float  # since the last start of the coordinator
     is_encrypted: bool
-    nodes: tuple[str, ...]  # live ones
+    nodes: tuple[str, ...]  # live nodes
     agents: tuple[AgentCard, ...]
     leaving: tuple[DrainingView, ...]
     runs: tuple[RunView, ...]
@@ -230,11 +230,11 @@ class ServiceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillSources:
-    """Input of drills and verification: live checkpoints, where they are, and credentials to read them."""
+    """Input of drills and verification: live checkpoints, their locations, and credentials to read them."""
 
     live: tuple[LiveCheckpoint, ...]
-    endpoints: Mapping[str, str]  # of the agents, by node
-    domains: Mapping[str, str]  # of all live nodes; "" if not known
+    endpoints: Mapping[str, str]  # addresses of the agents, by node
+    domains: Mapping[str, str]  # failure domains of all live nodes; "" if not known
     credentials: Credentials = field(repr=False)
     storage: RemoteRef
-    last_step: int  # completed by the run, or 0
+    last_step: int  # last step that the run completed, or 0

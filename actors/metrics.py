@@ -1,8 +1,8 @@
 """Record the metrics of `ray_ckpt.telemetry` through `ray.util.metrics`.
 
-Ray adds `ray_` to each name, and exports the values of a process from an endpoint of its node. A gauge
-vanishes 20 s after it was last set, and NaN is not exported (seen in Ray 2.60); so gauges are set again as
-long as they hold, and unknown values are not set.
+Ray adds `ray_` to each name, and exports the values of a process from an endpoint of the process's node. A
+gauge vanishes 20 s after it was last set, and NaN is not exported (seen in Ray 2.60). So gauges are set again
+as long as their values hold, and unknown values are not set.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ray_ckpt.telemetry import METRICS, Metric, Sample
 
 log = logging.getLogger("ray_ckpt.meters")
 
-GAUGES_EVERY_S = 5.0  # Ray exports gauges every 10 s
+GAUGES_EVERY_S = 5.0  # between settings of all gauges, since Ray exports gauges every 10 s
 
 
 class Meters:
-    """One per process. Its methods never raise: a metric that cannot be recorded costs no save."""
+    """Metrics of one process. Its methods never raise, so that a failing metric costs no save."""
 
     def __init__(self) -> None:
         self._meters: dict[str, Any] = {}
         self._is_off = False
 
     def record(self, run: str, sample: Sample) -> None:
-        """Set, add or observe a value for the run of that name."""
+        """Set, add or observe a value for the run named `run`."""
         if self._is_off:
             return
         metric, tags = sample.metric, {"run": run, **sample.labels}

@@ -1,4 +1,4 @@
-"""Names in Ray. They contain the protocol version, so that another version starts a service of its own."""
+"""Names in Ray, with the protocol version, so that another version starts a separate service."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def agent_name(node_id: str) -> str:
 
 @functools.cache
 def actor_class(kind: type) -> Any:
-    """Return `kind` as a Ray actor class; cached, since Ray keeps each one as long as the process lives."""
+    """Return `kind` as a Ray actor class; cached, since Ray keeps each class as long as the process lives."""
     return ray.remote(kind)

@@ -1,7 +1,7 @@
-"""Read the state of nodes and launchers from Ray; the one place with private calls to Ray's state.
+"""Read the state of nodes and launchers from Ray; the only module with private calls to Ray's state.
 
-`tests/train/test_ray_compat.py` and `tests/cluster/test_ray_compat.py` hold the contract, for Ray 2.56 to
-2.60. Functions block; call them from a thread.
+`tests/train/test_ray_compat.py` and `tests/cluster/test_ray_compat.py` test these calls for Ray 2.56 to 2.60.
+Functions block; call them from a thread.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 from ray_ckpt.config import FAILURE_DOMAIN_LABELS
 
 AUTH_MODE = "RAY_AUTH_MODE"
-MAX_REASON = 400  # characters of an error of Ray, or of another program at its port
+MAX_REASON = 400  # characters of an error from Ray, or from another program at Ray's port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesNow:
-    """Live nodes, those of them that are draining, and the failure domain of each ("" if not known)."""
+    """Live nodes, the draining nodes among them, and each node's failure domain ("" if not known)."""
 
     live: tuple[str, ...]
     draining: frozenset[str]
-    left_s: Mapping[str, float]  # until a draining node is gone, where that is known
+    left_s: Mapping[str, float]  # until a draining node is gone, if known
     domains: Mapping[str, str]
 
 
 def nodes_now(failure_domain: str) -> NodesNow:
     """Return the live nodes of the cluster.
 
-    `failure_domain`: a node label, "auto" (the first of FAILURE_DOMAIN_LABELS that a node has), or "none".
+    `failure_domain` is a node label, "auto" (the first of FAILURE_DOMAIN_LABELS that a node has), or "none".
     """
     alive = {node["NodeID"]: node.get("Labels") or {} for node in ray.nodes() if node["Alive"]}
     keys = {"auto": FAILURE_DOMAIN_LABELS, "none": ()}.get(failure_domain, (failure_domain,))
     domains = {
         node: next((labels[key] for key in keys if labels.get(key)), "") for node, labels in alive.items()
     }
-    deadlines_ms = ray_state.state.get_draining_nodes()  # Unix time; 0: none was given
+    deadlines_ms = ray_state.state.get_draining_nodes()  # Unix times in ms; 0: no deadline was given
     draining = {node: ms for node, ms in deadlines_ms.items() if node in alive}
     return NodesNow(
         live=tuple(sorted(alive)),
@@ -57,14 +57,14 @@ def nodes_now(failure_domain: str) -> NodesNow:
 
 
 def owner_here(*, by_job: bool) -> str:
-    """Return the name of this process as a launcher: its actor, or its job."""
+    """Return the name of this process as a launcher: the name of the process's actor, or of its job."""
     context = ray.get_runtime_context()
     actor = None if by_job else context.get_actor_id()
     return f"actor:{actor}" if actor else f"job:{context.get_job_id()}"
 
 
 def is_controller(owner: str) -> bool:
-    """Return whether a launcher is an actor, which ends its run itself."""
+    """Return whether a launcher is an actor; an actor ends its run itself."""
     return owner.startswith("actor:")
 
 
@@ -78,19 +78,19 @@ def is_alive(owner: str) -> bool:
 
 
 def find_cluster() -> str | None:
-    """Return `host:port` of the cluster that `RAY_ADDRESS` names, or of one on this machine."""
+    """Return `host:port` of the cluster that `RAY_ADDRESS` names, or of a cluster on this machine."""
     try:
         found = ray_services.get_ray_address_from_environment("auto", None)
-    except ConnectionError:  # none has ever run here; otherwise the last one's address is returned
+    except ConnectionError:  # no cluster ever ran here; otherwise Ray returns the last cluster's address
         return None
     return None if found in (None, "auto", "local") else str(found)
 
 
 def check_answers(address: str, timeout_s: float) -> None:
-    """Make a driver's first call to `host:port`, or to `ray://host:port`.
+    """Make the first call of a driver to `host:port`, or to `ray://host:port`.
 
-    Uses the driver's certificates and token. PermissionError if Ray requires a token, or another one;
-    ConnectionError, with the reason, if no Ray answers.
+    The call uses the driver's certificates and token. PermissionError if Ray requires a token, or a different
+    token; ConnectionError, with the reason, if no Ray answers.
     """
     where = address.removeprefix("ray://")
     try:
@@ -99,20 +99,20 @@ def check_answers(address: str, timeout_s: float) -> None:
             stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=timeout_s)
     except grpc.RpcError as error:
         if where != address and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return  # a server of Ray clients has other calls
+            return  # a server for Ray clients answers, without this call
         refused = PermissionError if error.code() is grpc.StatusCode.UNAUTHENTICATED else ConnectionError
         raise refused(_one_line(error.details() or error.code().name)) from None
-    except ray.exceptions.RayError as error:  # AuthenticationError: no token found
+    except ray.exceptions.RayError as error:  # an AuthenticationError: no token was found
         raise PermissionError(_one_line(str(error))) from None
-    except Exception as error:  # no certificate found
+    except Exception as error:  # for example, no certificate was found
         raise ConnectionError(_one_line(repr(error))) from None
 
 
 def use_token() -> bool:
-    """Turn on Ray's token authentication in this process, as `ray.init()` does for a cluster that it finds.
+    """Turn on Ray's token authentication in this process, as `ray.init()` does for a found cluster.
 
-    Only if RAY_AUTH_MODE is not set, and there is a token where Ray looks for one: in RAY_AUTH_TOKEN, in
-    RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token. Returns whether it was turned on.
+    Nothing changes if RAY_AUTH_MODE is set, or if Ray finds no token in RAY_AUTH_TOKEN,
+    RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token. Returns whether token authentication was turned on.
     """
     if AUTH_MODE in os.environ:
         return False
@@ -123,7 +123,7 @@ def use_token() -> bool:
     except (AttributeError, ray.exceptions.RayError):  # an older Ray, or a missing file
         return False
     os.environ[AUTH_MODE] = "token"
-    raylet.Config.initialize("")  # Ray has read the environment before
+    raylet.Config.initialize("")  # Ray must read the environment again
     return True
 
 

@@ -1,4 +1,4 @@
-"""Threads that exist only while they have work: an idle run has none."""
+"""Threads that exist only while they have work, so that an idle run has no threads."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ async def in_thread(pool: Executor, work: Callable[..., T], *args: Any) -> T:
 
 
 class BriefThreads:
-    """At most `count` threads at a time. Work that hangs keeps its thread, and other work waits.
+    """Pool of at most `count` threads. Hanging work keeps its thread, and other work may have to wait.
 
-    `initializer` runs first in each thread. May be called from several threads.
+    `initializer` runs first in each thread. Methods may be called from several threads.
     """
 
     def __init__(self, count: int, name: str, initializer: Callable[[], None] | None = None) -> None:
         self._count = count
         self._name = name
         self._initializer = initializer
-        self._lock = threading.Lock()  # of the fields below
+        self._lock = threading.Lock()  # guards the fields below
         self._pool: ThreadPoolExecutor | None = None
-        self._pending = 0  # work that has not ended, awaited or not
+        self._pending = 0  # number of calls that have not ended, awaited or not
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """Return `work(*args)`, run in one of the threads."""

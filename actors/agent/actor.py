@@ -1,7 +1,7 @@
 """The node agent: a Ray actor with a node's arenas and staging folders; writes, copies and serves shards.
 
-There is one per node, detached and pinned to it. Its decisions are the NodeMachine's; `NodeEffects` carries
-them out. The methods of this class are the calls of the coordinator and of this node's ranks.
+Each node has one agent: a detached actor, pinned to the node. The NodeMachine makes the agent's decisions,
+and `NodeEffects` carries them out. The coordinator and this node's ranks call the methods of this class.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from ray_ckpt.types import AttemptId, Level, RankRestore
 
 log = logging.getLogger("ray_ckpt.agent")
 
-MAX_ANNOTATING = 64  # annotations of a run that wait; each holds a call and its metrics
-START_S = 60.0  # for a session to begin, for ranks that ask for their ticket
-OUTCOME_SLACK_S = 60.0  # an attempt is settled within its own time-outs; this bounds a forgotten call
-EXIT_AFTER_S = 0.5  # time for the answer to leave
+MAX_ANNOTATING = 64  # waiting annotations of a run; each holds a call and the call's metrics
+START_S = 60.0  # longest wait for a session to begin when ranks request their ticket
+OUTCOME_SLACK_S = 60.0  # after the attempt's own time-outs; bounds a call that nothing answers
+EXIT_AFTER_S = 0.5  # so that the answer is sent before the process ends
 
 
 class NodeAgent:
-    """Endpoints of a node. Orders of the coordinator carry its epoch, and raise Fenced if it is stale."""
+    """Endpoints of a node. Orders of the coordinator carry an epoch; a stale epoch raises Fenced."""
 
     def __init__(self, node_id: str, keys: ServiceKeys, service: str) -> None:
         actual = ray.get_runtime_context().get_node_id()
@@ -60,7 +60,7 @@ class NodeAgent:
         self._runs = NodeRuns(self._node)
         self._effects = NodeEffects(self._node, self._runs.open)
         self._server: PeerServer | None = None
-        self._problem: ConfigError | None = None  # of this node's environment, raised by `card`
+        self._problem: ConfigError | None = None  # error in this node's environment, raised by `card`
         try:
             self._server = PeerServer(
                 os.environ.get(ADDRESS_ENV) or ray.util.get_node_ip_address(),
@@ -78,11 +78,11 @@ class NodeAgent:
         return AgentCard(node_id=self._node.node_id, endpoint=endpoint, staging=staging)
 
     async def describe(self) -> ServiceCard:
-        """Return the service and its runs, for a restarted coordinator."""
+        """Return the service and the runs of this agent, for a restarted coordinator."""
         return ServiceCard(keys=self._node.keys, service=self._service, runs=self._runs.opened())
 
     async def exit(self) -> None:
-        """End this process, so that Ray may give the node back: nothing on it is needed."""
+        """End this process, so that Ray may give the node back: nothing on the node is needed."""
         log.info("nothing here is needed any more; this agent ends")
         asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 0)
 
@@ -93,22 +93,25 @@ class NodeAgent:
         return await self._runs.read_marks(spec)
 
     async def open_run(self, order: OpenRun) -> Inventory:
-        """Check the staging folder and the storage path of a run, and return what is here of it."""
-        async with self._runs.turn(order.run_uid):  # it may be put away at the moment
+        """Check the staging folder and the storage path of a run, and return the run's files on this node."""
+        async with self._runs.turn(order.run_uid):  # the run may be in the middle of being put away
             run = await self._runs.take_up(order.spec, order.run_uid)
             run.use(order.spec)
             await self._effects.obey(run, n.EpochSeen(epoch=order.epoch))
         self._node.watch_cloud()
         if order.spec.options.compress is not None:
             zstd.check_installed()
-        if run.checked_nonce != order.nonce:  # once per coordinator: a hiccup later must not end a group
+        if run.checked_nonce != order.nonce:  # once per coordinator: a later fault must not end a group
             check = partial(run.remote.check_shared, order.nonce, node=self._node.node_id)
             await in_thread(self._node.remote_io, check)
             run.checked_nonce = order.nonce
         return await self.inventory(order.run_uid)
 
     async def put_away(self, order: PutAwayRun) -> bool:
-        """Delete all files of a finished run except `order.kept`, and forget the run. Fenced, OSError."""
+        """Delete all files of a finished run except `order.kept`, and forget the run.
+
+        Fenced if the order is stale; OSError if the disk fails.
+        """
         async with self._runs.turn(order.run_uid):
             run = await self._runs.take_up(order.spec, order.run_uid)
             await self._effects.obey(run, n.RunPutAway(kept=order.kept, epoch=order.epoch))
@@ -142,7 +145,7 @@ class NodeAgent:
         if ended is not None and is_new:
             error = RunSuperseded("A newer training group has opened this run.")
             await run.end_session(ended.session, error)
-        if run.machine.here is None:  # no rank is here any more that could restore from memory
+        if run.machine.here is None:  # no rank of the group is on this node to restore from memory
             run.memory.close_arenas()
         run.use(start.spec)
         run.endpoints, run.is_over, run.is_finished = dict(start.endpoints), False, False
@@ -168,7 +171,7 @@ class NodeAgent:
         self._runs.get(run_uid).endpoints |= dict(endpoints)
 
     async def release_run(self, run_uid: str, is_finished: bool) -> None:
-        """Give the memory back of a run that is over; its checkpoints stay on disk for now."""
+        """Free the memory of a run that is over; the run's checkpoints stay on disk for now."""
         self._runs.get(run_uid).release(is_finished=is_finished)
 
     # -- the coordinator's calls: checkpoints --------------------------------------------------------------
@@ -200,9 +203,9 @@ class NodeAgent:
         await self._effects.obey(run, order)
 
     async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> None:
-        """Copy one fragment's files from here to the storage path, the fragment last.
+        """Copy one fragment's files from this node to the storage path, the fragment itself last.
 
-        CorruptionError if a file here is damaged, OSError if the store or the disk fails.
+        CorruptionError if a file on this node is damaged, OSError if the store or the disk fails.
         """
         run = self._runs.get(run_uid)
         await self._effects.obey(run, n.EpochSeen(epoch=epoch))
@@ -210,7 +213,7 @@ class NodeAgent:
         self._node.count_bytes(run.spec.name, "remote", sent)
 
     async def uploads(self, run_uid: str) -> dict[str, int]:
-        """Return the bytes sent of unfinished uploads to the storage path, by attempt."""
+        """Return, by attempt, the bytes that unfinished uploads have sent to the storage path."""
         sent: dict[str, int] = {}
         for (attempt, _), pace in list(self._runs.get(run_uid).uploads.items()):
             sent[attempt] = sent.get(attempt, 0) + pace.sent_bytes
@@ -221,9 +224,9 @@ class NodeAgent:
         await self._effects.obey(self._runs.get(run_uid), order)
 
     async def scrub(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> tuple[str, ...]:
-        """Read this node's copy of a fragment and its files from the disk; bad files go to quarantine.
+        """Read this node's copy of a fragment and its files from the disk; move bad files to quarantine.
 
-        Returns what differs from its digest. OSError if a file cannot be read at all.
+        Returns the files that differ from their digests. OSError if a file cannot be read at all.
         """
         run = self._runs.get(run_uid)
         await self._effects.obey(run, n.EpochSeen(epoch=epoch))
@@ -232,14 +235,14 @@ class NodeAgent:
     async def scrub_remote(
         self, run_uid: str, attempt: AttemptId, num_nodes: int, node_index: int
     ) -> tuple[str, ...]:
-        """Read a fragment's files on the storage path. Return the bad ones, which are uploaded again."""
+        """Read a fragment's files on the storage path. Return the bad files, to be uploaded again."""
         blocks = partial(self._runs.get(run_uid).remote.blocks, attempt.directory)
         return await in_thread(self._node.remote_io, verify_stored, blocks, node_index, num_nodes)
 
     # -- the ranks' calls: restore and memory ------------------------------------------------------------
 
     async def get_ticket(self, run_uid: str) -> RestoreTicket:
-        """Return what this node's ranks restore."""
+        """Return the ticket of this node's ranks: the checkpoint to restore, and its sources."""
         run = self._runs.get(run_uid)
         await asyncio.wait_for(run.started.wait(), START_S)
         return await require(run.session).restore.ticket()
@@ -252,13 +255,13 @@ class NodeAgent:
         wants: Mapping[RowKey, tuple[int, ...]],
         taken: tuple[RowKey, ...],
     ) -> SharedRows:
-        """Read rows of the checkpoint that several ranks of this node want, once for all of them."""
+        """Read rows that several ranks of this node want, once for all these ranks."""
         run = self._runs.get(run_uid)
         await asyncio.wait_for(run.started.wait(), START_S)
         return await require(run.session).restore.fetch(session, rank, wants, taken)
 
     async def report_restored(self, run_uid: str, session: int, report: RankRestore) -> RestoreTicket | None:
-        """Wait until all ranks have restored. A returned ticket is to be restored instead."""
+        """Wait until all ranks have restored, or return a ticket that the rank restores instead."""
         run = self._runs.get(run_uid)
         if run.session is None:
             raise RunSuperseded("A newer session owns this run.")
@@ -267,9 +270,9 @@ class NodeAgent:
         return await self.get_ticket(run_uid)
 
     async def reserve(self, run_uid: str, rank: int, size_bytes: int, named: bool) -> None:
-        """Raise InsufficientSpace unless memory fits the arena and the disk two checkpoints plus copies.
+        """Raise InsufficientSpace unless the arena fits in memory, and two checkpoints with copies on disk.
 
-        `named`: the arena has to be in /dev/shm.
+        `named` means that the arena has to be in /dev/shm.
         """
         run = self._runs.get(run_uid)
         ranks = run.machine.here.ranks if run.machine.here else (rank,)
@@ -281,7 +284,7 @@ class NodeAgent:
     async def open_arena(
         self, run_uid: str, session: int, rank: int, size_bytes: int, named: bool
     ) -> ArenaGrant:
-        """Make shared memory for a rank in place of the arena that it had."""
+        """Make shared memory for a rank; it replaces the rank's earlier arena."""
         run = self._runs.get(run_uid)
         run.check_session(session)
         arena = await run.memory.open(
@@ -299,13 +302,13 @@ class NodeAgent:
         )
 
     async def signal_page(self, run_uid: str, named: bool) -> str:
-        """Return the path where a rank of this node maps the save signal; `named` as for an arena."""
+        """Return the path of the save signal's page, which ranks map; `named` is as in `reserve`."""
         return self._runs.get(run_uid).memory.signal_page(named=named)
 
     # -- the ranks' calls: saves and liveness --------------------------------------------------------------
 
     async def seal(self, run_uid: str, shard: SealedShard) -> None:
-        """Take over a capture. Returns when the arena may be captured into again."""
+        """Take over a capture; return when the rank may capture into the arena again."""
         run = self._runs.get(run_uid)
         if not run.memory.take_layout(shard):
             reason = f"the arena of rank {shard.rank} is gone"
@@ -319,7 +322,7 @@ class NodeAgent:
         await run.captures.wait_released(shard)
 
     async def skip(self, run_uid: str, attempt: AttemptId, rank: int, reason: str) -> None:
-        """Take note that a rank cannot save."""
+        """Record that a rank cannot save."""
         event = n.SaveFailed(attempt=attempt, rank=rank, reason=reason)
         await self._effects.handle(self._runs.get(run_uid), event)
 
@@ -337,7 +340,7 @@ class NodeAgent:
         return await asyncio.wait_for(run.wait_for(find), limit_s)
 
     async def await_session_end(self, run_uid: str, session: int) -> CheckpointError:
-        """Wait until the session is over, and return why."""
+        """Wait until the session is over, and return the reason."""
         return await self._runs.get(run_uid).await_end(session)
 
     async def annotate(
@@ -361,7 +364,7 @@ class NodeAgent:
         await self._node.request("make_durable", run_uid)
 
     async def report_progress(self, run_uid: str, session: int, rank: int, progress: RankProgress) -> str:
-        """Take the progress of a rank. Return, to rank 0, what is missing on the storage path, or ""."""
+        """Take the progress of a rank. For rank 0, return what is missing on the storage path, or ""."""
         run = self._runs.get(run_uid)
         if rank == 0 and run.missing_is_due():
             self._node.spawn(run.check_missing())
@@ -375,7 +378,7 @@ class NodeAgent:
         return session.awaited if session is not None else ()
 
     async def await_barrier(self, run_uid: str, session: int, rank: int, number: int) -> tuple[int, ...]:
-        """Wait until all ranks of the group have reached a barrier. Return those that did not."""
+        """Wait at a barrier for all ranks of the group. Return the ranks that did not come."""
         run = self._runs.get(run_uid)
         run.check_session(session)
         return await require(run.session).await_barrier(rank, number)

@@ -1,9 +1,9 @@
 """Arenas on the agent's side: shared memory that ranks map, within the limits of the node.
 
-An arena is a memfd, which needs no name and no room in /dev/shm; ranks map it through /proc. Where they may
-not open the agent's files there (ptrace rules, another PID namespace) it is a file in /dev/shm. The size of
-an arena is fixed, and a file in /dev/shm has its blocks allocated at once, so that no rank is killed by
-SIGBUS.
+An arena is a memfd, which needs no name and no room in /dev/shm; ranks map it through /proc. If ranks may
+not open the agent's files there (ptrace rules, another PID namespace), the arena is a file in /dev/shm. The
+size of an arena is fixed, and all blocks of a file in /dev/shm are allocated at once, so that SIGBUS kills no
+rank.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ray_ckpt.types import ARENA_PAGE_BYTES
 
 log = logging.getLogger("ray_ckpt.agent")
 
-MEMORY_RESERVE = 0.05  # share of free memory that arenas leave
+MEMORY_RESERVE = 0.05  # share of free memory that arenas leave unused
 DOUBLE_SHARE = 0.25  # `auto` takes two buffers if both fit into this share of free memory
-SINGLE_SHARE = 0.7  # `auto` takes one buffer if it fits into this one, else a ring: data loaders start later
-STREAM_POLL_S = 0.001  # a block takes some milliseconds to fill
-STREAM_STALL_S = 60.0  # without a new block of a stream; then the rank is dead or stuck
+SINGLE_SHARE = 0.7  # `auto` takes one buffer up to this share, else a ring: data loaders start later
+STREAM_POLL_S = 0.001  # between checks for a block, which takes some milliseconds to fill
+STREAM_STALL_S = 60.0  # longest wait for a block of a stream; after it, the rank counts as dead or stuck
 SHM_FOLDER = Path("/dev/shm")
 ARENA_GIVEN_BYTES = 1 << 20  # beyond the requested size, so that a header that grows a little still fits
-_BESIDES_BYTES = ARENA_GIVEN_BYTES + ARENA_PAGE_BYTES  # of a buffer, besides the shard
+_BESIDES_BYTES = ARENA_GIVEN_BYTES + ARENA_PAGE_BYTES  # bytes of a buffer besides the shard
 _MODES: Mapping[str, ArenaMode] = {"double": "double", "single": "single", "stream": "stream"}
 _COPIES: Mapping[ArenaMode, int] = {"double": 2, "single": 1, "stream": 0}
 
@@ -52,17 +52,17 @@ class ArenaMemory:
         self.memory = map_shared(self._file, 0, total, writable=True)
         self.page = ArenaPage(self.memory)
         self.layout: ShardLayout | None = None
-        self._lock = threading.Lock()  # of the two below
+        self._lock = threading.Lock()  # guards the two fields below
         self._is_populating = False
         self._is_closed = False
 
     @property
     def is_named(self) -> bool:
-        """The memory is a file in /dev/shm."""
+        """True if the memory is a file in /dev/shm."""
         return self._named is not None
 
     def populate(self) -> None:
-        """Allocate all pages, at a second per GB or more; end early when the memory is closed."""
+        """Allocate all pages, which takes a second per GB or more; end early when the memory is closed."""
         with self._lock:
             if self._is_closed:
                 return
@@ -83,7 +83,7 @@ class ArenaMemory:
         return self.memory[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + layout.size_bytes]
 
     def stream(self, layout: ShardLayout, attempt: str) -> Iterator[memoryview]:
-        """Yield the bytes of the shard file in blocks, as the rank fills the ring; the last is cut to size.
+        """Yield the bytes of the shard file in blocks as the rank fills the ring; cut the last block to size.
 
         The rank may overwrite a block once the next one has been requested. Unavailable if the rank gives
         up or stalls.
@@ -94,7 +94,7 @@ class ArenaMemory:
             take = min(left, RING_BLOCK_BYTES)
             yield self.memory[ring_block(index)][:take]
             left, index = left - take, index + 1
-            self._check_stream(attempt)  # or the counters of the ring would be another stream's
+            self._check_stream(attempt)  # otherwise the ring's counters could belong to another stream
             self.page.done_blocks = index
 
     def _await_block(self, index: int, attempt: str, *, is_last: bool) -> None:
@@ -113,7 +113,7 @@ class ArenaMemory:
             raise Unavailable("The rank gave up the stream of its state.")
 
     def close(self) -> None:
-        """Drop the memory; it is freed when no process maps it or uses a part of it here."""
+        """Drop the memory; it is freed when no process maps it and no view of it is left in this process."""
         with self._lock:
             if self._is_closed:
                 return
@@ -125,7 +125,7 @@ class ArenaMemory:
                 self._release()
 
     def _release(self) -> None:
-        self.page.populated_bytes = len(self.memory)  # so that nobody waits for more
+        self.page.populated_bytes = len(self.memory)  # so that no rank waits for more
         os.close(self._file)
 
 
@@ -161,13 +161,13 @@ class RankArena:
         return sum(len(buffer.memory) for buffer in self.buffers if buffer.is_named)
 
     def chunks(self, buffer: ArenaMemory, attempt: str) -> Iterable[memoryview]:
-        """Return the bytes of the shard file; those of a stream can be read once."""
+        """Return the bytes of the shard file; the bytes of a stream can be read only once."""
         layout = buffer.layout
         assert layout is not None
         return buffer.stream(layout, attempt) if self.mode == "stream" else [buffer.data(layout)]
 
     def check(self, buffer: ArenaMemory, attempt: str) -> None:
-        """Raise Unavailable unless `buffer` holds that attempt with the layout that the rank has sent."""
+        """Raise Unavailable unless `buffer` holds `attempt` in the layout that the rank has sent."""
         if buffer.page.sealed != attempt:
             raise Unavailable(f"The rank captured into its arena again before {attempt} was written.")
         header = buffer.layout.header if buffer.layout is not None else b""
@@ -175,7 +175,7 @@ class RankArena:
             raise Unavailable(f"The rank laid its arena out anew before {attempt} was written.")
 
     def find(self, attempt: str) -> ArenaMemory | None:
-        """Return the buffer that holds a complete capture of that attempt."""
+        """Return the buffer that holds a complete capture of `attempt`."""
         if self.mode == "stream":
             return None
         return next((b for b in self.buffers if b.layout is not None and b.page.sealed == attempt), None)
@@ -185,7 +185,7 @@ class RankArena:
             try:
                 for buffer in self.buffers:
                     buffer.populate()
-            except OSError as error:  # the first save takes the page faults, or fails without memory
+            except OSError as error:  # the first save then has the page faults, or fails without memory
                 log.warning("an arena has no memory yet: %s", error)
 
         threading.Thread(target=work, name="ray_ckpt-populate", daemon=True).start()
@@ -208,14 +208,14 @@ def make_arena(
 ) -> RankArena:
     """Make the memory of one rank; all `ranks` of the node will need `all_bytes` of `free_bytes`.
 
-    `mode` is the option `memory`. `named`: in /dev/shm, of which arenas of these ranks have `taken_bytes`
-    already. InsufficientSpace if the mode does not fit, or with `auto` if no mode does.
+    `mode` is the option `memory`. `named` means in /dev/shm, where arenas of these ranks already take
+    `taken_bytes`. InsufficientSpace if the mode does not fit, or, with `auto`, if no mode fits.
     """
     room = ShmRoom.measure(taken_bytes) if named else None
     chosen = choose_mode(mode, all_bytes=all_bytes, free_bytes=free_bytes, ranks=ranks, room=room)
     modes = _SMALLER[chosen] if mode == "auto" else (chosen,)
     failure = OSError()
-    for candidate in modes:  # another process may have taken the memory meanwhile
+    for candidate in modes:  # another process may have taken the memory since `choose_mode`
         size = RING_BYTES if candidate == "stream" else size_bytes + ARENA_GIVEN_BYTES
         try:
             return RankArena(candidate, _buffers(rank, size, 2 if candidate == "double" else 1, named=named))
@@ -231,13 +231,13 @@ def make_arena(
 
 
 def _buffers(rank: int, size: int, count: int, *, named: bool) -> tuple[ArenaMemory, ...]:
-    """Make all buffers; on an OSError none is left."""
+    """Make all buffers; on an OSError, close the buffers already made."""
     made: list[ArenaMemory] = []
     try:
         while len(made) < count:
             made.append(ArenaMemory(rank, size, named=named))
     except OSError:
-        while made:  # the traceback keeps this frame, and a mapping would keep the memory
+        while made:  # the traceback keeps this frame, so an open mapping would keep the memory
             made.pop().close()
         raise
     return tuple(made)
@@ -258,7 +258,7 @@ SHM_HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmRoom:
-    """Space in /dev/shm for the arenas of a run, including what they have there."""
+    """Space in /dev/shm for the arenas of a run, including the space that they already take."""
 
     free_bytes: int
     size_bytes: int
@@ -276,9 +276,9 @@ class ShmRoom:
 def choose_mode(
     mode: str, *, all_bytes: int, free_bytes: int, ranks: int = 1, room: ShmRoom | None = None
 ) -> ArenaMode:
-    """Return the mode for a node whose `ranks` save `all_bytes` in total; `mode` is "auto", or is checked.
+    """Return the mode for a node whose `ranks` save `all_bytes` in total; check it unless "auto".
 
-    `room`: space in /dev/shm, if the memory has to be there. InsufficientSpace if the mode does not fit.
+    `room` is the space in /dev/shm if the memory has to be there. InsufficientSpace if the mode does not fit.
     """
     needed: Mapping[ArenaMode, int] = {
         "double": 2 * (all_bytes + ranks * _BESIDES_BYTES),
@@ -309,12 +309,12 @@ def choose_mode(
 def _mode_that_fits(
     needed: Mapping[ArenaMode, int], all_bytes: int, free_bytes: int, room: ShmRoom | None
 ) -> ArenaMode:
-    """Return the largest mode that leaves enough memory and /dev/shm, else the smallest for /dev/shm."""
+    """Return the largest mode that leaves enough memory and /dev/shm; if none, the smallest in /dev/shm."""
     if room is None:
         if 2 * all_bytes <= DOUBLE_SHARE * free_bytes:
             return "double"
         return "single" if all_bytes <= SINGLE_SHARE * free_bytes else "stream"
-    shm_bytes = SINGLE_SHARE * room.free_bytes  # data loaders and NCCL use it too
+    shm_bytes = SINGLE_SHARE * room.free_bytes  # data loaders and NCCL use /dev/shm too
     if 2 * all_bytes <= DOUBLE_SHARE * free_bytes and needed["double"] <= shm_bytes:
         return "double"
     if all_bytes <= SINGLE_SHARE * free_bytes and needed["single"] <= shm_bytes:
@@ -342,7 +342,7 @@ def _named_file(rank: int, size: int) -> tuple[int, str]:
     path = SHM_FOLDER / f"ray_ckpt-{os.getuid()}-rank{rank}-{secrets.token_hex(8)}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held as long as the agent lives
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock is held as long as the agent lives
         os.posix_fallocate(fd, 0, size)
     except OSError:
         os.close(fd)

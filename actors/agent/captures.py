@@ -1,4 +1,4 @@
-"""Captures that ranks have handed over, until they are written and their memory may be used again."""
+"""Captures that ranks have handed over, kept until they are written and their memory is free again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from ray_ckpt.trainer.link import SealedShard
 from ray_ckpt.types import AttemptId, SaveFacts
 
-MAX_REPORTED = 16  # saves whose times are kept until they are stored; dropped saves make room
+MAX_REPORTED = 16  # saves not stored yet whose times are kept; the oldest, of dropped saves, are removed
 
 
 @dataclass(slots=True)
 class _SaveTimes:
-    """Times of a save, as its ranks report them."""
+    """Times of a save, as the ranks report them."""
 
     mesh: str = ""
     stall_s: float = 0.0
@@ -34,7 +34,7 @@ class Captures:
     def __init__(self) -> None:
         self._sealed: dict[tuple[str, int], SealedShard] = {}
         self._released: dict[tuple[str, int], asyncio.Event] = {}
-        self._writing: set[tuple[str, int]] = set()  # their memory is in use
+        self._writing: set[tuple[str, int]] = set()  # captures whose memory is in use by a write
         self._times: dict[str, _SaveTimes] = {}  # by attempt
 
     def seal(self, shard: SealedShard) -> None:
@@ -52,7 +52,7 @@ class Captures:
         self._released.pop(key, None)
 
     def begin_write(self, attempt: AttemptId, rank: int) -> SealedShard | None:
-        """Return the capture to write; None if it was released, or is being written."""
+        """Return the capture to write; None if the capture was released, or is being written."""
         key = (attempt.attempt, rank)
         shard = self._sealed.get(key)
         if shard is None or key in self._writing:
@@ -64,7 +64,7 @@ class Captures:
         self._writing.discard((shard.attempt.attempt, shard.rank))
 
     def release(self, attempt: AttemptId, rank: int) -> None:
-        """Release a capture, unless it is being written: the end of the write releases it."""
+        """Release a capture, unless it is being written; then the end of the write releases the capture."""
         key = (attempt.attempt, rank)
         if key in self._writing:
             return
@@ -73,7 +73,7 @@ class Captures:
             event.set()
 
     def facts(self, attempt: AttemptId) -> SaveFacts:
-        """Return the facts of a save that has just been stored, and forget them."""
+        """Return the facts of a save that has just been stored, and drop its times."""
         times = self._times.pop(attempt.attempt, None)
         if times is None:
             return SaveFacts()

@@ -1,4 +1,4 @@
-"""Feed events to the machines of the runs on a node, and carry out the effects that they return."""
+"""Feed events to the machines of the runs on a node, and carry out the effects that the machines return."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.types import FileEntry, Fragment
 
-PROBE_EVERY_S = 2.0  # between probes of a peer, each of PROBE_S: copies should be complete soon after
-PROBE_S = 3.0  # for the answer to a probe
-PROBE_FOR_S = 3600.0  # then the next copy probes: a node that is gone is not probed for the whole run
+PROBE_EVERY_S = 2.0  # between probes of a peer, short so that copies are complete soon after its return
+PROBE_S = 3.0  # longest wait for the answer to a probe
+PROBE_FOR_S = 3600.0  # then only the next copy probes again, since the node may be gone for good
 
 
 class NodeEffects:
-    """`runs` are those that are open on this node, by uid."""
+    """Effects of the machines on this node; `runs` are the open runs by uid."""
 
     def __init__(self, node: Node, runs: dict[str, NodeRun]) -> None:
         self._node = node
@@ -37,7 +37,7 @@ class NodeEffects:
             await self._carry_out(run, effect)
 
     async def obey(self, run: NodeRun, order: n.Order) -> None:
-        """Handle an order of a coordinator. Fenced if this node has had an order of a newer one."""
+        """Handle an order of a coordinator. Fenced if a newer coordinator has sent an order to this node."""
         effects = run.machine.handle(order)
         for refused in effects:
             if isinstance(refused, n.RefuseOrder):
@@ -99,7 +99,7 @@ class NodeEffects:
         pool = self._node.stream_io if is_stream else self._node.disk_io
         try:
             files, rows = await in_thread(pool, store_shard, run, shard)
-        except Exception as error:  # whatever it was, the rank must get its arena back
+        except Exception as error:  # after any error, the rank must get its arena back
             event: n.NodeEvent = n.SaveFailed(
                 attempt=shard.attempt, rank=shard.rank, reason=error_text(error)
             )
@@ -131,7 +131,7 @@ class NodeEffects:
             credentials = node.credentials(run.run_uid)
             sent = await in_thread(node.peer_io, send_copy, run, effect, credentials, node.copies)
             node.count_bytes(run.spec.name, "peer", sent)
-        except Exception as failure:  # whatever it was, the coordinator must get a report
+        except Exception as failure:  # after any error, the coordinator must get a report
             error = error_text(failure)
             is_unreachable = isinstance(failure, Unavailable) and bool(failure.fields.get("unreachable"))
         event = n.CopyEnded(
@@ -168,7 +168,7 @@ class NodeEffects:
         )
 
     async def _probe(self, run: NodeRun, peer: str) -> None:
-        """Probe a silent peer until it answers, so that no save has to find out."""
+        """Probe a silent peer until it answers, so that no save has to wait for a peer that is gone."""
         credentials, end_s = self._node.credentials(run.run_uid), time.monotonic() + PROBE_FOR_S
         is_there = False
         while not is_there and not run.is_over and time.monotonic() < end_s:

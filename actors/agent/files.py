@@ -23,12 +23,12 @@ from ray_ckpt.transport.sending import Outgoing, send_files
 from ray_ckpt.transport.wire import FileName, PutRequest
 from ray_ckpt.types import AttemptId, FileEntry, ManifestRow
 
-COPY_BLOCK_BYTES = 8 << 20  # of an arena, between checks that it still holds the attempt
-DRAIN_SPREAD_S = 0.5  # longest random wait before an upload: nodes that failed together retry apart
+COPY_BLOCK_BYTES = 8 << 20  # sent from an arena between two checks that it still holds the attempt
+DRAIN_SPREAD_S = 0.5  # longest random wait before an upload, so that nodes do not all retry at once
 
 
 def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
-    """Hash and write the two files of a rank. The rows cover each byte of both."""
+    """Hash and write the two files of a rank. The returned rows cover each byte of both files."""
     attempt, buffer = shard.attempt, run.memory.buffer_of(shard)
     if buffer is None or buffer.layout is None:
         raise Unavailable(f"the arena of rank {shard.rank} is gone")
@@ -47,7 +47,7 @@ def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...]
         size_bytes=layout.size_bytes,
         spans=spans,
     )
-    arena.check(buffer, attempt.attempt)  # the rank has not captured into it meanwhile
+    arena.check(buffer, attempt.attempt)  # the rank must not have captured into the arena during the write
     stored = run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
     rows = [
         ManifestRow(
@@ -79,7 +79,7 @@ def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...]
 
 def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies: ActiveCopies) -> int:
     """Copy a fragment and its files to a peer, and return the bytes sent."""
-    if not run.machine.reaches(effect.holder):  # found out while this copy was queued
+    if not run.machine.reaches(effect.holder):  # another copy may have failed while this copy was queued
         raise Unavailable("it has not answered since an earlier copy.", unreachable=True)
     held = holding(run, effect.attempt, effect.node_index)
     directory, endpoint = effect.attempt.directory, run.endpoints[effect.holder]
@@ -92,18 +92,18 @@ def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies
     for batch in (
         held.fragment.files,
         (held.entry,),
-    ):  # the fragment implies that its files are there
+    ):  # a stored fragment implies that its files are stored too
         files = [outgoing(file) for file in batch]
         with copies.one():
             try:
                 send_files(endpoint, credentials, files, limiter=run.limiter)
-            except _Recaptured:  # then it is sent from the disk
+            except _Recaptured:  # the second try sends the file from the disk
                 send_files(endpoint, credentials, files, limiter=run.limiter)
     return sum(file.size_bytes for file in (*held.fragment.files, held.entry))
 
 
 def peer_answers(run: NodeRun, peer: str, credentials: Credentials, within_s: float) -> bool:
-    """Return whether a peer answers within that time; True if its address is not known."""
+    """Return whether a peer answers within `within_s`; True if the peer's address is not known."""
     endpoint = run.endpoints.get(peer)
     if endpoint is None:
         return True
@@ -112,7 +112,7 @@ def peer_answers(run: NodeRun, peer: str, credentials: Credentials, within_s: fl
 
 
 def upload(run: NodeRun, attempt: AttemptId, node_index: int, copies: ActiveCopies) -> int:
-    """Upload a fragment and its files to the storage path; copies to peers go first.
+    """Upload a fragment and its files to the storage path, at a lower priority than copies to peers.
 
     Returns the bytes of the files that were uploaded.
     """
@@ -122,7 +122,7 @@ def upload(run: NodeRun, attempt: AttemptId, node_index: int, copies: ActiveCopi
     pace = run.uploads[key] = DrainRateLimiter(run.drain_limiter, copies)
     try:
         for file in (*held.fragment.files, held.entry):
-            if run.machine.is_deleted(attempt.attempt):  # or the step would reappear on the storage path
+            if run.machine.is_deleted(attempt.attempt):  # a late upload would bring the step back
                 raise Unavailable(f"step {attempt.step} is being deleted here")
             path = run.staging.path(run.run_uid, attempt.directory, file.name)
             run.remote.put_file(attempt.directory, file, path, pace=pace, level=run.spec.options.compress)
@@ -132,7 +132,7 @@ def upload(run: NodeRun, attempt: AttemptId, node_index: int, copies: ActiveCopi
 
 
 def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:
-    """Compare a fragment's files with their digests, quarantine bad ones, and return what is wrong."""
+    """Compare a fragment's files with their digests, quarantine bad files, and return the problems found."""
     try:
         num_nodes = holding(run, attempt, node_index).fragment.num_nodes
     except Unavailable:
@@ -153,7 +153,7 @@ def holding(run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:
 
 
 def held_fragment(held: Holding) -> StoredFragment:
-    """Return the entry of the inventory for a fragment."""
+    """Return the inventory's entry for a fragment."""
     fragment = held.fragment
     return StoredFragment(
         attempt=fragment.attempt,
@@ -167,11 +167,11 @@ def held_fragment(held: Holding) -> StoredFragment:
 
 
 class _Recaptured(Exception):
-    """An arena was captured into while it was being sent."""
+    """Raised if a rank captured into an arena while the arena was being sent."""
 
 
 def _wanted_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memoryview]:
-    """Yield a file's bytes. Unavailable once its checkpoint is being deleted: newer ones need the link."""
+    """Yield a file's bytes. Unavailable once its checkpoint is being deleted, to free the link."""
     for block in _stored_bytes(run, attempt, file):
         if run.machine.is_deleted(attempt.attempt):
             raise Unavailable(f"step {attempt.step} is being deleted here")
@@ -179,10 +179,10 @@ def _wanted_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memor
 
 
 def _stored_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memoryview]:
-    """Yield a file's bytes from its arena while that holds them, which spares the disk, else from the disk.
+    """Yield a file's bytes from its arena, which spares the disk, or from the disk if the arena lacks them.
 
-    If the rank captures again meanwhile, the rest comes from the disk, and _Recaptured is raised if a block
-    may have changed while it was sent.
+    If the rank captures again in the meantime, the rest comes from the disk. _Recaptured if a block may have
+    changed while it was sent.
     """
     offset = 0
     for rank, arena in list(run.memory.arenas.items()):

@@ -15,17 +15,17 @@ from ray_ckpt.trainer.link import SealedShard
 
 
 class RankMemory:
-    """Arenas by rank. `named` in a method: the memory has to be in /dev/shm, see `arena`."""
+    """Arenas by rank. In all methods, `named` means that the memory has to be in /dev/shm; see `arena`."""
 
     def __init__(self) -> None:
         self.arenas: dict[int, RankArena] = {}
-        self._reserved: dict[int, int] = {}  # bytes of each rank's coming arena
-        self._opening = asyncio.Lock()  # or another rank's memory would be neither free nor taken
-        self._page: SignalPage | None = None  # made on the first request
-        self._signal = 0  # shown on the page
+        self._reserved: dict[int, int] = {}  # size of each rank's arena, made or not yet made
+        self._opening = asyncio.Lock()  # one arena at a time, so that free memory is measured right
+        self._page: SignalPage | None = None  # made at the first request
+        self._signal = 0  # value shown on the page; 0: none
 
     def reserve(self, rank: int, size_bytes: int, *, ranks: Collection[int], mode: str, named: bool) -> None:
-        """Check that the arenas of all `ranks` of the node will fit. InsufficientSpace."""
+        """Raise InsufficientSpace unless the arenas of all `ranks` of the node will fit."""
         self._reserved = {k: size for k, size in self._reserved.items() if k in ranks} | {rank: size_bytes}
         choose_mode(
             mode,
@@ -45,9 +45,10 @@ class RankMemory:
         is_current: Callable[[], bool],
         pool: Executor,
     ) -> RankArena:
-        """Make the arena of a rank in place of an earlier one. InsufficientSpace.
+        """Make the arena of a rank; it replaces the rank's earlier arena.
 
-        Unavailable if another caller has opened it meanwhile, or `is_current` is false when it is made.
+        InsufficientSpace if the arena does not fit. Unavailable if another caller has opened the rank's arena
+        in the meantime, or if `is_current()` is false once the arena is made.
         """
         if (old := self.arenas.pop(rank, None)) is not None:
             old.close()
@@ -82,22 +83,22 @@ class RankMemory:
         return self._page.path
 
     def show(self, signal: int) -> None:
-        """Show the step at which all ranks save; 0: none."""
+        """Show the step after which all ranks save; 0 means none."""
         self._signal = signal
         if self._page is not None:
             self._page.show(signal)
 
     def buffer_of(self, shard: SealedShard) -> ArenaMemory | None:
-        """Return the memory that a capture is in, or None if this agent does not have it."""
+        """Return the buffer that holds a capture, or None if this agent does not have the buffer."""
         arena = self.arenas.get(shard.rank)
         if arena is None or shard.buffer >= len(arena.buffers):
             return None
         return arena.buffers[shard.buffer]
 
     def take_layout(self, shard: SealedShard) -> bool:
-        """Keep the layout of a capture. Return False if the memory or its layout is not known here.
+        """Keep the layout of a capture. Return False if this agent lacks the memory or its layout.
 
-        It is unknown if this agent was started after the rank got its arena, or a message was lost.
+        Both are missing if this agent was started after the rank got its arena, or if a message was lost.
         """
         buffer = self.buffer_of(shard)
         if buffer is None:
@@ -111,16 +112,16 @@ class RankMemory:
             self.arenas.popitem()[1].close()
 
     def close(self) -> None:
-        """Give all memory back; no rank is left that uses it."""
+        """Free all memory; no rank uses the memory any more."""
         self.close_arenas()
         if self._page is not None:
             self._page.close()
             self._page = None
 
     def _free_bytes(self) -> int:
-        """Return the bytes that arenas of the run may take, including those that they have taken."""
+        """Return the bytes that arenas of the run may take, including the bytes that they already take."""
         return available_memory_bytes() + sum(arena.populated_bytes for arena in self.arenas.values())
 
     def _named_bytes(self) -> int:
-        """Return the bytes that arenas of the run take of /dev/shm."""
+        """Return the bytes that arenas of the run take in /dev/shm."""
         return sum(arena.named_bytes for arena in self.arenas.values())

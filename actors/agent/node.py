@@ -22,15 +22,15 @@ from ray_ckpt.transport.credentials import Credentials, ServiceKeys
 
 log = logging.getLogger("ray_ckpt.agent")
 
-DISK_THREADS = 4  # local work at a time; more would only queue at the device
-STREAM_THREADS = 64  # one per rank of a node: a stream lasts as long as its rank copies, others would wait
-PEER_THREADS = 4  # copies in flight
-PROBE_THREADS = 2  # probes of silent peers at a time; a copy has few holders
-REMOTE_THREADS = 4  # checks and scrubs on storage paths at a time
+DISK_THREADS = 4  # concurrent local work; more would only queue at the device
+STREAM_THREADS = 64  # one per rank of a node, since a stream keeps its thread as long as the rank copies
+PEER_THREADS = 4  # concurrent copies to peers
+PROBE_THREADS = 2  # concurrent probes of silent peers; few, since a copy has few holders
+REMOTE_THREADS = 4  # concurrent checks and scrubs on storage paths
 
 
 class Node:
-    """One per agent. Each pool has one subject, so that a hanging store or peer never stops local work."""
+    """Shared resources of an agent. Each pool has one purpose, so a hanging store stops no local work."""
 
     def __init__(self, node_id: str, keys: ServiceKeys) -> None:
         self.node_id = node_id
@@ -61,8 +61,8 @@ class Node:
         task.add_done_callback(self._tasks.discard)
 
     async def request(self, method: str, *args: Any) -> Any:
-        """Call the coordinator and return its result. Unavailable if it does not answer."""
-        for _ in range(2):  # again with a new handle, if the coordinator was restarted under its name
+        """Call the coordinator and return its result. Unavailable if the coordinator does not answer."""
+        for _ in range(2):  # the second try has a new handle, for a coordinator that was restarted
             if self._coordinator is None:
                 try:
                     self._coordinator = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
@@ -79,14 +79,14 @@ class Node:
         raise Unavailable(f"The coordinator did not answer {method}.")
 
     async def report(self, method: str, *args: Any) -> None:
-        """Call the coordinator; if it is away that costs a save, never the agent."""
+        """Call the coordinator; log a failure, which may cost a save but must not end the agent."""
         try:
             await self.request(method, *args)
         except CheckpointError as error:
             log.warning("the coordinator did not take %s: %s", method, error)
 
     def watch_cloud(self) -> None:
-        """Begin to poll the cloud's metadata service for notices, unless that has begun."""
+        """Begin to poll the cloud's metadata service for notices, unless polling has begun."""
         if not self._watches_cloud:
             self._watches_cloud = True
             self.spawn(self._watch_cloud(CloudNotices.from_environment()))

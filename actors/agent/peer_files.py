@@ -1,4 +1,4 @@
-"""Serve files of this node to peers, and store the copies that they send."""
+"""Serve files of this node to peers, and store the copies that peers send."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ray_ckpt.storage.local.direct import read_blocks_direct
 from ray_ckpt.storage.local.files import size_of
 from ray_ckpt.transport.wire import FileName, PutRequest
 
-MAX_SERVED = 16  # files that peers read here at a time, each with its blocks of read-ahead
-SERVE_WAIT_S = 30.0  # for one of them to end; then the peer gets an error and retries
+MAX_SERVED = 16  # concurrent reads by peers, each with blocks of read-ahead
+SERVE_WAIT_S = 30.0  # wait for another read to end; then the peer gets an error and retries
 
 
 class PeerFiles:
@@ -46,7 +46,10 @@ class PeerFiles:
         return written.digest
 
     def _check_wanted(self, run: NodeRun, name: FileName) -> None:
-        """Raise Unavailable if the folder is being deleted. Before and after: no lost copy may be counted."""
+        """Raise Unavailable if the folder is being deleted.
+
+        Called before and after a write, so that no deleted copy counts.
+        """
         if run.machine.is_deleted(attempt_of(name.directory)):
             raise Unavailable(f"{name.directory} is being deleted here")
 

@@ -1,4 +1,4 @@
-"""Keep the agent out of the way of the training on its node: cores, disks, memory, network."""
+"""Keep the agent from slowing the training on its node: cores, disks, memory, network."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ray_ckpt.transport.sending import Limiter
 
 log = logging.getLogger("ray_ckpt.agent")
 
-NICENESS = 10  # a tenth of a core while training uses all of them
+NICENESS = 10  # a tenth of a core while training uses all cores
 IO_PRIORITY = 7  # the lowest of the best-effort class; the idle class could starve
-MAX_HEAPS = 2  # of malloc; a heap per thread would keep the memory that the thread frees
-DRAIN_YIELDS_S = 0.25  # of each block of 8 MiB, to copies between nodes: drains still get 32 MB/s
-_M_ARENA_MAX = -8  # malloc.h
+MAX_HEAPS = 2  # heaps of malloc; with one per thread, each would keep the memory that the thread frees
+DRAIN_YIELDS_S = 0.25  # wait per block of 8 MiB while copies between nodes run; drains still get 32 MB/s
+_M_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
 
 def yield_to_training() -> None:
-    """Lower this thread's priority for cores and disks. For bulk work; control messages stay prompt."""
+    """Lower this thread's priority for cores and disks; for bulk work, not for control messages."""
     thread = threading.get_native_id()
     try:
         os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
         psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, IO_PRIORITY)
-    except (OSError, psutil.Error, AttributeError) as error:  # a sandbox may refuse; work must go on
+    except (OSError, psutil.Error, AttributeError) as error:  # a sandbox may refuse; the work must go on
         log.warning("bulk work runs at the training's priority: %s", error)
 
 
 def limit_heaps() -> None:
-    """Keep freed memory in few heaps, so that it is used again. Call it before threads start."""
+    """Keep freed memory in few heaps, so that the memory is used again. Call this before threads start."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every libc
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, MAX_HEAPS)
@@ -70,7 +70,7 @@ class ActiveCopies:
 
 
 class DrainRateLimiter:
-    """Rate limit of an upload to the storage path; copies to other nodes go first.
+    """Rate limit of an upload to the storage path, which yields to copies between nodes.
 
     A copy protects a checkpoint against the loss of a node within seconds; a drain has minutes.
     """

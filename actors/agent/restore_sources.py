@@ -1,4 +1,4 @@
-"""Find the sources of a checkpoint: the node's arenas, its disk, peers, the storage path, in this order."""
+"""Find the sources of a checkpoint, in this order: the node's arenas and disk, peers, the storage path."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SourceFinder:
         self._endpoints = endpoints
 
     def ticket(self, plan: SessionPlan) -> RestoreTicket:
-        """Fetch every fragment, check them against the log's root digest, and list each file's sources."""
+        """Fetch all fragments, check them against the log's root digest, and list each file's sources."""
         resume = plan.resume
         assert resume is not None
         checkpoint = resume.checkpoint
@@ -93,9 +93,9 @@ class SourceFinder:
         return tuple(found)
 
     def _manifest(self, resume: ResumePoint) -> list[FragmentVersion]:
-        """Return each fragment, by index, as it was committed.
+        """Return the committed version of each fragment, in the order of the fragments' indexes.
 
-        If the first readable versions do not have the log's root digest, those of all sources are read.
+        If the first readable versions do not match the log's root digest, read the versions of all sources.
         """
         checkpoint = resume.checkpoint
         first: list[FragmentVersion] = []
@@ -124,7 +124,10 @@ class SourceFinder:
         return [found[chosen[name]] for name, found in versions.items()]
 
     def _versions(self, resume: ResumePoint, index: int) -> Iterator[FragmentVersion]:
-        """Yield a fragment from each source where it decodes. NewerFormat if all are of a newer format."""
+        """Yield a fragment from each source where it decodes.
+
+        NewerFormat if none decodes and one has a newer format.
+        """
         newer: NewerFormat | None = None
         is_there = False
         checkpoint = resume.checkpoint

@@ -1,4 +1,4 @@
-"""The restore of one session on one node: its ticket, rows that ranks share, and the group's decision."""
+"""The restore of one session on one node: the ticket, rows that ranks share, and the group's decision."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from ray_ckpt.types import RankRestore
 if TYPE_CHECKING:
     from ray_ckpt.actors.agent.run import NodeRun
 
-RESTORED_AGAIN_S = 2.0  # between reports of the ranks that wait with their restore, per node
+RESTORED_AGAIN_S = 2.0  # between a node's reports of its ranks that have restored and wait for others
 
 
 class NodeRestore:
-    """`report_awaited(method, event)` calls the coordinator, and keeps the ranks that the group waits for."""
+    """The restore of one session on this node.
+
+    `report_awaited(method, event)` calls the coordinator, and keeps the ranks that the group waits for.
+    """
 
     def __init__(
         self, node: Node, run: NodeRun, report_awaited: Callable[[str, m.Event], Awaitable[None]]
@@ -41,7 +44,7 @@ class NodeRestore:
         self._decision: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def ticket(self) -> RestoreTicket:
-        """Return what this node's ranks restore; the manifest is fetched once for all of them."""
+        """Return the ticket of this node's ranks; the manifest is fetched once for all these ranks."""
         if self._ticket is None:
             self._ticket = asyncio.ensure_future(self._make_ticket())
         return await asyncio.shield(self._ticket)
@@ -53,7 +56,7 @@ class NodeRestore:
         wants: Mapping[RowKey, tuple[int, ...]],
         taken: tuple[RowKey, ...],
     ) -> SharedRows:
-        """Read rows that several ranks of this node want, once for all; see `SharedReads.fetch`."""
+        """Read rows that several ranks of this node want, once for all of them; see `SharedReads.fetch`."""
         ticket = await self.ticket()
         if ticket.checkpoint is None or ticket.session != session or self._is_superseded:
             raise Unavailable(f"Session {session} restores nothing here.")
@@ -77,7 +80,7 @@ class NodeRestore:
         return await asyncio.shield(self._decision)
 
     def supersede(self) -> None:
-        """End the restore for a new session."""
+        """End the restore, because a new session begins."""
         self._is_superseded = True
         self.close_shared()
         if not self._decision.done():
@@ -88,7 +91,7 @@ class NodeRestore:
             self._decision.set_exception(error)
 
     def close_shared(self) -> None:
-        """Give back the memory of shared rows."""
+        """Free the memory of shared rows."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None
@@ -109,12 +112,12 @@ class NodeRestore:
                 endpoints=run.endpoints,
             )
             return await in_thread(self._node.disk_io, finder.ticket, plan)
-        except (OSError, CheckpointError) as error:  # like a bad slice: the group falls back together
+        except (OSError, CheckpointError) as error:  # handled like a bad slice: the whole group falls back
             damage = (f"manifest of step {plan.resume.checkpoint.step}: {error_text(error)}",)
             return ticket(checkpoint=plan.resume.checkpoint, damage=damage)
 
     async def _report_waiting(self, plan: SessionPlan) -> None:
-        """Report the ranks that have restored, again and again while they wait for others."""
+        """Report the ranks that have restored, repeatedly while they wait for others."""
         while True:
             await asyncio.wait({self._decision}, timeout=RESTORED_AGAIN_S)
             if self._decision.done():
@@ -133,7 +136,7 @@ class NodeRestore:
             return
         if go and not self._decision.done():
             self.close_shared()
-            self._run.memory.close_arenas()  # of the last session, whose zombies must not write into ours
+            self._run.memory.close_arenas()  # processes of the last session may still write into its arenas
             self._decision.set_result(True)
 
 

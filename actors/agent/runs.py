@@ -25,7 +25,7 @@ class NodeRuns:
         self._node = node
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._stagings: dict[tuple[Path, ...], Disks] = {}
-        self._staging_lock = threading.Lock()  # so that a folder is locked once
+        self._staging_lock = threading.Lock()  # so that each folder is locked only once
 
     def get(self, run_uid: str) -> NodeRun:
         """Return an open run, else raise Unavailable."""
@@ -34,11 +34,11 @@ class NodeRuns:
         return self.open[run_uid]
 
     def turn(self, run_uid: str) -> asyncio.Lock:
-        """Return the lock for opening a run here and for putting it away, so that neither meets the other."""
+        """Return the lock that keeps opening a run and putting it away on this node from overlapping."""
         return self._turns.setdefault(run_uid, asyncio.Lock())
 
     async def take_up(self, spec: RunSpec, run_uid: str) -> NodeRun:
-        """Return the run, opened if necessary."""
+        """Return the run; open it if necessary."""
         if run_uid not in self.open:
             staging = await in_thread(self._node.disk_io, self._open_staging, spec)
             self.open[run_uid] = NodeRun(spec, run_uid, staging)
@@ -49,7 +49,7 @@ class NodeRuns:
         return await in_thread(self._node.disk_io, staging.marks, spec.name, spec.storage_path)
 
     def opened(self) -> tuple[OpenedRun, ...]:
-        """Return the runs that are at work, or that are to be put away."""
+        """Return the runs that are at work or are to be put away."""
         runs = [run for run in self.open.values() if run.is_finished or not run.is_over]
         return tuple(
             OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.plan, epoch=run.machine.epoch)
@@ -57,7 +57,7 @@ class NodeRuns:
         )
 
     def staging_text(self) -> str:
-        """Return the staging folders, with commas."""
+        """Return the staging folders, separated by commas."""
         return ", ".join(str(root) for roots in self._stagings for root in roots)
 
     def _open_staging(self, spec: RunSpec) -> Disks:

@@ -1,4 +1,4 @@
-"""One session on one node: progress of its ranks, barriers, and the restore."""
+"""One session on one node: the progress of the node's ranks, barriers, and the restore."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray_ckpt.agent")
 
-MAX_BARRIERS = 16  # barriers whose result late ranks can still get; the coordinator keeps more
-BARRIER_GATHER_S = 1.0  # for all ranks of a node to reach a barrier; then those that did are reported
-PROGRESS_GATHER_S = 0.9  # each rank reports once a second, in its own phase; this gathers those of a node
+MAX_BARRIERS = 16  # barriers kept so that late ranks get the result; the coordinator keeps more
+BARRIER_GATHER_S = 1.0  # wait for all ranks of a node at a barrier; then the ranks present are reported
+PROGRESS_GATHER_S = 0.9  # time to gather the reports of a node's ranks, one per rank and second
 
 
 class _Barrier:
-    """Ranks of this node at a barrier; `missing` is done when all of the group have met."""
+    """Ranks of this node at a barrier; `missing` is done when the barrier has ended for the whole group."""
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()
-        self.is_reported = False  # all ranks of this node are here, and the coordinator knows
+        self.is_reported = False  # all ranks of this node are at the barrier, which was reported
         self.missing: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
 
 
@@ -43,11 +43,11 @@ class NodeSession:
         self._node = node
         self._run = run
         self._progress: dict[int, RankProgress] = {}  # by rank, until it is forwarded
-        self._barriers: dict[int, _Barrier] = {}  # by number
+        self._barriers: dict[int, _Barrier] = {}  # by the number of the barrier
         self._met = 0  # the highest barrier that all ranks have reached
 
     def supersede(self) -> None:
-        """End the waits of this session for a new one."""
+        """End the waits of this session, because a new session begins."""
         self._end_barriers(RunSuperseded("A newer session owns this run."))
         self.restore.supersede()
 
@@ -57,7 +57,7 @@ class NodeSession:
         self._end_barriers(error)
 
     def add_progress(self, session: int, rank: int, progress: RankProgress) -> None:
-        """Take the progress of a rank; it is forwarded with that of the other ranks."""
+        """Take the progress of a rank, and forward it together with the progress of the other ranks."""
         is_first = not self._progress
         self._progress[rank] = progress
         if is_first:
@@ -84,7 +84,7 @@ class NodeSession:
             log.warning("the coordinator did not take %s: %s", method, error)
 
     async def await_barrier(self, rank: int, number: int) -> tuple[int, ...]:
-        """Wait until all ranks of the group have reached a barrier. Return those that did not."""
+        """Wait at a barrier for all ranks of the group. Return the ranks that did not come."""
         plan, here = self._run.require_plan(), self._run.require_here()
         barrier = self._barriers.get(number)
         if barrier is None:
@@ -100,14 +100,14 @@ class NodeSession:
     async def _report_met(
         self, plan: SessionPlan, number: int, barrier: _Barrier, *, wait_s: float = 0.0
     ) -> None:
-        """Report when all ranks of this node are here, and once before if that takes long."""
+        """Report when all ranks of this node are at the barrier, and once earlier if they take long."""
         await asyncio.wait({barrier.missing}, timeout=wait_s)
         if barrier.is_reported or barrier.missing.done():
             return
         barrier.is_reported = len(barrier.ranks) == len(self._run.require_here().ranks)
         order = (self._run.run_uid, plan.session_key, number, tuple(sorted(barrier.ranks)))
         end_s = time.monotonic() + BARRIER_S
-        while True:  # ranks elsewhere may have been let through, and wait for ours in their next step
+        while True:  # ranks of other nodes may have passed, and wait for this node in the next step
             try:
                 missing = await self._node.request("ranks_met", *order)
                 break

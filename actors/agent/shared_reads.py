@@ -1,13 +1,13 @@
-"""Read rows that several ranks of a node restore once, into memory that these ranks map.
+"""Read once each row that several ranks of a node restore, into memory that these ranks map.
 
 Each rank requests its shared rows in the order of the checkpoint's files; a request also lists the rows that
-the rank has copied since its last one. A row is read and verified when the first rank requests it, and its
-memory is reused when every rank that wants the row has copied it. Memory is bounded; rows that do not fit
-wait for slower ranks.
+the rank has copied since its last request. A row is read and verified when the first rank requests it; the
+row's memory is reused when every rank that wants the row has copied it. Memory is bounded; rows that do not
+fit wait for slower ranks.
 
-There is no deadlock: a rank holds nothing while it requests, and waits for memory only if no row in memory
-waits for that rank. So all ranks that it waits for are copying, or have not started. After SPACE_WAIT_S, or
-for a row that is too large, the rank reads by itself, which is always correct and only slower.
+There is no deadlock: a rank holds nothing during a request, and waits for memory only if no row in memory
+waits for that rank. So all ranks that this rank waits for are copying, or have not started. After
+SPACE_WAIT_S, or for a row that is too large, the rank reads by itself, which is always correct, only slower.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ray_ckpt.types import ManifestRow, Tier
 
 log = logging.getLogger("ray_ckpt.agent")
 
-MAX_SHARED_BYTES = 4 << 30  # a large row has to fit as a whole; unused memory is never touched
-SHARED_MEMORY_PART = 8  # at most one such part of free memory, since arenas need the rest
-LOAD_BYTES = 64 << 20  # of a batch: ranks copy one while the next is being read
-SPACE_WAIT_S = 15.0  # for slower ranks: they may still be building their model
-ALIGNMENT_BYTES = 64  # of a row in memory: a cache line
+MAX_SHARED_BYTES = 4 << 30  # a large row has to fit as a whole; the unused rest takes no memory
+SHARED_MEMORY_PART = 8  # divisor of free memory for the limit of shared rows, since arenas need the rest
+LOAD_BYTES = 64 << 20  # per batch: ranks copy one batch while the next is being read
+SPACE_WAIT_S = 15.0  # longest wait for slower ranks, which may still be building their model
+ALIGNMENT_BYTES = 64  # alignment of a row in memory: one cache line
 
 
 @dataclass(slots=True)
@@ -49,12 +49,12 @@ class _Row:
     offset: int
     waiting: set[int]
     is_ready: bool = False
-    is_bad: bool = False  # no source has it intact
+    is_bad: bool = False  # no source has the row intact
 
 
 @dataclass(slots=True)
 class _Space:
-    """Memory by first fit, the lowest first, so that little of it is touched."""
+    """Allocator by first fit from the lowest offset, so that little memory is touched."""
 
     size_bytes: int
     free: list[tuple[int, int]] = field(default_factory=list)  # (offset, size), ascending, never adjacent
@@ -95,7 +95,7 @@ class SharedReads:
         self._fd = os.memfd_create("ray_ckpt-shared", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, self._space.size_bytes)
         self._huge_bytes = 0  # size of the part with huge pages
-        self._lock = threading.Lock()  # of the descriptor, which a thread may use while it is closed
+        self._lock = threading.Lock()  # guards the descriptor, which `close` may close while a thread uses it
         self._memory: Bytes = np.frombuffer(mmap.mmap(self._fd, self._space.size_bytes), np.uint8)
         self._rows: dict[RowKey, _Row] = {}
         self._refused: dict[RowKey, set[int]] = {}
@@ -105,8 +105,8 @@ class SharedReads:
         self._changed = asyncio.Event()
         self._space_wait_s = SPACE_WAIT_S
         self._is_closed = False
-        self.bytes_read = 0  # from sources, by this agent
-        self.bytes_served = 0  # to ranks
+        self.bytes_read = 0  # bytes that this agent has read from sources
+        self.bytes_served = 0  # bytes that ranks got from this agent
 
     async def fetch(
         self, rank: int, wants: Mapping[RowKey, tuple[int, ...]], taken: Sequence[RowKey]
@@ -128,7 +128,7 @@ class SharedReads:
                 if self._waits_for(rank):
                     break
                 if _now_s() >= deadline_s:
-                    self._space_wait_s = 0.0  # a rank is stuck or dead: the others do not wait for it again
+                    self._space_wait_s = 0.0  # some rank is stuck or dead: wait for it only once
                     break
             await self._change(deadline_s if not found else None)
         for key in wants:
@@ -141,7 +141,7 @@ class SharedReads:
             self._is_closed = True
             self._queue.clear()
             with self._lock:
-                os.close(self._fd)  # the memory goes when the last rank has unmapped it
+                os.close(self._fd)  # the memory is freed when the last rank has unmapped it
             self._memory = np.empty(0, np.uint8)
             self._report()
 
@@ -150,7 +150,7 @@ class SharedReads:
         return known is not None and 0 < known.nbytes <= self._space.size_bytes
 
     def _join(self, rank: int, wants: Mapping[RowKey, tuple[int, ...]]) -> dict[RowKey, _Row]:
-        """Return the wanted rows with memory; new ones get it in order, up to the first that does not fit."""
+        """Return the wanted rows with memory; allocate new rows in order until one does not fit."""
         found: dict[RowKey, _Row] = {}
         is_full = False
         for key, ranks in wants.items():
@@ -176,7 +176,7 @@ class SharedReads:
         return row
 
     def _take(self, rank: int, keys: Iterable[RowKey]) -> None:
-        """Take note that the rank has copied rows; a row that all have copied gives its memory back."""
+        """Record that the rank has copied rows; free each row that all its ranks have copied."""
         for key in keys:
             row = self._rows.get(key)
             if row is None:
@@ -219,7 +219,7 @@ class SharedReads:
             self._report()
 
     def _read(self, memory: Bytes, batch: Sequence[_Row]) -> set[RowKey]:
-        """Read rows into memory, and return the keys of those that were verified. Runs in a thread."""
+        """Read rows into memory, and return the keys of the verified rows. Runs in a thread."""
         self._make_huge(max(row.offset + row.row.nbytes for row in batch))
         parts = {row_key(row.row): memory[row.offset : row.offset + row.row.nbytes] for row in batch}
         good: set[RowKey] = set()
@@ -234,7 +234,7 @@ class SharedReads:
         return good
 
     def _make_huge(self, end: int) -> None:
-        """Use huge pages for the next batches: they are cheaper to fill, and to map in each rank."""
+        """Use huge pages for the next batches: huge pages are cheaper to fill, and to map in each rank."""
         with self._lock:
             if end > self._huge_bytes and not self._is_closed:
                 end = min(self._space.size_bytes, end + LOAD_BYTES)
@@ -242,7 +242,7 @@ class SharedReads:
                 self._huge_bytes = end
 
     async def _change(self, deadline_s: float | None) -> None:
-        """Wait until a row has changed, or the deadline."""
+        """Wait until a row has changed, or until the deadline."""
         changed = self._changed
         timeout_s = None if deadline_s is None else max(0.0, deadline_s - _now_s())
         with contextlib.suppress(TimeoutError):

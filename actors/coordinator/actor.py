@@ -1,8 +1,8 @@
-"""The coordinator: one detached Ray actor per service, for many runs. Its decisions are the RunMachine's.
+"""The coordinator: one detached Ray actor per service, for many runs; a RunMachine decides for each run.
 
-The methods of this class are the calls of agents, launchers and the command line. `Engine` runs the machines,
-`RunOpener` and `Recovery` open runs, `ClusterWatch` looks at nodes, `StatusReader` reads. The log of each run
-has threads of its own, so that a hanging store delays no other run.
+Agents, launchers and the command line call the methods of this class. `Engine` runs the machines, `RunOpener`
+and `Recovery` open runs, `ClusterWatch` checks the nodes, and `StatusReader` computes views for status. Each
+run has separate threads for the run's log, so that a hanging store delays no other run.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from ray_ckpt.types import (
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-LAST_RECORDS_S = 10.0  # for records in flight when the service stops; the next service finds them anyway
+LAST_RECORDS_S = 10.0  # wait for records in flight at a stop; the next service finds later ones too
 LAST_RECORDS_POLL_S = 0.5
-ENDING_S = 120.0  # for the caller of shut_down to kill this actor; then it exits, and Ray restarts it
+ENDING_S = 120.0  # until this actor, if shut_down's caller has not killed it, exits for Ray to restart
 
 
 class Coordinator:
-    """Endpoints of the service. A run is named by its key (`RunSpec.key`), or by its uid for agents."""
+    """Endpoints of the service. Calls name a run by its key (`RunSpec.key`), calls of agents by its uid."""
 
     def __init__(self) -> None:
-        self._problem: ConfigError | None = None  # of this node's environment, raised by `hello`
+        self._problem: ConfigError | None = None  # error in this node's environment, raised by `hello`
         encrypt = True
         try:
             encrypt = is_encrypted()
@@ -83,7 +83,7 @@ class Coordinator:
     async def open_run(self, spec: RunSpec, owner: str) -> str:
         """Open the run's log, start agents on all live nodes, check every path. Return the run uid.
 
-        RunInUse or RunSuperseded if `owner` may not have the run.
+        RunInUse or RunSuperseded if `owner` may not own the run.
         """
         runs = self._engine.runs
         runs.check_not_ending()
@@ -108,7 +108,7 @@ class Coordinator:
         inventories = await self._engine.open_on_nodes(run)
         dead_owner = await self._launchers.await_dead(run, owner)
         origin = await self._find_origin(run)
-        self._engine.runs.check_not_ending()  # agents end then, and the inventories may be empty
+        self._engine.runs.check_not_ending()  # at the end of the service, inventories may be empty
         plan = await self._engine.request(
             run,
             lambda token: m.GroupOpened(
@@ -129,9 +129,9 @@ class Coordinator:
         )
 
     async def _find_origin(self, run: Run) -> Origin | None:
-        """Return the checkpoint of another run that a run without checkpoints begins with.
+        """Return the checkpoint of another run with which a run without checkpoints begins.
 
-        ConfigError or StoragePathError if there is none where the options name one.
+        ConfigError or StoragePathError if the options name a checkpoint that does not exist.
         """
         spec = run.spec
         if run.machine.history.lineage() and spec.options.resume != "never":
@@ -147,9 +147,9 @@ class Coordinator:
         resume: Any,
         owner: str,
     ) -> Joined:
-        """Join one of several worker groups that form one group; `nodes` has the node of each of its ranks.
+        """Join one of several worker groups that form one group; `nodes` has the node of each rank of `part`.
 
-        The last part to arrive opens the group. A part that comes again replaces itself.
+        The last part to arrive opens the group. A part that joins again replaces its earlier entry.
         """
         run = self._engine.runs.get(key)
         pending = run.pending_group
@@ -161,7 +161,7 @@ class Coordinator:
         return await pending.wait(part, run.spec.name)
 
     async def finish(self, key: str, timeout_s: float, has_failed: bool = False) -> CheckpointInfo | None:
-        """End the run, or give it up: wait until its last checkpoint is durable, and return it."""
+        """End or give up the run; return its last checkpoint once that checkpoint is durable."""
         run = await self._opener.reach(key)
         try:
             newest: CheckpointInfo | None = await asyncio.wait_for(
@@ -187,10 +187,10 @@ class Coordinator:
         return await self._status.overview()
 
     async def shut_down(self, force: bool) -> ServiceView:
-        """End all agents; the caller kills this actor then. Return the view from before.
+        """End all agents, and return the view from before; the caller then kills this actor.
 
-        ServiceError, and nothing has changed, if a group is at work or a needed checkpoint is only on the
-        nodes' disks, unless `force`. Nothing is deleted: the next service finds the files.
+        Without `force`, ServiceError if a group is at work or a needed checkpoint is only on the nodes'
+        disks; then nothing has changed. No files are deleted: the next service finds them.
         """
         engine, view = self._engine, await self.overview()
         if (reasons := objections(view) or engine.runs.newcomers(view)) and not force:
@@ -210,7 +210,10 @@ class Coordinator:
         return view
 
     async def pin(self, key: str, step: int, owner: str, expires_in_s: float | None) -> CheckpointInfo:
-        """Pin the newest checkpoint of a step for `owner`, and return it; ConfigError if none is live."""
+        """Pin the newest checkpoint of a step for `owner`, and return it.
+
+        ConfigError if no checkpoint of the step is live.
+        """
         run = await self._opener.reach(key)
         end_s = None if expires_in_s is None else time.time() + expires_in_s
         attempt = checkpoint_to_pin(run.machine.history, step).id.attempt
@@ -229,17 +232,17 @@ class Coordinator:
         return run.machine.history.checkpoints[attempt]
 
     async def drain(self, key: str, attempt: str) -> None:
-        """Order the upload of a checkpoint to the storage path, due or not; does not wait for it."""
+        """Order the upload of a checkpoint to the storage path, due or not; do not wait for its end."""
         run = await self._opener.reach(key)
         await self._engine.request(run, lambda token: m.DrainRequested(token=token, attempt=attempt))
 
     async def drill_sources(self, key: str) -> DrillSources:
-        """Return where a recovery drill finds the run's checkpoints. Unavailable if the run is not open."""
+        """Return the locations of the run's checkpoints, for drills. Unavailable if the run is not open."""
         await self._recovery.ready()
         return await self._status.drill_sources(await self._opener.reach(key))
 
     async def record_drill(self, key: str, result: Drilled) -> None:
-        """Append the result of a drill to the log; returns when it is there."""
+        """Append the result of a drill to the log; return when the record is in the log."""
         run = await self._opener.reach(key)
         await self._engine.request(run, lambda token: m.DrillEnded(token=token, result=result))
 
@@ -300,16 +303,16 @@ class Coordinator:
         return answer is None
 
     async def annotate_by_uid(self, run_uid: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics of a rank; see `annotate`."""
+        """Add metrics that a rank has sent; see `annotate`."""
         await self._recovery.ready()
         await self._annotate(self._engine.runs.by_uid(run_uid), step, metrics)
 
     async def restart_agent(self, node: str) -> None:
-        """Start a new agent on a node whose agent was reported dead, if it is."""
+        """Start a new agent on a node if the node's agent, which was reported dead, is dead."""
         await self._watch.restart_agent(node)
 
     async def node_preempted(self, node: str, notice: Notice) -> None:
-        """Take a notice that a node is about to go; agents repeat it as long as it holds."""
+        """Take a notice that a node is about to go; agents repeat a notice as long as it holds."""
         self._engine.draining.add(node, notice)
 
     async def make_durable(self, run_uid: str) -> None:

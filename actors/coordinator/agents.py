@@ -1,4 +1,4 @@
-"""The node agents of a service: start, find, call and end them."""
+"""Start, find, call and end the node agents of a service."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ray_ckpt.transport.credentials import ServiceKeys
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-AGENT_START_S = 120.0  # a cold node imports torch first
-AGENT_CALL_S = 60.0  # for the answer of an agent
-CARD_S = 5.0  # for calls whose results only status shows
+AGENT_START_S = 120.0  # longest start of an agent; a cold node imports torch first
+AGENT_CALL_S = 60.0  # longest wait for an answer from an agent
+CARD_S = 5.0  # short, for calls whose results are only shown by status
 
 
 class Agents:
@@ -52,11 +52,11 @@ class Agents:
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Address at which each agent serves its peers, by node."""
+        """Addresses at which the agents serve their peers, by node."""
         return {node: card.endpoint for node, card in self.cards.items()}
 
     async def live_nodes(self) -> tuple[str, ...]:
-        """Return all nodes of the cluster, with an agent or without, sorted."""
+        """Return all live nodes of the cluster, with an agent or without, sorted."""
         nodes = await in_thread(self._control_io, ray.nodes)
         return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
 
@@ -82,11 +82,11 @@ class Agents:
         return found
 
     async def request(self, node: str, method: str, *args: Any) -> Any:
-        """Call a node's agent, started if necessary, and return its result; None if it is dying.
+        """Call a node's agent, started if necessary, and return the result; None if the agent is dying.
 
-        A CheckpointError of the agent is raised as it is.
+        A CheckpointError of the agent is raised unchanged.
         """
-        for _ in range(2):  # again with a new agent, if the old one died
+        for _ in range(2):  # the second try has a new agent, for an agent that died
             if self._is_closed:
                 return None
             try:
@@ -133,18 +133,18 @@ class Agents:
         return True
 
     async def read_cards(self) -> None:
-        """Read cards again that name no staging folders, as no run was open when they were read."""
+        """Read again the cards without staging folders, which were read when no run was open."""
         await asyncio.gather(*(self._read_card(node) for node, c in self.cards.items() if not c.staging))
 
     async def _read_card(self, node: str) -> None:
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
             agent = self._actors[node]
             read: AgentCard = await asyncio.wait_for(agent.card.remote(), CARD_S)
-            if self._actors.get(node) is agent:  # or its successor would get a dead agent's address
+            if self._actors.get(node) is agent:  # a new agent must not get the card of a dead one
                 self.cards[node] = read
 
     def forget(self, node: str) -> None:
-        """Drop the agent of a node, which is dead or does not answer."""
+        """Drop the agent of a node, because the agent is dead or does not answer."""
         self._actors.pop(node, None)
         self.cards.pop(node, None)
 

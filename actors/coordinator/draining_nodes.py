@@ -1,4 +1,4 @@
-"""Nodes that are about to go, as announced by clouds and signals."""
+"""Nodes that are about to go, as clouds and signals announce."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ray_ckpt.preemption.notice import Notice
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-NOTICE_HOLDS_S = 60.0  # after the deadline of a notice, or after it was last repeated
-MAX_NOTICE_S = 600.0  # for which a deadline counts without being repeated; clouds give 2 to 5 minutes
+NOTICE_HOLDS_S = 60.0  # how long a notice counts after its deadline, or after its last repetition
+MAX_NOTICE_S = 600.0  # how far ahead a deadline counts without repetition; clouds give 2 to 5 minutes
 
 
 @dataclass(frozen=True, slots=True)
 class _Notified:
-    at_s: float | None  # Unix time at which the node goes, if it is known
+    at_s: float | None  # Unix time at which the node goes; None: not known
     until_s: float  # Unix time until which the notice counts, unless it is repeated
 
 
@@ -41,7 +41,7 @@ class DrainingNodes:
         self._notified[key] = _Notified(notice.deadline_s, until_s)
 
     def forget_signals(self, nodes: Set[str]) -> None:
-        """Discard signals on nodes that a new group uses: they were sent to processes of the last group.
+        """Discard signals on nodes that a new group uses; processes of the last group got these signals.
 
         Ray ends a worker by SIGTERM, and by SIGKILL a moment later, also on a node that stays.
         """
@@ -53,7 +53,7 @@ class DrainingNodes:
         self._notified = {k: v for k, v in self._notified.items() if k[0] in live and now_s < v.until_s}
 
     def left_s(self, by_ray: Mapping[str, float]) -> dict[str, float]:
-        """Return seconds until each node is gone: the soonest of Ray's time, the clouds' and the signals'."""
+        """Return the seconds until each node is gone: the least by Ray, the clouds and the signals."""
         now_s, left_s = time.time(), dict(by_ray)
         for (node, _), notified in self._notified.items():
             if notified.at_s is not None:

@@ -1,6 +1,6 @@
-"""Perform the effects of a run's machine that take long: on its log, its storage path and its nodes.
+"""Perform the long effects of a run's machine: on the run's log, storage path and nodes.
 
-A failure is reported in the event that answers; the machine decides what is tried again, and when.
+The event that answers an effect reports a failure; the machine decides what to try again, and when.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ray_ckpt.types import AttemptId
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-STORE_TIMEOUT_S = 30.0  # for a create; one that takes longer has the outcome "unknown"
-DRAIN_SLACK_S = 900.0  # of a drain, besides the time for its bytes: one part at a time on a poor link
-LEAST_DRAIN_BYTES_PER_S = 1 << 20  # of a node; a slower one counts as stuck
-REMOTE_THREADS = 4  # deletes and descriptions on storage paths, over all runs
-INVENTORY_AGAIN_S = 1.0  # between two inventories
+STORE_TIMEOUT_S = 30.0  # to create a log record; a longer create has the outcome "unknown"
+DRAIN_SLACK_S = 900.0  # time of a drain besides that for its bytes: on a poor link, parts go one by one
+LEAST_DRAIN_BYTES_PER_S = 1 << 20  # a drain of a node that is slower counts as stuck
+REMOTE_THREADS = 4  # for deletes and descriptions on storage paths, over all runs
+INVENTORY_AGAIN_S = 1.0  # wait before an inventory is taken again
 
 Work: TypeAlias = (
     m.Append
@@ -48,17 +48,17 @@ Work: TypeAlias = (
     | m.WriteDescription
     | m.WriteSnapshot
 )
-"""Effects that take long."""
+"""Effects that take long, so they run in tasks."""
 
 
 class Effects:
-    """`is_dead(node)` is called when the agent of a node turns out to be dead."""
+    """Long effects of all runs; `is_dead(node)` is called when the agent of a node is found dead."""
 
     def __init__(self, nodes: RunNodes, is_dead: Callable[[str], None]) -> None:
         self._nodes = nodes
         self._agents = nodes.agents
         self._is_dead = is_dead
-        # Separate from logs and calls to Ray, so that a hanging store stops neither.
+        # Separate from the threads for logs and calls to Ray, so that a hanging store stops neither.
         self.remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
 
     async def perform(self, run: Run, work: Work) -> tuple[m.Event, ...]:
@@ -148,7 +148,7 @@ class Effects:
             error = reason(failure)
             is_damage = isinstance(getattr(failure, "cause", None), CorruptionError)
             if isinstance(failure, ray.exceptions.ActorDiedError | KeyError):
-                self._is_dead(work.node_id)  # no rank may have noticed
+                self._is_dead(work.node_id)  # report the death, since perhaps no rank has noticed
         return m.DrainEnded(
             attempt=work.attempt,
             node_index=work.node_index,
@@ -184,14 +184,14 @@ class Effects:
             return m.RemoteListed(number=work.number, error=reason(failure))
 
     async def _delete_orphans(self, run: Run, work: m.DeleteOrphans) -> None:
-        """Delete orphans; the next listing finds those that are left."""
+        """Delete orphans; the next listing finds the orphans that could not be deleted."""
         try:
             await in_thread(self.remote_io, delete_all, run.remote, work)
         except (OSError, CheckpointError) as failure:
             log.warning("%s: orphans on the storage path are left: %s", run.spec.name, reason(failure))
 
     async def _put_away(self, run: Run, work: m.PutAway) -> m.PutAwayEnded:
-        """Have all live nodes that may hold files of the run delete them; missing agents are started."""
+        """Make all live nodes that may hold files of the run delete them; start missing agents."""
         order = PutAwayRun(spec=run.spec, run_uid=run.run_uid, kept=work.kept, epoch=run.machine.epoch)
         nodes = (run.opened | run.opening | self._agents.nodes) & {*await self._agents.live_nodes()}
         calls = (self._agents.request(node, "put_away", order) for node in nodes)
@@ -229,7 +229,10 @@ class Effects:
 
 
 def _drain_bound_s(run: Run, attempt: AttemptId) -> float:
-    """Return the time after which another holder drains too: the first may be frozen. Twice is harmless."""
+    """Return the time after which another holder drains too, since the first holder may be frozen.
+
+    Two uploads of one fragment do no harm.
+    """
     checkpoint = run.machine.history.checkpoints[attempt.attempt]
     rate = min(LEAST_DRAIN_BYTES_PER_S, run.spec.options.drain_bytes_per_s or LEAST_DRAIN_BYTES_PER_S)
     return DRAIN_SLACK_S + checkpoint.size_bytes / rate

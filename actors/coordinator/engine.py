@@ -1,7 +1,7 @@
 """Feed events to the machines of runs, and carry out the effects that the machines return.
 
-Everything that happens to a run goes through `Engine.handle`. Effects that take long are performed by
-`Effects` in tasks, and their events come back here.
+Every event of a run goes through `Engine.handle`. `Effects` performs long effects in tasks; the events that
+answer these effects also go through `Engine.handle`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from ray_ckpt.transport.credentials import ServiceKeys
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-CONTROL_THREADS = 2  # calls to Ray
-EXIT_AFTER_S = 0.5  # time for log lines to leave
+CONTROL_THREADS = 2  # for calls to Ray, which block
+EXIT_AFTER_S = 0.5  # so that log lines are sent before the process ends
 
 
 class Engine:
-    """The open runs of a service, its agents, and the tasks between them.
+    """The open runs and the agents of a service, and the tasks between them.
 
-    `restart_agent(node)` is called when the agent of a node turns out to be dead.
+    `restart_agent(node)` is called when the agent of a node is found dead.
     """
 
     def __init__(self, keys: ServiceKeys, restart_agent: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-        # Calls to Ray, logs and storage paths have separate threads, so that one that hangs stops no other.
+        # Calls to Ray, logs and storage paths have separate threads, so that a hanging one stops no other.
         self.control_io = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="ray_ckpt-control")
         self.agents = Agents(keys, self.control_io)
         self.draining = DrainingNodes()
@@ -75,7 +75,7 @@ class Engine:
             self.meters.record(run.spec.name, sample)
 
     def advance(self, run: Run) -> None:
-        """Let time pass before an event, so that the machine needs no clock."""
+        """Send the machine the time before an event, so that the machine needs no clock."""
         now_s = time.monotonic()
         if now_s - run.ticked_s < CLOCK_S:
             return
@@ -90,7 +90,7 @@ class Engine:
         return inventories
 
     def send(self, run: Run, node: str, method: str, *args: Any) -> None:
-        """Call an agent in a task. A failure is logged; the next session brings what the agent missed."""
+        """Call an agent in a task. A failure is logged; the next session makes up for a lost call."""
         if node in self.agents.nodes:
             self.spawn(self._sent(run, node, method, self.agents.call(node, method, *args)))
 
@@ -135,8 +135,8 @@ class Engine:
                 if self.runs.is_current(run):
                     del self.runs.open[run.spec.key]
                 if run.was_open and not is_foreign:
-                    # A newer coordinator of this service has claimed the log. If this actor still owns its
-                    # name, Ray restarts it and it recovers; otherwise the process just ends.
+                    # A newer coordinator of this service has claimed the log. If this actor still owns the
+                    # coordinator's name, Ray restarts the actor, which recovers; otherwise it only ends.
                     asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 1)
             case _:
                 self.spawn(self._perform(run, effect))
@@ -149,7 +149,7 @@ class Engine:
             run.changed.notify_all()
 
     def _close(self, run: Run) -> None:
-        """Give up everything of a run except its view, unless the run has been opened again."""
+        """Drop all state of a run except its view, unless the run has been opened again."""
         if not self.runs.is_current(run):
             return
         self.runs.put_away(run, replace(view_of(run, self.agents.nodes), is_put_away=True, nodes=()))

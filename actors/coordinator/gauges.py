@@ -1,4 +1,4 @@
-"""Set the gauges of all runs from time to time; they vanish from Ray's endpoints otherwise."""
+"""Set the gauges of all runs periodically, since Ray's endpoints drop gauges that are not set again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.telemetry import Sample
 
 GOODPUT_EVERY_S = 60.0  # between computations over the whole log
-REPORT_FINISHED_S = 1200.0  # an alert looks a quarter of an hour back for runs that no longer report
+REPORT_FINISHED_S = 1200.0  # longer than the quarter of an hour in which an alert looks for silent runs
 FINISHED = 2.0  # value of the metric run_active
 
 
@@ -24,12 +24,12 @@ class Gauges:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # A thread of its own: goodput of a long log takes seconds.
+        # A separate thread, since computing goodput of a long log takes seconds.
         self._goodput_io = ThreadPoolExecutor(1, thread_name_prefix="ray_ckpt-goodput")
-        self._due_s = 0.0  # monotonic
+        self._due_s = 0.0  # when gauges are next due (monotonic)
 
     def set_due(self) -> None:
-        """Set all gauges, unless that was done within GAUGES_EVERY_S."""
+        """Set all gauges, unless they were set within the last GAUGES_EVERY_S."""
         now_s = time.monotonic()
         if now_s < self._due_s:
             return

@@ -11,11 +11,11 @@ from ray_ckpt.core.values import GroupNode
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.types import GroupPart
 
-PARTS_WAIT_S = 300.0  # for the other parts of a group, whose processes may still be starting
+PARTS_WAIT_S = 300.0  # longest wait for the other parts of a group, whose processes may still be starting
 
 
 class PendingGroup:
-    """Parts of a group that wait for the others; the last one to arrive opens the group for all."""
+    """Parts of a group that wait for the other parts; the last part to arrive opens the group for all."""
 
     def __init__(self, parts: tuple[GroupPart, ...]) -> None:
         self.parts = parts
@@ -24,11 +24,11 @@ class PendingGroup:
 
     @property
     def is_open(self) -> bool:
-        """The group has been opened, or has failed to open."""
+        """True if the group has been opened, or has failed to open."""
         return self._joined.done()
 
     def add(self, part: str, nodes: tuple[str, ...]) -> bool:
-        """Add a part; one that comes again replaces itself. Return whether all parts are here."""
+        """Add a part, or replace its earlier entry. Return whether all parts have arrived."""
         self.nodes[part] = nodes
         return len(self.nodes) == len(self.parts)
 
@@ -46,12 +46,12 @@ class PendingGroup:
             return await asyncio.wait_for(asyncio.shield(self._joined), PARTS_WAIT_S)
         except TimeoutError:
             missing = ", ".join(p.name for p in self.parts if p.name not in self.nodes)
-            self.nodes.pop(part, None)  # or the others would open a group with ranks that have given up
+            self.nodes.pop(part, None)  # the group must not open with ranks that have given up
             raise Unavailable(f"Run {run_name}: the parts {missing} have not joined.") from None
 
 
 def group_nodes(nodes: Sequence[str]) -> tuple[GroupNode, ...]:
-    """Return the ranks by node, where rank k runs on `nodes[k]`."""
+    """Return the nodes with their ranks, where rank k runs on `nodes[k]`."""
     by_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)

@@ -18,18 +18,18 @@ from ray_ckpt.errors import RunConflict, Unavailable
 from ray_ckpt.format.names import record_file
 from ray_ckpt.storage.log_store import read_run
 
-OPEN_LOG_TRIES = 3  # a record of a coordinator that died may still arrive in between
+OPEN_LOG_TRIES = 3  # a late record of a dead coordinator may take the place of the claim
 
 
 class RunOpener:
-    """`on_open()` is called each time that a run is opened."""
+    """Opener of runs; `on_open()` is called each time that a run is opened."""
 
     def __init__(self, engine: Engine, on_open: Callable[[], None]) -> None:
         self._engine = engine
         self._on_open = on_open
 
     async def reach(self, key: str) -> Run:
-        """Return the run; one that was put away, or is about to be, is opened again for a while."""
+        """Return the run; if it was put away, or is about to be, open it again for a while."""
         runs = self._engine.runs
         run, past = runs.open.get(key), runs.past.get(key)
         closing = run if run is not None and run.machine.is_closing else None
@@ -41,9 +41,9 @@ class RunOpener:
         return runs.get(key)
 
     async def open(self, spec: RunSpec, *, owner: str | None, is_wanted: bool = True) -> str:
-        """Open a run, on all live nodes, and return its uid.
+        """Open a run on all live nodes, and return its uid.
 
-        `is_wanted`: a caller waits for the run, so it is not put away at once if it has finished.
+        `is_wanted` means that a caller waits for the run, so a finished run is not put away at once.
         """
         engine = self._engine
         async with engine.runs.turn(spec.key):
@@ -74,7 +74,7 @@ class RunOpener:
         return found is not None and run.machine.view.is_idle
 
     async def _open_log(self, spec: RunSpec, owner: str | None, is_wanted: bool) -> Run:
-        """Read the run's log to its end and append the epoch of this coordinator, if it may own the run."""
+        """Read the run's log to its end; append this coordinator's epoch if it may own the run."""
         engine = self._engine
         marks = await self._read_marks(spec)
         for _ in range(OPEN_LOG_TRIES):
@@ -86,7 +86,8 @@ class RunOpener:
                 read.apply(record, record_digest)
             check_marks(read, run_name=spec.name, marks=marks, resume=spec.options.resume)
             check_claim(read, service=engine.agents.service, owner=owner)
-            await run.log_threads.run(run.remote.leave_nonce, run.nonce)  # only now: it replaces another's
+            # Only after these checks, since the new nonce replaces that of an earlier coordinator.
+            await run.log_threads.run(run.remote.leave_nonce, run.nonce)
             engine.runs.open[spec.key] = run
             event = m.LogOpened(
                 records=records, history=history, run_name=spec.name, fresh_uid=uuid.uuid4().hex
@@ -117,12 +118,12 @@ class RunOpener:
         return tuple(mark for found in answers for mark in found or ())
 
     def _is_decided(self, run: Run) -> bool:
-        """Return whether the epoch of this coordinator, or of another, is in the log."""
+        """Return whether the new epoch in the log is known: this coordinator's, or another's."""
         return run.machine.is_open or not self._engine.runs.is_current(run)
 
 
 def _check_same_log(run: Run, spec: RunSpec) -> None:
-    """Raise RunConflict unless the new storage options lead to the run's own log."""
+    """Raise RunConflict unless the new storage options lead to the log of this run."""
     tier = spec.storage.open()
     tier.probe_log()
     history, records = read_run(tier.log)

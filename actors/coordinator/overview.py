@@ -24,19 +24,19 @@ from ray_ckpt.types import Level
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Facts about a run that its machine does not have."""
+    """Facts about a run that the run's machine does not have."""
 
-    disks: Mapping[str, DiskSpace]  # by node, as last looked at
-    warning: str = ""  # the machine's last one
+    disks: Mapping[str, DiskSpace]  # by node, by the last reading
+    warning: str = ""  # the machine's last warning, "" if there was none
     warned_at_s: float = 0.0  # Unix time of the warning
     owner_lives: bool = True
-    sent_bytes: Mapping[str, int] = field(default_factory=dict)  # of unfinished uploads, by attempt
+    sent_bytes: Mapping[str, int] = field(default_factory=dict)  # bytes of unfinished uploads, by attempt
 
 
 def view_of(
     run: Run, agents: Set[str], *, owner_lives: bool = True, sent_bytes: Mapping[str, int] | None = None
 ) -> RunView:
-    """Return the view of a run as of now; `agents` are the nodes that have one."""
+    """Return the view of a run as of now; `agents` are the nodes that have an agent."""
     seen = Seen(
         disks=run.disks_of(agents),
         warning=run.warning[0],
@@ -80,7 +80,7 @@ def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -
 
 
 def objections(view: ServiceView) -> tuple[str, ...]:
-    """Return why the service should not be stopped: groups at work, checkpoints that only its nodes have."""
+    """Return the reasons not to stop the service: groups at work, needed checkpoints only on its nodes."""
     found = []
     for run in view.runs:
         if run.state in ("opening", "restoring", "training"):
@@ -110,7 +110,7 @@ def _state(machine: RunMachine, seen: Seen) -> RunState:
 
 
 def _step(machine: RunMachine) -> int:
-    """Return the last step that the group at work is known to have completed; 0 without a group."""
+    """Return the last step that the current group is known to have completed; 0 without a group."""
     plan, lineage = machine.plan, machine.history.lineage()
     own = lineage[-1].step if plan is not None and lineage and lineage[-1].id.session == plan.session else 0
     return max(machine.view.last_step, own)
@@ -128,10 +128,10 @@ def _newest(machine: RunMachine, wall_s: float) -> tuple[NewestView, ...]:
 
 
 def _needed(machine: RunMachine, wall_s: float) -> tuple[int, ...]:
-    """Return the steps of checkpoints that are lost with the cluster and that somebody needs.
+    """Return the steps of needed checkpoints that would be lost with the cluster.
 
-    These are newer than all checkpoints on the storage path, pinned, or being uploaded. Other checkpoints
-    that are in the cluster only are about to be retired.
+    These checkpoints are newer than all checkpoints on the storage path, pinned, or being uploaded. Other
+    checkpoints that are only in the cluster are about to be retired.
     """
     lineage = machine.history.lineage()
     durable = next((c.seq for c in reversed(lineage) if c.level >= Level.DURABLE), -1)
@@ -186,9 +186,9 @@ def disk_samples(disks: Mapping[str, DiskSpace], options: RunOptions) -> Iterato
 
 
 def goodput_samples(history: RunHistory) -> tuple[Sample, ...]:
-    """Return goodput and badput as computed from the run's log; () until the log covers a non-zero time.
+    """Return goodput and badput, computed from the run's log; () until the log covers a non-zero time.
 
-    The time that this takes grows with the length of the history.
+    The time of the computation grows with the length of the history.
     """
     found = measure_goodput(tuple(history.sessions.values()), history.checkpoints.values())
     if found.ratios is None:

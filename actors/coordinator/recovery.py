@@ -1,4 +1,4 @@
-"""Take over the runs of a coordinator that died, from the agents that it left behind."""
+"""Take over the runs of a coordinator that died, from its agents, which are still alive."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ray_ckpt.errors import CheckpointError, RunConflict, RunSuperseded
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
-TAKE_OVER_AGAIN_S = 5.0  # until a restarted coordinator tries again to open a log
+TAKE_OVER_AGAIN_S = 5.0  # until a restarted coordinator again tries to open a log
 
 
 class Recovery:
-    """Recovery of a restarted coordinator; it begins with the first call of `ready`."""
+    """Recovery of a restarted coordinator; the first call of `ready` begins the recovery."""
 
     def __init__(self, engine: Engine, opener: RunOpener) -> None:
         self._engine = engine
@@ -46,14 +46,14 @@ class Recovery:
             self._engine.spawn(self._take_over(run))
 
     async def _take_over(self, found: OpenedRun) -> None:
-        """Claim the log of a run that was open, and continue with the group at work."""
+        """Claim the log of a run that was open, and continue with its current group."""
         log.warning("%s: this coordinator takes over from one that died", found.spec.name)
         with self._engine.runs.in_use(found.spec.name):
             if await self._claim(found):
                 await self._continue(found)
 
     async def _claim(self, found: OpenedRun) -> bool:
-        """Open the run, again and again. Return False if another service or run has the log."""
+        """Try to open the run until it is open. Return False if another service or run owns the log."""
         while found.spec.key not in self._engine.runs.open:
             try:
                 await self._opener.open(found.spec, owner=None, is_wanted=False)
@@ -80,7 +80,7 @@ class Recovery:
             engine.send(run, node, "coordinator_returned", run.run_uid, run.machine.epoch)
 
     async def _end_session(self, found: OpenedRun, error: CheckpointError) -> None:
-        """End the session of a group whose run another service has taken."""
+        """End the session of a group whose run another service has taken over."""
         if found.plan is None:
             return
         agents = self._engine.agents

@@ -31,11 +31,11 @@ class RunNodes:
     async def open_on_all(
         self, run: Run, *, checks_storage: bool = False
     ) -> tuple[dict[str, Inventory], m.NodesSeen]:
-        """Start missing agents, open the run on all live nodes, and return what each node holds.
+        """Start missing agents, open the run on all live nodes, and return each node's inventory.
 
-        Raises the configuration error of any node. A node whose new agent does not find the storage path is
-        an error only with `checks_storage`; otherwise the path may be away for a while, and the node is
-        left out.
+        Raises the configuration error of any node. If a node's new agent does not find the storage path, this
+        is an error only with `checks_storage`; otherwise the node is left out, since the path may be away for
+        a while.
         """
         nodes = await self.agents.live_nodes()
         answers = await asyncio.gather(*(self.open_on(run, node) for node in nodes), return_exceptions=True)
@@ -52,7 +52,7 @@ class RunNodes:
         return inventories, self.seen(found, frozenset(inventories))
 
     async def open_on(self, run: Run, node: str) -> Inventory | None:
-        """Open the run on one node. Return what the node holds, or None if its agent is dying."""
+        """Open the run on one node. Return the node's inventory, or None if the node's agent is dying."""
         order = OpenRun(spec=run.spec, run_uid=run.run_uid, nonce=run.nonce, epoch=run.machine.history.epoch)
         inventory: Inventory | None = await self.agents.request(node, "open_run", order)
         return inventory
@@ -62,7 +62,7 @@ class RunNodes:
         return await in_thread(self.control_io, ray_cluster.nodes_now, run.spec.options.failure_domain)
 
     def seen(self, nodes: ray_cluster.NodesNow, live: frozenset[str]) -> m.NodesSeen:
-        """Return the whole state of the nodes, since placement considers all of it each time."""
+        """Return the state of all nodes, since each placement considers all nodes."""
         return m.NodesSeen(
             live=live,
             draining=nodes.draining | self.draining.nodes,

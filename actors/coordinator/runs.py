@@ -17,17 +17,17 @@ MAX_PAST = 100  # finished runs that status still lists after they were put away
 
 
 class Runs:
-    """Open runs, and the finished ones that were put away last; both by the key of their RunSpec."""
+    """Open runs, and the finished runs that were put away last; both by the key of their RunSpec."""
 
     def __init__(self) -> None:
         self.open: dict[str, Run] = {}
         self.past: OrderedDict[str, PastRun] = OrderedDict()
         self.is_ending = False  # the service is being stopped
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._users = Counter[str]()  # calls that are about to have a run, by its name
+        self._users = Counter[str]()  # number of calls that open or use a run, by the run's name
 
     def __iter__(self) -> Iterator[Run]:
-        """Iterate over a copy of the open runs, which may close meanwhile."""
+        """Iterate over a copy, since runs may close during the iteration."""
         return iter(list(self.open.values()))
 
     def get(self, key: str) -> Run:
@@ -44,7 +44,7 @@ class Runs:
         raise Unavailable(f"No run with uid {run_uid} is open here.")
 
     def is_current(self, run: Run) -> bool:
-        """Return whether `run` is open and has not been opened again since."""
+        """Return whether `run` is open, and is not replaced by a later opening of the same run."""
         return self.open.get(run.spec.key) is run
 
     def put_away(self, run: Run, view: RunView) -> None:
@@ -63,7 +63,7 @@ class Runs:
 
     @contextlib.contextmanager
     def in_use(self, run_name: str) -> Iterator[None]:
-        """Object to a stop of the service in the meantime."""
+        """Count as an objection to stopping the service until this context ends."""
         self._users[run_name] += 1
         try:
             yield

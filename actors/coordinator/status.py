@@ -20,11 +20,11 @@ from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core.loss_scenarios import live_checkpoints
 from ray_ckpt.storage.log_store import read_run
 
-MAX_REQUESTED = 64  # agents that one overview calls for their uploads
+MAX_REQUESTED = 64  # agents that one overview calls for their upload progress
 
 
 class StatusReader:
-    """Status as of now; nothing is changed."""
+    """Status as of now; its methods change nothing."""
 
     def __init__(self, engine: Engine, launchers: Launchers) -> None:
         self._engine = engine
@@ -86,7 +86,7 @@ class StatusReader:
         return view_of(run, self._engine.agents.nodes, owner_lives=lives, sent_bytes=sent_bytes)
 
     async def _sent_bytes(self, run: Run) -> dict[str, int]:
-        """Return the bytes sent of unfinished uploads, by attempt; {} if too many nodes upload."""
+        """Return, by attempt, the bytes that unfinished uploads have sent; {} if too many nodes upload."""
         agents = self._engine.agents
         nodes = {node for drain in run.machine.view.drains_underway for node in drain.nodes} & agents.nodes
         if len(nodes) > MAX_REQUESTED:

@@ -1,4 +1,7 @@
-"""Write descriptions, list and delete on a storage path. Functions block; call them from threads."""
+"""Write descriptions, list files and delete files on a storage path.
+
+Functions block; call them from threads.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ log = logging.getLogger("ray_ckpt.coordinator")
 
 
 def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
-    """Check the fragments on the storage path against the log's root digest and write checkpoint.json."""
+    """Check the fragments on the storage path against the log's root digest, then write checkpoint.json."""
     files: list[FileEntry] = []
     for index in range(checkpoint.num_nodes):
         name = fragment_file(index, checkpoint.num_nodes)
@@ -31,7 +34,7 @@ def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
             data = remote.read_whole(checkpoint.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
         except FileNotFoundError:
             if not remote.is_there():
-                raise  # for example a mount that is away; the checkpoint may be intact
+                raise  # for example a missing mount; the checkpoint may be intact
             raise CorruptionError(f"{checkpoint.directory}/{name} is gone from the storage path.") from None
         files += [
             *decode_fragment(data).files,
@@ -52,7 +55,7 @@ def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
 
 
 def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry]) -> None:
-    """Check that every file is there with its size. CorruptionError, OSError."""
+    """Raise CorruptionError unless every file exists with its size; OSError if the store fails."""
     stored = remote.settle(directory)
     for file in files:
         found = stored.get(file.name)
@@ -66,7 +69,7 @@ def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry])
 
 
 def list_remote(remote: RemoteTier, order: m.SweepRemote) -> m.RemoteListed:
-    """Return the checkpoint directories and unfinished uploads, with ages by the clock of the store."""
+    """Return the checkpoint directories and unfinished uploads, with ages by the store's clock."""
     now_s = remote.now_s()
     uploads = []
     try:
@@ -84,7 +87,7 @@ def list_remote(remote: RemoteTier, order: m.SweepRemote) -> m.RemoteListed:
 
 
 def delete_all(remote: RemoteTier, effect: m.DeleteOrphans) -> None:
-    """Delete orphans. OSError; the next listing finds those that are left."""
+    """Delete orphans. OSError if the store fails; the next listing then finds the remaining orphans."""
     for upload in effect.uploads:
         remote.abort(upload.directory, upload.file, upload.upload_id)
     for directory in effect.directories:

@@ -1,4 +1,4 @@
-"""Look at the nodes of the cluster again and again, and report changes to the machines of the runs."""
+"""Check the nodes of the cluster periodically, and report changes to the machines of the runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ClusterWatch:
         self._engine = engine
         self._launchers = launchers
         self._gauges = Gauges(engine)
-        self._checked_s = 0.0  # disks and launchers (monotonic)
+        self._checked_s = 0.0  # when disks and launchers were last checked (monotonic)
         self._ticker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -46,7 +46,7 @@ class ClusterWatch:
             self._ticker.cancel()
 
     async def restart_agent(self, node: str) -> None:
-        """Start a new agent on a node whose agent was reported dead, if it is."""
+        """Start a new agent on a node if the node's agent, which was reported dead, is dead."""
         engine = self._engine
         async with engine.runs.turn(node):
             if not await engine.agents.is_alive(node):
@@ -80,13 +80,13 @@ class ClusterWatch:
             engine.spawn(self._launchers.check_all())
 
     def tick_run(self, run: Run, nodes: NodesNow) -> None:
-        """Report the nodes to a run's machine, and open the run on new ones or release it where it ended."""
+        """Report the nodes to a run's machine; open the run on new nodes, or release it after its end."""
         engine = self._engine
-        if not run.is_ready:  # its log is still being opened: time passes, nodes come later
+        if not run.is_ready:  # the log is still being opened, so only the time is reported
             engine.advance(run)
             return
         live = frozenset(nodes.live)
-        disks, run.disks = run.disks, {}  # each look is reported once
+        disks, run.disks = run.disks, {}  # each reading of a disk is reported once
         engine.handle(run, replace(engine.nodes.seen(nodes, live & run.opened), disks=disks))
         if (is_over := run.machine.view.end_cause is not None) != run.is_released:
             run.is_released = is_over
@@ -99,7 +99,7 @@ class ClusterWatch:
             engine.spawn(self._open_on_fresh(run, sorted(fresh)))
 
     async def _open_on_fresh(self, run: Run, nodes: Iterable[str]) -> None:
-        """Open the run on nodes that joined, or that got a new agent, in the middle of a session."""
+        """Open the run on nodes that joined, or got a new agent, in the middle of a session."""
         for node in nodes:
             try:
                 inventory = await self._engine.nodes.open_on(run, node)
@@ -108,11 +108,11 @@ class ClusterWatch:
                     run.opening.discard(node)
                     self._engine.handle(run, m.NodesJoined(inventories={node: inventory}))
                     await self._rejoin(run, node)
-            except (CheckpointError, ray.exceptions.RayError) as error:  # the next group tries again
+            except (CheckpointError, ray.exceptions.RayError) as error:  # opening the next group tries again
                 log.warning("node %s cannot hold checkpoints of %s: %s", node[:12], run.spec.name, error)
 
     async def _rejoin(self, run: Run, node: str) -> None:
-        """Give a new agent the session at work, and its peers the new agent's address."""
+        """Send the current session to a new agent, and the agent's address to its peers."""
         engine, plan = self._engine, run.machine.plan
         if plan is None:
             return
@@ -141,4 +141,4 @@ class ClusterWatch:
         idle = self._engine.agents.end_idle(needed, max(option.agent_idle_s for option in options))
         for run in runs:
             run.opened.difference_update(idle)
-            run.opening.update(idle)  # or the next tick would start them again; the next group may
+            run.opening.update(idle)  # so that only the next group, not the next tick, starts agents there
