@@ -1,15 +1,16 @@
 """Reading and writing large files with O_DIRECT, past the page cache, with several blocks in flight.
 
-A checkpoint is written once and rarely read on the same node. In the page cache it would displace the
-trainer's data, and writing would wait for pages to be cleared. A writer keeps `DEPTH` write requests of
-`BLOCK_BYTES` in flight while the calling thread hashes, so the digest of a file takes no additional time.
+A checkpoint is written once and rarely read on the same node. In the page cache the file would displace the
+trainer's data, and a write would wait until the kernel has cleared pages. A writer keeps `DEPTH` write
+requests of `BLOCK_BYTES` in flight while the calling thread hashes, so the digest of a file takes no
+additional time.
 
 All bytes are copied through a small pool of aligned buffers in huge pages, even from page-aligned memory that
 the device could read directly. The reason is that a virtual disk reads 4 KiB pages that are scattered over
 the machine's memory (an arena) at half its speed or less, and a process cannot find out whether pages are
-scattered. After the copy the bytes are in the processor's cache, where the hash reads them. Measured, in GB/s: huge pages
-4.3, scattered pages 2.2, scattered pages copied and hashed 3.9. The caller may overwrite a chunk as soon as
-the next chunk is requested.
+scattered. The hash then reads the copied bytes from the processor's cache. Measured, in GB/s: huge pages 4.3,
+scattered pages 2.2, scattered pages copied and hashed 3.9. The caller may overwrite a chunk as soon as the
+next chunk is requested.
 
 If the file system refuses O_DIRECT, and for a last page that is not full, the same calls use the page cache
 and drop the pages of the file from the cache afterwards. Files are published as in `files.py`: the caller
@@ -67,8 +68,8 @@ def write_direct(
     """Write `chunks` to a new fsynced temporary file in `directory`, and hash them on the way.
 
     If `size_bytes` is given, the space is reserved first, so that a full disk fails before any byte is
-    written. `spans` are (offset, nbytes), disjoint and in ascending order. The iterator may overwrite a chunk as
-    soon as the next one is requested.
+    written. `spans` are (offset, nbytes), disjoint and in ascending order. The iterator may overwrite a
+    chunk as soon as the next chunk is requested.
 
     Raise CorruptionError if the total size of `chunks` is not `size_bytes`; ValueError if a span is out of
     order or outside the file; OSError if the disk fails. After any exception the file is deleted.
@@ -105,8 +106,8 @@ def read_blocks_direct(
     """Yield the bytes of `path` from `offset`, read from the medium, in blocks of at most BLOCK_BYTES.
 
     Each view is valid until the next view is requested; up to READ_AHEAD further blocks are read meanwhile.
-    The file is opened by `files.open_file`. If O_DIRECT is refused, the file's pages are dropped from the page
-    cache before and after the read. Raise EOFError if the file is too short.
+    The file is opened by `files.open_file`. If O_DIRECT is refused, the file's pages are dropped
+    from the page cache before and after the read. Raise EOFError if the file is too short.
     """
     file = _File(path, partial(files.open_file, path, within=within))
     try:
@@ -309,7 +310,7 @@ class _File:
         while block.nbytes:
             count = self._try(os.pwrite, block, offset)
             if not self._is_direct:
-                os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)  # begins to write the pages to the disk
+                os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)  # starts to write the pages
             block, offset = block[count:], offset + count
 
     def write_tail(self, data: bytes, offset: int) -> None:
@@ -362,7 +363,7 @@ def _create(path: Path, *, flags: int) -> int:
 def reserve(fd: int, size_bytes: int) -> None:
     """Reserve `size_bytes` in the file system. Raise OSError if there is not enough space.
 
-    `os.posix_fallocate` is not used, because that call writes to each block if the file system cannot reserve space.
+    `os.posix_fallocate` is not used, because that call writes to each block if it cannot reserve.
     """
     while _LIBC.fallocate(fd, 0, 0, size_bytes):
         code = ctypes.get_errno()

@@ -110,7 +110,7 @@ class Disks:
     # -- files ---------------------------------------------------------------------------------------
 
     def path(self, run_uid: str, directory: str, file: str) -> Path:
-        """Return the path of the file; if no disk has the file, the path that a new file would get."""
+        """Return the path of the file; if no disk has the file, a path on one of the disks."""
         return self._stage_of(run_uid, directory, file).path(run_uid, directory, file)
 
     def put(
@@ -145,8 +145,8 @@ class Disks:
     def delete(self, run_uid: str, directory: str) -> None:
         """Delete the files of one checkpoint durably, if there are any; on each disk data before manifests.
 
-        The first disk, which has the fragments, is last. If a disk fails, the others are still processed, then
-        OSError is raised.
+        The first disk, which has the fragments, is last. If a disk fails, process the others, then
+        raise OSError.
         """
         failure: OSError | None = None
         for stage in reversed(self._stages):

@@ -33,9 +33,7 @@ from ray_ckpt.storage.remote.object_store import (
 
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 ENDPOINT = "https://storage.googleapis.com"
-EMULATOR_ENV = (
-    "STORAGE_EMULATOR_HOST"  # Google's clients read it too; an emulator gets no credentials
-)
+EMULATOR_ENV = "STORAGE_EMULATOR_HOST"  # Google's clients read it too; an emulator gets no credentials
 REQUEST_S = 30.0  # time for a request without a body
 BACKOFF_S = 0.2  # wait before the first retry, doubled for each further one: 6 s in all
 UPLOADS_PER_PAGE = 1000  # the largest page of a listing by GCS

@@ -1,8 +1,8 @@
 """S3 and servers with its API. botocore finds credentials, profile, region and endpoint.
 
 Therefore ray_ckpt can open each bucket that `aws s3 ls` can list: with credentials from environment
-variables, from a profile with single sign-on or with a role to assume, or from a container or instance role. Credentials
-stay in this process and are renewed before they expire.
+variables, from a profile with single sign-on or with a role to assume, or from a container or instance role.
+Credentials stay in this process and are renewed before they expire.
 """
 
 from __future__ import annotations
