@@ -23,7 +23,7 @@ MAX_VALUES_BYTES = 400 * 2**20  # memory for the values of one document: ten mil
 
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 _VALUE_BYTES = {b"{": 240, b"[": 96, b":": 48, b",": 40, b'"': 28}
-"""Bytes of memory in CPython for the value that begins with a character of JSON: a dict of one item, a list, an
+"""Bytes of memory in CPython for the value that a character of JSON begins: a dict of one item, a list, an
 item of a dict, a number with the slot for it, half a string."""
 _BLOCK_BYTES = 1 << 20
 _NON_FINITE = ("nan", "inf", "-inf")
@@ -248,7 +248,7 @@ def metrics(value: object, name: str) -> dict[str, float]:
 
 
 def metrics_json(values: Mapping[str, float]) -> dict[str, float | str]:
-    """Return metrics for JSON, with nan, inf and -inf as strings. Raise FormatError for values of other types."""
+    """Return metrics for JSON, with nan, inf and -inf as strings. Raise FormatError for other values."""
     plain = {text(key, "a metric's name"): _to_float(item, f"metrics.{key}") for key, item in values.items()}
     return {key: item if isfinite(item) else repr(item) for key, item in plain.items()}
 

@@ -310,7 +310,7 @@ def _check_tiling(key: str, global_shape: tuple[int, ...], regions: Sequence[Reg
 
 
 def _overlap(regions: Sequence[Region], num_dims: int) -> bool:
-    """Return whether two of the non-empty, distinct `regions` overlap; sweeps along the axis with most cuts."""
+    """Return whether two of the non-empty, distinct `regions` overlap; sweep the axis with most cuts."""
     if len(regions) < 2:
         return False
     axis = max(range(num_dims), key=lambda d: len({offset[d] for offset, _ in regions}))

@@ -155,7 +155,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(data: bytes) -> Iterator[_Chunk]:
-    """Yield the column chunks from the footer; pyarrow is not used, because some damaged footers crash it."""
+    """Yield the column chunks from the footer, without pyarrow, which some damaged footers crash."""
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[-4:] != b"PAR1" or size > len(data) - 12:
         raise FormatError("it has no footer")

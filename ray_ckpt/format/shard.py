@@ -103,7 +103,7 @@ def check_slice(part: Slice) -> int:
 
 
 def build_layout(slices: Iterable[Slice]) -> ShardLayout:
-    """Lay `slices` out in one file without gaps: wider dtypes first, then by key, each slice naturally aligned.
+    """Lay `slices` out in one file without gaps: wider dtypes first, then by key, each naturally aligned.
 
     The first of several slices of a tensor has the tensor's key in the header; the others have other names.
     The result depends on the slices only, not on their order. Raise FormatError for a slice that occurs

@@ -397,7 +397,7 @@ def _seconds(value: object, name: str) -> float | None:
 
 
 def _check_whole(snapshot: LogSnapshot) -> None:
-    """Check all rules that a replay of records checks, because a history is built from a snapshot directly."""
+    """Check all rules that a replay of records checks, since a history is built from a snapshot directly."""
     sessions = {s.session for s in snapshot.sessions}
     attempts = {c.id.attempt for c in snapshot.checkpoints}
     seqs = [c.seq for c in snapshot.checkpoints]

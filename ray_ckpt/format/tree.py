@@ -177,7 +177,7 @@ class _Encoder:
         return self._mapping(value) if isinstance(value, dict) else self._sequence(value)
 
     def _use(self, kept: Kept) -> Any:
-        """Return a placeholder for the text of `kept`, replaced at the end; no tree contains such an object."""
+        """Return a placeholder for the text of `kept` until the end; no tree contains such an object."""
         if kept.text is None:
             num_before = self._num_values
             kept.text = _dumps(self._content(kept.value))

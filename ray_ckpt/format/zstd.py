@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".zst"  # after the name of the raw file
 FRAME_BYTES = 4 << 20  # raw bytes: longer frames compress no better, and each read takes whole frames
-MAX_STORED_BYTES = FRAME_BYTES + (
-    FRAME_BYTES >> 8
-)  # size of a stored frame: ZSTD_COMPRESSBOUND, for random bytes
+MAX_STORED_BYTES = FRAME_BYTES + (FRAME_BYTES >> 8)  # of a stored frame: ZSTD_COMPRESSBOUND, for random bytes
 MAX_FRAMES = 1 << 20  # frames of a file: 4 TiB raw; the table takes 8 MiB, in the file and in a reader
 TAIL_BYTES = 64 << 10  # read first, in one request: the whole table of a file of up to 31 GiB raw
 MAX_RATIO = 0.9  # stored divided by raw; normal fp32 reaches 0.92, bf16 0.78. Restores pay with core time
