@@ -32,7 +32,7 @@ DEFAULT_REGION = "us-east-1"
 RETRIES = {"max_attempts": 5, "mode": "standard"}  # of botocore, for requests about uploads: 15 s at most
 CHECKSUMS = ("signature", "sha256", "crc64nvme")
 """Checksums by which S3 checks each part. signature: the SHA-256 that SigV4 signs, which every S3 server
-supports; crc64nvme: the fastest, only on Amazon's endpoints."""
+supports; crc64nvme: the cheapest, on Amazon's endpoints."""
 
 
 _LOADER = botocore.loaders.create_loader()  # shared, because reading the API's description is slow
