@@ -329,9 +329,9 @@ def trim_log(store: LogStore, now_s: float) -> int:
 
     Repeat the call to delete more. P is the newest intact snapshot that was made before `now_s` -
     TRIM_AFTER_S (Unix time), but never the newest snapshot of the log. The records 1 to P and the snapshots
-    before P are deleted. The snapshots after P are deleted too, except the first intact
-    one (the P of a later call) and the last two. Nothing is deleted while the newest snapshot is damaged: a
-    single damaged file must not cause a loss of records. Raise OSError if the store fails.
+    before P are deleted. The snapshots after P are deleted too, except the first intact one (the P of a later
+    call) and the last two. Nothing is deleted while the newest snapshot is damaged: a single damaged file
+    must not cause a loss of records. Raise OSError if the store fails.
     """
     found, run_uid = _snapshots(store), _run_uid(store)
     read = {seq: _read_snapshot(store, seq, run_uid) for seq in found}

@@ -223,9 +223,9 @@ class RemoteTier:
         """Store a file from this node's disk and return the stored size in bytes.
 
         The file is read once and hashed. If the size or digest differs from `file`, the source is damaged:
-        the file is not published, and CorruptionError is raised. With `level`, a shard is compressed if a
-        samplecompresses well enough. If the shard is already stored in the other form (compressed or
-        raw), that form stays until `settle`. Raise OSError if the store or the disk fails.
+        the file is not published, and CorruptionError is raised. With `level`, a shard is compressed with
+        zstd if a sample compresses well enough. If the shard is already stored in the other form (compressed
+        or raw), that form stays until `settle`. Raise OSError if the store or the disk fails.
         """
         _check_size(file, path)
         name, max_bytes = _name(directory, file.name), file.size_bytes
