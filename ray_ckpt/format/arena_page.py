@@ -8,8 +8,9 @@
     byte 320   16 hex digits of the attempt that is being streamed
     byte 4096  the shard file, or the ring of a stream
 
-Each counter has one writer and its own cache line. It is written after the bytes that it counts. The order of
-stores on x86 keeps this order visible, and elsewhere the interpreter's locking between two Python operations.
+Each counter has one writer and a separate cache line, and is written after the bytes that it counts. Readers
+see this order because of the order of stores on x86, and on other processors because of the interpreter's
+locking between two Python operations.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import struct
 
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
-RING_BLOCK_BYTES = 8 << 20  # one write at the full speed of a disk
-RING_BLOCKS = 16  # 128 MiB a rank: the writes in flight, the block being filled, and room between them
+RING_BLOCK_BYTES = 8 << 20  # large enough to write at the full speed of a disk
+RING_BLOCKS = 16  # 128 MiB for a rank: writes in flight, the block being filled, and filled blocks
 RING_BYTES = RING_BLOCK_BYTES * RING_BLOCKS
 
 _SEAL_BYTES = 16

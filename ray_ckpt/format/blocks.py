@@ -16,7 +16,7 @@ class BlocksEnded(EOFError):
 class BlockCutter:
     """A stream of blocks of any size, read in pieces of any other size.
 
-    A piece may be a view of a block: it is valid until the next one is taken.
+    A piece may be a view of a block and is valid until the next piece is taken.
     """
 
     def __init__(self, blocks: Iterable[Buffer]) -> None:
@@ -24,7 +24,7 @@ class BlockCutter:
         self._rest = memoryview(b"")
 
     def take(self, nbytes: int) -> memoryview:
-        """Return the next `nbytes` bytes, fewer at the end; copied only if they lie in several blocks."""
+        """Return the next `nbytes` bytes, fewer at the end; only bytes from several blocks are copied."""
         self._fill()
         if self._rest.nbytes >= nbytes:
             return self._split(nbytes)
@@ -34,13 +34,13 @@ class BlockCutter:
         return memoryview(piece)
 
     def take_whole(self, nbytes: int) -> memoryview | None:
-        """Return the next `nbytes` bytes if they are at hand in one block."""
+        """Return the next `nbytes` bytes if the current block has all of them."""
         return self._split(nbytes) if nbytes <= self._rest.nbytes else None
 
     def pieces(self, nbytes: int, max_bytes: int | None = None) -> Iterator[memoryview]:
         """Yield the next `nbytes` bytes without a copy, in pieces of at most `max_bytes`.
 
-        BlocksEnded if there are fewer.
+        Raise BlocksEnded if there are fewer bytes.
         """
         while nbytes:
             if not self._fill():
@@ -50,7 +50,7 @@ class BlockCutter:
             yield piece
 
     def at_end(self) -> bool:
-        """Return whether no byte is left; the stream has then run to its end."""
+        """Return whether no byte is left; if so, the stream has been read to the end."""
         return not self._fill()
 
     def _split(self, nbytes: int) -> memoryview:
@@ -58,7 +58,7 @@ class BlockCutter:
         return piece
 
     def _fill(self) -> bool:
-        """Have bytes at hand; False if there are none left."""
+        """Take the next block if the current block is used up; return False if no bytes are left."""
         while not self._rest.nbytes:
             block = next(self._blocks, None)
             if block is None:
@@ -70,7 +70,7 @@ class BlockCutter:
 def merge_ranges(ranges: Iterable[tuple[int, int]], *, gap_bytes: int = 0) -> tuple[tuple[int, int], ...]:
     """Join ranges (offset, size) that follow each other with at most `gap_bytes` between them.
 
-    Without a gap they are the same bytes in the same order, in as few ranges as can be.
+    With `gap_bytes=0` the result has the same bytes in the same order, in as few ranges as possible.
     """
     found: list[tuple[int, int]] = []
     for offset, size in ranges:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def digest(data: Buffer) -> str:
-    """Return the xxh3-128 of `data`, 32 hex digits; releases the GIL for large buffers."""
+    """Return the xxh3-128 of `data` as 32 hex digits; release the GIL for large buffers."""
     return str(xxhash.xxh3_128_hexdigest(data))
 
 

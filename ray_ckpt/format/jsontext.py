@@ -1,7 +1,7 @@
 """JSON of the format: canonical writing, and typed reading of fields.
 
-One spelling per value: sorted keys, UTF-8, no NaN literals, no repeated keys, a newline at the end. Whatever
-is malformed is a FormatError that names the document and the field; nothing else leaves this module.
+One spelling per value: sorted keys, UTF-8, no NaN literals, no repeated keys, a newline at the end. For
+malformed input only FormatError is raised, with the names of the document and the field.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ray_ckpt.format.digest import digest
 
 FORMAT_VERSION = 1
 MAX_INT = 2**63 - 1  # the limit of an int64 column; larger sizes do not occur
-MAX_VALUES_BYTES = 400 * 2**20  # of the values of one document in memory: ten million numbers
+MAX_VALUES_BYTES = 400 * 2**20  # memory for the values of one document: ten million numbers
 
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 _VALUE_BYTES = {b"{": 240, b"[": 96, b":": 48, b",": 40, b'"': 28}
-"""CPython's memory for the value that a character of JSON begins: a dict of one item, a list, an item of a
-dict, a number and its slot, half a string."""
+"""Bytes of memory in CPython for the value that a character of JSON begins: a dict of one item, a list, an
+item of a dict, a number with the slot for it, half a string."""
 _BLOCK_BYTES = 1 << 20
 _NON_FINITE = ("nan", "inf", "-inf")
 Pairs = list[tuple[str, Any]]
 
 
 def dumps(document: object, *, what: str, max_bytes: int, indent: int | None = None) -> bytes:
-    """Return `document` as UTF-8 JSON with sorted keys and a final newline. Raises FormatError."""
+    """Return `document` as UTF-8 JSON with sorted keys and a final newline. Raise FormatError."""
     try:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, sort_keys=True, indent=indent)
         data = text.encode() + b"\n"
@@ -49,7 +49,7 @@ def loads(
     hook: Callable[[Pairs], Any] | None = None,
     final_newline: bool = True,
 ) -> Any:
-    """Return the value of a JSON text; `hook` builds objects from (key, value) pairs. Raises FormatError."""
+    """Return the value of a JSON text; `hook` builds objects from (key, value) pairs. Raise FormatError."""
     check_size(data, what=what, max_bytes=max_bytes)
     if final_newline and not data.endswith(b"\n"):
         raise FormatError(f"{what} is cut short: it does not end in a newline.")
@@ -65,15 +65,15 @@ def loads(
 def dumps_sealed(
     document: Mapping[str, Any], *, what: str, max_bytes: int, indent: int | None = None
 ) -> bytes:
-    """Return the text of `dumps` with a field `digest` over the text without that field."""
+    """Return the text of `dumps` with a field `digest`: the digest of the text without this field."""
     body = digest(dumps(document, what=what, max_bytes=max_bytes))
     return dumps({**document, "digest": body}, what=what, max_bytes=max_bytes, indent=indent)
 
 
 def loads_sealed(data: bytes, *, what: str, max_bytes: int, indent: int | None = None) -> dict[str, Any]:
-    """Return the document of `dumps_sealed`, its format version checked, without `digest`.
+    """Return the document of `dumps_sealed` without `digest`, after a check of the format version.
 
-    The bytes must be exactly what `dumps_sealed` writes for it, so a change of any byte is a FormatError.
+    Raise FormatError unless `data` are exactly the bytes that `dumps_sealed` writes for the document.
     """
     document = mapping(loads(data, what=what, max_bytes=max_bytes), what)
     check_version(document.get("format"), what)
@@ -91,8 +91,8 @@ def loads_if_sealed(
 ) -> dict[str, Any]:
     """Return the document of `dumps_sealed` without `digest`, or an older document without that field.
 
-    An older one has only fields in `known`: writers that add a field also seal the document. So a change of
-    any byte of a sealed document is a FormatError, even of the name of the seal.
+    An older document has only fields in `known`, because all writers of other fields also seal the document.
+    Therefore a change of any byte of a sealed document, even in the name `digest`, raises FormatError.
     """
     document = mapping(loads(data, what=what, max_bytes=max_bytes, final_newline=final_newline), what)
     if "digest" in document:
@@ -107,7 +107,7 @@ def loads_if_sealed(
 def _unsealed(
     document: dict[str, Any], data: bytes, *, what: str, max_bytes: int, indent: int | None
 ) -> dict[str, Any]:
-    """Return `document` without `digest`, checked against `data`."""
+    """Return `document` without `digest`, after a check against `data`."""
     document.pop("digest", None)
     if dumps_sealed(document, what=what, max_bytes=max_bytes, indent=indent) != data:
         raise FormatError(f"{what} is damaged: it does not match its own digest.", what=what)
@@ -136,7 +136,7 @@ def check_values(data: bytes, *, what: str) -> None:
 
 def _values_bytes(data: bytes) -> int:
     """Return the memory of the values of a JSON text; characters within strings do not count."""
-    text = data.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quotation mark begins or ends a string
+    text = data.replace(rb"\\", b"").replace(rb"\"", b"")  # then each quotation mark begins or ends a string
     found, in_string = 0, np.False_
     for offset in range(0, len(text), _BLOCK_BYTES):
         block = np.frombuffer(text[offset : offset + _BLOCK_BYTES], np.uint8)
@@ -149,7 +149,7 @@ def _values_bytes(data: bytes) -> int:
 
 
 def check_version(value: object, what: str) -> None:
-    """Raise NewerFormat unless this code reads format `value`; FormatError if that is no version."""
+    """Raise NewerFormat if format `value` is newer than this code; FormatError if it is no version."""
     version = integer(value, f"{what}: format", low=1)
     if version > FORMAT_VERSION:
         found = f"it is in format {version}, and this one reads up to format {FORMAT_VERSION}"
@@ -159,7 +159,7 @@ def check_version(value: object, what: str) -> None:
 def refuse_newer(data: bytes, *, what: str, max_bytes: int) -> None:
     """Raise NewerFormat if the sealed document `data` is of a newer format, whatever other fields it has.
 
-    Other errors are left to `loads_sealed`.
+    All other errors are raised later by `loads_sealed`.
     """
     try:
         document = loads(data, what=what, max_bytes=max_bytes)
@@ -181,7 +181,7 @@ def newer(what: str, found: str, **fields: object) -> NewerFormat:
 
 
 def unique_keys(pairs: Pairs) -> dict[str, Any]:
-    """Return a JSON object as a dict; FormatError if a key occurs twice."""
+    """Return a JSON object as a dict. Raise FormatError if a key occurs twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise FormatError("an object has the same key twice")
@@ -195,7 +195,7 @@ def integer(value: object, name: str, *, low: int = 0, high: int = MAX_INT) -> i
 
 
 def bounded(value: object, name: str, most: float) -> float:
-    """Return a `number` from -`most` to `most`."""
+    """Return a `number` between -`most` and `most`."""
     if not abs(found := number(value, name)) <= most:
         raise FormatError(f"{name} must be a number from {-most:g} to {most:g}, not {_shown(value)}.")
     return found
@@ -208,7 +208,7 @@ def boolean(value: object, name: str) -> bool:
 
 
 def text(value: object, name: str, *, pattern: re.Pattern[str] | None = None) -> str:
-    """Return `value`, a string that UTF-8 can encode and that matches `pattern`; else FormatError."""
+    """Return `value`. Raise FormatError unless it is a UTF-8 string that matches `pattern`."""
     if type(value) is not str or (pattern is not None and not pattern.match(value)) or _surrogates(value):
         raise FormatError(f"{name} must be {'such a name' if pattern else 'text'}, not {_shown(value)}.")
     return value
@@ -233,7 +233,7 @@ def mapping(value: object, name: str) -> dict[str, Any]:
 
 
 def number(value: object, name: str) -> float:
-    """Return a finite float, also from an integer."""
+    """Return `value`, a finite float or an integer, as a float."""
     if type(value) not in (int, float) or not isfinite(result := _to_float(value, name)):
         raise FormatError(f"{name} must be a finite number, not {_shown(value)}.")
     return result
@@ -248,7 +248,7 @@ def metrics(value: object, name: str) -> dict[str, float]:
 
 
 def metrics_json(values: Mapping[str, float]) -> dict[str, float | str]:
-    """Return metrics for JSON, with nan, inf and -inf as strings; FormatError for other values."""
+    """Return metrics for JSON, with nan, inf and -inf as strings. Raise FormatError for other values."""
     plain = {text(key, "a metric's name"): _to_float(item, f"metrics.{key}") for key, item in values.items()}
     return {key: item if isfinite(item) else repr(item) for key, item in plain.items()}
 
@@ -273,7 +273,7 @@ def _surrogates(value: str) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return a short spelling for an error; only plain values show their content."""
+    """Return a short text of `value` for an error; only plain values are shown with content."""
     if type(value) in (str, int, float, bool) and not (type(value) is int and value.bit_length() > 256):
         return repr(value)[:80]
     return f"a {type(value).__name__}"

@@ -1,8 +1,8 @@
 """The manifest: the slice and the digest of each byte range of each file.
 
 Each node writes one fragment, a Parquet file that any tool can query; `checkpoint.json` lists every file of a
-checkpoint with its digest, so that a directory copied elsewhere stays verifiable. Both are checked in full
-when read, and when written: what a reader would refuse is never stored.
+checkpoint with its digest, so that a copied directory stays verifiable. Both are checked completely when read
+and when written: a file that a reader would refuse is never stored.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ray_ckpt.format.shard import MAX_HEADER_BYTES, check_slice
 from ray_ckpt.format.tree import MAX_TREE_BYTES
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow, Slice
 
-MAX_FRAGMENT_BYTES = 64 * 2**20  # a million rows take about 40 MB; bounds the memory of a reader
-MAX_ROWS = 1_000_000  # of one fragment: eight ranks with 125,000 slices each
-MAX_DESCRIPTION_BYTES = 64 * 2**20  # of checkpoint.json: about 300,000 files
-_MAX_BYTES = {"state": MAX_TREE_BYTES, "header": 8 + MAX_HEADER_BYTES}  # of a row of these kinds
-MAX_CHOICES = 64  # combinations of fragments that differ between holders, which is rare
+MAX_FRAGMENT_BYTES = 64 * 2**20  # bounds a reader's memory; a million rows take about 40 MB
+MAX_ROWS = 1_000_000  # rows of one fragment: eight ranks with 125,000 slices each
+MAX_DESCRIPTION_BYTES = 64 * 2**20  # size of checkpoint.json: about 300,000 files
+_MAX_BYTES = {"state": MAX_TREE_BYTES, "header": 8 + MAX_HEADER_BYTES}  # size of the bytes of a row, by kind
+MAX_CHOICES = 64  # combinations to try if fragments differ between holders, which is rare
 METADATA_KEY = b"ray_ckpt"
 
 _INT64S = pa.list_(pa.int64())
@@ -55,7 +55,7 @@ COLUMNS = pa.schema(
         pa.field("digest", pa.string()),
     ]
 )
-"""The columns of a fragment; item to shape are null unless kind is "slice"."""
+"""The columns of a fragment; the columns from item to shape are null unless kind is "slice"."""
 
 _SLICE_COLUMNS = ("item", "name", "dtype", "global_shape", "offset", "shape")
 _ROW_COLUMNS = ("kind", "file", "byte_offset", "nbytes", "digest")
@@ -65,7 +65,7 @@ Region: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape 
 
 
 FragmentVersion: TypeAlias = tuple[FileEntry, Fragment]
-"""A fragment of one holder, with its own file."""
+"""A fragment of one holder, with the entry of the fragment's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class CheckpointDescription:
 def encode_fragment(fragment: Fragment) -> bytes:
     """Return `fragment` as a Parquet file; equal fragments give equal bytes (with one version of pyarrow).
 
-    Raises FormatError for a fragment that `decode_fragment` would refuse.
+    Raise FormatError for a fragment that `decode_fragment` would refuse.
     """
     _check_fragment(fragment)
     document = {
@@ -118,9 +118,9 @@ def encode_fragment(fragment: Fragment) -> bytes:
 
 
 def decode_fragment(data: bytes) -> Fragment:
-    """Return the fragment in a Parquet file; FormatError for any violation of the format.
+    """Return the fragment in a Parquet file. Raise FormatError for any violation of the format.
 
-    Names, bounds, and that the rows of each file cover it exactly once are checked.
+    Names and bounds are checked, and that the rows of each file cover the file exactly once.
     """
     jsontext.check_size(data, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
     metadata, table = _read_parquet(data)
@@ -196,7 +196,7 @@ def _slice(item: Any, name: Any, dtype: Any, global_shape: Any, offset: Any, sha
 
 
 def _tuples(column: pa.ListArray) -> list[tuple[int, ...] | None]:
-    """Return a column of lists as tuples, equal ones as one object; several times faster than `to_pylist`."""
+    """Return a column of lists as tuples, equal ones as one object; faster than `to_pylist`."""
     values, ends = column.values.to_pylist(), column.offsets.to_pylist()
     present, known = column.is_valid().to_pylist(), dict[tuple[int, ...], tuple[int, ...]]()
     return [
@@ -206,7 +206,7 @@ def _tuples(column: pa.ListArray) -> list[tuple[int, ...] | None]:
 
 
 def version_files(version: FragmentVersion) -> tuple[FileEntry, ...]:
-    """Return the fragment's own file and those that it lists."""
+    """Return the entry of the fragment's file and the entries that the fragment lists."""
     entry, fragment = version
     return entry, *fragment.files
 
@@ -214,10 +214,10 @@ def version_files(version: FragmentVersion) -> tuple[FileEntry, ...]:
 def choose_fragments(
     versions: Mapping[str, Mapping[str, Sequence[FileEntry]]], expected: str
 ) -> dict[str, str] | None:
-    """Return the digest of each fragment, by name, so that all together have the root digest `expected`.
+    """Return a digest for each fragment name, so that all files together have the root digest `expected`.
 
-    None if none of the first MAX_CHOICES combinations has. `versions` has the `version_files` by fragment and
-    digest.
+    Return None if none of the first MAX_CHOICES combinations has this root digest. `versions` has the
+    `version_files` by fragment name and digest.
     """
     found = sorted(versions)
     for choice in islice(product(*(versions[name] for name in found)), MAX_CHOICES):
@@ -231,7 +231,7 @@ def choose_fragments(
 
 
 def encode_checkpoint(description: CheckpointDescription) -> bytes:
-    """Return the bytes of `checkpoint.json`; equal descriptions give equal bytes. Raises FormatError."""
+    """Return the bytes of `checkpoint.json`; equal descriptions give equal bytes. Raise FormatError."""
     _check_description(description)
     document = {
         **_attempt_json(description.attempt),
@@ -245,7 +245,7 @@ def encode_checkpoint(description: CheckpointDescription) -> bytes:
 
 
 def decode_checkpoint(data: bytes) -> CheckpointDescription:
-    """Return the content of `checkpoint.json`; a change of any byte is a FormatError."""
+    """Return the content of `checkpoint.json`. Raise FormatError if any byte was changed."""
     document = jsontext.loads_sealed(data, what=CHECKPOINT_JSON, max_bytes=MAX_DESCRIPTION_BYTES, indent=1)
     description = CheckpointDescription(
         attempt=_attempt(document),
@@ -263,10 +263,11 @@ def decode_checkpoint(data: bytes) -> CheckpointDescription:
 
 
 def check_coverage(rows: Iterable[ManifestRow]) -> None:
-    """FormatError, naming the tensor, unless the slices of each tensor cover it exactly.
+    """Raise FormatError, with the tensor's name, unless the slices of each tensor cover the tensor exactly.
 
     The same region may be stored more than once; different regions must not overlap. All slices of a tensor
-    must agree on dtype and global shape. Costs one sort per tensor, more for grids over several dimensions.
+    must agree on dtype and global shape. The check takes one sort per tensor, and more for grids over several
+    dimensions.
     """
     tensors: dict[str, dict[Region, Slice]] = defaultdict(dict)
     for row in rows:
@@ -282,7 +283,7 @@ def check_coverage(rows: Iterable[ManifestRow]) -> None:
 
 
 def uncovered(rows: Iterable[ManifestRow]) -> Iterator[str]:
-    """Return the problem of each tensor that fails `check_coverage`, as text."""
+    """Yield a text about each tensor that fails `check_coverage`."""
     for _, slices in by_tensor(rows):
         try:
             check_coverage(slices)
@@ -291,7 +292,7 @@ def uncovered(rows: Iterable[ManifestRow]) -> Iterator[str]:
 
 
 def by_tensor(rows: Iterable[ManifestRow]) -> Iterator[tuple[str, Sequence[ManifestRow]]]:
-    """Yield the slices of each tensor, with its item."""
+    """Yield the item and the slices of each tensor."""
     tensors: dict[tuple[str, str], list[ManifestRow]] = {}
     for row in rows:
         if row.slice is not None:
@@ -309,7 +310,7 @@ def _check_tiling(key: str, global_shape: tuple[int, ...], regions: Sequence[Reg
 
 
 def _overlap(regions: Sequence[Region], num_dims: int) -> bool:
-    """Return whether two of the non-empty, distinct `regions` overlap: a sweep along the most cut axis."""
+    """Return whether two of the non-empty, distinct `regions` overlap; sweep the axis with most cuts."""
     if len(regions) < 2:
         return False
     axis = max(range(num_dims), key=lambda d: len({offset[d] for offset, _ in regions}))
@@ -337,7 +338,7 @@ def _attempt_json(attempt: AttemptId) -> dict[str, Any]:
         "session": attempt.session,
         "step": attempt.step,
         "attempt": attempt.attempt,
-        **({"epoch": attempt.epoch} if attempt.epoch else {}),  # older checkpoints lack the field
+        **({"epoch": attempt.epoch} if attempt.epoch else {}),  # older checkpoints do not have the field
     }
 
 

@@ -11,10 +11,10 @@ from ray_ckpt.types import AttemptId
 CHECKPOINT_JSON = "checkpoint.json"
 CHECKPOINTS_DIR = "checkpoints"
 LOG_DIR = "log"
-SNAPSHOT_PREFIX = "snapshot-"  # of names of snapshots in the log
+SNAPSHOT_PREFIX = "snapshot-"  # begins the names of snapshots in the log
 SERVICE_DIR = "ray_ckpt"  # <storage_path>/<run>/ray_ckpt
 
-MAX_RANKS = 999_999  # of a group; also of nodes and copies: the limit of 6 digits in file names
+MAX_RANKS = 999_999  # ranks of a group, also nodes and copies: the limit of 6 digits in file names
 
 _DIRECTORY = re.compile(r"(\d{12})-([0-9a-f]{16})\Z")
 _FILE = re.compile(
@@ -29,10 +29,10 @@ _RUN_UID = re.compile(r"[0-9a-f]{32}\Z")
 
 
 def make_attempt(*, run_uid: str, session: int, step: int, attempt: int, epoch: int = 0) -> AttemptId:
-    """Return the id of try number `attempt` at a step, which all ranks compute alike.
+    """Return the id of try number `attempt` to save at a step; all ranks compute the same id.
 
-    `epoch` is the epoch of the coordinator that opened the session. The number of a session that did not get
-    into the log may be used again; the pair of number and epoch is unique.
+    `epoch` is the epoch of the coordinator that opened the session. The number of a session
+    that is not in the log may be used again; the pair of number and epoch is unique.
     """
     name = digest(f"{run_uid}/{epoch}/{session}/{step}/{attempt}".encode())[:16]
     return AttemptId(run_uid=run_uid, session=session, step=step, attempt=name, epoch=epoch)
@@ -70,7 +70,7 @@ def snapshot_file(seq: int) -> str:
 
 
 def snapshot_seq(name: str) -> int | None:
-    """Return the last record that a snapshot covers by its file name, or None for other names."""
+    """Return the number of the last record in a snapshot from the file name, or None for other names."""
     match = _SNAPSHOT.match(name)
     return int(match.group(1)) if match else None
 
@@ -94,14 +94,14 @@ def is_data_name(name: str) -> bool:
 
 
 def check_directory(name: str) -> str:
-    """Return `name` if it is a checkpoint directory's; else FormatError."""
+    """Return `name` if it is the name of a checkpoint directory. Raise FormatError otherwise."""
     if not is_directory_name(name):
         raise FormatError(f"{name!r} is not a checkpoint directory name.", name=name)
     return name
 
 
 def check_file(name: str) -> str:
-    """Return `name` if it is a file name of the format, which has no path; else FormatError."""
+    """Return `name` if it is a file name of the format, without a path. Raise FormatError otherwise."""
     if not is_file_name(name):
         raise FormatError(f"{name!r} is not a file name of a checkpoint.", name=name)
     return name
@@ -114,7 +114,7 @@ def check_run_uid(uid: str) -> str:
 
 
 def check_run_name(name: str) -> str:
-    """Return `name` if it can be a folder on every store; else ConfigError."""
+    """Return `name` if it can be a folder on every store. Raise ConfigError otherwise."""
     if not _RUN_NAME.match(name):
         raise ConfigError(
             f"The run name {name!r} cannot be a folder name.",

@@ -1,8 +1,8 @@
 """Reader of untrusted Parquet files in bounded memory.
 
 A file of a few KB may unpack to gigabytes: a page that compresses well, a dictionary of one long text that
-every row repeats, lists of any length. So the size of each page is read before anything is unpacked, and
-texts stay dictionaries, each of which is made once. https://github.com/apache/parquet-format
+every row repeats, lists of any length. Therefore the size of each page is read before anything is unpacked,
+and texts stay dictionaries, in which each text is created once. https://github.com/apache/parquet-format
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 
 from ray_ckpt.errors import FormatError
 
-MAX_UNPACKED_BYTES = 256 * 2**20  # of all pages; a million rows of a manifest take about 120 MB
-MAX_TEXT_BYTES = 1024 * 2**20  # of the texts of all rows, repeated ones included
-MAX_FREE_VALUES = 2**20  # of a column, in a file of any size; beyond it one for each byte of the file
-MAX_FREE_ROWS = 2**17  # likewise
-MAX_THRIFT_ITEMS = 1000  # of a list in the footer: row groups, columns
-_MAX_DEPTH = 8  # of structs in the footer, which has 5
+MAX_UNPACKED_BYTES = 256 * 2**20  # unpacked size of all pages; a million rows of a manifest take about 120 MB
+MAX_TEXT_BYTES = 1024 * 2**20  # size of the texts of all rows, repeated texts included
+MAX_FREE_VALUES = 2**20  # values of a column in any file; larger files may have one more for each byte
+MAX_FREE_ROWS = 2**17  # rows in any file; larger files may have one more for each byte
+MAX_THRIFT_ITEMS = 1000  # items of a list in the footer: row groups, columns
+_MAX_DEPTH = 8  # nested structs in the footer; real footers have 5
 
 _PHYSICAL = {pa.string(): 6, pa.int64(): 2, pa.float64(): 5}  # BYTE_ARRAY, INT64, DOUBLE
 T = TypeVar("T")
@@ -30,7 +30,7 @@ T = TypeVar("T")
 def read_table(data: bytes, schema: pa.Schema, *, max_rows: int) -> pa.Table:
     """Return the columns of `schema` in the file, with texts as dictionaries.
 
-    FormatError if it unpacks to more than the limits above; errors of pyarrow if it is no Parquet file.
+    Raise FormatError if the file exceeds the limits above; errors of pyarrow if it is no Parquet file.
     """
     _check_pages(data, schema)
     there = set(column_names(data))
@@ -141,7 +141,7 @@ def _check_pages(data: bytes, schema: pa.Schema) -> None:
             num_values[name] = num_values.get(name, 0) + page_values
             if unpacked_bytes > MAX_UNPACKED_BYTES:
                 raise FormatError(f"its columns unpack to more than {MAX_UNPACKED_BYTES} bytes")
-            if num_values[name] > 2 * (MAX_FREE_VALUES + len(data)):  # a map has two leaves
+            if num_values[name] > 2 * (MAX_FREE_VALUES + len(data)):  # twice, because a map has two leaves
                 raise FormatError(f"the column {name} has too many values for {len(data)} bytes")
 
 
@@ -155,7 +155,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(data: bytes) -> Iterator[_Chunk]:
-    """Yield the column chunks from the footer, before pyarrow, which some damaged footers crash."""
+    """Yield the column chunks from the footer, without pyarrow, which some damaged footers crash."""
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[-4:] != b"PAR1" or size > len(data) - 12:
         raise FormatError("it has no footer")
@@ -163,7 +163,7 @@ def _chunks(data: bytes) -> Iterator[_Chunk]:
     for group in _of(footer, 4, list):
         for column in _of(group, 1, list):
             meta = _of(column, 3, dict)
-            if not _of(meta, 5, int):  # values: no page is read, and there may be none
+            if not _of(meta, 5, int):  # no values: no page is read, and there may be no page
                 continue
             first, path = _of(meta, 9, int), _of(meta, 3, list)
             start = meta.get(11)

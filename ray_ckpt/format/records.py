@@ -1,9 +1,9 @@
-"""The records of a run's log: one small JSON file each, linked by the digest of the one before.
+"""The records of a run's log: small JSON files, each with the digest of the previous record.
 
-A record is a fact: it happened because the file exists. It has a digest of its own, since nothing else proves
-the last one; records of the first writers have none. Reading is strict where a value is known and lenient
-about fields that are not, so that a later version may add some; an unknown op is refused, because skipping a
-fact would change what the log says.
+A record is a fact: the existence of the file makes it true. A record also has a digest over the record
+itself, because no next record proves the last record; records of the oldest writers lack this digest. Known
+fields are read strictly and unknown fields are ignored, so that a later version may add fields. An unknown op
+is refused, because a skipped fact would change the state of the run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ray_ckpt.format import jsontext
 from ray_ckpt.format.names import MAX_RANKS, check_run_name, check_run_uid
 from ray_ckpt.types import END_CAUSES, EndCause, Level
 
-MAX_RECORD_BYTES = 2**20  # a commit takes about 500 bytes; bounds the memory of a reader
+MAX_RECORD_BYTES = 2**20  # size of a record, bounds a reader's memory; a commit takes about 500 bytes
 MAX_SEQ = 10**20 - 1  # the limit of 20 digits in file names
 MAX_STEP = 10**12 - 1  # the limit of 12 digits in directory names
-MAX_TIME_S = 253_402_300_800.0  # Unix time of the year 10000, the limit of calendars; also of time spans
-MAX_COMMITTED_METRICS = 10_000  # of a commit; readers show each
-MAX_METRICS = 100  # added to a checkpoint later: each is a column in readers
+MAX_TIME_S = 253_402_300_800.0  # Unix time of the year 10000, the limit of calendars; also for time spans
+MAX_COMMITTED_METRICS = 10_000  # metrics of one commit; readers show each metric
+MAX_METRICS = 100  # metrics added to a checkpoint later; readers show each as a column
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
 _NOT_EMPTY = re.compile(r".", re.DOTALL)
@@ -31,7 +31,7 @@ _NOT_EMPTY = re.compile(r".", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Create:
-    """The run begins; always record 0, and only record 0."""
+    """The run begins. Record 0, and no other record, has this op."""
 
     run_uid: str
     run_name: str
@@ -67,7 +67,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A checkpoint exists from here on, at `level`, with `replicas` copies on other nodes."""
+    """A checkpoint exists from this record on, at `level`, with `replicas` copies on other nodes."""
 
     session: int
     step: int
@@ -79,11 +79,11 @@ class Commit:
     size_bytes: int
     root_digest: str
     metrics: Mapping[str, float]
-    mesh: str | None = None  # `mesh` to `local_s`: `SaveFacts`
+    mesh: str | None = None  # for the fields from `mesh` to `local_s` see `SaveFacts`
     stall_s: float | None = None
     capture_s: float | None = None
     local_s: float | None = None
-    replicate_s: float | None = None  # after that until the level was reached, or the wait ended
+    replicate_s: float | None = None  # after `local_s`, until the level was reached or the wait ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpin:
-    """`owner` no longer keeps it."""
+    """`owner` no longer keeps a checkpoint."""
 
     attempt: str
     owner: str
@@ -137,14 +137,14 @@ class Unpin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """A scrub has read every copy of a checkpoint, and found or repaired them intact."""
+    """A scrub has read every copy of a checkpoint; all copies are intact, some perhaps after a repair."""
 
     attempt: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotated:
-    """A checkpoint has these metrics as well; for one name the latest value counts. See MAX_METRICS."""
+    """Metrics are added to a checkpoint; for each name the latest value counts. See MAX_METRICS."""
 
     attempt: str
     metrics: Mapping[str, float]
@@ -152,7 +152,7 @@ class Annotated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """All ranks of a session have the state of the checkpoint that it resumes from or begins with.
+    """All ranks of a session have the state of the checkpoint from which the session resumes or begins.
 
     `seconds` is the time of the slowest rank, `read_bytes` the bytes that all ranks read, by tier.
     `origin_step` is the step of another run's checkpoint from which training continues.
@@ -166,7 +166,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A session is over; see `SessionEnd`. If a session has several of these, the last one counts."""
+    """A session is over; see `SessionEnd`. The last of several such records of a session counts."""
 
     session: int
     cause: EndCause
@@ -178,7 +178,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drilled:
-    """A recovery drill has read a checkpoint from the copies that `scenario` leaves.
+    """A recovery drill has read a checkpoint from the copies that remain in `scenario`.
 
     `read_bytes` are the bytes read, by tier; `text` names missing and damaged parts.
     """
@@ -193,7 +193,7 @@ class Drilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A remark for readers of the log; changes nothing."""
+    """A remark for readers of the log, without an effect."""
 
     text: str
 
@@ -237,13 +237,13 @@ OPS: Mapping[str, type[Op]] = {
 }
 _WHAT = "The log record"
 _MAX_WRITER = 64  # characters of a writer's name: a uuid, sometimes with a prefix
-_LONG_TIME_S = 1.7976931348623157e-308  # as many digits as a time can have
+_LONG_TIME_S = 1.7976931348623157e-308  # a time with the largest number of digits
 _OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRecord:
-    """One record. `prev` is the digest of the bytes of record seq - 1, empty for record 0.
+    """A record of the log. `prev` is the digest of the bytes of record seq - 1, empty for record 0.
 
     `time_s` is Unix time in seconds by the writer's clock, for display and for ages
     (retention, pins, scrub), never for order.
@@ -260,7 +260,7 @@ class LogRecord:
 def encode_record(record: LogRecord) -> bytes:
     """Return `record` as one line of sealed JSON; equal records give equal bytes.
 
-    FormatError if readers would refuse it.
+    Raise FormatError if readers would refuse the record.
     """
     name = _OP_NAMES.get(type(record.op))
     if name is None:
@@ -280,7 +280,7 @@ def encode_record(record: LogRecord) -> bytes:
 
 
 def check_op(op: Op) -> None:
-    """Raise FormatError if `op` fits no record, with any position in the log and any writer."""
+    """Raise FormatError unless a record can contain `op` at any position in the log, with any writer."""
     writer, prev = "f" * _MAX_WRITER, "f" * 32
     encode_record(
         LogRecord(seq=MAX_SEQ, epoch=jsontext.MAX_INT, writer=writer, prev=prev, time_s=-_LONG_TIME_S, op=op)
@@ -296,7 +296,7 @@ def _set_fields(op: Op) -> Iterator[tuple[str, Any]]:
 
 
 def decode_record(data: bytes) -> LogRecord:
-    """Return the record in `data`; FormatError for any change of the bytes of `encode_record`."""
+    """Return the record in `data`. Raise FormatError if any byte of `encode_record` was changed."""
     document = jsontext.loads_if_sealed(data, what=_WHAT, max_bytes=MAX_RECORD_BYTES, known=_KNOWN)
     seq = jsontext.integer(document.get("seq"), "seq", high=MAX_SEQ)
     return LogRecord(
@@ -331,7 +331,7 @@ def _read(document: Mapping[str, Any], field: Field[Any]) -> Any:
         return _FIELDS[name](document[name], name)
     if field.default is MISSING:
         raise FormatError(f"Record {document['seq']} ({document['op']}) has no field {name!r}.")
-    return field.default  # a log from before that field
+    return field.default  # the log is older than the field
 
 
 def _to_json(value: Any) -> Any:
@@ -443,4 +443,4 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
 }
 """Readers of the fields of ops; a name has the same meaning in every op."""
 _KNOWN = _FIELDS.keys() | {"seq", "epoch", "writer", "prev", "time_s", "op"}
-"""Fields of a record without a digest: all that were ever written without one."""
+"""Fields that a record without a digest may have: all fields of the versions that wrote no digest."""

@@ -1,10 +1,10 @@
 """The save signal: 8 bytes of shared memory that a node's agent writes and its ranks read at each step.
 
     bits 0 to 47    the step after which all ranks save; all 64 bits 0: no signal
-    bits 48 to 62   its number; a step that is announced again has another number
+    bits 48 to 62   number of the signal; a step that is announced again has another number
     bit 63          urgent: the node of a rank is about to be lost
 
-It is written and read as a whole: it is aligned, and the interpreter copies eight bytes at once.
+The signal is written and read as a whole, since it is aligned and the interpreter copies eight bytes at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 PAGE_BYTES = 4096  # the smallest mapping
 MAX_STEP = (1 << 48) - 1  # the signal has 48 bits for the step
-NUMBERS = 1 << 15  # then they start again; two signals in a row always differ
+NUMBERS = 1 << 15  # numbers before they start again at 0; consecutive signals always differ
 _WORD = struct.Struct("<Q")
 
 

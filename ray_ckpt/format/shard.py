@@ -1,7 +1,7 @@
 """The layout of a shard: a safetensors file whose data begins at a multiple of 4096 bytes.
 
-The header is complete before any tensor byte exists, so that bytes go straight to their position. It also has
-the offset of each slice in its global tensor, as torch's HuggingFaceStorageReader expects; see
+The header is complete before any tensor byte exists, so that each byte is written directly to its position.
+The header also has the offset of each slice in the global tensor, for torch's HuggingFaceStorageReader; see
 https://huggingface.co/docs/safetensors and torch.distributed.checkpoint._hf_utils.
 """
 
@@ -18,7 +18,7 @@ from ray_ckpt.format.jsontext import MAX_INT, array, integer, loads, mapping, ne
 from ray_ckpt.types import Slice
 
 ALIGNMENT_BYTES = 4096  # the alignment that O_DIRECT needs on every common disk
-MAX_HEADER_BYTES = 100_000_000  # of JSON; the limit of the safetensors library
+MAX_HEADER_BYTES = 100_000_000  # size of the JSON: the limit of the safetensors library
 METADATA_KEY = "__metadata__"
 SHARDING_KEY = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint._hf_utils.CUSTOM_METADATA_KEY
 OFFSETS_KEY = "saved_offsets"  # ... SAVED_OFFSETS_KEY
@@ -49,7 +49,7 @@ ITEMSIZE: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedSlice:
-    """A slice and its bytes in the file; `byte_offset` counts from the start of the file."""
+    """A slice and the position of its bytes; `byte_offset` counts from the start of the file."""
 
     slice: Slice
     byte_offset: int
@@ -86,7 +86,7 @@ class HeaderTensor:
 
 
 def check_slice(part: Slice) -> int:
-    """Return the size of `part`; NewerFormat for an unknown dtype, FormatError outside its tensor."""
+    """Return the size of `part`. Raise NewerFormat for an unknown dtype, FormatError outside the tensor."""
     if part.dtype not in ITEMSIZE:
         raise newer(part.key, f"its dtype is {part.dtype[:80]!r}", key=part.key)
     if not len(part.global_shape) == len(part.offset) == len(part.shape):
@@ -103,11 +103,11 @@ def check_slice(part: Slice) -> int:
 
 
 def build_layout(slices: Iterable[Slice]) -> ShardLayout:
-    """Lay `slices` out in one file: wider dtypes first, then by key, dense, each naturally aligned.
+    """Lay `slices` out in one file without gaps: wider dtypes first, then by key, each naturally aligned.
 
     The first of several slices of a tensor has the tensor's key in the header; the others have other names.
-    The result depends on the slices only, not on their order. FormatError for a slice that occurs twice or
-    that `check_slice` refuses, and for a header of more than MAX_HEADER_BYTES.
+    The result depends on the slices only, not on their order. Raise FormatError for a slice that occurs
+    twice or that `check_slice` refuses, and for a header of more than MAX_HEADER_BYTES.
     """
     ordered = sorted(((check_slice(part), part) for part in slices), key=lambda pair: _rank(pair[1]))
     entries: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def build_layout(slices: Iterable[Slice]) -> ShardLayout:
 def parse_header(data: bytes, *, file_size_bytes: int) -> tuple[HeaderTensor, ...]:
     """Return the tensors of a safetensors file from its first bytes, in file order.
 
-    `data` must hold at least the header. Raises FormatError unless the tensors follow the header without
+    `data` must hold at least the header. Raise FormatError unless the tensors follow the header without
     gaps or overlaps and end where the file ends.
     """
     num_json = int.from_bytes(data[:8], "little")
@@ -160,7 +160,7 @@ def _rank(part: Slice) -> tuple[int, str, tuple[int, ...]]:
 
 
 def _further(part: Slice) -> str:
-    """Return the name in the header of a further slice of a tensor."""
+    """Return the header name of a second or later slice of a tensor."""
     return f"{part.key}@{','.join(map(str, part.offset))}"
 
 

@@ -1,18 +1,18 @@
 """Values as short text for messages.
 
-Python refuses to write an int of more than 4,300 digits in decimal, and a
-state may have such ints: those are written in hex, which takes time in proportion to their length.
+Python refuses to write an int of more than 4,300 digits in decimal. A state may have such ints, which are
+therefore written in hex, in time proportional to the number of digits.
 """
 
 from __future__ import annotations
 
 from reprlib import Repr
 
-MAX_DECIMAL_BITS = 14_000  # of an int in decimal: 4,215 digits, below Python's limit
+MAX_DECIMAL_BITS = 14_000  # size of an int to write in decimal: 4,215 digits, below Python's limit
 
 
 def key_text(key: object) -> str:
-    """Return `str` of a key of a dict, also of large ints."""
+    """Return a dict's key as text, also for large ints."""
     return hex(key) if _is_long(key) and isinstance(key, int) else str(key)
 
 

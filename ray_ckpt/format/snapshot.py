@@ -1,8 +1,8 @@
 """A snapshot of the log: the content of records 0 to `seq` in one Parquet file, a row per checkpoint.
 
-A snapshot stands in for the records that it covers, so reading is as strict as theirs: damage of any byte is
-a FormatError, and so is a field or column that this version does not know. The reader of the log then goes
-back to an older snapshot or to the records.
+A snapshot replaces the records that it covers, so it is read as strictly as records: a change of any byte, an
+unknown field and an unknown column raise FormatError. The reader of the log then uses an older snapshot or
+the records.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ray_ckpt.format.names import MAX_RANKS, check_run_name, check_run_uid
 from ray_ckpt.format.records import MAX_STEP, MAX_TIME_S, end_cause, read_count, read_time
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
 
-MAX_CHECKPOINTS = 1_000_000  # in one log: one a minute for two years
-MAX_SNAPSHOT_BYTES = 256 * 2**20  # a million checkpoints take about 60 MB; bounds the memory of a reader
+MAX_CHECKPOINTS = 1_000_000  # in one log: one checkpoint a minute for two years
+MAX_SNAPSHOT_BYTES = 256 * 2**20  # bounds a reader's memory; a million checkpoints take about 60 MB
 METADATA_KEY = b"ray_ckpt"
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
@@ -59,7 +59,7 @@ COLUMNS = pa.schema(
         pa.field("pins", _NUMBERS),
     ]
 )
-"""The columns of a snapshot; only those in `_NULLABLE` and the ends of pins may be null."""
+"""The columns of a snapshot; only the columns in `_NULLABLE` and the ends of pins may be null."""
 
 _SECONDS = (
     "durable_at_s",
@@ -87,8 +87,8 @@ _STATES = {"live", "lost", "retired", "collected"}
 _LEVELS = {level.label: level for level in Level}
 _ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
 _HEX = re.compile(r"[0-9a-f]*")
-_WHOLE = ("session", "size_bytes")  # from 0 on
-_COUNTS = ("world_size", "num_nodes")  # from 1 on
+_WHOLE = ("session", "size_bytes")  # integers from 0 on
+_COUNTS = ("world_size", "num_nodes")  # integers from 1 on
 
 T = TypeVar("T")
 Columns: TypeAlias = Mapping[str, list[Any]]
@@ -98,8 +98,8 @@ Columns: TypeAlias = Mapping[str, list[Any]]
 class LogSnapshot:
     """The state of a run after record `seq`, whose bytes have `last_digest`; see `RunHistory`.
 
-    `time_s` is its Unix time by the writer's clock: it decides when the covered records may be deleted, and
-    never the content. Sessions and checkpoints are in log order.
+    `time_s` is the Unix time of the snapshot by the writer's clock. It decides when the covered records may
+    be deleted, and has no other use. Sessions and checkpoints are in log order.
     """
 
     seq: int
@@ -115,7 +115,7 @@ class LogSnapshot:
 
 
 def encode_snapshot(snapshot: LogSnapshot) -> bytes:
-    """Return `snapshot` as a Parquet file; FormatError if it violates the format."""
+    """Return `snapshot` as a Parquet file. Raise FormatError if `snapshot` violates the format."""
     if len(snapshot.checkpoints) > MAX_CHECKPOINTS:
         raise FormatError(
             f"A snapshot of {len(snapshot.checkpoints)} checkpoints; the format allows {MAX_CHECKPOINTS}."
@@ -143,7 +143,7 @@ def _encode(snapshot: LogSnapshot) -> bytes:
 
 
 def decode_snapshot(data: bytes) -> LogSnapshot:
-    """Return the snapshot in a Parquet file, checked in full. Raises FormatError."""
+    """Return the snapshot in a Parquet file after all checks. Raise FormatError."""
     jsontext.check_size(data, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)
     metadata, table = _read_parquet(data)
     head = jsontext.loads_sealed(metadata, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)
@@ -211,7 +211,7 @@ def _columns(checkpoints: Sequence[CheckpointInfo]) -> Columns:
 
 
 def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> tuple[CheckpointInfo, ...]:
-    """Return the rows as checkpoints; FormatError for a value that no record can have."""
+    """Return the rows as checkpoints. Raise FormatError for a value that no record can have."""
     for name in _WHOLE:
         _check_range(columns[name], name, 0, jsontext.MAX_INT)
     for name in _COUNTS:
@@ -224,7 +224,7 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
     _check_all(map(_LEVELS.__contains__, set(columns["level"])), "level")
     _check_all((value is not None for value in columns["metrics.value"]), "metric")
     for name in ("committed_at_s", "verified_at_s", *_SECONDS, "pins.value"):
-        given = filter(None, columns[name])  # without null and 0.0, which are valid
+        given = filter(None, columns[name])  # without null and 0.0, which need no check
         _check_all((-MAX_TIME_S <= value <= MAX_TIME_S for value in given), name)
     count = len(columns["seq"])
     ids = {name: columns[name] for name in ("session", "step", "attempt")}
@@ -242,8 +242,8 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
 def _made(kind: type[T], count: int, columns: Columns) -> list[T]:
     """Return instances of a frozen class with slots, from columns by field name.
 
-    Columns are written straight into the slots: the constructor takes five times as long, and a long run has
-    100,000 checkpoints.
+    Columns are written directly into the slots, because the constructor takes five times as long and a long
+    run has 100,000 checkpoints.
     """
     made = [object.__new__(kind) for _ in range(count)]
     for each in fields(kind):  # type: ignore[arg-type]
@@ -318,7 +318,7 @@ def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
                 raise FormatError(f"{name} is null somewhere")
     except NewerFormat:
         raise
-    except Exception as error:  # the decoder's errors on damaged bytes have no common class
+    except Exception as error:  # the errors of the decoder on damaged bytes have no common class
         raise FormatError(f"The snapshot is not a Parquet file of one: {error}.") from error
     return metadata, table
 
@@ -348,7 +348,7 @@ _SESSION_DEFAULTS = {f.name: f.default for f in fields(SessionInfo) if f.default
 def _session_json(session: SessionInfo) -> dict[str, Any]:
     entry = asdict(session) | {"read_bytes": jsontext.metrics_json(session.read_bytes)}
     for name in ("origin_step", "restore_s"):
-        if entry[name] is None:  # readers from before that field take the rest
+        if entry[name] is None:  # not written, for readers older than the field
             del entry[name]
     return entry
 
@@ -397,7 +397,7 @@ def _seconds(value: object, name: str) -> float | None:
 
 
 def _check_whole(snapshot: LogSnapshot) -> None:
-    """Check what a replay of records ensures, so that a history can be built from a snapshot directly."""
+    """Check all rules that a replay of records checks, since a history is built from a snapshot directly."""
     sessions = {s.session for s in snapshot.sessions}
     attempts = {c.id.attempt for c in snapshot.checkpoints}
     seqs = [c.seq for c in snapshot.checkpoints]
@@ -425,7 +425,7 @@ def _check_range(values: list[int], name: str, low: int, high: int) -> None:
 
 
 def _check_hex(texts: Sequence[str], name: str, digits: int) -> None:
-    """Check all values at once, in a fifth of the time."""
+    """Check all texts at once, which takes a fifth of the time of single checks."""
     if not (set(map(len, texts)) <= {digits} and _HEX.fullmatch("".join(texts))):
         raise FormatError(f"A checkpoint of the snapshot has an impossible {name}.")
 

@@ -2,7 +2,7 @@
 
 Plain dicts with str keys, lists, str, int, float, bool and None are plain JSON. Everything else is an object
 with one tag, such as `{"$tuple": [1, 2]}`. Types are compared exactly, not with isinstance: a subclass may
-carry more than its base shows. A value without a tag is refused with its path, never guessed at.
+have more data than the base class. A value of any other type is refused, with the path of the value.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.jsontext import Pairs, check_values, loads, newer, unique_keys
 from ray_ckpt.format.short import ShortRepr
 
-MAX_TREE_BYTES = 64 * 2**20  # of JSON; larger data belongs into tensors, which are not parsed
-MAX_DEPTH = 100  # containers inside each other; real states have about 10, the JSON parser allows about 900
-MAX_VALUES = 10_000_000  # in one tree; bounds the expansion of shared references
+MAX_TREE_BYTES = 64 * 2**20  # size of the JSON; larger data belongs in tensors, which are not parsed
+MAX_DEPTH = 100  # nested containers; real states have about 10 levels, the JSON parser allows about 900
+MAX_VALUES = 10_000_000  # values in one tree; bounds the expansion of shared references
 
 ENUMS: Mapping[str, type[Enum]] = {}
-"""Enums that a tree may contain, by stored name. Members are stored by name."""
+"""Enums that a tree may contain, by the stored name of the enum; members are stored by name."""
 
 _FACTORIES: Mapping[str, type[Any]] = {t.__name__: t for t in (bool, dict, float, int, list, set, str, tuple)}
-_PLAIN_INT_BITS = 63  # larger ints are stored in hex, since not every reader takes them as JSON numbers
+_PLAIN_INT_BITS = 63  # larger ints are stored in hex, since some readers refuse them as numbers
 _DTYPE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _HEX_INT = re.compile(r"-?0x[0-9a-f]+\Z")
 _NUMPY_DTYPE = re.compile(
@@ -71,9 +71,9 @@ class Kept:
 def encode_tree(value: object, kept: Mapping[int, Kept] | None = None) -> bytes:
     """Return `value` as one line of UTF-8 JSON. Equal trees in equal order give equal bytes.
 
-    `kept` has, by id, the containers whose JSON is kept for later calls.
+    `kept` has the containers whose JSON is kept for later calls, by `id` of the container.
 
-    Raises UnsupportedLeaf, with the path in `fields["path"]`, for a value that only pickle could store, a
+    Raise UnsupportedLeaf, with the path in `fields["path"]`, for a value that only pickle could store, a
     container inside itself, more than MAX_DEPTH levels, MAX_VALUES values, MAX_TREE_BYTES bytes, or values
     that exceed a reader's limit of memory.
     """
@@ -96,14 +96,14 @@ def encode_tree(value: object, kept: Mapping[int, Kept] | None = None) -> bytes:
 
 
 def decode_tree(data: bytes) -> Any:
-    """Return the value in `data` from `encode_tree`, without running code of the data; FormatError."""
+    """Return the value in `data` from `encode_tree`; no code from the data runs. Raise FormatError."""
     return loads(data, what="The state tree", max_bytes=MAX_TREE_BYTES, hook=_object)
 
 
 def decode_state(data: bytes) -> dict[str, Any]:
     """Return the document of a state file: a rank's items by name, and notes about them.
 
-    Raises FormatError, also for a tree that is no such document.
+    Raise FormatError, also for a tree that is not such a document.
     """
     document = decode_tree(data)
     if type(document) is not dict or type(document.get("items")) is not dict:
@@ -131,7 +131,7 @@ class _Encoder:
 
     def __init__(self, kept: Mapping[int, Kept]) -> None:
         self._kept = kept
-        self._used: list[str] = []  # texts of the kept ones in this tree
+        self._used: list[str] = []  # texts of the kept containers in this tree
         self._path: list[str | int | None] = []  # None: an element of a set
         self._open: set[int] = set()  # ids of the containers around the current value
         self._num_values = 0
@@ -177,7 +177,7 @@ class _Encoder:
         return self._mapping(value) if isinstance(value, dict) else self._sequence(value)
 
     def _use(self, kept: Kept) -> Any:
-        """Return the placeholder for its text until all is written; no tree contains such an object."""
+        """Return a placeholder for the text of `kept` until the end; no tree contains such an object."""
         if kept.text is None:
             num_before = self._num_values
             kept.text = _dumps(self._content(kept.value))
@@ -223,7 +223,7 @@ class _Encoder:
         return None
 
 
-_USED = re.compile(r'\{"\$kept": (\d+)\}')  # never within a text, where JSON escapes quotes
+_USED = re.compile(r'\{"\$kept": (\d+)\}')  # never inside a string, since JSON escapes quotes there
 
 
 def _dumps(tree: Any) -> str:
@@ -319,7 +319,7 @@ def _path_text(path: Iterable[str | int | None]) -> str:
     return text
 
 
-# Reading: `_object` is called for each JSON object after those inside it
+# Reading: `_object` is called for each JSON object, inner objects first
 
 
 def _object(pairs: Pairs) -> Any:

@@ -5,8 +5,8 @@ raw file, then a table of their sizes in a frame that zstd skips. `zstd -d` give
 https://github.com/facebook/zstd/blob/dev/contrib/seekable_format/zstd_seekable_compression_format.md
 
 No size in a stored file is trusted: the constants here bound the memory of a reader, and every frame must
-have its size and a checksum. These find most damage early; only the digests of a manifest, which are of raw
-bytes, prove that bytes are those that were saved.
+contain a size and a checksum. These find most damage early. Only the digests of a manifest, which are of raw
+bytes, prove that the bytes are equal to the saved bytes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 SUFFIX = ".zst"  # after the name of the raw file
-FRAME_BYTES = 4 << 20  # raw: longer frames compress no better, and a small range costs a whole frame
-MAX_STORED_BYTES = FRAME_BYTES + (FRAME_BYTES >> 8)  # of a frame: ZSTD_COMPRESSBOUND, for random bytes
-MAX_FRAMES = 1 << 20  # of a file: 4 TiB raw; its table takes 8 MiB, also in a reader
+FRAME_BYTES = 4 << 20  # raw bytes: longer frames compress no better, and each read takes whole frames
+MAX_STORED_BYTES = FRAME_BYTES + (FRAME_BYTES >> 8)  # of a stored frame: ZSTD_COMPRESSBOUND, for random bytes
+MAX_FRAMES = 1 << 20  # frames of a file: 4 TiB raw; the table takes 8 MiB, in the file and in a reader
 TAIL_BYTES = 64 << 10  # read first, in one request: the whole table of a file of up to 31 GiB raw
 MAX_RATIO = 0.9  # stored divided by raw; normal fp32 reaches 0.92, bf16 0.78. Restores pay with core time
-NUM_SAMPLES = 8  # sample ranges of a file: 8 MiB take about 20 ms
-SAMPLE_BYTES = 1 << 20  # of each: much longer than the start-up of the compressor
+NUM_SAMPLES = 8  # ranges in a sample of a file: 8 MiB take about 20 ms
+SAMPLE_BYTES = 1 << 20  # size of each range: enough for the compressor to reach its usual ratio
 
 _SKIPPABLE_MAGIC = 0x184D2A5E
 _SEEKABLE_MAGIC = 0x8F92EAB1
@@ -49,8 +49,8 @@ _MIX = 0x9E3779B1  # 2**32 by the golden ratio: its multiples spread evenly
 Blocks: TypeAlias = Generator[memoryview, None, None]
 
 ReadStored: TypeAlias = Callable[[Sequence[tuple[int, int]]], Blocks]
-"""Returns the stored bytes of ranges (offset, size), one after the other, in blocks of any size. A block need
-be valid only until the next one is requested. Called and iterated from each reading thread."""
+"""Returns the stored bytes of ranges (offset, size), one after the other, in blocks of any size. A block may
+be valid only until the next block is requested. Called and iterated from each reading thread."""
 
 
 def check_installed() -> None:
@@ -67,8 +67,8 @@ def check_installed() -> None:
 def encode(blocks: Iterable[Buffer], level: int) -> Iterator[bytes]:
     """Yield the stored file of the raw file that `blocks` make up: each frame, then the table.
 
-    Holds one raw and one stored frame. The same bytes for the same raw file, level and version of zstd,
-    however it is cut into blocks. FormatError for more than MAX_FRAMES.
+    One raw and one stored frame are in memory. The result depends only on the raw file, the level and the
+    version of zstd, not on the cuts between blocks. Raise FormatError for more than MAX_FRAMES frames.
     """
     check_installed()
     import zstandard
@@ -95,8 +95,9 @@ def max_encoded_bytes(size_bytes: int) -> int:
 def sample_ranges(size_bytes: int) -> tuple[tuple[int, int], ...]:
     """Return the ranges (offset, size) to sample: all of a small file, else NUM_SAMPLES ranges.
 
-    One lies in each equal part of the file, elsewhere in each, so that tensors that alternate are all met;
-    none at the beginning, where the header would look like an eighth of the file.
+    The file is divided into equal parts with one range in each, at varying positions, so that the sample
+    contains all kinds of alternating tensors. No range is at the beginning, because the header would then
+    count as an eighth of the file.
     """
     if size_bytes <= NUM_SAMPLES * SAMPLE_BYTES:
         return ((0, size_bytes),) if size_bytes else ()
@@ -135,7 +136,7 @@ class SeekTable:
     """Positions of the frames in a stored file."""
 
     raw_size: int
-    starts: npt.NDArray[np.int64]  # of each frame in the stored file; then the end of the last one
+    starts: npt.NDArray[np.int64]  # start of each frame in the stored file, then the end of the last frame
 
     @property
     def num_frames(self) -> int:
@@ -150,10 +151,10 @@ class SeekTable:
         return start, int(self.starts[frames.stop]) - start
 
     def runs(self, ranges: Iterable[tuple[int, int]]) -> tuple[range, ...]:
-        """Return runs of the frames that hold the ranges (offset, size) of the raw file, in rising order.
+        """Return runs of the frames that hold the ranges (offset, size) of the raw file, in ascending order.
 
-        ValueError unless the ranges, which may be empty, rise without overlaps; EOFError if one ends beyond
-        the file.
+        Raise ValueError unless the ranges, which may be empty, ascend without overlaps; EOFError if a range
+        ends beyond the file.
         """
         runs: list[range] = []
         end = 0
@@ -175,7 +176,7 @@ class SeekTable:
 def table_nbytes(tail: bytes, stored_size: int) -> int:
     """Return the size of the table at the end of a stored file, from its last nine bytes.
 
-    FormatError if there can be no such table.
+    Raise FormatError if there can be no such table.
     """
     if len(tail) < _FOOTER.size:
         raise FormatError(f"A compressed file of {stored_size} bytes is too short.")
@@ -193,8 +194,8 @@ def table_nbytes(tail: bytes, stored_size: int) -> int:
 def parse_table(tail: bytes, stored_size: int) -> SeekTable:
     """Return the table from the last bytes of a stored file, at least `table_nbytes` of them.
 
-    FormatError unless its frames fill the file up to the table, hold FRAME_BYTES each but for the last one,
-    and are not larger than zstd makes them.
+    Raise FormatError unless the frames fill the file up to the table, all but the last have FRAME_BYTES raw
+    bytes, and no frame is larger than zstd makes it.
     """
     nbytes = table_nbytes(tail, stored_size)
     if len(tail) < nbytes:
@@ -217,15 +218,15 @@ def parse_table(tail: bytes, stored_size: int) -> SeekTable:
 def decode(blocks: Iterable[Buffer], table: SeekTable, frames: Iterable[int]) -> Blocks:
     """Yield the raw bytes of `frames`, a view for each, from their stored bytes one after the other.
 
-    Holds one stored and one raw frame; each view has its own memory. zstd works without the GIL.
-    CorruptionError for a frame that is cut short, damaged, or not of the size in the table, which is checked
-    before memory is allocated; and for bytes that are left over.
+    One stored and one raw frame are in memory; each view has separate memory. zstd works without the GIL.
+    Raise CorruptionError for a frame that is cut short or damaged, or whose size differs from the table
+    (checked before memory is allocated), and for bytes after the last frame.
     """
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(
         max_window_size=FRAME_BYTES
-    )  # else a frame can make it allocate 128 MiB
+    )  # without this limit a frame can make the decompressor allocate 128 MiB
     cutter = BlockCutter(blocks)
     for frame in frames:
         _, nbytes = table.stored(range(frame, frame + 1))
@@ -242,8 +243,8 @@ class SeekableReader:
     def __init__(self, read: ReadStored, stored_size: int) -> None:
         """Read the table, with one call of `read`, or two for a large table.
 
-        Exceptions of `read` propagate; FormatError for a bad table. `raw_size` is not verified: compare it
-        with the manifest.
+        Exceptions of `read` propagate. Raise FormatError for a bad table. `raw_size` is not verified: compare
+        it with the manifest.
         """
         check_installed()
         self._read = read
@@ -264,9 +265,9 @@ class SeekableReader:
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         """Yield the bytes of the ranges (offset, size), one after the other, in views of at most a frame.
 
-        The ranges must rise and not overlap. Each frame is read and decoded once, and adjacent ones are
-        requested together; two raw frames and a stored one are held. Exceptions of `read` propagate;
-        ValueError and EOFError as in `SeekTable.runs`, CorruptionError as in `decode`.
+        The ranges must ascend and not overlap. Each frame is read and decoded once; adjacent frames are
+        requested together. Two raw frames and one stored frame are in memory. Exceptions of `read` propagate.
+        Raise ValueError and EOFError as `SeekTable.runs`, CorruptionError as `decode`.
         """
         table = self._table
         runs = table.runs(ranges)
@@ -277,7 +278,7 @@ class SeekableReader:
             yield from _cut(zip(frames, chain.from_iterable(runs), strict=True), ranges)
 
     def _last_bytes(self, nbytes: int, stored_size: int) -> bytes:
-        if not nbytes:  # stores refuse to read nothing
+        if not nbytes:  # stores refuse an empty range
             return b""
         with contextlib.closing(self._read([(stored_size - nbytes, nbytes)])) as blocks:
             cutter = BlockCutter(blocks)
@@ -287,7 +288,7 @@ class SeekableReader:
 
 
 def _cut(frames: Iterator[tuple[memoryview, int]], ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
-    """Yield the bytes of `ranges` from numbered raw frames; then let the stream of frames finish."""
+    """Yield the bytes of `ranges` from numbered raw frames, then run the iterator of frames to the end."""
     view, number = memoryview(b""), -1
     for offset, nbytes in ranges:
         end = offset + nbytes
@@ -308,7 +309,7 @@ def _decode_frame(
 
     try:
         header = zstandard.get_frame_parameters(stored)
-        if header.content_size != raw_nbytes:  # what `decompress` takes memory for
+        if header.content_size != raw_nbytes:  # the size that `decompress` allocates
             raise _damaged(
                 frame, f"its header has {header.content_size} raw bytes, the seek table {raw_nbytes}"
             )
@@ -320,7 +321,7 @@ def _decode_frame(
 
 
 def _check_end(cutter: BlockCutter) -> None:
-    """Let the stream of blocks finish; CorruptionError if it has more bytes."""
+    """Run the stream of blocks to the end. Raise CorruptionError if it has more bytes."""
     if not cutter.at_end():
         raise CorruptionError("A compressed file gave more bytes than were requested.")
 

@@ -1,4 +1,4 @@
-"""The files of one checkpoint in any store, under the names and with the bytes that were saved."""
+"""The files of one checkpoint in any store, with names and bytes as before compression."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PERHAPS_DELETED = "If it has been deleted since the log was read, read the log a
 
 @contextmanager
 def readable(location: Location) -> Iterator[None]:
-    """Raise errors of a store as a StoragePathError with a hint."""
+    """Convert errors of a store in the block to a StoragePathError with a hint."""
     try:
         yield
     except OSError as error:
@@ -42,19 +42,19 @@ def is_fragment(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFile:
-    """A file as it was saved: its size, and a function that reads ascending ranges (offset, nbytes)."""
+    """A saved file: the uncompressed size, and a function that reads ascending ranges (offset, nbytes)."""
 
     size_bytes: int
     read: Callable[[Sequence[tuple[int, int]]], Blocks]
 
 
 class SavedFiles(ABC):
-    """Files of one checkpoint in one location, under the names and with the bytes that were saved."""
+    """Files of one checkpoint in one location, with names and bytes as before compression."""
 
     @property
     @abstractmethod
     def folder_name(self) -> str:
-        """The name of their folder."""
+        """The name of the checkpoint's folder."""
 
     @property
     @abstractmethod
@@ -98,7 +98,7 @@ class SavedFiles(ABC):
 
 
 class CheckpointFiles(SavedFiles):
-    """The files of one checkpoint in a folder of a store.
+    """Files of one checkpoint in a folder of a store.
 
     A shard may be compressed, as NAME.zst. The folder is listed once, at the first access.
     """
@@ -108,7 +108,7 @@ class CheckpointFiles(SavedFiles):
         self.location = location
         self._store = store
         self._folder = folder
-        self._tables: dict[str, CheckpointFile | FormatError] = {}  # of compressed files that were opened
+        self._tables: dict[str, CheckpointFile | FormatError] = {}  # by name, of compressed files
 
     @property
     def folder_name(self) -> str:
@@ -119,7 +119,7 @@ class CheckpointFiles(SavedFiles):
 
     @cached_property
     def _stored_bytes(self) -> Mapping[str, int]:
-        """Size of each stored file by its name in the folder. Raises OSError."""
+        """The size of each stored file in bytes, by the name in the folder. Raises OSError."""
         found = self._store.children(self._folder).files
         return {stored.name.rpartition("/")[2]: stored.size_bytes for stored in found}
 
@@ -129,7 +129,7 @@ class CheckpointFiles(SavedFiles):
 
     @property
     def size_bytes(self) -> int:
-        """Stored size of the checkpoint's files in bytes. Raises OSError."""
+        """The size in bytes of all stored files of the checkpoint. Raises OSError."""
         sizes = self._stored_bytes.items()
         return sum(size for name, size in sizes if names.is_file_name(_saved_name(name)))
 
@@ -162,12 +162,12 @@ def files_at(path: StoragePath, storage_options: Mapping[str, str] | None = None
 
 
 def files_on(tier: RemoteTier, directory: str) -> CheckpointFiles:
-    """Return the files of a checkpoint on a run's storage path, without a request."""
+    """Return the files of a checkpoint on a run's storage path; send no request."""
     folder = f"{names.CHECKPOINTS_DIR}/{directory}"
     return CheckpointFiles(tier.root / folder, tier.files, folder)
 
 
 def _saved_name(stored: str) -> str:
-    """Return the name under which the stored file was saved."""
+    """Return the name that the stored file had before compression."""
     plain = stored.removesuffix(zstd.SUFFIX)
     return plain if names.is_shard_name(plain) else stored

@@ -32,16 +32,16 @@ from ray_ckpt.storage.local import files
 
 log = logging.getLogger("ray_ckpt")
 
-PROBE_PREFIX = "probe-"  # of names that a killed probe leaves; readers do not mistake them for records
-READ_TRIES = 3  # of a log whose records are trimmed while it is read, by a reader that is a day late
-TRIM_AFTER_S = 24 * 3600.0  # age of a snapshot before its records are deleted: active readers need them
-TRIM_BATCH = 2000  # names that one `trim_log` deletes: more than are created between two snapshots
+PROBE_PREFIX = "probe-"  # begins the names of probe files, so that readers do not take them for records
+READ_TRIES = 3  # tries to read a log, since another process may trim records during a try
+TRIM_AFTER_S = 24 * 3600.0  # age of a snapshot before the covered records are deleted: readers may need them
+TRIM_BATCH = 2000  # names that one `trim_log` call deletes: more than are created between two snapshots
 
 
 class CreateResult(enum.Enum):
     """The answer to a create."""
 
-    OK = "ok"  # these bytes are stored durably under this name
+    OK = "ok"  # the object has exactly these bytes and is durable
     EXISTS = "exists"  # the object has other bytes
     UNKNOWN = "unknown"  # no clear answer: do not acknowledge, do not clean up, try again
     UNSUPPORTED = "unsupported"  # the store has no conditional create; nothing was stored
@@ -50,8 +50,9 @@ class CreateResult(enum.Enum):
 class LogStore(Protocol):
     """Small immutable objects under flat names.
 
-    Every call may be repeated. `create` returns OK if the object exists with the same bytes; after an unclear
-    answer it reads the object itself, and it never raises. A call may take any time.
+    Every call may be repeated. `create` returns OK if the object exists with the same bytes; after an
+    unclear answer, `create` reads the object to find the result. `create` never raises. The duration of a
+    call has no limit.
     """
 
     def create(self, name: str, data: bytes) -> CreateResult: ...
@@ -64,7 +65,7 @@ class LogStore(Protocol):
         ...
 
     def list(self, prefix: str = "") -> tuple[str, ...]:
-        """Return the names in any order; those created during the call may be missing. Raise OSError."""
+        """Return the names in any order; names created during the call may be missing. Raise OSError."""
         ...
 
     def delete(self, name: str) -> None:
@@ -92,11 +93,12 @@ class MemoryLogStore:
 
 
 class PosixLogStore:
-    """A log in a directory, which must exist: creating it could write below an unmounted mount point.
+    """A log in a directory, which must exist.
 
+    The directory is not created here, because it may be on a file system that is not mounted yet.
     A create writes and fsyncs a unique temporary file, links it to the name, and fsyncs the directory.
-    `link()` refuses an existing name on every POSIX file system, including NFS, where its answer may be lost.
-    Therefore the stored bytes are compared after any error.
+    `link()` refuses an existing name on every POSIX file system, including NFS. On NFS the answer of `link()`
+    may be lost, so the stored bytes are compared after any error.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -109,7 +111,7 @@ class PosixLogStore:
             files.fsync_dir(self._directory)  # another writer may have created the previous record
             os.link(temporary, self._directory / name)
         except OSError:
-            pass  # the stored file decides
+            pass  # the comparison with the stored file gives the result
         finally:
             with contextlib.suppress(OSError):
                 if temporary is not None:
@@ -148,7 +150,7 @@ def max_bytes(name: str) -> int:
 
 
 def compare(store: LogStore, name: str, data: bytes, *, absent: CreateResult) -> CreateResult:
-    """Return the outcome of a create of `data`, from the object that is stored now."""
+    """Compare `data` with the stored object and return the result of the create."""
     try:
         there = store.read(name)
     except FormatError:
@@ -164,21 +166,21 @@ def probe(directory: Path) -> None:
     """Prove that the file system of `directory` can hold a commit log. Raise StoragePathError if not."""
     try:
         files.make_dirs(directory)
-        files.write_temporary(directory, [b"1"]).unlink()  # raises the reason, unlike `create`
+        files.write_temporary(directory, [b"1"]).unlink()  # raises the cause of a failure; `create` does not
     except OSError as error:
         raise not_writable(str(directory), error) from error
     probe_store(PosixLogStore(directory), where=str(directory))
 
 
 def probe_store(store: LogStore, *, where: str) -> None:
-    """Prove that `store` keeps the promises of a log store. Raise StoragePathError, with `where`, if not.
+    """Prove that `store` meets the requirements of a log store. Raise StoragePathError, with `where`, if not.
 
     One name is created twice with different bytes. The second create must be refused; the first object must
     stay, be listed, and disappear when it is deleted.
     """
     name = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
     try:
-        store.read(name)  # raises the reason of a failure, where `create` only returns UNKNOWN
+        store.read(name)  # raises the cause of a failure; `create` only returns UNKNOWN
         first, second, kept = store.create(name, b"1"), store.create(name, b"2"), store.read(name)
         listed = name in store.list(PROBE_PREFIX)
         store.delete(name)
@@ -202,7 +204,7 @@ def probe_store(store: LogStore, *, where: str) -> None:
 
 
 def not_writable(where: str, error: OSError) -> StoragePathError:
-    """Return the error of a storage path that cannot be written."""
+    """Return the error for a storage path that cannot be written."""
     return StoragePathError(
         f"The storage path {where} cannot be written: {error}.",
         hint="Give the user that runs Ray write access to it, or choose another storage_path.",
@@ -218,17 +220,17 @@ Records: TypeAlias = tuple[tuple[LogRecord, str], ...]
 
 
 def read_run(store: LogStore) -> tuple[RunHistory, Records]:
-    """Return the history up to the newest intact snapshot, or an empty one, and the records after it.
+    """Return the history of the newest intact snapshot and the records after this snapshot.
 
-    A damaged snapshot is skipped, as long as an older snapshot, or record 0, and the records after it reach
-    beyond the damaged one. Raise FormatError if they do not, or if a record is damaged; OSError if the store
-    cannot be read. An empty log is an empty history.
+    Without an intact snapshot, return an empty history and all records. A damaged snapshot is skipped if the
+    records from an older snapshot, or from record 0, continue beyond the damaged snapshot without a gap.
+    Raise FormatError if they do not, or if a record is damaged; OSError if the store cannot be read.
     """
     for _ in range(READ_TRIES):
         history, damage = _newest_history(store)
         records = read_log(store, start=history.next_seq)
         seq = history.next_seq + len(records)
-        newest = max(_snapshots(store), default=-1)  # listed last: a record trimmed meanwhile is not the end
+        newest = max(_snapshots(store), default=-1)  # listed last, to notice records trimmed meanwhile
         if seq > newest:
             return history, records
     if isinstance(damage, NewerFormat):
@@ -242,8 +244,8 @@ def read_run(store: LogStore) -> tuple[RunHistory, Records]:
 def read_log(store: LogStore, *, start: int = 0) -> Records:
     """Return the records from `start` to the first missing one, each with the digest of its bytes.
 
-    The end is found by reading one number after the other, because a listing may lag. Raise OSError if the
-    store cannot be read, FormatError if a record is damaged.
+    The end is found by reading record after record, because a listing may lack the newest names. Raise
+    OSError if the store cannot be read, FormatError if a record is damaged.
     """
     found: list[tuple[LogRecord, str]] = []
     while (record := _read_record(store, start + len(found))) is not None:
@@ -252,7 +254,7 @@ def read_log(store: LogStore, *, start: int = 0) -> Records:
 
 
 def _read_record(store: LogStore, seq: int) -> tuple[LogRecord, str] | None:
-    """Return a record with its digest, None if it is missing. Raise OSError or FormatError with its name."""
+    """Return a record and the digest of its bytes; None if it is missing. Raise OSError or FormatError."""
     name = names.record_file(seq)
     try:
         data = store.read(name)
@@ -264,10 +266,11 @@ def _read_record(store: LogStore, seq: int) -> tuple[LogRecord, str] | None:
 
 
 def read_covered(store: LogStore, history: RunHistory) -> Records:
-    """Return the records before `history.next_seq` that still exist: record 0 and the last ones.
+    """Return the records before `history.next_seq` that still exist: record 0 and the most recent records.
 
-    Each record is proven by the next one. A record that is not proven is left out with all before it, and a
-    warning is logged: it is damaged or missing, or a stalled writer created it in the place of a deleted one.
+    Each record contains the digest of the previous record. If a record does not have this digest, it and all
+    earlier records are left out and a warning is logged: the record is damaged or missing, or a stalled
+    writer created it in place of a deleted record.
     Raise OSError and FormatError like `read_log`.
     """
     found: list[tuple[LogRecord, str]] = []
@@ -281,7 +284,7 @@ def read_covered(store: LogStore, history: RunHistory) -> Records:
 
 
 def _read_covered(store: LogStore, seq: int, wanted: str) -> LogRecord | None:
-    """Return the record `seq` of digest `wanted`; None if it is absent."""
+    """Return record `seq` if its bytes have the digest `wanted`, else None."""
     name, reason = names.record_file(seq), "it is not the record that the next one follows"
     try:
         data = store.read(name)
@@ -289,7 +292,7 @@ def _read_covered(store: LogStore, seq: int, wanted: str) -> LogRecord | None:
         data, reason = b"", str(error)
     if data is None:
         if not any(0 < older < seq for older in _record_seqs(store)):
-            return None  # it was trimmed, oldest records first
+            return None  # trimmed, since the oldest records are deleted first
         data, reason = b"", "it is missing"
     if digest(data) == wanted:
         return decode_record(data)
@@ -298,10 +301,10 @@ def _read_covered(store: LogStore, seq: int, wanted: str) -> LogRecord | None:
 
 
 def create_record(store: LogStore, seq: int, data: bytes) -> CreateResult:
-    """Create record `seq`. The result is also EXISTS if a snapshot covers that number.
+    """Create record `seq`. Return EXISTS also if a snapshot covers this number.
 
-    The snapshots are listed after the create. A number whose record was deleted is thus recognized, however
-    long this writer was stalled.
+    The snapshots are listed after the create. The number of a deleted record is therefore recognized, even if
+    this writer was stalled for a long time.
     """
     outcome = store.create(names.record_file(seq), data)
     if outcome is not CreateResult.OK:
@@ -314,7 +317,7 @@ def create_record(store: LogStore, seq: int, data: bytes) -> CreateResult:
 
 
 def write_snapshot(store: LogStore, snapshot: LogSnapshot) -> CreateResult:
-    """Store a snapshot of the log. EXISTS is as good as OK, since both cover the same records.
+    """Store a snapshot of the log. EXISTS also means success: the stored snapshot covers the same records.
 
     Raise FormatError if the history is too large for a snapshot; the log then continues without one.
     """
@@ -322,13 +325,13 @@ def write_snapshot(store: LogStore, snapshot: LogSnapshot) -> CreateResult:
 
 
 def trim_log(store: LogStore, now_s: float) -> int:
-    """Delete up to TRIM_BATCH records and snapshots that an old snapshot replaces; return their number.
+    """Delete at most TRIM_BATCH records and snapshots that an old snapshot replaces; return the number.
 
     Repeat the call to delete more. P is the newest intact snapshot that was made before `now_s` -
-    TRIM_AFTER_S (Unix time) and is not the newest of all. The records 1 to P and the snapshots before P are
-    deleted. Of the snapshots after P, the first, which is the next P, and the last two are kept. Nothing is
-    deleted while the newest snapshot is damaged, so that one damaged file loses nothing. Raise OSError if the
-    store fails.
+    TRIM_AFTER_S (Unix time), but never the newest snapshot of the log. The records 1 to P and the snapshots
+    before P are deleted. The snapshots after P are deleted too, except the first intact one (the P of a later
+    call) and the last two. Nothing is deleted while the newest snapshot is damaged: a single damaged file
+    must not cause a loss of records. Raise OSError if the store fails.
     """
     found, run_uid = _snapshots(store), _run_uid(store)
     read = {seq: _read_snapshot(store, seq, run_uid) for seq in found}
@@ -353,7 +356,7 @@ def _record_seqs(store: LogStore) -> Iterator[int]:
 
 
 def _newest_history(store: LogStore) -> tuple[RunHistory, FormatError | None]:
-    """Return the history of the newest intact snapshot, and the first damage found on the way to it."""
+    """Return the history of the newest intact snapshot, and the error of the newest damaged one after it."""
     run_uid, damage = _run_uid(store), None
     for seq in reversed(_snapshots(store)):
         snapshot = _read_snapshot(store, seq, run_uid)
@@ -364,7 +367,7 @@ def _newest_history(store: LogStore) -> tuple[RunHistory, FormatError | None]:
 
 
 def _read_snapshot(store: LogStore, seq: int, run_uid: str) -> LogSnapshot | FormatError:
-    """Return the snapshot up to record `seq` of the run, or the error with which reading it failed."""
+    """Return the snapshot up to record `seq` of the run, or the error if the snapshot is damaged."""
     name = names.snapshot_file(seq)
     try:
         data = store.read(name)
@@ -395,7 +398,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _run_uid(store: LogStore) -> str:
-    """Return the uid of the run in record 0, empty if there is no record. Raise FormatError for damage."""
+    """Return the uid of the run from record 0, or "" without record 0. Raise FormatError if it is damaged."""
     first = _read_record(store, 0)
     op = None if first is None else first[0].op
     return op.run_uid if isinstance(op, Create) else ""

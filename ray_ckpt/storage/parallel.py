@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-AHEAD = 4  # calls per thread that may run before their turn, so that a slow call does not stop the others
+AHEAD = 4  # calls per thread that may start before an earlier one has ended: a slow call then blocks no other
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -26,8 +26,8 @@ def map_in_order(
     """Yield `function(item)` for each item in order, computed by `threads` threads.
 
     At most `max_results` results are in memory, by default AHEAD for each thread. After an exception, or when
-    the caller closes the generator, `stopped` is set for calls that check it, calls that have not started are
-    cancelled, and the generator waits for the others.
+    the caller closes the generator, calls that have not started are cancelled and `stopped` is set, which
+    running calls may check; the generator waits for the running calls.
     """
     calls: deque[Future[R]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix=f"ray_ckpt-{name}")

@@ -18,14 +18,14 @@ from ray_ckpt.transport import wire
 from ray_ckpt.transport.credentials import SERVER_NAME, Credentials
 from ray_ckpt.transport.pulse import BEAT, SILENT_S, Pulse
 
-CALL_BASE_S = 30.0  # a live peer answers at once; this covers a busy one
+CALL_BASE_S = 30.0  # time for each call besides the transfer: a busy peer may answer late
 SLOWEST_BYTES_PER_S = 10 << 20  # a slower peer is treated as gone
-GONE_S = 30.0  # a node whose kernel acknowledges no bytes for so long is gone
-LOOK_S = 0.05  # at least between two checks for a silent peer
-PING_S = 600.0  # idle connections are pinged this often; servers refuse more than one ping in 5 minutes
+GONE_S = 30.0  # a node is gone if the kernel there acknowledges no bytes for this time
+LOOK_S = 0.05  # shortest time between two checks for a silent peer
+PING_S = 600.0  # time between pings of an idle connection; servers refuse more than one in 5 minutes
 
 _FINAL = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError, flight.FlightTimedOutError)
-NO_DIRECTORY = "000000000000-0000000000000000"  # no checkpoint has it; `is_there` accepts any answer
+NO_DIRECTORY = "000000000000-0000000000000000"  # of no checkpoint: `is_there` accepts any answer
 _UNREACHED = (flight.FlightUnavailableError, flight.FlightTimedOutError)
 _FAILURES = (flight.FlightError, pa.ArrowException, OSError, FormatError)
 
@@ -35,8 +35,8 @@ class PeerClient:
 
     `fields["refused"]` of the error is true if a retry cannot succeed: the peer refused the call, or the call
     took longer than the slowest acceptable rate allows. `fields["answered"]` is true if the peer itself
-    reported the error, so that it may well have other files. `fields["unreachable"]` is true if the peer gave
-    no sign of life at all, or none for SILENT_S.
+    reported the error: the peer is alive and may have other files. `fields["unreachable"]` is true if the
+    peer gave no sign of life at all, or none for SILENT_S.
     """
 
     def __init__(self, endpoint: str, *, credentials: Credentials, gone_s: float = GONE_S) -> None:
@@ -65,13 +65,13 @@ class PeerClient:
     ) -> None:
         """Send a file; return when the peer has stored it durably and answered with the same digest.
 
-        The caller may overwrite a chunk as soon as the next one is requested. Exceptions from `chunks`
-        propagate. The call fails if it is slower than `slowest_bytes_per_s` on average (a caller that limits
-        its own rate passes a lower value), or if the peer gives no sign of life for SILENT_S.
+        The caller may overwrite a chunk as soon as the next chunk is requested. Exceptions from `chunks`
+        propagate. The call fails if it is slower than `slowest_bytes_per_s` on average, or if the peer gives
+        no sign of life for SILENT_S. A caller with a rate limit passes a lower `slowest_bytes_per_s`.
 
-        A Flight call can be neither cancelled nor waited for with a timeout. It therefore runs in a thread of
-        its own, which is abandoned if the peer falls silent. An abandoned thread takes no further chunk; it
-        ends when the kernel closes the connection or when the deadline of the call passes.
+        A Flight call cannot be cancelled, and a wait for the call cannot have a timeout. Therefore each call
+        runs in a separate thread, which is abandoned if the peer falls silent. An abandoned thread takes no
+        further chunk, and ends when the kernel closes the connection or when the deadline of the call passes.
         """
         call = _Put(self._client, request, chunks, self._options(request.size_bytes, slowest_bytes_per_s))
         call.start()
@@ -130,7 +130,7 @@ class PeerClient:
         return bytes(data)
 
     def is_there(self, run_uid: str, *, within_s: float) -> bool:
-        """Return whether the peer answers at all; an error is an answer too."""
+        """Return whether the peer answers; an error also counts as an answer."""
         name = wire.FileName(run_uid=run_uid, directory=NO_DIRECTORY, file=fragment_file(0, 1))
         request = wire.encode_request(wire.GetRequest(name=name, ranges=()))
         options = flight.FlightCallOptions(timeout=within_s, headers=self._headers)
@@ -161,7 +161,7 @@ class PeerClient:
 
     @contextlib.contextmanager
     def _naming(self, name: wire.FileName) -> Iterator[None]:
-        """Raise Unavailable, with the name of the file, for every failure in the block."""
+        """Convert each failure in the block to Unavailable with the name of the file."""
         try:
             yield
         except _FAILURES as error:
@@ -198,9 +198,9 @@ class _Put(threading.Thread):
         self.pulse = Pulse()
         self.ended = threading.Event()
         self.is_abandoned = False  # the caller no longer waits
-        self.stored = ""  # digest that the peer answered with
-        self.failure: Exception | None = None  # of the peer or the network
-        self.source_error: BaseException | None = None  # from `chunks`
+        self.stored = ""  # digest in the peer's answer
+        self.failure: Exception | None = None  # failure of the peer or of the network
+        self.source_error: BaseException | None = None  # exception from `chunks`
 
     def run(self) -> None:
         try:
@@ -222,11 +222,11 @@ class _Put(threading.Thread):
         listener.start()
         try:
             self._send(writer)
-        except BaseException:  # the peer notices that bytes are missing and deletes the file
+        except BaseException:  # the peer detects missing bytes and deletes the file
             if self.source_error is not None:
                 self.pulse.wait_for_peer()
             else:
-                self.pulse.stop_waiting()  # the failure is reported, not the silence after it
+                self.pulse.stop_waiting()  # report this failure, not the silence that follows
             for end in (writer.done_writing, listener.join, writer.close):
                 with contextlib.suppress(*_FAILURES):
                     end()
@@ -259,7 +259,7 @@ class _Put(threading.Thread):
             yield chunk
 
     def _listen(self, answers: Any) -> None:
-        """Read beats until the answer arrives; closing the writer reports a failure."""
+        """Read beats until the answer arrives; a failure is raised later, when the writer is closed."""
         with contextlib.suppress(*_FAILURES):
             while (answer := answers.read()) is not None:
                 self.pulse.beat()

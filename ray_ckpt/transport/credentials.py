@@ -1,10 +1,10 @@
 """Keys and tokens with which the agents of a service and their peers authenticate each other.
 
-An agent proves its identity with the service's self-signed certificate, which is the only root that its peers
+An agent proves its identity with the service's self-signed certificate, which is the only root that the peers
 trust. A peer proves its identity with a token that is valid for one run: a rank of one run can neither read
-nor write the files of another run. Only the coordinator and the agents have the keys; ranks get `Credentials`
-with the ticket of their restore. Keys and tokens travel only inside Ray's control plane and appear in no
-repr, error or log.
+nor write the files of another run. Only the coordinator and the agents have the keys; a rank gets
+`Credentials` with the ticket of a restore. Keys and tokens travel only inside Ray's control plane and appear
+in no repr, error or log.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from cryptography.x509.oid import NameOID
 
 from ray_ckpt.format import names
 
-SERVER_NAME = "ray_ckpt"  # in every certificate: the service's key identifies a node, not its address
+SERVER_NAME = "ray_ckpt"  # in every certificate: nodes are identified by the service's key, not by address
 VALID_DAYS = 3650  # longer than any service lives
 CLOCK_SKEW_DAYS = 1  # a node whose clock is behind must not refuse a new certificate
-SECRET_BYTES = 32  # the length of the SHA-256 in the tokens
+SECRET_BYTES = 32  # as long as the SHA-256 in a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
     """The token that a peer of one run sends and the root certificate (PEM) that it trusts."""
 
-    root_cert: bytes = field(repr=False)  # not secret, only long
+    root_cert: bytes = field(repr=False)  # hidden because it is long; it is not secret
     token: str = field(repr=False)
     encrypt: bool
 
@@ -76,7 +76,7 @@ class ServiceKeys:
         return Credentials(root_cert=self.cert, token=self._token(run_uid), encrypt=self.encrypt)
 
     def run_of(self, token: str) -> str | None:
-        """Return the run of a token, None if the token is not of this service, in constant time."""
+        """Return the run of a token, or None if this service did not issue it, in constant time."""
         run_uid = token.partition(".")[0]
         is_good = hmac.compare_digest(token.encode(errors="replace"), self._token(run_uid).encode())
         return run_uid if is_good else None

@@ -1,9 +1,9 @@
-"""Signs of life, by which the sender of a copy distinguishes a peer that is gone from one that is slow.
+"""Signs of life, by which the sender of a copy distinguishes a lost peer from a slow peer.
 
-The receiver sends a beat each BEAT_S while it writes or fsyncs, however long that takes, and while chunks
-arrive. It sends no beat while it waits for a chunk that does not arrive. For the sender each beat, and each
-message that it could send, is a sign of life. The sender thus notices an interruption in either direction and
-a frozen peer.
+The receiver sends a beat every BEAT_S while the receiver writes or fsyncs, however long this takes, and while
+chunks arrive. The receiver sends no beat while no chunk arrives. For the sender each beat that arrives, and
+each message that could be sent, is a sign of life. The sender thus detects an interruption in either
+direction and a frozen peer.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-SILENT_S = 5.0  # without a sign of life: five beats, or one message (2 MiB) at 400 KB/s
-BEAT_S = 1.0  # between two beats of a holder
-BEAT = b"."  # cannot be a digest
+SILENT_S = 5.0  # without a sign of life a peer is lost: five beats, or one message (2 MiB) at 400 KB/s
+BEAT_S = 1.0  # time between two beats of a receiver
+BEAT = b"."  # not a possible digest
 
 
 class Pulse:
     """The time since a peer's last sign of life, without the time in which the caller itself is busy.
 
-    It may be used from several threads.
+    A pulse may be used from several threads.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since_s: float | None = None  # start of the wait for the peer; None while the caller is busy
-        self.was_alive = False  # there was a sign of life
+        self.was_alive = False  # true after the first sign of life
 
     def wait_for_peer(self) -> None:
         """Start to wait for the peer."""
@@ -70,10 +70,10 @@ class Beats:
 
     def __exit__(self, *exc: object) -> None:
         self._is_over.set()
-        self._thread.join()  # the caller then sends its answer over the same writer
+        self._thread.join()  # before the caller sends the answer over the same writer
 
     def watched(self, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Yield the same chunks, and note when the receiver waits for one."""
+        """Yield the same chunks; record when the receiver waits for a chunk."""
         self._is_waiting = True
         for chunk in chunks:
             self._is_waiting, self._has_received = False, True
@@ -82,7 +82,7 @@ class Beats:
         self._is_waiting = False
 
     def _send(self) -> None:
-        with contextlib.suppress(flight.FlightError, pa.ArrowException, OSError):  # the sender is gone
+        with contextlib.suppress(flight.FlightError, pa.ArrowException, OSError):  # the sender may be gone
             while not self._is_over.wait(BEAT_S):
                 if self._has_received or not self._is_waiting:
                     self._has_received = False

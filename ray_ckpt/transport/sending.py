@@ -20,20 +20,20 @@ from ray_ckpt.transport.credentials import Credentials
 
 log = logging.getLogger("ray_ckpt.transport")
 
-MAX_STREAMS = 4  # connections to one peer; together they are as fast as its disk
-CORES_PER_STREAM = 4  # two threads encrypt and decrypt at each end; the training needs the other cores
+MAX_STREAMS = 4  # connections to one peer: four together are as fast as the peer's disk
+CORES_PER_STREAM = 4  # each end encrypts or decrypts in two threads; training needs the other cores
 STREAMS = max(1, min(MAX_STREAMS, (os.cpu_count() or 1) // CORES_PER_STREAM))
 BURST_S = 0.1  # burst of a limiter, in seconds of its rate: about one chunk of each stream
-MAX_TRIES = 4  # of one file: a restarted peer is back in seconds; the coordinator handles a longer loss
-GONE_S = 10.0  # before the kernel gives a holder up: twice SILENT_S, so that silence is noticed first
+MAX_TRIES = 4  # tries of one file: a restarted peer is back in seconds; the coordinator handles longer losses
+GONE_S = 10.0  # time until the kernel closes the connection: twice SILENT_S, which is detected first
 MAX_SHARING = 16  # streams that may share a limiter: 4 peers at a time, MAX_STREAMS to each
-RETRY_S = 0.5  # before the second try, doubled for each further one, plus up to as much at random
+RETRY_S = 0.5  # wait before the second try, doubled for each further try; plus a random 0 to 100 %
 
 
 class Limiter:
     """A bandwidth that several streams share, from any threads; with `bytes_per_s=None` there is no limit.
 
-    Each caller reserves the next free span of time and sleeps until it begins (GCRA, ITU-T I.371).
+    Each caller reserves the next free span of time and sleeps until the span begins (GCRA, ITU-T I.371).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Limiter:
 
     @property
     def slowest_bytes_per_s(self) -> float:
-        """Rate below which the peer of a stream counts as gone, because the limiter alone is not so slow."""
+        """The rate below which a stream's peer counts as gone: the limiter alone allows more."""
         if self.bytes_per_s is None:
             return SLOWEST_BYTES_PER_S
         return min(SLOWEST_BYTES_PER_S, self.bytes_per_s / MAX_SHARING)
@@ -72,9 +72,9 @@ class Limiter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """A file to send. `chunks` returns a new iterator over its bytes for each try.
+    """A file to send. `chunks` returns a new iterator over the bytes of the file for each try.
 
-    The iterator may overwrite a chunk as soon as the next one is requested.
+    The iterator may overwrite a chunk as soon as the next chunk is requested.
     """
 
     request: wire.PutRequest
@@ -82,7 +82,7 @@ class Outgoing:
 
 
 class _Stopped(Exception):
-    """The sending of another file failed, so this one is stopped."""
+    """Sending another file failed, so this file is stopped."""
 
 
 def send_files(
@@ -98,7 +98,8 @@ def send_files(
 
     An interrupted file is sent again over a new connection, up to MAX_TRIES times in all. Raise Unavailable
     if the peer refuses or cannot be reached. Exceptions from `chunks` propagate without a retry. When one
-    file fails, the others stop; files already stored stay. Send a fragment in a later call than its files.
+    file fails, the others stop; files already stored stay. Send a fragment in a later call than the files
+    that it lists.
     """
     sender = _Sender(endpoint, credentials, limiter or Limiter(), sleep)
     largest_first = sorted(files, key=lambda file: file.request.size_bytes, reverse=True)
@@ -110,7 +111,7 @@ def send_files(
 
 
 class _Sender:
-    """One `send_files`."""
+    """The state of one `send_files` call."""
 
     def __init__(
         self, endpoint: str, credentials: Credentials, limiter: Limiter, sleep: Callable[[float], object]
@@ -125,13 +126,13 @@ class _Sender:
         """Send one file, in up to MAX_TRIES tries."""
         try:
             for tried in range(1, MAX_TRIES + 1):
-                if self._stop.is_set():  # before a connection that may take seconds to fail
+                if self._stop.is_set():  # checked before a connection, which may take seconds to fail
                     raise _Stopped
                 try:
                     return self._try(file)
                 except Unavailable as error:
                     if error.fields.get("refused", True) or tried == MAX_TRIES:
-                        raise  # an error without the field comes from the source
+                        raise  # an error without this field comes from the source
                     log.info("copy %d of %d failed: %s", tried, MAX_TRIES, error)
                 self._sleep(RETRY_S * 2 ** (tried - 1) * (1 + random.random()))
         except BaseException:

@@ -1,6 +1,6 @@
-"""The agent's end of the transport: it stores copies and serves sizes and byte ranges, nothing else.
+"""The agent's end of the transport: a server that stores copies and serves sizes and byte ranges only.
 
-A peer can name only files of checkpoints of the run that its token is for; it can neither list nor delete.
+The token of a peer gives access to the checkpoint files of one run; a peer can neither list nor delete files.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from ray_ckpt.transport import wire
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.transport.pulse import Beats
 
-_CALLER = "run"  # the middleware with the run of a call
+_CALLER = "run"  # name of the middleware that has the run of a call
 
 
 class PeerFiles(Protocol):
-    """The files that the server serves. Its methods are called from several threads at a time."""
+    """The files that the server serves. The methods are called from several threads at a time."""
 
     def put(self, request: wire.PutRequest, chunks: Iterable[Buffer]) -> str:
         """Store a file durably and return the digest of the stored bytes.
 
-        Raise if the size or the digest differs or there is no space. A chunk stays valid as long as it is
-        referenced.
+        Raise an error if the size or the digest differs, or if there is no space. A chunk stays valid as long
+        as it is referenced.
         """
         ...
 
     def read(self, name: wire.FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
         """Yield the bytes of a file from `offset` on. Raise FileNotFoundError if the node does not have it.
 
-        A block may be overwritten as soon as the next one is requested: by then the server has sent it.
+        A block may be overwritten as soon as the next block is requested, since the server has sent it then.
         """
         ...
 
@@ -112,7 +112,7 @@ class _Caller(flight.ServerMiddleware):  # type: ignore[misc]
 
 
 class _RequireToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Check of each call's token, before anything else of the call is read."""
+    """Check of the token of each call, before the server reads anything else of the call."""
 
     def __init__(self, keys: ServiceKeys) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def _errors_sent() -> Iterator[None]:
     try:
         yield
     except (CheckpointError, OSError, EOFError) as error:
-        # A retry may deliver bytes that were changed on the way; all other errors would occur again.
+        # A retry helps if bytes were changed on the way; all other errors would occur again.
         may_help = isinstance(error, CorruptionError) and not isinstance(error, FormatError)
         raise flight.FlightServerError(str(error), extra_info=b"" if may_help else wire.REFUSED) from error
 

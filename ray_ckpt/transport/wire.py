@@ -1,8 +1,8 @@
 """Messages of the transport: requests as JSON, bytes as one-column record batches.
 
 At most about 10 MiB of one stream are in flight, in both processes and their kernels, however slow the
-receiver is: HTTP/2 gives a stream a window of a few MiB, each end holds one message besides, and a message is
-not written before the previous one has been sent.
+receiver is: HTTP/2 gives a stream a window of a few MiB, each end holds one more message, and a message is
+written only after the previous message has been sent.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ray_ckpt.errors import FormatError
 from ray_ckpt.format import jsontext, names
 
 CHUNK_SCHEMA = pa.schema([("chunk", pa.large_binary())])
-CHUNK_BYTES = 2 << 20  # per message: 1 to 4 MiB are equally fast, larger ones exceed the CPU's caches
+CHUNK_BYTES = 2 << 20  # per message: 1 to 4 MiB are equally fast; larger messages exceed the CPU's caches
 TOKEN_HEADER = "authorization"
 TOKEN_PREFIX = "Bearer "
 NOT_HERE = -1  # the size of a file that a peer does not have
-REFUSED = b"refused"  # sent with an error that a retry would meet again
+REFUSED = b"refused"  # sent with an error that would occur again in a retry
 SMALL_BYTES = 64 << 10  # smaller blocks are merged: a message takes as long as a copy of a few MiB
 KEPT_BLOCK_BYTES = 31 << 20  # just below 32 MiB, the largest block to which glibc adapts
-MAX_RANGES = 10_000  # in one request: the rows of an extent, `restore.extents.EXTENT_ROWS`
-MAX_REQUEST_BYTES = 1 << 20  # of a request: twice the size of MAX_RANGES ranges
+MAX_RANGES = 10_000  # ranges in one request: the rows of an extent, `restore.extents.EXTENT_ROWS`
+MAX_REQUEST_BYTES = 1 << 20  # size of a request: twice the size of MAX_RANGES ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileName:
-    """The name of a checkpoint's file, checked on both ends, so that it cannot leave its folder (P9)."""
+    """The name of a checkpoint's file, checked on both ends, so that no path leaves the folder (P9)."""
 
     run_uid: str
     directory: str
@@ -57,7 +57,7 @@ class PutRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetRequest:
-    """A request for byte ranges (offset, size) of a file; without ranges, for all of it or for its size."""
+    """A request for byte ranges (offset, size) of a file; without ranges, for all bytes or for the size."""
 
     name: FileName
     ranges: tuple[tuple[int, int], ...]
@@ -134,7 +134,7 @@ def gathered(blocks: Iterable[Buffer]) -> Iterator[memoryview]:
         is_small = piece.nbytes < SMALL_BYTES
         if chunk and (not is_small or len(chunk) + piece.nbytes > CHUNK_BYTES):
             yield memoryview(chunk)
-            chunk = bytearray()  # not cleared: the caller may still reference the old one
+            chunk = bytearray()  # a new buffer: the caller may still reference the old one
         if is_small:
             chunk += piece
         else:
@@ -148,8 +148,8 @@ def keep_freed_memory() -> None:
 
     gRPC allocates memory for each arriving message, and the first touch of new memory is several times slower
     than a copy. glibc raises its mmap threshold when a large block is freed (mallopt(3), M_MMAP_THRESHOLD);
-    most programs with tensors have done that long before. Other C libraries are not affected. The block is
-    never touched, so it costs nothing.
+    most programs with tensors have already freed such a block. Other C libraries are not affected. The block
+    that this function frees is never touched, so it costs nothing.
     """
     np.empty(KEPT_BLOCK_BYTES, np.uint8)
 

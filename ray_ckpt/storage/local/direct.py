@@ -1,18 +1,19 @@
 """Reading and writing large files with O_DIRECT, past the page cache, with several blocks in flight.
 
-A checkpoint is written once and rarely read on the same node. In the page cache it would displace the
-trainer's data, and writing would wait for pages to be cleared. A writer keeps `DEPTH` blocks of `BLOCK_BYTES`
-at the device while the calling thread hashes, so that the digest of a file takes no additional time.
+A checkpoint is written once and rarely read on the same node. In the page cache the file would displace the
+trainer's data, and a write would wait until the kernel has cleared pages. A writer keeps `DEPTH` write
+requests of `BLOCK_BYTES` in flight while the calling thread hashes, so the digest of a file takes no
+additional time.
 
 All bytes are copied through a small pool of aligned buffers in huge pages, even from page-aligned memory that
 the device could read directly. The reason is that a virtual disk reads 4 KiB pages that are scattered over
 the machine's memory (an arena) at half its speed or less, and a process cannot find out whether pages are
-scattered. The copy also leaves the bytes in the processor's cache for the hash. Measured, in GB/s: huge pages
-4.3, scattered pages 2.2, scattered pages copied and hashed 3.9. The caller may overwrite a chunk as soon as
-the next one is requested.
+scattered. The hash then reads the copied bytes from the processor's cache. Measured, in GB/s: huge pages 4.3,
+scattered pages 2.2, scattered pages copied and hashed 3.9. The caller may overwrite a chunk as soon as the
+next chunk is requested.
 
-If the file system refuses O_DIRECT, and for the end of a file that is not a whole page, the same calls use
-the page cache and drop their pages from it afterwards. Files are published as in `files.py`: the caller
+If the file system refuses O_DIRECT, and for a last page that is not full, the same calls use the page cache
+and drop the pages of the file from the cache afterwards. Files are published as in `files.py`: the caller
 renames the temporary file. An error is never retried on the same inode.
 """
 
@@ -41,11 +42,11 @@ from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.storage.local import files
 
 PAGE_BYTES = 4096  # alignment that every block device accepts for memory, offsets and lengths
-BLOCK_BYTES = 8 << 20  # per request: measured, smaller ones are slower and larger ones no faster
-DEPTH = 4  # write requests per file: measured, 2 keep the device busy, 4 also if a thread is late
-READ_AHEAD = 8  # read requests per file: measured, as many as a reader that hashes and copies needs
-COPY_BYTES = 1 << 20  # copied, then hashed from the processor's cache; smaller pieces cost too many calls
-MAX_IDLE_BUFFERS = 10  # 80 MiB kept for the next file, a reader or two writers, because new memory is slow
+BLOCK_BYTES = 8 << 20  # per request: smaller requests measured slower, larger ones no faster
+DEPTH = 4  # write requests per file: 2 keep the device busy, 4 do so even if a thread is late (measured)
+READ_AHEAD = 8  # read requests per file: enough for a reader that hashes and copies (measured)
+COPY_BYTES = 1 << 20  # copied, then hashed in the CPU's cache: smaller pieces cost too many calls
+MAX_IDLE_BUFFERS = 10  # 80 MiB for the next files, one reader or two writers: new memory is slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,12 @@ def write_direct(
 ) -> tuple[Path, Written]:
     """Write `chunks` to a new fsynced temporary file in `directory`, and hash them on the way.
 
-    `size_bytes`, if known, is first reserved in the file system, so that a full disk is found before the
-    work. `spans` are (offset, nbytes), disjoint and in ascending order. The iterator may overwrite a chunk as
-    soon as the next one is requested.
+    If `size_bytes` is given, the space is reserved first, so that a full disk fails before any byte is
+    written. `spans` are (offset, nbytes), disjoint and in ascending order. The iterator may overwrite a
+    chunk as soon as the next chunk is requested.
 
-    Raise CorruptionError if the total size of `chunks` is not `size_bytes`, ValueError if a span is out of
-    order or outside the file, OSError if the disk fails. After any exception the file is deleted.
+    Raise CorruptionError if the total size of `chunks` is not `size_bytes`; ValueError if a span is out of
+    order or outside the file; OSError if the disk fails. After any exception the file is deleted.
     """
     path = files.temporary_name(directory)
     file = _File(path, partial(_create, path))
@@ -104,14 +105,14 @@ def read_blocks_direct(
 ) -> Iterator[memoryview]:
     """Yield the bytes of `path` from `offset`, read from the medium, in blocks of at most BLOCK_BYTES.
 
-    Each view is valid until the next one is requested; up to READ_AHEAD more are being read. The file is
-    opened by `files.open_file`. Where O_DIRECT is refused, the file is dropped from the page cache before and
-    after. Raise EOFError if the file is too short.
+    Each view is valid until the next view is requested; up to READ_AHEAD further blocks are read meanwhile.
+    The file is opened by `files.open_file`. If O_DIRECT is refused, the file's pages are dropped
+    from the page cache before and after the read. Raise EOFError if the file is too short.
     """
     file = _File(path, partial(files.open_file, path, within=within))
     try:
         end = os.fstat(file.fd).st_size if nbytes is None else offset + nbytes
-        if end - offset <= BLOCK_BYTES - offset % PAGE_BYTES:  # one block needs no thread
+        if end - offset <= BLOCK_BYTES - offset % PAGE_BYTES:  # a single block needs no thread
             if end > offset:
                 with _BUFFERS.acquire() as buffer:
                     file.read(_Range(offset, end), buffer)
@@ -123,18 +124,18 @@ def read_blocks_direct(
 
 
 class _Range(NamedTuple):
-    """Bytes of a file: the first and the one after the last."""
+    """A range of bytes in a file: the offset of the first byte and of the byte after the last."""
 
     start: int
     end: int
 
 
 def _read_ahead(file: _File, offset: int, end: int) -> Iterator[memoryview]:
-    """Yield the blocks of a range in order, while the next READ_AHEAD are being read."""
+    """Yield the blocks of a range in order, while the next READ_AHEAD blocks are read."""
     starts = range(offset - offset % PAGE_BYTES, end, BLOCK_BYTES)
     ranges = (_Range(max(start, offset), min(start + BLOCK_BYTES, end)) for start in starts)
-    num_buffers = min(READ_AHEAD + 1, len(starts))  # the caller uses one of them
-    with contextlib.ExitStack() as acquired:  # released after the pool has ended, when no thread uses them
+    num_buffers = min(READ_AHEAD + 1, len(starts))  # plus one that the caller uses
+    with contextlib.ExitStack() as acquired:  # releases the buffers after the threads have ended
         buffers = deque(acquired.enter_context(_BUFFERS.acquire()) for _ in range(num_buffers))
         with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="ray_ckpt-read") as pool:
             reads: deque[tuple[Future[None], _Range, mmap.mmap]] = deque()
@@ -160,19 +161,19 @@ def _read_ahead(file: _File, offset: int, end: int) -> Iterator[memoryview]:
 
 
 def _part(buffer: mmap.mmap, start: int, end: int) -> memoryview:
-    """Return the bytes of a range in its buffer, which starts at a page boundary of the file."""
+    """Return the range's bytes in `buffer`, whose first byte is at a page boundary of the file."""
     shift = start % PAGE_BYTES
     return memoryview(buffer)[shift : shift + end - start]
 
 
 class _Writer:
-    """A writer that cuts chunks into blocks, hashes them, and keeps up to DEPTH blocks at the device."""
+    """A writer that cuts chunks into blocks, hashes the bytes, and keeps up to DEPTH writes in flight."""
 
     def __init__(self, file: _File, pool: ThreadPoolExecutor, hashes: _Hashes) -> None:
         self._file = file
         self._pool = pool
         self._hashes = hashes
-        self._offset = 0  # of the next block, a multiple of PAGE_BYTES
+        self._offset = 0  # offset of the next block in the file, a multiple of PAGE_BYTES
         self._block: mmap.mmap | None = None  # the block that is being filled
         self._filled = 0  # bytes in that block
         self._writes: deque[_Write] = deque()
@@ -205,14 +206,14 @@ class _Writer:
             nbytes = min(piece.nbytes, BLOCK_BYTES - self._filled)
             copy = memoryview(self._block)[self._filled : self._filled + nbytes]
             np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(piece[:nbytes], np.uint8))
-            self._hashes.update(copy)  # not `piece`, which may change after the copy
+            self._hashes.update(copy)  # not `piece`, which the caller may change after the copy
             self._filled += nbytes
             if self._filled == BLOCK_BYTES:
                 self._flush()
             piece = piece[nbytes:]
 
     def _flush(self) -> None:
-        """Submit the block that is being filled."""
+        """Submit the current block."""
         block, self._block = self._block, None
         if block is None:
             return
@@ -230,14 +231,14 @@ class _Writer:
 
 
 class _Write(NamedTuple):
-    """A block at the device."""
+    """A write in flight."""
 
     done: Future[None]
     block: mmap.mmap
 
 
 class _Hashes:
-    """Digests of a file and of spans of it, computed from its bytes in order."""
+    """Digests of a file and of spans of the file, computed from the bytes in order."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
         end = 0
@@ -247,9 +248,9 @@ class _Hashes:
             end = offset + nbytes
         self._spans = spans
         self._file = Digester()
-        self._at = 0  # bytes seen
+        self._at = 0  # bytes hashed so far
         self._found: list[str] = []
-        self._open: Digester | None = None  # of a span that started in an earlier block
+        self._open: Digester | None = None  # of a span that began in an earlier block
 
     def update(self, block: memoryview) -> None:
         self._file.update(block)
@@ -286,7 +287,7 @@ class _File:
     """
 
     def __init__(self, path: Path, opened: Callable[..., int]) -> None:
-        """Open the file by `opened(flags=...)`, which adds these flags to its own."""
+        """Open the file by `opened(flags=...)`; `flags` are added to the flags of `opened`."""
         self._path = path
         self._is_direct = True
         try:
@@ -309,7 +310,7 @@ class _File:
         while block.nbytes:
             count = self._try(os.pwrite, block, offset)
             if not self._is_direct:
-                os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)  # starts the write-back
+                os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)  # starts to write the pages
             block, offset = block[count:], offset + count
 
     def write_tail(self, data: bytes, offset: int) -> None:
@@ -331,11 +332,11 @@ class _File:
             got += count
 
     def _forget_cached(self) -> None:
-        """Drop the file's pages that are on the medium already from the page cache."""
+        """Drop from the page cache the file's pages that are already on the medium."""
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _try(self, call: Callable[[int, Any, int], int], data: Any, offset: int) -> int:
-        """Call `call`, again without O_DIRECT if the file system refuses it with EINVAL."""
+        """Call `call`; if the file system refuses O_DIRECT with EINVAL, call it again without O_DIRECT."""
         was_direct = self._is_direct
         try:
             return call(self.fd, data, offset)
@@ -348,21 +349,21 @@ class _File:
     def _use_cache(self) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self._is_direct = False  # only after the change: other threads read it
+        self._is_direct = False  # set after the flag is changed, because other threads read the field
         self._forget_cached()
 
 
 def _create(path: Path, *, flags: int) -> int:
-    """Create a file to write. A refused O_DIRECT may have created it already, so that it may exist then."""
+    """Create a file to write. Without O_DIRECT it may exist: a refused open may have created it."""
     is_new = os.O_EXCL if flags & os.O_DIRECT else 0
     wanted = flags | is_new | os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, wanted, files.FILE_MODE)
 
 
 def reserve(fd: int, size_bytes: int) -> None:
-    """Reserve `size_bytes` in the file system. Raise OSError if it does not have them.
+    """Reserve `size_bytes` in the file system. Raise OSError if there is not enough space.
 
-    `os.posix_fallocate` is not used, because it writes to each block if the file system cannot reserve.
+    `os.posix_fallocate` is not used, because that call writes to each block if it cannot reserve.
     """
     while _LIBC.fallocate(fd, 0, 0, size_bytes):
         code = ctypes.get_errno()
@@ -390,12 +391,12 @@ class _Buffers:
                 if len(buffer) == BLOCK_BYTES:
                     return buffer
         buffer = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # the kernel may have no huge pages
             buffer.madvise(mmap.MADV_HUGEPAGE)
         return buffer
 
     def give(self, buffer: mmap.mmap) -> None:
-        """Return a buffer that is no longer used to the pool; a full pool frees it."""
+        """Give an unused buffer back to the pool; a full pool frees the buffer."""
         with self._lock:
             if len(self._idle) < MAX_IDLE_BUFFERS:
                 self._idle.append(buffer)

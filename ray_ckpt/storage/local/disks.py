@@ -1,8 +1,9 @@
 """A node's local tier on one or several disks, with a Staging folder on each.
 
-A checkpoint's files are distributed over the disks, and a fragment may be on another disk than the files that
-it lists; a file is found by checking each disk. A disk that is broken gets no new files, but its files are
-still read. The name of the storage is that of the first disk. With one disk, all calls go to its Staging.
+A checkpoint's files are distributed over the disks. A fragment may be on another disk than the files that the
+fragment lists, so each disk is checked to find a file. A broken disk gets no new files, but the files on it
+are still read. The name of the first disk is the name of the storage. With one disk, all calls go to that
+disk's Staging.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ log = logging.getLogger("ray_ckpt.disks")
 
 Result = TypeVar("Result")
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # another file may fit after a deletion
+FULL = (errno.ENOSPC, errno.EDQUOT)  # not broken: another file may fit after a deletion
 BROKEN = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN)  # no new files until a restart
 
 
 class Disks:
     """The staging folders of a node, each with an exclusive lock until `close`.
 
-    If the disk of a folder is broken, the folder is left out with an error in the log, as long as another
-    one works. Any other StagingError is raised: a folder that another agent owns is a mistake in the options.
+    If the disk of a folder is broken and another disk works, the folder is left out and an error is logged.
+    Any other StagingError is raised: a folder that another agent owns is a mistake in the options.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
@@ -69,17 +70,17 @@ class Disks:
 
     @property
     def disk(self) -> str:
-        """The name of the node's storage; it stays the same when the node gets a new id."""
+        """The name of the node's storage; the name stays the same when the node gets a new id."""
         return self._stages[0].disk
 
     # -- space ---------------------------------------------------------------------------------------
 
     def free_bytes(self) -> int:
-        """Return the free bytes of all file systems that get new files."""
+        """Return the sum of the free bytes of all file systems that get new files."""
         return sum(files.free_bytes(stage.root) for stage in self._file_systems())
 
     def total_bytes(self) -> int:
-        """Return the size of all file systems that get new files."""
+        """Return the total size in bytes of all file systems that get new files."""
         return sum(files.total_bytes(stage.root) for stage in self._file_systems())
 
     def check_space(
@@ -109,7 +110,7 @@ class Disks:
     # -- files ---------------------------------------------------------------------------------------
 
     def path(self, run_uid: str, directory: str, file: str) -> Path:
-        """Return the path of the file, or the path that it would have on a disk if no disk has it."""
+        """Return the path of the file; if no disk has the file, a path on one of the disks."""
         return self._stage_of(run_uid, directory, file).path(run_uid, directory, file)
 
     def put(
@@ -123,10 +124,10 @@ class Disks:
         spans: Sequence[tuple[int, int]] = (),
         expect: str | None = None,
     ) -> Written:
-        """Write one file of a checkpoint durably, to the disk that has it or to the one with most free space.
+        """Write one file of a checkpoint durably, to the disk that has the file or has most free space.
 
-        If the disk fails and `chunks` can be read again (a sequence), the next disk is tried. An iterator is
-        partly consumed by then, so the OSError is raised, and only the next `put` uses another disk.
+        If the disk fails and `chunks` can be read again (a sequence), the next disk is tried. An iterator
+        is already partly consumed, so the OSError is raised, and the next `put` uses another disk.
         """
         is_repeatable = iter(chunks) is not chunks
         stages = self._places(run_uid, directory, file)
@@ -142,9 +143,10 @@ class Disks:
                     raise
 
     def delete(self, run_uid: str, directory: str) -> None:
-        """Delete one checkpoint's files durably, on each disk data before manifests, if there are any.
+        """Delete the files of one checkpoint durably, if there are any; on each disk data before manifests.
 
-        The first disk is last, because it has the fragments. If a disk fails, raise OSError after the others.
+        The first disk, which has the fragments, is last. If a disk fails, process the others, then
+        raise OSError.
         """
         failure: OSError | None = None
         for stage in reversed(self._stages):
@@ -160,7 +162,7 @@ class Disks:
         self._stage_of(run_uid, directory, file).quarantine(run_uid, directory, file)
 
     def forget(self, run_uid: str, kept: Collection[str]) -> None:
-        """Delete a run except its folders `kept`. If a disk fails, raise OSError after the others."""
+        """Delete a run except the folders `kept`. If a disk fails, process the others, then raise OSError."""
         failure: OSError | None = None
         for stage in reversed(self._stages):
             try:
@@ -193,13 +195,13 @@ class Disks:
         return tuple(RunMark(run_uid=uid, epoch=epoch) for uid, epoch in sorted(found.items()))
 
     def epoch(self, run_uid: str) -> int:
-        """Return the highest epoch that has contacted this node for the run, 0 if none has."""
+        """Return the highest epoch whose coordinator has contacted this node for the run, or 0."""
         return max(stage.epoch(run_uid) for stage in self._stages)
 
     # -- what is here --------------------------------------------------------------------------------
 
     def holdings(self, run_uid: str) -> Iterator[Holding]:
-        """Yield the run's fragments whose files are complete on the disks. See `Staging.holdings`."""
+        """Yield the run's fragments whose listed files are all on the disks. See `Staging.holdings`."""
         if len(self._stages) == 1:
             yield from self._stages[0].holdings(run_uid)
             return
@@ -224,14 +226,14 @@ class Disks:
         return [stage for stage in self._stages if stage.root not in self._out] or self._stages[:]
 
     def _stage_of(self, run_uid: str, directory: str, file: str) -> Staging:
-        """Return the disk that has the file, or any disk if none has it; prefer disks that work."""
+        """Return the disk that has the file, or any disk if none has the file; prefer disks that work."""
         if len(self._stages) == 1:
             return self._stages[0]
         stages = sorted(self._stages, key=lambda stage: stage.root in self._out)
         return next((stage for stage in stages if stage.path(run_uid, directory, file).exists()), stages[0])
 
     def _places(self, run_uid: str, directory: str, file: str) -> list[Staging]:
-        """Return the disks for a file, the best first: those that have it, then those with most free space.
+        """Return the disks for a file, best first: disks that have the file, then by free space.
 
         A fragment goes to the first disk that works.
         """
@@ -254,7 +256,7 @@ class Disks:
 
     @contextlib.contextmanager
     def _writing(self, stage: Staging, size_bytes: int) -> Iterator[None]:
-        """Count `size_bytes` as used in the block, so that concurrent files go to different disks."""
+        """Count `size_bytes` as used during the block, so that concurrent files go to different disks."""
         with self._lock:
             self._pending[stage.root] += size_bytes
         try:
@@ -266,7 +268,7 @@ class Disks:
     # -- failures ------------------------------------------------------------------------------------
 
     def _may_pass_over(self, stage: Staging, error: OSError) -> bool:
-        """Log the failure, exclude the disk if it is broken, and return whether to try another disk."""
+        """Log the failure, exclude the disk if it is broken, and return True if another disk can be tried."""
         if len(self._stages) == 1 or error.errno not in (*FULL, *BROKEN):
             return False
         if error.errno in BROKEN and stage.root not in self._out:
@@ -278,7 +280,7 @@ class Disks:
         return True
 
     def _call_each(self, stages: Iterable[Staging], call: Callable[[Staging], Result]) -> list[Result]:
-        """Return the results of the disks that work. Raise OSError if none does."""
+        """Return the results of the disks on which `call` succeeds. Raise OSError if it fails on all."""
         results: list[Result] = []
         failure: OSError | None = None
         for stage in stages:

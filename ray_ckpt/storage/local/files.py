@@ -20,11 +20,11 @@ from typing_extensions import Buffer
 from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.digest import Digester
 
-FILE_MODE = 0o600  # weights are private
+FILE_MODE = 0o600  # only the owner may read, because weights are private
 DIR_MODE = 0o700
-IO_BLOCK_BYTES = 8 << 20  # large enough for a disk's bandwidth, small enough for a buffer
+IO_BLOCK_BYTES = 8 << 20  # large enough for the full speed of a disk, small enough for a buffer
 _TMP_PREFIX = ".tmp-"
-TEMPORARIES = f"{_TMP_PREFIX}*"  # a glob
+TEMPORARIES = f"{_TMP_PREFIX}*"  # glob pattern of temporary files
 
 
 class NotRegular(OSError):
@@ -45,7 +45,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def make_dirs(path: Path, *, mode: int = DIR_MODE) -> None:
-    """Create `path` and its missing parents, each made durable in its own parent."""
+    """Create `path` and all missing parent folders durably."""
     if path.is_dir():
         return
     make_dirs(path.parent, mode=mode)
@@ -86,7 +86,7 @@ def write_file(path: Path, chunks: Iterable[Buffer]) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a file of `write_temporary` durably. It is visible shortly before it is durable."""
+    """Rename a temporary file durably. The file is visible shortly before it is durable."""
     try:
         temporary.rename(path)
     except BaseException:
@@ -97,7 +97,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def checked(chunks: Iterable[Buffer], *, size_bytes: int, digest: str, what: str) -> Iterator[Buffer]:
-    """Yield `chunks`; raise CorruptionError at the end if their size or digest differs."""
+    """Yield `chunks`; raise CorruptionError at the end if the total size or the digest differs."""
     state = Digester()
     seen = 0
     for chunk in chunks:
@@ -116,11 +116,12 @@ def open_file(path: Path, *, within: Path | None = None, flags: int = 0) -> int:
     """Open a regular file to read. Raise OSError, without blocking, for a named pipe, a device or a folder.
 
     A link is followed only if its target is in the folder `within`, which may itself be a link; without
-    `within` no link is followed. All files of a run, a staging folder or a storage path are opened here.
+    `within` no link is followed. All files of a run, a staging folder or a storage path are opened by this
+    function.
     """
     if within is None:
         flags |= os.O_NOFOLLOW
-    _check_regular(path, _stat(path, follow=within is not None).st_mode)  # opening a device may have effects
+    _check_regular(path, _stat(path, follow=within is not None).st_mode)  # an open of a device may act
     fd = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check_regular(path, os.fstat(fd).st_mode)
@@ -182,7 +183,7 @@ def _kind(mode: int) -> str:
 
 def _lies_in(fd: int, path: Path, folder: Path) -> bool:
     real = f"{os.path.realpath(folder)}/"
-    with contextlib.suppress(OSError):  # no /proc
+    with contextlib.suppress(OSError):  # there may be no /proc
         if os.readlink(f"/proc/self/fd/{fd}").startswith(real):  # noqa: PTH115
             return True
     return os.path.realpath(path).startswith(real)

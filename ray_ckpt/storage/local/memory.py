@@ -37,7 +37,7 @@ def _cgroups() -> Iterator[tuple[Path, str, str]]:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """Yield the folder of a cgroup and its parents, of which some may not exist in a container."""
+    """Yield the folders of a cgroup and of its parents; in a container some of these may not exist."""
     folder = root / path.strip("/")
     while folder != root:
         yield folder

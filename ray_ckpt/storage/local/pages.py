@@ -1,10 +1,11 @@
 """Pages of shared memory: huge pages where the kernel supports them, allocated before they are needed.
 
-`shmem_enabled` is `never` on most machines, so a memfd has pages of 4 KiB: filling 1 GB takes more than half
-a second, each process that maps it has a fault for each page again, and a disk reads it in small pieces.
-MADV_COLLAPSE (Linux 6.1) makes huge pages regardless of this setting. To make a block of the file huge, one
-of its pages is allocated; the kernel then clears the rest at the speed of memory. Measured: 256 MiB take 16
-ms instead of 160 ms with small pages, and mapping and reading them later causes a tenth of the page faults.
+`shmem_enabled` is `never` on most machines, so a memfd has pages of 4 KiB: the first write of 1 GB takes more
+than half a second, each process that maps the memfd has a fault for each page, and a disk reads the pages in
+small pieces. MADV_COLLAPSE (Linux 6.1) makes huge pages regardless of this setting. First one small page of a
+block is allocated; the kernel then makes the block huge and clears the rest of it at the speed of memory.
+Measured: 256 MiB take 16 ms instead of 160 ms with small pages, and mapping and reading them later causes a
+tenth of the page faults.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import mmap
 import weakref
 from collections.abc import Iterator
 
-HUGE_BYTES = 2 << 20  # on x86-64, and on arm64 with small pages; other kernels refuse the call
+HUGE_BYTES = 2 << 20  # x86-64, and arm64 with pages of 4 KiB; other kernels refuse the call
 STEP_BYTES = 64 << 20  # per call: a few milliseconds, so that a caller can stop in between
-TRIES = 3  # a page that was just written may not be in the kernel's lists yet
+TRIES = 3  # tries for a block: a page that was just written may not be in the kernel's lists yet
 
 _MADV_DONTFORK, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 10, 22, 23, 25
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
-_libc = ctypes.CDLL(None, use_errno=True)  # its calls release the GIL
+_libc = ctypes.CDLL(None, use_errno=True)  # calls through CDLL release the GIL
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
     ctypes.c_void_p,
@@ -40,9 +41,9 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def make_huge(fd: int, start: int, end: int) -> int:
     """Make huge pages of the whole blocks of HUGE_BYTES in [start, end) of a memfd or a file in /dev/shm.
 
-    The content does not change, and other threads and processes may use it at the same time. Return the end
-    of the range that was processed, at least `start`. It is less than `end` if the kernel is too old or has
-    no free huge page, or if the file is not shared memory. A single block that is busy is left as it is.
+    The content does not change, and other threads and processes may use the memory at the same time. Return
+    the end of the processed range, at least `start`. This end is less than `end` if the kernel is too old or
+    has no free huge page, or if the file is not shared memory. A single busy block is skipped.
     """
     at = first = start + -start % HUGE_BYTES
     last = end - end % HUGE_BYTES
@@ -62,9 +63,10 @@ def make_huge(fd: int, start: int, end: int) -> int:
 def map_shared(fd: int, start: int, end: int, *, writable: bool = False) -> memoryview:
     """Map the bytes [start, end) of a file for as long as the view or a part of it is referenced.
 
-    The mapping has the alignment of the file, so that its huge pages are mapped as such: one page fault for
-    each 2 MiB instead of each 64 KiB with `mmap.mmap`. As with every mapping, a process that reads beyond the
-    end of a truncated file is killed. Raise OSError if the file cannot be mapped.
+    The mapping has the alignment of the file, so that huge pages of the file are mapped as huge pages: one
+    page fault for each 2 MiB, instead of one for each 64 KiB with `mmap.mmap`. As with every mapping, a
+    process that reads beyond the end of a truncated file is killed. Raise OSError if the file cannot be
+    mapped.
     """
     first = start - start % HUGE_BYTES
     size = end - first
@@ -79,14 +81,14 @@ def map_shared(fd: int, start: int, end: int, *, writable: bool = False) -> memo
         _libc.munmap(reserved, room)
         raise OSError(code, "shared memory cannot be mapped")
     memory = (ctypes.c_ubyte * size).from_address(address)
-    # Not at exit, when threads may still use the mapping: the kernel removes it with the process.
+    # Not at exit, when threads may still use the mapping; the kernel removes the mapping with the process.
     weakref.finalize(memory, _libc.munmap, reserved, room).atexit = False
     view = memoryview(memory).cast("B")[start - first :]
     return view if writable else view.toreadonly()
 
 
 def keep_from_children(memory: memoryview) -> None:
-    """Exclude a whole writable mapping from forked processes, which would keep its memory allocated."""
+    """Exclude a writable mapping from forked processes, because they would keep the memory allocated."""
     address = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
     _libc.madvise(address, len(memory), _MADV_DONTFORK)
 
@@ -94,9 +96,9 @@ def keep_from_children(memory: memoryview) -> None:
 def populate(memory: memoryview, *, file: int | None = None) -> Iterator[int]:
     """Allocate every page of a writable mapping, step by step; yield the bytes that are allocated.
 
-    With `file`, the shared memory that is mapped from its start, huge pages are tried first. On kernels
-    before Linux 5.14 each page is read, which makes shared memory allocate it. Raise OSError (ENOMEM) if
-    there is no memory.
+    `file` is the shared memory file of the mapping, from offset 0; if it is given, huge pages are tried
+    first. On kernels before Linux 5.14 each page is read, which allocates the page in shared memory. Raise
+    OSError (ENOMEM) if there is no memory.
     """
     view = (ctypes.c_char * len(memory)).from_buffer(memory)
     address = ctypes.addressof(view)

@@ -1,4 +1,4 @@
-"""Verification of a stored fragment and its files, read from the medium and not from the page cache."""
+"""Verification of a fragment and the files that it lists, read from the medium, not from the page cache."""
 
 from __future__ import annotations
 

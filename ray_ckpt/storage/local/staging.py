@@ -28,13 +28,13 @@ from ray_ckpt.storage.local.direct import Written, write_direct
 from ray_ckpt.types import FileEntry, Fragment
 
 MARK_FILE = "run.json"  # <staging>/<run uid>/run.json: the names of the run and its highest known epoch
-DISK_FILE = "disk"  # <staging>/disk: the name of the folder
-MAX_MARK_BYTES = 1 << 16  # a mark has a few hundred
+DISK_FILE = "disk"  # <staging>/disk: the name of this staging folder
+MAX_MARK_BYTES = 1 << 16  # size of a mark file; real ones have a few hundred bytes
 _MARK_FIELDS = frozenset(("run_uid", "run_name", "storage_path", "epoch"))
 _DISK_NAME = re.compile(r"[0-9a-f]{32}\Z")
 QUARANTINE_DIR = "quarantine"
 MAX_QUARANTINED = 4  # newest checkpoints of a run whose damaged files are kept for inspection
-LOCK_WAIT_S = 20.0  # the lock of a killed agent is free within seconds, that of a live one never
+LOCK_WAIT_S = 20.0  # a killed agent loses the lock within seconds, a live agent keeps it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Staging:
     ) -> Written:
         """Write one file of a checkpoint durably; see `write_direct`.
 
-        Raise CorruptionError, and write no file, if its digest is not `expect`.
+        Raise CorruptionError, and keep no file, if the digest of the bytes is not `expect`.
         """
         path = self.path(run_uid, directory, file)
         with self._publishing:
@@ -122,14 +122,14 @@ class Staging:
         return written
 
     def delete(self, run_uid: str, directory: str) -> None:
-        """Delete one checkpoint's files durably, data before manifests, if there are any."""
+        """Delete the files of one checkpoint durably, if there are any; data before manifests."""
         folder = self.folder(run_uid, directory)
         delete_checkpoint_dir(folder)
         with contextlib.suppress(FileNotFoundError):
             files.fsync_dir(folder.parent)
 
     def quarantine(self, run_uid: str, directory: str, file: str) -> None:
-        """Move a damaged file out of its checkpoint, which then is not a holding; keep a few such files."""
+        """Move a damaged file out of the checkpoint, which is no holding then; keep a few such files."""
         pen = self.root / names.check_run_uid(run_uid) / QUARANTINE_DIR
         target = pen / names.check_directory(directory)
         files.make_dirs(target)
@@ -142,7 +142,7 @@ class Staging:
             delete_checkpoint_dir(old)
 
     def forget(self, run_uid: str, kept: Collection[str]) -> None:
-        """Delete a run except its folders `kept`; without any, delete its mark and its folder too."""
+        """Delete a run except the folders `kept`; if none stays, delete the mark and the run's folder too."""
         run = self.root / names.check_run_uid(run_uid)
         for directory in self.directories(run_uid):
             if directory not in kept:
@@ -156,7 +156,7 @@ class Staging:
         if not left:  # without a checkpoint the mark is useless
             (run / MARK_FILE).unlink(missing_ok=True)
             for folder in (pen, run):
-                with contextlib.suppress(OSError):  # a file of another program is in it
+                with contextlib.suppress(OSError):  # the folder may contain files of other programs
                     folder.rmdir()
         files.fsync_dir(self.root)
 
@@ -181,7 +181,7 @@ class Staging:
         return tuple(found)
 
     def epoch(self, run_uid: str) -> int:
-        """Return the highest epoch that has contacted this node for the run, 0 if none has."""
+        """Return the highest epoch whose coordinator has contacted this node for the run, or 0."""
         mark = _read_mark(self.root / names.check_run_uid(run_uid) / MARK_FILE)
         return int(mark["epoch"]) if mark is not None else 0
 
@@ -190,9 +190,9 @@ class Staging:
     def holdings(
         self, run_uid: str, find: Callable[[str, str, str], Path] | None = None
     ) -> Iterator[Holding]:
-        """Yield the run's fragments that are durable and whose listed files exist with the listed sizes.
+        """Yield each durable fragment of the run whose listed files exist with the listed sizes.
 
-        `find` returns the path of (run uid, directory, file) if the files may be on another disk.
+        If files may be on other disks, `find` returns the path for (run uid, directory, file).
         """
         for folder in self._folders(run_uid):
             with self._publishing:
@@ -212,12 +212,12 @@ class Staging:
         return []
 
     def _name_disk(self) -> str:
-        """Return the folder's name, which is created once, so that a returning disk is recognized."""
+        """Return the name of the folder, created once, so that a disk is recognized when it returns."""
         path = self.root / DISK_FILE
         with contextlib.suppress(FileNotFoundError, EOFError):
             if _DISK_NAME.match(name := files.read_small(path, MAX_MARK_BYTES).decode(errors="replace")):
                 return name
-        name = uuid.uuid4().hex  # a disk whose name is damaged counts as a new one
+        name = uuid.uuid4().hex  # a disk with a damaged name counts as new
         files.write_file(path, [name.encode()])
         return name
 

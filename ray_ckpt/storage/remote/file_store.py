@@ -1,7 +1,7 @@
 """The interface under the remote tier: files of any size under names, in a folder or in an object store.
 
 Names are relative to the store's root; "/" separates their parts. All writers of a name write the same bytes,
-so a repeated write is harmless, and there is no update.
+so a repeated write is harmless; no file is ever changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StoredFile:
 
     name: str
     size_bytes: int
-    modified_s: float  # Unix time by the store's clock
+    modified_s: float  # Unix time of the last write, by the store's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,53 +39,53 @@ class Children:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """An unfinished write, whose writer may be dead. It takes space and is not a file."""
+    """An unfinished write, which takes space but is not a file yet. The writer may be dead."""
 
     name: str
     id: str
-    started_s: float  # Unix time by the store's clock
+    started_s: float  # Unix time of the first request, by the store's clock
 
 
 class FileStore(Protocol):
-    """Safe for threads. A store that fails or cannot be reached raises an OSError without secrets."""
+    """A store of files, safe for threads. If it fails, it raises OSError with a text without secrets."""
 
     where: str
-    """The root, as shown to people."""
+    """The root of the store, for messages."""
 
     def put(self, name: str, blocks: Iterable[Buffer], *, max_bytes: int) -> int:
-        """Store a file entirely and durably, replacing an existing one, and return its size.
+        """Store a whole file durably, in place of an existing file, and return the size in bytes.
 
-        `blocks` give at most `max_bytes`. A block may change once the next one is taken. Exceptions from
-        `blocks` propagate; the partial upload is aborted. OSError if the store does not take the bytes, or
-        has another number of them afterwards.
+        `blocks` contain at most `max_bytes`. A block may change once the next block is taken. Exceptions
+        from `blocks` propagate; the partial upload is aborted. Raise OSError if the store does not accept the
+        bytes, or if the stored file has another size afterwards.
         """
         ...
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
         """Yield the bytes of the ranges (offset, nbytes), one after the other, in blocks of any size.
 
-        A block is valid until the next one is taken. FileNotFoundError, OSError, EOFError.
+        A block is valid until the next block is taken. Raise FileNotFoundError, OSError or EOFError.
         """
         ...
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes, None if it is absent. OSError without an answer."""
+        """Return the size of a file in bytes, None if it is absent. Raise OSError if the store fails."""
         ...
 
     def modified_s(self, name: str) -> float:
-        """Return the Unix time of the last write by the store's clock. FileNotFoundError, OSError."""
+        """Return the Unix time of the last write by the store's clock. Raise FileNotFoundError or OSError."""
         ...
 
     def list(self, folder: str = "") -> Iterator[StoredFile]:
-        """Yield the files below a folder, at any depth and in any order; none if the folder is absent."""
+        """Yield the files below a folder, at any depth, in any order. An absent folder has no files."""
         ...
 
     def children(self, folder: str = "") -> Children:
-        """Return one level of a folder, empty if it is absent; object stores have no empty folders."""
+        """Return the direct entries of a folder, none if absent. Object stores have no empty folders."""
         ...
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete files, in any order. Absent ones are not an error."""
+        """Delete files, in any order. An absent file is not an error."""
         ...
 
     def uploads(self, folder: str = "") -> Iterator[Upload]:
@@ -93,12 +93,12 @@ class FileStore(Protocol):
         ...
 
     def abort(self, upload: Upload) -> None:
-        """End an upload and free its space. An absent one is not an error."""
+        """Abort an upload and free its space. An absent upload is not an error."""
         ...
 
 
 def read_whole(store: FileStore, name: str, *, max_bytes: int) -> bytes:
-    """Read a small file. FileNotFoundError, OSError; EOFError if it has more than `max_bytes`."""
+    """Read a small file. Raise FileNotFoundError, OSError, or EOFError if it has more than `max_bytes`."""
     size = store.size(name)
     if size is None:
         raise FileNotFoundError(f"{store.where}/{name} is not there")
@@ -108,9 +108,9 @@ def read_whole(store: FileStore, name: str, *, max_bytes: int) -> bytes:
 
 
 class PosixFiles:
-    """A folder: a shared file system that all nodes mount, or a local disk.
+    """Files in a folder of a shared file system that all nodes mount, or of a local disk.
 
-    The folder must exist. Creating it could write below a mount point while the file system is not mounted.
+    The folder must exist. It is not created, because it may be on a file system that is not mounted yet.
     """
 
     def __init__(self, root: Path) -> None:
@@ -151,7 +151,7 @@ class PosixFiles:
                     yield StoredFile(name=name, size_bytes=stat.st_size, modified_s=stat.st_mtime)
 
     def children(self, folder: str = "") -> Children:
-        """Return one level. Links count as their targets; `files.open_file` decides which are read."""
+        """Return the direct entries. A link counts as its target; `files.open_file` checks links to read."""
         try:
             paths = sorted((self._root / folder).iterdir())
         except (FileNotFoundError, NotADirectoryError):
@@ -161,7 +161,7 @@ class PosixFiles:
             name = path.relative_to(self._root).as_posix()
             with contextlib.suppress(
                 FileNotFoundError, PermissionError
-            ):  # deleted meanwhile, or a link to files of others
+            ):  # the file was deleted meanwhile, or is a link to files of others
                 if path.is_dir():
                     folders.append(name)
                 elif path.is_file() and not files.is_temporary(path.name):
@@ -170,7 +170,7 @@ class PosixFiles:
         return Children(folders=tuple(folders), files=tuple(found))
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete files, and folders that become empty. After a crash no deleted file comes back."""
+        """Delete files, and folders that become empty. Deleted files stay deleted after a crash."""
         self._check_root()
         folders = set()
         for name in names:
@@ -179,7 +179,7 @@ class PosixFiles:
                 path.unlink()
             folders.add(path.parent)
         for folder in folders - {self._root}:
-            with contextlib.suppress(OSError):  # not empty, or gone already
+            with contextlib.suppress(OSError):  # the folder is not empty, or is gone already
                 folder.rmdir()
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 files.fsync_dir(folder if folder.is_dir() else folder.parent)
@@ -194,7 +194,7 @@ class PosixFiles:
         path = self._root / upload.name
         if files.is_temporary(path.name):
             path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty, or gone already
+            with contextlib.suppress(OSError):  # the folder is not empty, or is gone already
                 path.parent.rmdir()
 
     def _check_root(self) -> None:

@@ -1,7 +1,7 @@
 """S3 and GCS through s3fs and gcsfs: `storage_options={"backend": "fsspec"}`. `design/0025` compares the two.
 
-Credentials and settings are those that s3fs and gcsfs find: the vendors' variables and files, and fsspec's
-own configuration. A record of the log is one request with the store's condition, a shard one stream of parts.
+s3fs and gcsfs find credentials and settings themselves: in the vendors' variables and files, and in fsspec's
+configuration. A log record is one conditional request; a shard is one stream of parts.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class BucketStore(FsspecStore):
             self._fs.pipe_file(self._path(name), data, mode="create", chunksize=len(data) + 1)
 
     def _make_parent(self, path: str) -> None:
-        pass  # s3fs would make the bucket
+        pass  # nothing to create; s3fs would create the bucket
 
     def _check_root(self) -> None:
-        """Raise OSError if the bucket is not there: then a listing is not found, rather than empty."""
+        """Raise OSError if the bucket does not exist, so that a listing of it is not reported as empty."""
         if not self._is_bucket_seen:
             try:
                 self._fs.find(f"{self._root}/{uuid.uuid4().hex}")
             except FileNotFoundError:
                 raise OSError(f"{self.where}: the bucket is not there (NoSuchBucket)") from None
-            except Exception:  # such as no right to list: the bucket may be there
+            except Exception:  # for example no permission to list: the bucket may exist
                 return
             self._is_bucket_seen = True
 
 
 class S3FsStore(BucketStore):
-    """S3 through s3fs. Each part carries its signed SHA-256, which the store compares."""
+    """S3 through s3fs. Each part is sent with a signed SHA-256, which the store checks."""
 
     def __init__(self, location: Location, options: Mapping[str, str], *, request_s: int) -> None:
         try:
@@ -127,9 +127,9 @@ class S3FsStore(BucketStore):
 
 
 class GcsFsStore(BucketStore):
-    """GCS through gcsfs. The CRC32C that GCS keeps of each object is compared.
+    """GCS through gcsfs. The checksum of a put is compared with the CRC32C that GCS computes for each object.
 
-    gcsfs sends resumable uploads, which GCS neither lists nor bills, and drops after a week.
+    gcsfs sends resumable uploads. GCS does not list or bill unfinished ones, and deletes them after a week.
     """
 
     def __init__(self, location: Location, options: Mapping[str, str], *, request_s: int) -> None:
@@ -142,7 +142,7 @@ class GcsFsStore(BucketStore):
         if not is_anonymous and any(
             "token" in fsspec.config.conf.get(scheme, {}) for scheme in ("gs", "gcs")
         ):
-            settings = {}  # fsspec adds its own
+            settings = {}  # fsspec adds the settings of its configuration
         try:
             fs = GCSFileSystem(
                 endpoint_url=endpoint,
@@ -159,14 +159,14 @@ class GcsFsStore(BucketStore):
         return google_crc32c.Checksum()  # type: ignore[no-untyped-call]
 
     def _has_checksum(self, info: Mapping[str, Any], checksum: Checksum | None) -> bool:
-        stored = info.get("crc32c")  # an emulator may have none
+        stored = info.get("crc32c")  # an emulator may not compute checksums
         return stored is None or checksum is None or stored == base64.b64encode(checksum.digest()).decode()
 
 
 def open_buckets(location: Location, options: Mapping[str, str]) -> tuple[BucketStore, BucketStore]:
     """Open a bucket for files and, with short time-outs, for the log."""
     kind = S3FsStore if location.scheme == "s3" else GcsFsStore
-    bulk_s = object_store.STALL_S if location.scheme == "s3" else object_store.PUT_S  # gcsfs: of a request
+    bulk_s = object_store.STALL_S if location.scheme == "s3" else object_store.PUT_S  # gcsfs: of a whole put
     return (
         kind(location, options, request_s=bulk_s),
         kind(location, options, request_s=object_store.LOG_REQUEST_S),

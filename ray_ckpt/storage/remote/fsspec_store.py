@@ -1,8 +1,8 @@
 """A file system of fsspec as a store: for URLs that ray_ckpt has no client for.
 
-`fsspec_buckets` builds the optional backend of S3 and GCS on it. A put writes to the name itself in one
-stream: a reader that comes too early finds the wrong size or digest, and a checkpoint exists only once the
-log has its record.
+`fsspec_buckets` builds the optional backend of S3 and GCS on it. A put writes in one stream
+to the final name, without a temporary file. An early reader finds the wrong size or digest; a checkpoint
+exists only once the log has its record.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upl
 from ray_ckpt.storage.remote.object_log import Unsupported
 from ray_ckpt.storage.remote.object_store import Checksum, part_size, short_error, too_large
 
-READ_BYTES = 8 << 20  # per request
-UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}  # users may have instances of their own
+READ_BYTES = 8 << 20  # bytes of one read request
+UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}  # not shared with the user's instances
 
 
 class FsspecStore:
@@ -42,7 +42,7 @@ class FsspecStore:
 
     @classmethod
     def open(cls, location: Location, options: Mapping[str, str]) -> FsspecStore:
-        """Open the file system that fsspec knows for the scheme of `location`. Raise ConfigError."""
+        """Open the file system that fsspec has for the scheme of `location`. Raise ConfigError."""
         try:
             fs, root = fsspec.core.url_to_fs(str(location), **UNCACHED, **options)
         except (ImportError, ValueError, TypeError) as error:
@@ -69,7 +69,7 @@ class FsspecStore:
                 while view.nbytes:
                     nbytes = min(
                         view.nbytes, part_bytes - sent % part_bytes
-                    )  # so that all parts are of one size
+                    )  # ends at the boundary of a part, so that all parts have the same size
                     with self._errors(name):
                         file.write(view[:nbytes])
                     view, sent = view[nbytes:], sent + nbytes
@@ -88,17 +88,17 @@ class FsspecStore:
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def _checksum(self) -> Checksum | None:
-        """Return a checksum to compare with the store's own; None if there is none to compare."""
+        """Return a checksum to compare with the store's checksum; None if the store has none."""
         return None
 
     def _has_checksum(self, info: Mapping[str, Any], checksum: Checksum | None) -> bool:
         return True
 
     def _discard(self, file: Any, path: str) -> None:
-        """Remove a file that was not written to its end."""
+        """Remove a file that was not completely written."""
         with contextlib.suppress(Exception):
             if isinstance(file, AbstractBufferedFile):
-                file.closed = True  # closing it would replace the stored file by its beginning
+                file.closed = True  # a real close would store the incomplete file
                 file.discard()
             else:
                 file.close()
@@ -111,7 +111,7 @@ class FsspecStore:
                 yield memoryview(self._get(name, start, min(start + READ_BYTES, end)))
 
     def _get(self, name: str, start: int, stop: int) -> bytes:
-        """Read one range. Stores refuse a range beyond the end, each with an error of its own."""
+        """Read one range. For a range beyond the end, each store raises a different error."""
         try:
             with self._errors(name):
                 data: bytes = self._fs.cat_file(self._path(name), start=start, end=stop)
@@ -171,7 +171,7 @@ class FsspecStore:
             self.remove(name)
 
     def uploads(self, folder: str = "") -> Iterator[Upload]:
-        yield from ()  # fsspec does not list them
+        yield from ()  # fsspec cannot list unfinished uploads
 
     def abort(self, upload: Upload) -> None:
         pass
@@ -212,7 +212,7 @@ class FsspecStore:
 
     @contextlib.contextmanager
     def _errors(self, name: str) -> Iterator[None]:
-        """Raise every error of the file system as an OSError of the fitting class, in one line."""
+        """Raise each error of the file system as the matching OSError, with a message of one line."""
         try:
             yield
         except Exception as error:
@@ -222,11 +222,11 @@ class FsspecStore:
             raise kind(f"{self.where}/{name}: {type(error).__name__}: {short_error(error)}") from None
 
     def _check_root(self) -> None:
-        """Raise OSError if a file is not found because its bucket is not there."""
+        """Raise OSError if a file is not found because the bucket does not exist."""
 
 
 def _read_only(view: memoryview) -> npt.NDArray[np.uint8]:
-    """Return the same memory as google_crc32c takes it: only as what cannot be written through."""
+    """Return a read-only array over the same memory; google_crc32c accepts no writable buffers."""
     array = np.frombuffer(view, np.uint8)
     array.flags.writeable = False
     return array
@@ -237,18 +237,18 @@ _DENIED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 def _kind(error: Exception) -> type[OSError]:
-    """Return the class that stands for an error: by its own class, else by the HTTP status behind it."""
+    """Return the OSError class for an error, from the class of the error or from the HTTP status."""
     status = _status(error)
     is_unknown = isinstance(error, NotImplementedError) or getattr(error, "errno", None) == errno.ENOSYS
     if is_unknown or status == HTTPStatus.NOT_IMPLEMENTED:
         return Unsupported
-    if status in _DENIED or str(error).startswith("Forbidden:"):  # gcsfs gives a 403 no class of its own
+    if status in _DENIED or str(error).startswith("Forbidden:"):  # gcsfs has no class for 403
         return PermissionError
     return next((kind for kind in _KINDS if isinstance(error, kind)), OSError)
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status of an error of gcsfs, or of the botocore error behind one of s3fs."""
+    """Return the HTTP status of an error of gcsfs, or of the botocore error that caused an error of s3fs."""
     code = getattr(error, "code", None)
     response: Any = getattr(error.__cause__ or error, "response", None)
     if isinstance(response, Mapping):
@@ -257,7 +257,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _modified_s(info: Mapping[str, Any]) -> float:
-    """Return the time by the store's clock; now, too young for an orphan, if the store gives none."""
+    """Return the file's time by the store's clock; now if unknown, so that no sweep deletes the file."""
     for key in ("LastModified", "last_modified", "mtime", "modified", "updated", "created"):
         value = info.get(key)
         if isinstance(value, str):

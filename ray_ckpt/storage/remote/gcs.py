@@ -1,4 +1,4 @@
-"""Google Cloud Storage, by its XML API. Credentials as google-auth finds them (application default)."""
+"""Google Cloud Storage through the XML API; google-auth finds the application default credentials."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ from ray_ckpt.storage.remote.object_store import (
 
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 ENDPOINT = "https://storage.googleapis.com"
-EMULATOR_ENV = (
-    "STORAGE_EMULATOR_HOST"  # read by Google's own client libraries; such a server gets no credentials
-)
-REQUEST_S = 30.0  # for a request without a body
-BACKOFF_S = 0.2  # doubled for each try: 6 s in all
-UPLOADS_PER_PAGE = 1000  # the most that GCS lists at once
+EMULATOR_ENV = "STORAGE_EMULATOR_HOST"  # Google's clients read it too; an emulator gets no credentials
+REQUEST_S = 30.0  # time for a request without a body
+BACKOFF_S = 0.2  # wait before the first retry, doubled for each further one: 6 s in all
+UPLOADS_PER_PAGE = 1000  # the largest page of a listing by GCS
 
 
 class GcsBucket:
@@ -72,7 +70,7 @@ class GcsBucket:
         return google_crc32c.Checksum()  # type: ignore[no-untyped-call]
 
     def has_checksum(self, name: str, checksum: Checksum | None) -> bool:
-        """Compare the CRC32C that GCS keeps of every object; an emulator may have none."""
+        """Compare with the CRC32C that GCS computes for every object; an emulator may have none."""
         answer = self._ask("HEAD", name)
         sums = dict(
             part.strip().partition("=")[::2] for part in answer.headers.get("x-goog-hash", "").split(",")
@@ -141,14 +139,14 @@ class GcsBucket:
 
 
 def _retries() -> Retry:
-    """Return the retries of a request, as obstore's. Every request here is idempotent."""
+    """Return the same retries as obstore makes. Every request here is idempotent."""
     return Retry(
         total=MAX_TRIES - 1,
         backoff_factor=BACKOFF_S,
         backoff_jitter=BACKOFF_S,
         status_forcelist=(408, 429, 500, 502, 503, 504),
         raise_on_status=False,
-        respect_retry_after_header=False,  # a server may name any time
+        respect_retry_after_header=False,  # a server may ask for a wait of any length
     )
 
 
@@ -168,16 +166,16 @@ def no_credentials(location: Location, error: Exception) -> ConfigError:
 
 
 def server_of(location: Location, options: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the URL of the server, and whether requests to it go without credentials."""
+    """Return the URL of the server, and whether requests are sent without credentials."""
     emulator = os.environ.get(EMULATOR_ENV)
     endpoint = location.endpoint or options.get("endpoint_url") or emulator or ENDPOINT
     is_anonymous = options.get("anonymous") == "true" or endpoint == emulator
-    scheme = "http" if endpoint == emulator else "https"  # any other server than the emulator gets a token
+    scheme = "http" if endpoint == emulator else "https"  # other servers get a token, so HTTPS
     return (endpoint if "://" in endpoint else f"{scheme}://{endpoint}").rstrip("/"), is_anonymous
 
 
 def _children(element: ElementTree.Element, name: str) -> list[ElementTree.Element]:
-    """Return the children of that name, in any namespace."""
+    """Return the children of `element` with this name, in any XML namespace."""
     return [child for child in element if child.tag.rpartition("}")[2] == name]
 
 

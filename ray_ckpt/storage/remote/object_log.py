@@ -1,9 +1,9 @@
-"""The log store on objects: S3, GCS, and file systems of fsspec that can create a name exactly once.
+"""The log store on objects: S3, GCS, and file systems of fsspec with a create that refuses existing names.
 
-Each object is small and takes one request, which creates it with the store's own condition (S3:
-If-None-Match, GCS: ifGenerationMatch=0). Responses are not trusted. When one is lost, the client library
-repeats the create, and the store refuses it although the first one succeeded (412); two creates at once may
-both get a conflict (409). So the object that is stored afterwards decides.
+Each object is small and is created with one conditional request (S3: If-None-Match, GCS:
+ifGenerationMatch=0). Responses are not trusted. When a response is lost, the client library repeats the
+create, and the store refuses the second create although the first one succeeded (412); two creates at the
+same time may both get a conflict (409). Therefore the object that is stored afterwards is read and compared.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ class Unsupported(OSError):
 
 
 class SmallObjects(Protocol):
-    """Objects of one request each, under names with "/". After an OSError the outcome is unknown."""
+    """Small objects under names with "/", one request per call. After an OSError the result is unknown."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Create an object. FileExistsError if the name is taken; Unsupported; OSError otherwise."""
+        """Create an object. Raise FileExistsError if the name exists, Unsupported, or another OSError."""
         ...
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """Read an object. FileNotFoundError, OSError; EOFError, before much is read, beyond `max_bytes`."""
+        """Read an object. Raise FileNotFoundError, OSError, or EOFError soon if it exceeds `max_bytes`."""
         ...
 
     def names(self, folder: str) -> tuple[str, ...]:
-        """Return the names of the objects in a folder, relative to it and never from a cache. OSError."""
+        """Return the names in `folder`, relative to the folder, never from a cache. Raise OSError."""
         ...
 
     def remove(self, name: str) -> None:
-        """Delete an object. An absent one is not an error. OSError."""
+        """Delete an object; an absent object is not an error. Raise OSError."""
         ...
 
 
 class ObjectLogStore:
-    """The objects of one folder."""
+    """A log store in one folder of an object store."""
 
     def __init__(self, objects: SmallObjects, folder: str) -> None:
         self._objects = objects
@@ -52,7 +52,7 @@ class ObjectLogStore:
         except Unsupported:
             absent = CreateResult.UNSUPPORTED
         except OSError:
-            pass  # the stored object decides
+            pass  # the comparison with the stored object gives the result
         return compare(self, name, data, absent=absent)
 
     def read(self, name: str) -> bytes | None:

@@ -1,12 +1,13 @@
 """Files in a bucket of S3 or GCS, through obstore: bounded memory, parts in parallel, no event loop.
 
-A large file goes up in parts, each checked by the store on arrival (S3: a checksum that travels with it) or
-afterwards (GCS: the CRC32C that it keeps of every object); then its size is compared. A part that fails is
-sent again with random waits that double; a file that fails is aborted. A killed process leaves an upload,
-which `uploads` lists and `abort` frees. `design/0015` has the reasons for obstore, in numbers.
+A large file is uploaded in parts. S3 checks each part on arrival, with a checksum that is sent with the part.
+For GCS the CRC32C that GCS computes for the whole object is compared afterwards. Then the sizes are compared.
+A part that fails is sent again after a random wait that doubles each time; a file that fails is aborted. A
+killed process leaves an upload, which `uploads` lists and `abort` frees. `design/0015` explains, with
+measurements, why obstore is used.
 
-The log has a client of its own with short time-outs. The coordinator, which writes the log, moves no shards,
-so a transfer never delays a commit.
+The log uses a separate client with short time-outs. The coordinator, which writes the log, transfers no
+shards, so a transfer never delays a commit.
 """
 
 from __future__ import annotations
@@ -41,27 +42,27 @@ from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upload
 from ray_ckpt.storage.remote.object_log import Unsupported
 
-PART_BYTES = 16 << 20  # of an upload: two blocks; a larger part costs more to resend, smaller need more calls
-PARTS_IN_FLIGHT = 8  # of one file: as many as a client's cores and a bucket handle without a queue
-IN_FLIGHT_BYTES = PARTS_IN_FLIGHT * PART_BYTES  # bound when parts must be larger
-MAX_PARTS = 10_000  # of S3 and GCS
-GET_BYTES = 16 << 20  # per request: stores serve this size efficiently, and it is quickly repeated
-READ_AHEAD = 2  # further responses that a reader has started; a restore has four readers
-AHEAD_S = 0.02  # response time from which reading ahead pays; below it the threads cost more
-CHUNK_BYTES = 256 << 10  # of a response at a time: fits a cache; measured, larger ones are slower
-DELETES = 8  # requests of one call at a time: a checkpoint of a thousand ranks has thousands of files
-PUT_S = 900  # for a part: 16 of them share a node's link, which may have 300 KB/s
-GET_S = 600  # for a range
-STALL_S = 30  # of a range without a byte; a part is acknowledged when all of it has arrived
-CONNECT_S = 5  # until a connection is open
-MAX_TRIES = 6  # of one request, with random waits that double; after that the whole drain is repeated
-RETRY_S = 60  # for all tries of a request
-LOG_REQUEST_S = 10  # records are small; after 30 s the coordinator treats a create as unknown
-LOG_RETRY_S = 15  # for all tries of a request of the log
-MAX_ERROR_CHARS = 300  # of a server's text in an error
+PART_BYTES = 16 << 20  # part of an upload: larger parts cost more to resend, smaller parts need more calls
+PARTS_IN_FLIGHT = 8  # parts of one file: the cores of a client and a bucket handle 8 without a queue
+IN_FLIGHT_BYTES = PARTS_IN_FLIGHT * PART_BYTES  # limit for one file, also when parts must be larger
+MAX_PARTS = 10_000  # parts of one upload: the limit of S3 and GCS
+GET_BYTES = 16 << 20  # per request: large enough to be efficient, small enough to repeat quickly
+READ_AHEAD = 2  # requests that a reader sends ahead; a restore has four readers
+AHEAD_S = 0.02  # shortest response time for reading ahead; below it the threads cost more than they save
+CHUNK_BYTES = 256 << 10  # read from a response at a time: fits the CPU's cache; larger ones measured slower
+DELETES = 8  # concurrent requests of one `delete`: a checkpoint of 1000 ranks has thousands of files
+PUT_S = 900  # time for one part: 16 parts may share a node's link of 300 KB/s
+GET_S = 600  # time for one range
+STALL_S = 30  # time without a byte of a response; not for parts, which are answered only when complete
+CONNECT_S = 5  # time to open a connection
+MAX_TRIES = 6  # tries of one request, with random waits that double; then the whole drain is repeated
+RETRY_S = 60  # time for all tries of a request
+LOG_REQUEST_S = 10  # time for a log request: the coordinator treats a create as unknown after 30 s
+LOG_RETRY_S = 15  # time for all tries of a log request
+MAX_ERROR_CHARS = 300  # characters of a server's text that an error message contains
 
 
-_forked = False  # obstore's threads do not live through a fork: a request would never end
+_forked = False  # true in a forked process: obstore's threads are missing, so a request would never end
 
 
 def _note_fork() -> None:
@@ -70,8 +71,8 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_note_fork)
-_STATUS = re.compile(r"status code: (\d+)([^:\n]*)")  # as obstore writes it
-_KINDS: Mapping[int, type[OSError] | type[EOFError]] = {  # for which obstore has no class, or not always
+_STATUS = re.compile(r"status code: (\d+)([^:\n]*)")  # the status in messages of obstore
+_KINDS: Mapping[int, type[OSError] | type[EOFError]] = {  # where obstore has no class, or not always
     401: PermissionError,
     403: PermissionError,
     416: EOFError,
@@ -89,7 +90,7 @@ class Checksum(Protocol):
 
 
 class Bucket(Protocol):
-    """A bucket of one kind of store, with the calls that obstore lacks."""
+    """A bucket of S3 or GCS, with the calls that obstore lacks."""
 
     where: str
 
@@ -98,11 +99,11 @@ class Bucket(Protocol):
         ...
 
     def checksum(self) -> Checksum | None:
-        """Return a checksum to compare with the store's; None if the store checks each part as it arrives."""
+        """Return a checksum to compare with the store's; None if the store checks each part on arrival."""
         ...
 
     def has_checksum(self, name: str, checksum: Checksum | None) -> bool:
-        """Return whether the store's own checksum of an object equals this one. OSError."""
+        """Return whether the checksum that the store has for the object equals `checksum`. Raise OSError."""
         ...
 
     def uploads(self, folder: str) -> Iterator[Upload]: ...
@@ -139,7 +140,7 @@ class BucketFiles:
             source.raise_again()
             raise
         if size != sent.size_bytes or not self._bucket.has_checksum(name, checksum):
-            raise OSError(  # not deleted: it may be another holder's by now, and in order
+            raise OSError(  # not deleted: another holder may have replaced the object meanwhile
                 f"{self.where}/{name}: the store has {size} bytes, or other ones, of {sent.size_bytes} sent."
             )
         return size
@@ -169,7 +170,7 @@ class BucketFiles:
                     answer.cancel()
 
     def _ask(self, name: str, offset: int, nbytes: int) -> Any:
-        """Return a response that has begun. Its bytes wait in the connection until they are read."""
+        """Send a request and return the response; the bytes stay in the connection until they are read."""
         with as_os_errors(self.where, name):
             return obstore.get(self._store, name, options={"range": (offset, offset + nbytes)})
 
@@ -178,7 +179,7 @@ class BucketFiles:
         yield from self._stream(name, answer.result(), *request)
 
     def _stream(self, name: str, answer: Any, offset: int, nbytes: int) -> Blocks:
-        """Yield the bytes of a response as they arrive, while they are in the processor's cache."""
+        """Yield the bytes of a response in small chunks that are still in the processor's cache."""
         got = 0
         with as_os_errors(self.where, name):
             for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
@@ -262,9 +263,9 @@ class BucketObjects:
 
 
 def client_options(request_s: int, *, stall_s: int | None = None, roots: bytes | None = None) -> Any:
-    """Return the HTTP settings of obstore. Plain HTTP is allowed, since the endpoint's URL chooses.
+    """Return the HTTP settings of obstore. `roots` are additional certificates to trust, in PEM.
 
-    `roots`: further certificates to trust, in PEM.
+    Plain HTTP is allowed, because the endpoint's URL decides between HTTP and HTTPS.
     """
     return {
         **({"root_certificate": roots} if roots else {}),
@@ -280,20 +281,20 @@ def retry_config(retry_s: int) -> Any:
 
 
 def part_size(max_bytes: int) -> int:
-    """Return the size of a part: whole blocks, large enough that MAX_PARTS of them hold the file."""
+    """Return the size of a part: a multiple of the block size with which MAX_PARTS parts hold the file."""
     least = max(PART_BYTES, -(-max_bytes // MAX_PARTS))
     return -(-least // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _requests(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the same bytes in the same order, at most GET_BYTES at a time."""
+    """Yield ranges of at most GET_BYTES that cover the same bytes in the same order."""
     for offset, nbytes in ranges:
         for start in range(offset, offset + nbytes, GET_BYTES):
             yield start, min(GET_BYTES, offset + nbytes - start)
 
 
 class _BlockSource:
-    """Blocks to send. Keeps the OSError that ended them, since it is not the store's."""
+    """Blocks to send. An OSError of the source is kept, to distinguish it from an error of the store."""
 
     def __init__(self, blocks: Iterable[Any]) -> None:
         self._blocks = blocks
@@ -312,10 +313,10 @@ class _BlockSource:
 
 
 class _Sent:
-    """Copies blocks into memory that obstore may keep; counts them and updates the checksum.
+    """Copies of the blocks to send, in memory that obstore may keep; counts bytes and updates the checksum.
 
-    obstore reads a block in place until its part is sent. So each block is copied into a buffer, which is
-    lent to obstore as an array and used again once obstore has released the array.
+    obstore reads a block in place until the part is sent. Therefore each block is copied into a buffer that
+    obstore gets as an array; the buffer is used again once obstore has released the array.
     """
 
     def __init__(self, checksum: Checksum | None) -> None:
@@ -343,7 +344,7 @@ class _Sent:
         with contextlib.suppress(IndexError):
             return self._idle.pop()
         buffer = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # the kernel may have no huge pages
             buffer.madvise(mmap.MADV_HUGEPAGE)
         return buffer
 
@@ -358,16 +359,16 @@ class _Sent:
 
 
 def too_large(where: str, name: str, size: int, max_bytes: int) -> EOFError:
-    """Return the error of an object that is larger than the format allows."""
+    """Return the error for an object that is larger than the format allows."""
     return EOFError(f"{where}/{name} has {size} bytes; the format allows {max_bytes}")
 
 
 @contextlib.contextmanager
 def as_os_errors(where: str, name: str) -> Iterator[None]:
-    """Raise errors of client libraries as OSError, in one line of bounded length.
+    """Convert errors of client libraries in the block to OSError, with one line of bounded length.
 
-    FileNotFoundError for an absent object, but not for an absent bucket; FileExistsError, PermissionError and
-    Unsupported by the store's answer. EOFError if a range begins beyond the end.
+    Raise FileNotFoundError for an absent object, but not for an absent bucket; FileExistsError,
+    PermissionError and Unsupported by the store's answer; EOFError if a range begins beyond the end.
     """
     if _forked:
         raise OSError(
@@ -397,7 +398,7 @@ def _kind(error: Exception) -> type[OSError] | type[EOFError]:
 
 
 def short_error(error: Exception) -> str:
-    """Return status and code of a store's answer, or the client library's text, in one printable line."""
+    """Return one printable line: status and code of a store's answer, or the client library's text."""
     text = str(error).partition("Debug source")[0]
     status = _STATUS.search(text)
     code = re.search(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]*)</Message>)?", text)
@@ -405,6 +406,6 @@ def short_error(error: Exception) -> str:
         detail = f" {code[1]}. {code[2] or ''}" if code else ""
         text = f"the store answered {status[1]}{status[2].rstrip()}{detail}"
     elif text.startswith("Error performing") or " Error performing " in text:
-        text = text.rpartition(" - ")[2]  # before it stand URLs and times, which are different each time
+        text = text.rpartition(" - ")[2]  # cuts off URLs and times, which differ each time
     line = " ".join(text.split())[:MAX_ERROR_CHARS]
     return "".join(c if c.isprintable() else "?" for c in line)

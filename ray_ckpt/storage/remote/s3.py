@@ -1,8 +1,8 @@
 """S3 and servers with its API. botocore finds credentials, profile, region and endpoint.
 
-So ray_ckpt can open a bucket that `aws s3 ls` can list: with environment variables, a profile with single
-sign-on or a role to assume, container and instance roles. Credentials stay in this process and are renewed
-before they expire.
+Therefore ray_ckpt can open each bucket that `aws s3 ls` can list: with credentials from environment
+variables, from a profile with single sign-on or with a role to assume, or from a container or instance role.
+Credentials stay in this process and are renewed before they expire.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.file_store import Upload
 from ray_ckpt.storage.remote.object_store import Checksum, client_options, retry_config, short_error
 
-CREDENTIALS_S = 600  # between reads of the environment; botocore renews roles by itself
+CREDENTIALS_S = 600  # time between two reads of static credentials; botocore itself renews those of roles
 AMAZON = ".amazonaws.com"
 DEFAULT_REGION = "us-east-1"
-RETRIES = {"max_attempts": 5, "mode": "standard"}  # botocore's, for requests about uploads: 15 s at most
+RETRIES = {"max_attempts": 5, "mode": "standard"}  # of botocore, for requests about uploads: 15 s at most
 CHECKSUMS = ("signature", "sha256", "crc64nvme")
-"""Checksums by which S3 checks each part. signature: the SHA-256 that SigV4 signs, known to every S3 server;
-crc64nvme: the cheapest, on Amazon's endpoints."""
+"""Checksums by which S3 checks each part. signature: the SHA-256 that SigV4 signs, which every S3 server
+supports; crc64nvme: the cheapest, on Amazon's endpoints."""
 
 
-_LOADER = botocore.loaders.create_loader()  # shared, since reading the description of the API takes longest
+_LOADER = botocore.loaders.create_loader()  # shared, because reading the API's description is slow
 
 
 class S3Bucket:
@@ -59,12 +59,12 @@ class S3Bucket:
             )
 
     def _renew(self) -> None:
-        """Read the environment and the vendor's files again, for keys that were changed."""
+        """Read the environment and the vendor's files again, because keys may have changed."""
         location, options = self._location, self._options
         try:
             session = _session(options.get("profile"))
             credentials = None if self._is_anonymous else _credentials(session, location)
-            ca_bundle = session.get_config_variable("ca_bundle")  # AWS_CA_BUNDLE, of a store with its own CA
+            ca_bundle = session.get_config_variable("ca_bundle")  # AWS_CA_BUNDLE, for a private CA
             roots = Path(ca_bundle).read_bytes() if ca_bundle else None
             region = location.region or options.get("region") or session.get_config_variable("region")
             client = session.create_client(
@@ -83,7 +83,7 @@ class S3Bucket:
 
     def connect(self, *, request_s: int, retry_s: int, stall_s: int | None = None) -> S3Store:
         endpoint = self._client.meta.endpoint_url
-        config: Any = {  # explicit, or obstore reads variables that botocore does not know
+        config: Any = {  # all explicit: obstore reads variables that botocore ignores
             "region": self._client.meta.region_name,
             "endpoint": endpoint,
             "aws_endpoint_url_s3": endpoint,
@@ -141,11 +141,11 @@ class S3Bucket:
             raise OSError(f"{self.where}/{upload.name}: {short_error(error)}") from None
 
     def _provide(self) -> Any:
-        """Return the current credentials for obstore. Static ones are read again from time to time."""
+        """Return the current credentials for obstore. Static ones are read again after CREDENTIALS_S."""
         with self._lock:
             is_old = time.monotonic() - self._read_at_s >= CREDENTIALS_S
             if is_old and not isinstance(self._credentials, RefreshableCredentials):
-                with contextlib.suppress(ConfigError):  # the old ones may still be valid
+                with contextlib.suppress(ConfigError):  # the old credentials may still be valid
                     self._renew()
             assert self._credentials is not None
             now = self._credentials.get_frozen_credentials()
@@ -173,8 +173,8 @@ def _credentials(session: Any, location: Location) -> Any:
     except (
         botocore.exceptions.BotoCoreError,
         ValueError,
-    ) as error:  # ValueError: a provider gave invalid JSON
-        raise ConfigError(  # a provider's error text may contain a secret
+    ) as error:  # ValueError: a credential provider returned invalid JSON
+        raise ConfigError(  # without the provider's text, which may contain a secret
             f"The AWS credentials for {location.bare} cannot be had: {type(error).__name__}.",
             hint="Ask for them by hand, such as by `aws sts get-caller-identity`, to see why.",
         ) from None

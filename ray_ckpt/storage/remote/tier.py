@@ -3,8 +3,8 @@
 <storage_path>/<run>/ray_ckpt/log/...            the commit log
 <storage_path>/<run>/ray_ckpt/checkpoints/...    drained checkpoints, one folder each
 
-A shard may be stored compressed, as NAME.zst (`format/zstd.py`). Callers use the names, sizes and digests of
-the bytes that were saved.
+A shard may be stored compressed, as NAME.zst (`format/zstd.py`). Callers use the names, sizes and digests
+that the files had before compression.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ray_ckpt.storage.remote.file_store import Blocks, FileStore, PosixFiles, St
 from ray_ckpt.types import FileEntry
 
 CLOCK_FILE = "clock.probe"  # written to read the store's time
-PROBE_FILE = "shared.probe"  # beside the log: the coordinator's nonce, which the nodes must find
-MAX_PROBE_BYTES = 1 << 10  # a probe has a few hundred
-MAX_OPEN = 16  # tiers that a process keeps open: runs of one service, or of one notebook
-MAX_READERS = 256  # of compressed files, kept for the next read
-MAX_READER_FRAMES = 4 << 20  # of all readers: 16 TiB of raw files, or 32 MiB of tables
+PROBE_FILE = "shared.probe"  # in the folder of the log: the coordinator's nonce, which each node must read
+MAX_PROBE_BYTES = 1 << 10  # size of a probe file; real ones have a few hundred bytes
+MAX_OPEN = 16  # tiers that a process keeps open: one for each run of a service or of a notebook
+MAX_READERS = 256  # readers of compressed files, kept for later reads
+MAX_READER_FRAMES = 4 << 20  # frames of all kept readers: 16 TiB of raw files, or 32 MiB of tables
 
 
 class RateLimiter(Protocol):
@@ -46,8 +46,8 @@ class RateLimiter(Protocol):
 class _Table:
     """The result of reading the seek table of a compressed file: a reader or an error.
 
-    It is valid as long as the stored file has this size and time. A damaged table is thus not read again for
-    each slice, but the table of a file that was stored again is.
+    The result is valid as long as the stored file has this size and time. A damaged table is therefore read
+    only once, not for each slice; the table is read again after the file was stored again.
     """
 
     size_bytes: int
@@ -66,14 +66,14 @@ class _Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRef:
-    """A reference with which any process can open a run's remote tier. It contains no secret."""
+    """A reference, without secrets, with which any process can open the remote tier of a run."""
 
     storage_path: str
     run_name: str
     options: tuple[tuple[str, str], ...] = ()
 
     def open(self) -> RemoteTier:
-        """Return the process's tier of this reference, which keeps its connections and credentials."""
+        """Return the tier that this process keeps open for the reference, with its connections."""
         return _open(self)
 
 
@@ -85,7 +85,7 @@ def _open(ref: RemoteRef) -> RemoteTier:
 
 
 def open_store(location: Location, options: Mapping[str, str] | None) -> tuple[FileStore, LogStore]:
-    """Return the files below a location, and its folder `log` as a log store, without a request."""
+    """Return the files below `location`, and the folder `log` in it as a log store; send no request."""
     options = storage_options(location, options)
     if location.is_posix:
         return PosixFiles(location.folder), PosixLogStore(location.folder / names.LOG_DIR)
@@ -99,7 +99,7 @@ def open_store(location: Location, options: Mapping[str, str] | None) -> tuple[F
 class RemoteTier:
     """One run's folder, `<storage_path>/<run>/ray_ckpt`. Every call may be repeated; names are checked (P9).
 
-    The store is opened by the first call, which raises ConfigError if that fails.
+    The first call opens the store, and raises ConfigError if the store cannot be opened.
     """
 
     def __init__(self, root: Location, options: Mapping[str, str] | None = None) -> None:
@@ -131,7 +131,7 @@ class RemoteTier:
     # -- checks of the storage path ----------------------------------------------------------------------
 
     def missing(self) -> str:
-        """Return a message with the missing folder and the remedy if the run's folder is gone.
+        """Return a message that names the missing folder and the remedy if the run's folder is gone.
 
         Return an empty string if record 0 exists, intact or damaged, or if the store does not answer.
         """
@@ -151,7 +151,7 @@ class RemoteTier:
         )
 
     def probe_log(self) -> None:
-        """Check that records can be committed, also with concurrent writers. Raise StoragePathError."""
+        """Check that records can be committed, even with concurrent writers. Raise StoragePathError."""
         if self.root.is_posix:
             probe(self.root.folder / names.LOG_DIR)
         else:
@@ -163,7 +163,7 @@ class RemoteTier:
         self.leave_nonce(nonce)
 
     def leave_nonce(self, nonce: str) -> None:
-        """Write `nonce` for the nodes to find: a node that finds it sees this folder.
+        """Write `nonce` to a file; a node that reads the same nonce uses this folder.
 
         Raise StoragePathError.
         """
@@ -189,7 +189,7 @@ class RemoteTier:
                 node=node,
                 path=self.where,
             )
-        name = f"{PROBE_PREFIX}{node[:32]}"  # not in a folder, which would disappear with its last file
+        name = f"{PROBE_PREFIX}{node[:32]}"  # not in a folder: a delete removes an empty folder
         try:
             self.files.put(name, [b"1"], max_bytes=1)
             self.files.delete([name])
@@ -220,12 +220,12 @@ class RemoteTier:
         pace: RateLimiter | None = None,
         level: int | None = None,
     ) -> int:
-        """Store a file of this node's disk and return its stored size in bytes.
+        """Store a file from this node's disk and return the stored size in bytes.
 
-        The file is read once and hashed. If its size or digest differs from `file`, it is not published, and
-        CorruptionError is raised, because the source is damaged. With `level`, a shard is compressed with
-        zstd if a sample shows that this pays; the other form of the shard, if it is stored, stays until
-        `settle`. Raise OSError if the store or the disk fails.
+        The file is read once and hashed. If the size or digest differs from `file`, the source is damaged:
+        the file is not published, and CorruptionError is raised. With `level`, a shard is compressed with
+        zstd if a sample compresses well enough. If the shard is already stored in the other form (compressed
+        or raw), that form stays until `settle`. Raise OSError if the store or the disk fails.
         """
         _check_size(file, path)
         name, max_bytes = _name(directory, file.name), file.size_bytes
@@ -256,7 +256,7 @@ class RemoteTier:
         try:
             yield from self._reader(name).read(ranges)
         except (OSError, EOFError, CorruptionError):
-            self._forget_changed(name)  # it may have been stored again in the meantime, in another form
+            self._forget_changed(name)  # the file may have been stored again meanwhile, in another form
             raise
 
     def size(self, directory: str, file: str) -> int | None:
@@ -299,7 +299,7 @@ class RemoteTier:
             self._forget(name)
 
     def _stamp(self, stored: str) -> tuple[int, float]:
-        """Return size and time of a stored file. Raise FileNotFoundError or OSError."""
+        """Return the size and the modification time of a stored file. Raise FileNotFoundError or OSError."""
         size = self.files.size(stored)
         if size is None:
             raise FileNotFoundError(f"{self.where}/{stored} does not exist")
@@ -327,14 +327,14 @@ class RemoteTier:
     # -- folders of checkpoints --------------------------------------------------------------------------
 
     def files_of(self, directory: str) -> dict[str, StoredFile]:
-        """Return the stored files of a checkpoint, by the names that were saved. Raise OSError."""
+        """Return the stored files of a checkpoint by the names before compression. Raise OSError."""
         return self._forms(directory)[0]
 
     def settle(self, directory: str) -> dict[str, StoredFile]:
-        """Delete the older one of two forms of each shard and return `files_of`.
+        """Delete the older form of each shard that is stored in two forms; return the result of `files_of`.
 
-        The older form may be damaged, and the newer one its replacement. Call this method only when no more
-        files of the checkpoint are being stored. Raise OSError.
+        The older form may be damaged, and the newer form stored to replace it. Call this method only
+        when no file of the checkpoint is being stored. Raise OSError.
         """
         newest, older = self._forms(directory)
         self.files.delete([stored.name for stored in older])
@@ -343,7 +343,7 @@ class RemoteTier:
         return newest
 
     def _forms(self, directory: str) -> tuple[dict[str, StoredFile], list[StoredFile]]:
-        """Return the stored files by the names that were saved, and the older forms among them."""
+        """Return the stored files by the names before compression, and the older form of shards with two."""
         folder = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}"
         newest: dict[str, StoredFile] = {}
         older: list[StoredFile] = []
@@ -356,10 +356,10 @@ class RemoteTier:
         return newest, older
 
     def delete(self, directory: str) -> None:
-        """Delete one checkpoint, data before manifests, if it exists. Other files stay. Raise OSError."""
+        """Delete the files of one checkpoint, if there are any: data, then manifests. Raise OSError."""
         folder = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}"
         ours = {stored.name for stored in self.files.list(folder) if is_stored_name(stored.name)}
-        ours.add(f"{folder}/{names.CHECKPOINT_JSON}")  # also deletes an empty folder
+        ours.add(f"{folder}/{names.CHECKPOINT_JSON}")  # even if absent: deletes an empty folder
         manifests = {name for name in ours if not names.is_data_name(_saved_name(name))}
         # Data first, so that the manifest of a partly deleted checkpoint still identifies it.
         self.files.delete(sorted(ours - manifests))
@@ -369,7 +369,7 @@ class RemoteTier:
                 self.files.abort(upload)
 
     def directories(self) -> dict[str, float]:
-        """Return the folders of checkpoints, each with the Unix time of its newest file. Raise OSError."""
+        """Return the checkpoint folders, each with the Unix time of the newest file in it. Raise OSError."""
         newest: dict[str, float] = {}
         for stored in self.files.list(names.CHECKPOINTS_DIR):
             if is_stored_name(stored.name):
@@ -378,12 +378,12 @@ class RemoteTier:
         return newest
 
     def now_s(self) -> float:
-        """Return the Unix time of the store's clock, which dates its files. Raise OSError."""
+        """Return the Unix time of the store's clock, which dates stored files. Raise OSError."""
         self.files.put(CLOCK_FILE, [b"1"], max_bytes=1)
         return self.files.modified_s(CLOCK_FILE)
 
     def uploads(self, directory: str | None = None) -> Iterator[Upload]:
-        """Yield the unfinished uploads of files of a checkpoint, or of all. Raise OSError."""
+        """Yield the unfinished uploads of a checkpoint's files, or of all checkpoints. Raise OSError."""
         folder = names.CHECKPOINTS_DIR
         if directory is not None:
             folder = f"{folder}/{names.check_directory(directory)}"
@@ -405,7 +405,7 @@ def _name(directory: str, file: str) -> str:
 
 
 def is_stored_name(name: str) -> bool:
-    """Return whether a name below a run's root is that of a checkpoint's file, compressed or not."""
+    """Return whether `name`, relative to a run's folder, is a checkpoint's file, compressed or not."""
     parts = name.split("/")
     if len(parts) != 3 or parts[0] != names.CHECKPOINTS_DIR or not names.is_directory_name(parts[1]):
         return False
@@ -413,7 +413,7 @@ def is_stored_name(name: str) -> bool:
 
 
 def _saved_name(stored: str) -> str:
-    """Return the name under which the stored file was saved."""
+    """Return the name that the stored file had before compression."""
     return stored.rpartition("/")[2].removesuffix(zstd.SUFFIX)
 
 
