@@ -92,7 +92,7 @@ class SharedDigest:
         self._content = content
 
     def add_now(self, background: Set[str]) -> None:
-        """Read bytes that may change at any time, and bytes on a device, because this thread has its stream."""
+        """Read bytes that may change at any time, and bytes on a device; this thread has its stream."""
         for key, live in list(self._left.items()):
             if key not in background or live.tensor.device.type != "cpu":
                 self._contents[key] = bytes_digest(self._left.pop(key).tensor)

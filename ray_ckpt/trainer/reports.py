@@ -16,12 +16,12 @@ log = logging.getLogger("ray_ckpt")
 
 FIRST_REPORT_STEPS = 10  # after the restore and two saves: by then a rank that saves alone is found
 MAX_DOUBLED = 10  # limit of doublings of the steps to the next report while a rank misses reports
-BARRIER_SLACK_S = 40.0  # for the answer of a restarted coordinator: all ranks need the same answer
+BARRIER_SLACK_S = 40.0  # extra wait, in case the coordinator restarts: all ranks need one answer
 CHECK_S = 1.0  # between checks of the outcomes of saves while this rank waits for other ranks
 
 
 class Reports:
-    """Decides at which steps this rank reports. A report is a barrier, so no rank may enter a report alone."""
+    """Decides at which steps this rank reports. A report is a barrier, so no rank may enter it alone."""
 
     def __init__(self, link: SignalLink, reporter: Reporter | None, outcomes: Outcomes) -> None:
         self._link = link
@@ -54,7 +54,7 @@ class Reports:
             self._num_missed += 1
 
     def _all_come(self, number: int, step: int) -> bool:
-        """Return True if all ranks reach the report of that number. Raises misuse that is found during the wait."""
+        """Return True if all ranks reach the report of that number. Raises misuse found during the wait."""
         if self._link.identity.world_size == 1:
             return True
         end_s = time.monotonic() + BARRIER_S + BARRIER_SLACK_S

@@ -51,7 +51,7 @@ class Restoring:
         self._reader = ItemReader(link, items.items)
 
     def run(self, ticket: RestoreTicket) -> RestoreResult:
-        """Restore the checkpoint of `ticket`, or an older checkpoint if the group falls back; load the state."""
+        """Restore the checkpoint of `ticket`, or an older one if the group falls back, and load the state."""
         while True:
             origin = None
             if ticket.checkpoint is None:

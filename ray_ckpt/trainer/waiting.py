@@ -33,7 +33,7 @@ class WaitingLog:
         self.found: tuple[Awaited, ...] = ()  # the result of the last request
 
     def log_waiting(self) -> None:
-        """Log the ranks that the group waits for, if this rank is responsible for logging them. Never raises."""
+        """Log the ranks that the group waits for, if this rank has to log them. Never raises."""
         try:
             self.found = tuple(awaited for awaited in self._link.awaited() if awaited.what in self._whats)
         except CheckpointError as error:
