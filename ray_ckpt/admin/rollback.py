@@ -29,7 +29,7 @@ from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import ROLLBACK_PREFIX, CheckpointInfo, Level
 
-QUIET_S = 120.0  # without a record, after which a run counts as idle: several save intervals of most trainings
+QUIET_S = 120.0  # without a record, until a run counts as idle; most trainings save more often
 PIN_WRITER = "pin-"  # prefix of writers of offline pins, which are no sign of a training
 CREATE_TRIES = 5  # attempts to create a record while the store does not answer
 CREATE_PAUSE_S = 2.0  # between attempts, as in a coordinator
@@ -46,7 +46,7 @@ class LogTail:
     last_s: float | None
 
     def is_at_work(self, now_s: float, quiet_s: float = QUIET_S) -> bool:
-        """Return True if a record of any writer but a rollback is younger than `quiet_s`: training may be running.
+        """Return True if training may be running: a record not of a rollback is younger than `quiet_s`.
 
         A training that saves less often is not detected. A record with a time in the future, from a wrong
         clock, counts as young.
@@ -58,7 +58,7 @@ class LogTail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """The plan of a rollback for a log as it was read. The checkpoints `left_aside` will leave the lineage."""
+    """The plan of a rollback for a log as it was read. Checkpoints in `left_aside` will leave the lineage."""
 
     history: RunHistory
     checkpoint: CheckpointInfo
@@ -88,7 +88,7 @@ def open_log(
     path: StoragePath, storage_options: Mapping[str, str] | None = None
 ) -> tuple[RemoteTier, LogTail]:
     """Open the run at `path`, `<storage_path>/<run>`, and read its log. Raises the errors of `Catalog`."""
-    where = locate(Catalog(path, storage_options).where)  # checks that the run exists and that the log has no gap
+    where = locate(Catalog(path, storage_options).where)  # the run exists; its log has no gap
     tier = RemoteTier(where, storage_options)
     with readable(where):
         return tier, read_tail(tier.log)
@@ -207,7 +207,7 @@ def _ops(history: RunHistory, checkpoint: CheckpointInfo, service: str, reason: 
 def _records(
     history: RunHistory, ops: Iterable[r.Op], *, writer: str, now_s: float
 ) -> Iterator[tuple[int, bytes]]:
-    """Encode `ops` as records of the next epoch, and apply them to `history`. Yields the number and bytes of each record."""
+    """Encode `ops` as records of the next epoch, and apply them to `history`. Yields numbers and bytes."""
     epoch = history.epoch + 1
     for op in ops:
         record = r.LogRecord(
@@ -219,7 +219,7 @@ def _records(
 
 
 def _create(log: LogStore, seq: int, data: bytes, pause: Callable[[float], None]) -> CreateResult:
-    """Create a record; if the outcome is unknown, repeat the create, whose result shows the existing record."""
+    """Create a record; after an unknown outcome repeat the call, whose result shows the existing record."""
     for _ in range(CREATE_TRIES - 1):
         outcome = create_record(log, seq, data)
         if outcome is not CreateResult.UNKNOWN:

@@ -78,7 +78,7 @@ class CloudNotices:
 
     @property
     def cloud(self) -> str | None:
-        """Name of the polled cloud; None if the cloud is not found yet, or this machine is in no known cloud."""
+        """Name of the polled cloud; None if no cloud is found yet, or this machine is in no known cloud."""
         return self._cloud.name if self._cloud else None
 
     @property
@@ -133,7 +133,7 @@ class CloudNotices:
 
 
 class _SilentError(Exception):
-    """The answer of the service is missing or invalid. The text of the error quotes nothing from the answer."""
+    """The answer of the service is missing or invalid. The error text quotes nothing from the answer."""
 
 
 class _Cloud(Protocol):
@@ -210,7 +210,7 @@ class _Service:
         self._host, self._port, self._prefix = host, port, parts.path.rstrip("/")
 
     def get(self, path: str, headers: Mapping[str, str]) -> _Answer | None:
-        """Return the answer, or None for status 404. Raise _SilentError for any status other than 200 and 404."""
+        """Return the answer, or None for status 404. Raise _SilentError for any other status but 200."""
         answer = self.request("GET", path, headers)
         if answer.status == 404:
             return None
@@ -380,7 +380,7 @@ class _Azure:
     def __init__(self, service: _Service) -> None:
         self._service = service
         self._machine: str | None = None
-        self._left_out: frozenset[str] | None = None  # EventIds of events that had started before the first poll
+        self._left_out: frozenset[str] | None = None  # EventIds that had begun at the first poll
 
     def check(self) -> None:
         self._machine = self._own_name()

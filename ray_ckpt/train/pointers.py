@@ -52,7 +52,7 @@ class Pointer:
         return f"ray_ckpt_{self.attempt.directory}"
 
     def encode(self) -> bytes:
-        """Return `pointer.json`. It includes storage options only for buckets: those options are not secret."""
+        """Return `pointer.json`. Storage options are included only for buckets, where they are not secret."""
         is_bucket = Location.parse(self.run).scheme in BUCKETS
         document = {
             "ray_ckpt": VERSION,
@@ -67,7 +67,7 @@ class Pointer:
 
     @classmethod
     def decode(cls, data: bytes, file_system: str = "local") -> Pointer:
-        """Read `pointer.json`. Raises ValueError, NewerFormat. `file_system` is the kind of the file system."""
+        """Read `pointer.json`. Raises ValueError, NewerFormat. `file_system` is the name of its kind."""
         document = jsontext.loads(data, what=_WHAT, max_bytes=MAX_POINTER_BYTES, final_newline=False)
         version = document.get("ray_ckpt") if isinstance(document, dict) else None
         if type(version) is not int or version < 1:

@@ -86,7 +86,7 @@ class ItemReader:
         state = self._own_state(states)
         if state is None or _has_gradients(state):
             return None if state is None else (self.items, state)
-        state["items"].pop("gradients", None)  # empty outside a window, so the setting of `partial_grads` is free
+        state["items"].pop("gradients", None)  # empty outside a window: any `partial_grads` fits
         return {name: item for name, item in self.items.items() if name != "gradients"}, state
 
     def _own_state(self, states: _States) -> dict[str, Any] | None:

@@ -191,7 +191,7 @@ class SignalLink(RankLink, Protocol):
         ...
 
     def notify_preemption(self, notice: Notice) -> None:
-        """Report that this process or machine is about to end: then all ranks save. Does not wait or raise."""
+        """Report that this process or machine is about to end; all ranks then save. Never waits or raises."""
         ...
 
 
