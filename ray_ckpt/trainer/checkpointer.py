@@ -63,7 +63,7 @@ _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 def close_all() -> None:
-    """Flush and close every Checkpointer of this process, whose worker is about to end."""
+    """Flush and close every Checkpointer of this process before the worker ends."""
     for checkpointer in list(_open):
         try:
             checkpointer.close()
@@ -107,7 +107,7 @@ class Checkpointer:
         self._signals = SaveSignals(link)
         self._metrics = MetricReader(is_first=link.identity.rank == 0)
         self._last_metrics: Mapping[str, Any] | None = None
-        self._whole_step = -1  # the last step whose `step` has returned
+        self._whole_step = -1  # the last step for which `step` has returned
         self._saved_step = 0  # the last step for which a save was begun
         self._saved_before: int | None = None  # the saved step before that; None: there is none
         self._saved_updates = 0  # number of optimizer steps at the last call of `save`

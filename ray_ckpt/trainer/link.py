@@ -65,7 +65,7 @@ class SealedShard:
     attempt: AttemptId
     rank: int
     state: bytes
-    replicated: tuple[str, ...]  # the ranks must agree on these: `<what>:<value>`, compared by `<what>`
+    replicated: tuple[str, ...]  # `<what>:<value>`; the value of each `<what>` is equal on all ranks
     metrics: Mapping[str, float] | None  # rank 0 only
     buffer: int  # index of the buffer in the grant
     layout: ShardLayout | None  # None: same layout as the last shard in this buffer
@@ -91,10 +91,10 @@ class RankLink(Protocol):
 
 
 class RestoreLink(RankLink, Protocol):
-    """Calls for a restore."""
+    """Calls that a rank makes for a restore."""
 
     def ticket(self) -> RestoreTicket:
-        """Return what to restore, decided for the whole group."""
+        """Return the ticket of the checkpoint to restore, the same for the whole group."""
         ...
 
     def origin(self, session: int, epoch: int) -> RestoreTicket | None:
@@ -129,7 +129,7 @@ class RestoreLink(RankLink, Protocol):
 
 
 class SaveLink(RankLink, Protocol):
-    """Calls for saves and their outcomes."""
+    """Calls that a rank makes for saves and their outcomes."""
 
     def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         """Return memory for a shard of that size. Raises InsufficientSpace if there is too little memory.

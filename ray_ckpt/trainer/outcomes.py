@@ -34,7 +34,7 @@ class SaveStats:
 
 @dataclass(slots=True)
 class PendingSave:
-    """A save that was captured; its outcome comes from the agent."""
+    """A captured save; the agent reports the outcome of the save."""
 
     attempt: AttemptId
     metrics: Mapping[str, float]

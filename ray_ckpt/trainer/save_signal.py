@@ -1,4 +1,4 @@
-"""The save signal as a rank sees it, and the pace that the rank reports.
+"""The save signal as read by a rank, and the pace that the rank reports.
 
 Reading the signal costs one read of memory. The memory is a page that belongs to the agent; after the agent
 has died, `refresh` finds the page of the new agent, outside the training thread.

@@ -127,7 +127,7 @@ class DrillReport:
 
     @property
     def resume(self) -> CheckpointInfo | None:
-        """The checkpoint from which a run would continue; None if there is none or it is unknown."""
+        """The checkpoint from which a run would continue; None if none is left, or if unclear."""
         newest = self._newest_left()
         return newest.checkpoint if self.is_conclusive and newest is not None else None
 
@@ -149,7 +149,7 @@ class DrillReport:
 
     @property
     def reads(self) -> dict[Tier, TierRead]:
-        """Sums over all checkpoints, by tier."""
+        """The reads of all checkpoints together, by tier."""
         total: dict[Tier, TierRead] = {}
         for result in self.results:
             for tier, read in result.reads.items():
