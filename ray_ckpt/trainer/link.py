@@ -65,7 +65,7 @@ class SealedShard:
     attempt: AttemptId
     rank: int
     state: bytes
-    replicated: tuple[str, ...]  # `<what>:<value>`; the value of each `<what>` is equal on all ranks
+    replicated: tuple[str, ...]  # `<what>:<value>`; the value of each `<what>` must be equal on all ranks
     metrics: Mapping[str, float] | None  # rank 0 only
     buffer: int  # index of the buffer in the grant
     layout: ShardLayout | None  # None: same layout as the last shard in this buffer

@@ -32,7 +32,7 @@ from ray_ckpt.format.short import key_text
 from ray_ckpt.format.tree import TensorRef, encode_tree
 from ray_ckpt.trainer.connection import StepObserver
 
-MAX_STEPS = 1000  # steps of a comparison; a line per step and rank has about 100 bytes per tensor
+MAX_STEPS = 1000  # steps of a comparison; a line per step and rank has about 100 bytes per tensor or value
 MAX_NOTES = 100_000  # notes of one state; beyond this number a container gets one note
 MAX_SEQUENCE = 16  # a longer list, such as Python's random state, gets one note instead of a note per element
 MAX_VALUE = 60  # characters of a value; the note of a longer value is its digest
@@ -92,7 +92,7 @@ class Trace:
 
 
 class ResumeProbe(StepObserver):
-    """Writes notes about the states of this rank. Its Checkpointer calls this object around each step."""
+    """Writes notes about the states of this rank, called by its Checkpointer at the restore and each step."""
 
     def __init__(self, spec: ProbeSpec, rank: int) -> None:
         self._spec = spec
