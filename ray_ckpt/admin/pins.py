@@ -1,8 +1,9 @@
-"""Pin and unpin on the log, without a cluster: write what a coordinator would, by the rules of a rollback.
+"""Pin and unpin in the log, without a cluster, by the rules of a rollback.
 
-An `epoch` record comes first, so that a running service notices. It has the name of the service of the last
-epoch: a pin does not change the run's owner. If a coordinator of that service is running after all, it finds
-its record taken, restarts and continues; its training does not end.
+The records are those that a coordinator would write, after an `epoch` record that fences a running service.
+This `epoch` record names the service of the last epoch, because a pin does not change the run's owner. If a
+coordinator of that service is still running, its next write fails because the record exists; the coordinator
+restarts and continues, and training does not end.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ def pin(
     now_s: float,
     pause: Callable[[float], None] = time.sleep,
 ) -> CheckpointInfo:
-    """Keep the newest live checkpoint of `step` for `owner`, until Unix time `expires_at_s` or for good.
+    """Keep the newest live checkpoint of `step` for `owner`, until Unix time `expires_at_s` or without end.
 
-    `history` is the log as it was read. Returns the checkpoint with the pin. Raises ConfigError if there is
-    none, or it was retired or lost; otherwise the errors of `rollback.write_ops`.
+    `history` is the state of the log when it was read. Returns the checkpoint with the pin. Raises
+    ConfigError if the step has no checkpoint, or the checkpoint was retired or lost; and the errors of
+    `rollback.write_ops`.
     """
     attempt = checkpoint_to_pin(history, step).id.attempt
     op = r.Pin(attempt=attempt, owner=owner, expires_at_s=expires_at_s)
@@ -48,9 +50,9 @@ def unpin(
     now_s: float,
     pause: Callable[[float], None] = time.sleep,
 ) -> CheckpointInfo:
-    """Remove the pin of `owner`. Writes nothing if there is none.
+    """Remove the pin of `owner`. Writes nothing if there is no such pin.
 
-    Raises ConfigError if the step has never had a checkpoint; otherwise the errors of `rollback.write_ops`.
+    Raises ConfigError if the step has never had a checkpoint; and the errors of `rollback.write_ops`.
     """
     checkpoint = checkpoint_to_unpin(history, step, owner)
     if owner not in checkpoint.pins:

@@ -1,10 +1,11 @@
 """Roll back: open the next session of a run from an older checkpoint, on a new branch of its lineage.
 
-A rollback works on the log alone, without a cluster. It writes two records: an `epoch`, which fences the
-service that has the run, and a `session` in which nobody trains. The next group that opens the run continues
-from the checkpoint of that session, the newest of the lineage then. Later checkpoints stay live, off the
-lineage; retention retires them after the first commit of that group, except pinned ones. A log cannot prove
-that no training is running; `is_at_work` only checks the age of the last record.
+A rollback changes only the log, without a cluster. It writes two records: an `epoch`, which fences the
+service of the run, and a `session` without training. The next group that opens the run continues from the
+checkpoint of that session, which is then the newest checkpoint of the lineage. Later checkpoints stay live
+but leave the lineage; after the first commit of that group, retention retires these checkpoints unless they
+are pinned. A log cannot prove that no training is running; `is_at_work` only checks the age of the last
+record.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import ROLLBACK_PREFIX, CheckpointInfo, Level
 
-QUIET_S = 120.0  # without a record until a run counts as idle: the time of some saves of most trainings
-PIN_WRITER = "pin-"  # prefix of writers of pins on the log alone, which are no sign of a training
+QUIET_S = 120.0  # without a record, until a run counts as idle; most trainings save more often
+PIN_WRITER = "pin-"  # prefix of writers of offline pins, which are no sign of a training
 CREATE_TRIES = 5  # attempts to create a record while the store does not answer
 CREATE_PAUSE_S = 2.0  # between attempts, as in a coordinator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogTail:
-    """A run's log as it was read. `last_s` is the Unix time of its last record, None if that is trimmed.
+    """A run's log as it was read. `last_s` is the Unix time of the last record, None if it is trimmed.
 
-    Pins that were written on the log alone do not count.
+    Records of pins that were written without a cluster are ignored.
     """
 
     history: RunHistory
     last_s: float | None
 
     def is_at_work(self, now_s: float, quiet_s: float = QUIET_S) -> bool:
-        """Return True if a record other than a rollback's is younger than `quiet_s`: perhaps a training's.
+        """Return True if training may be running: a record not of a rollback is younger than `quiet_s`.
 
-        A training that saves less often is not seen. A record from the future is due to a wrong clock, and
-        counts.
+        A training that saves less often is not detected. A record with a time in the future, from a wrong
+        clock, counts as young.
         """
         if self.last_s is None or is_rollback(self.history.service):
             return False
@@ -57,22 +58,22 @@ class LogTail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """The plan of a rollback, by a log as it was read. `left_aside` will leave the lineage."""
+    """The plan of a rollback for a log as it was read. Checkpoints in `left_aside` will leave the lineage."""
 
     history: RunHistory
     checkpoint: CheckpointInfo
     left_aside: tuple[CheckpointInfo, ...]
     is_done: bool  # the last session is a rollback to this checkpoint
-    reason: str  # for people, in the log
+    reason: str  # a text in the log, for users
 
     @property
     def session(self) -> int:
-        """The number of the session that continues from the checkpoint."""
+        """The number of the session that will continue from the checkpoint."""
         last = self.history.session.session if self.history.session else 0
         return last if self.is_done else last + 1
 
     def notes(self) -> Iterator[str]:
-        """Yield warnings about the plan, for people."""
+        """Yield warnings about the plan for the user."""
         found = self.checkpoint
         if found.level < Level.DURABLE:
             yield (
@@ -87,7 +88,7 @@ def open_log(
     path: StoragePath, storage_options: Mapping[str, str] | None = None
 ) -> tuple[RemoteTier, LogTail]:
     """Open the run at `path`, `<storage_path>/<run>`, and read its log. Raises the errors of `Catalog`."""
-    where = locate(Catalog(path, storage_options).where)  # the run is there, and its log has no gap
+    where = locate(Catalog(path, storage_options).where)  # the run exists; its log has no gap
     tier = RemoteTier(where, storage_options)
     with readable(where):
         return tier, read_tail(tier.log)
@@ -100,7 +101,7 @@ def read_tail(log: LogStore) -> LogTail:
         history.apply(record, record_digest)
     counted = [record for record, _ in found if not record.writer.startswith(PIN_WRITER)]
     last = counted[-1] if counted else None
-    before = names.record_file(history.next_seq - 1 - len(found))  # the snapshot covers it
+    before = names.record_file(history.next_seq - 1 - len(found))  # a record that the snapshot covers
     if last is None and (data := log.read(before)):
         last = r.decode_record(data)
     return LogTail(history=history, last_s=last.time_s if last else None)
@@ -109,9 +110,9 @@ def read_tail(log: LogStore) -> LogTail:
 def plan_rollback(history: RunHistory, *, before: int | None = None, to: int | None = None) -> Rollback:
     """Plan a rollback to the newest checkpoint of the lineage with a step below `before`, or to step `to`.
 
-    `to` takes the newest of that step on the lineage, or else on another branch, which undoes a rollback.
-    Only live checkpoints count. Raises ConfigError if there is none, or unless exactly one of the two is
-    given.
+    `to` selects the newest checkpoint of that step on the lineage, or else on another branch, which undoes a
+    rollback. Only live checkpoints are considered. Raises ConfigError if there is no such checkpoint, or
+    unless exactly one of `before` and `to` is given.
     """
     lineage = history.lineage()
     if (before is None) == (to is None):
@@ -150,10 +151,10 @@ def roll_back(
 ) -> SessionInfo:
     """Write the plan to the log at Unix time `now_s`; return the session that the next group continues from.
 
-    The records come right after the last one that the plan is based on, so that nobody can have written in
-    between. Writes nothing if the rollback is done already. Raises Fenced if another writer was faster,
-    Unavailable if the store does not answer CREATE_TRIES times (then a second call finds the outcome),
-    StoragePathError if it cannot hold a log.
+    The new records directly follow the last record that the plan is based on, so no other writer can have
+    written in between. Writes nothing if the rollback is done already. Raises Fenced if another writer was
+    faster, Unavailable if the store does not answer CREATE_TRIES times (a second call then finds the result),
+    StoragePathError if the storage path cannot hold a log.
     """
     after = rollback.history
     if not rollback.is_done:
@@ -174,9 +175,9 @@ def write_ops(
     now_s: float,
     pause: Callable[[float], None] = time.sleep,
 ) -> RunHistory:
-    """Append an `epoch` and the operations after it to the log right behind `history`; return the result.
+    """Append an `epoch` and then the operations to the log, directly after `history`; return the result.
 
-    The first one fences the service that has the run. Raises the errors of `roll_back`.
+    The `epoch` fences the service of the run. Raises the errors of `roll_back`.
     """
     after = history.copy()
     for number, (seq, data) in enumerate(_records(after, ops, writer=writer, now_s=now_s)):
@@ -187,7 +188,7 @@ def write_ops(
 
 
 def _ops(history: RunHistory, checkpoint: CheckpointInfo, service: str, reason: str) -> tuple[r.Op, r.Op]:
-    """Return the operations that a rollback writes behind `history`."""
+    """Return the operations that a rollback writes after `history`."""
     last = history.session
     session = r.Session(
         session=last.session + 1 if last else 1,
@@ -197,7 +198,7 @@ def _ops(history: RunHistory, checkpoint: CheckpointInfo, service: str, reason: 
         retention=last.retention if last else "",
         after=last.session if last else None,
         resumed_from=checkpoint.id.attempt,
-        world_size=checkpoint.world_size,  # required, though nobody trains in this session
+        world_size=checkpoint.world_size,  # a required field, although this session has no training
         num_nodes=checkpoint.num_nodes,
     )
     return r.Epoch(service=service), session
@@ -206,7 +207,7 @@ def _ops(history: RunHistory, checkpoint: CheckpointInfo, service: str, reason: 
 def _records(
     history: RunHistory, ops: Iterable[r.Op], *, writer: str, now_s: float
 ) -> Iterator[tuple[int, bytes]]:
-    """Encode `ops` as records of the next epoch, and apply them to `history`. Yields number and bytes."""
+    """Encode `ops` as records of the next epoch, and apply them to `history`. Yields numbers and bytes."""
     epoch = history.epoch + 1
     for op in ops:
         record = r.LogRecord(
@@ -218,7 +219,7 @@ def _records(
 
 
 def _create(log: LogStore, seq: int, data: bytes, pause: Callable[[float], None]) -> CreateResult:
-    """Create a record; after an unknown answer repeat the create, whose result shows what is there."""
+    """Create a record; after an unknown outcome repeat the call, whose result shows the existing record."""
     for _ in range(CREATE_TRIES - 1):
         outcome = create_record(log, seq, data)
         if outcome is not CreateResult.UNKNOWN:
@@ -228,7 +229,7 @@ def _create(log: LogStore, seq: int, data: bytes, pause: Callable[[float], None]
 
 
 def _error(outcome: CreateResult, seq: int, run_name: str, *, is_fenced: bool) -> CheckpointError:
-    """Return the error for record `seq`, which is not written; `is_fenced`: the epoch before it is."""
+    """Return the error for the unwritten record `seq`; `is_fenced`: the epoch before it was written."""
     done = "The training that had it is fenced, and nothing else was changed."
     so_far = done if is_fenced else "Nothing was changed."
     if outcome is CreateResult.EXISTS:

@@ -1,8 +1,8 @@
 """Notices of preemptions from the metadata services of Amazon, Google and Azure.
 
-This module reports a `Notice`; others decide what to save then. Metadata services are queried over plain HTTP
-on a link-local address. Their answers are data: bounded, matched against known values and never quoted.
-Redirects are not followed, and proxies of the environment are not used.
+This module only reports a `Notice`; other modules decide what to save. Metadata services are queried over
+plain HTTP on a link-local address. Answers are untrusted: their size is bounded, and they are compared with
+known values and never quoted. Redirects are not followed, and proxies of the environment are not used.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from ray_ckpt.preemption.notice import Notice, left_s
 log = logging.getLogger("ray_ckpt")
 
 METADATA_ENV = "RAY_CKPT_METADATA"  # auto (the default), aws, gcp, azure or off
-METADATA_URL_ENV = "RAY_CKPT_METADATA_URL"  # in place of LINK_LOCAL, for a proxy of it and for tests
-LINK_LOCAL = "http://169.254.169.254"  # of all three services; Google's also has a name
+METADATA_URL_ENV = "RAY_CKPT_METADATA_URL"  # replaces LINK_LOCAL, for a proxy of the service and for tests
+LINK_LOCAL = "http://169.254.169.254"  # the address of all three services; Google's service also has a name
 
-REQUEST_S = 1.0  # a whole request; the services answer from the host within milliseconds
-MAX_BYTES = 64 << 10  # of an answer; those expected here have some hundred bytes
-POLL_S = 5.0  # between attempts to find the cloud, and Amazon's recommendation (see `_Aws`)
-FAST_POLL_S = 1.0  # where a machine may stay for only 30 s
+REQUEST_S = 1.0  # limit of a whole request; the services run on the host and answer within milliseconds
+MAX_BYTES = 64 << 10  # of an answer; a valid answer has some hundred bytes
+POLL_S = 5.0  # between attempts to find the cloud; also Amazon's recommendation (see `_Aws`)
+FAST_POLL_S = 1.0  # for clouds where a machine may end 30 s after the notice
 MAX_TRIES = 4  # attempts to find the cloud, over 15 s: a service on the host may start after this process
-MAX_SILENT = 5  # polls in a row without an answer before a warning, which is logged once
+MAX_SILENT = 5  # consecutive polls without an answer before a warning, which is logged once
 
-AWS_TOKEN_TTL_S = 21_600  # the longest that Amazon gives
-AWS_STALE_S = 300.0  # past its time: then an interruption has failed, and Amazon leaves the item in place
+AWS_TOKEN_TTL_S = 21_600  # the longest lifetime that Amazon allows
+AWS_STALE_S = 300.0  # after the announced time; then the interruption has failed, but Amazon keeps the item
 GCP_PREEMPTED_S = 30.0  # from Google's notice of a preemption to the end of the machine
 GCP_MAINTENANCE_S = 60.0  # from Google's notice of maintenance to the stop of the machine
-AZURE_PLANNED_S = 300.0  # before its time, from when a planned event counts; Azure may list it days ahead
+AZURE_PLANNED_S = 300.0  # a planned event is ignored until then, because Azure may list it days ahead
 AZURE_API = "2020-07-01"
-_AZURE_NAME = re.compile(r"[\w.-]{1,80}", re.ASCII)  # 64 characters, and a number in a scale set
+_AZURE_NAME = re.compile(r"[\w.-]{1,80}", re.ASCII)  # 64 characters, plus a number in a scale set
 
 
 class CloudNotices:
     """Polls the metadata service of this machine's cloud.
 
-    Use it in one thread, and in one process of a node: Azure accepts 5 requests a second from a machine.
+    Use this class in one thread of one process per node: Azure accepts 5 requests a second per machine.
     """
 
     def __init__(self, cloud: str = "auto", base_url: str = LINK_LOCAL) -> None:
         """Take `cloud` from auto, aws, gcp, azure and off.
 
-        Raises ConfigError for any other, and for a URL that is not plain http.
+        Raises ConfigError for any other value, and for a URL that is not plain http.
         """
         if cloud not in ("auto", "off", *_CLOUDS):
             raise ConfigError(
@@ -65,7 +65,7 @@ class CloudNotices:
         self._service = _Service(base_url)
         self._cloud: _Cloud | None = _CLOUDS[cloud](self._service) if cloud in _CLOUDS else None
         self._tries_left = MAX_TRIES if cloud == "auto" else 0
-        self._num_silent = 0  # polls in a row
+        self._num_silent = 0  # consecutive polls without an answer
         self._has_warned = False
         self._standing: Notice | None = None
 
@@ -78,12 +78,12 @@ class CloudNotices:
 
     @property
     def cloud(self) -> str | None:
-        """Name of the cloud that is polled; None if it is not found yet, or there is none."""
+        """Name of the polled cloud; None if no cloud is found yet, or this machine is in no known cloud."""
         return self._cloud.name if self._cloud else None
 
     @property
     def is_over(self) -> bool:
-        """Polling is pointless: it is switched off, or this machine belongs to no known cloud."""
+        """True if polling is pointless: it is switched off, or this machine is in no known cloud."""
         return self._cloud is None and self._tries_left == 0
 
     @property
@@ -92,11 +92,11 @@ class CloudNotices:
         return self._cloud.poll_s if self._cloud else POLL_S
 
     def poll(self) -> Notice | None:
-        """Return the current notice: the same object while it stands, None when it is withdrawn.
+        """Return the current notice: the same object while the notice is valid, None if it is withdrawn.
 
-        Blocks for some milliseconds, and at worst for 10 requests of REQUEST_S each. Does not raise: an
-        invalid answer changes nothing, and a service that gives no valid answers is logged once. Only the
-        lookup of a host name in the base URL has no time limit.
+        Blocks for some milliseconds, and at most for 10 requests of REQUEST_S each; only the lookup of a host
+        name in the base URL has no time limit. Does not raise: an invalid answer changes nothing, and a
+        service without valid answers is logged once.
         """
         if self._cloud is None and self._tries_left > 0:
             self._find()
@@ -133,7 +133,7 @@ class CloudNotices:
 
 
 class _SilentError(Exception):
-    """The service's answer is missing or not as documented. The text quotes nothing from the answer."""
+    """The answer of the service is missing or invalid. The error text quotes nothing from the answer."""
 
 
 class _Cloud(Protocol):
@@ -170,9 +170,9 @@ class _Answer:
 
 
 class _TimedSocket(socket.socket):
-    """A socket whose reads together end at `ends_s` of the monotonic clock.
+    """A socket with a deadline, `ends_s` of the monotonic clock, for all reads together.
 
-    The timeout of a plain socket restarts with each read: one byte at a time could block a caller for hours.
+    The timeout of a plain socket restarts with each read, so a slow sender could block a caller for hours.
     """
 
     ends_s: float
@@ -204,7 +204,7 @@ class _Service:
         except ValueError:
             host, port, parts = None, 80, urlsplit("")
         if parts.scheme != "http" or not host or parts.username or parts.query or parts.fragment:
-            raise ConfigError(  # the URL is not quoted, as it may hold a password
+            raise ConfigError(  # the URL is not quoted, because a URL may hold a password
                 f"{METADATA_URL_ENV} is not a plain http URL.", hint=f"Set it to one such as {LINK_LOCAL}."
             )
         self._host, self._port, self._prefix = host, port, parts.path.rstrip("/")
@@ -234,17 +234,17 @@ class _Service:
 
 
 class _Aws:
-    """EC2, by IMDSv2: a token first, then items; an item that does not apply has status 404.
+    """EC2, by IMDSv2: first request a token, then items. An item that does not apply has status 404.
 
     - spot/instance-action: {"action": "terminate", "time": "2017-09-18T08:22:00Z"}, two minutes ahead; a
-      hibernation begins at once. Poll every 5 s. After a failed interruption the item stays, with a time in
+      hibernation begins at once. Poll every 5 s. After a failed interruption the item remains, with a time in
       the past (EC2 User Guide, "Spot Instance interruption notices").
     - autoscaling/target-lifecycle-state: the state that the Auto Scaling group moves this instance to (EC2
       Auto Scaling User Guide, "Retrieve the target lifecycle state through instance metadata").
     - events/recommendations/rebalance: "at elevated risk of interruption" (EC2 User Guide, "EC2 instance
-      rebalance recommendations"). It is logged and makes no notice: it may come hours before an interruption
-      or without one, and training would save without a pause for so long. A group that acts on it (Capacity
-      Rebalancing) changes the lifecycle state.
+      rebalance recommendations"). The recommendation is only logged, without a notice: it may come hours
+      before an interruption or without an interruption, and training would save continuously during this
+      time. A group that follows the recommendation (Capacity Rebalancing) changes the lifecycle state.
     """
 
     name = "aws"
@@ -312,9 +312,10 @@ class _Gcp:
 
     - preempted: TRUE; the machine is stopped 30 s later (Compute Engine, "Create and use Spot VMs").
     - maintenance-event: TERMINATE_ON_HOST_MAINTENANCE 60 s ahead, or an hour with GPUs ("Handle GPU host
-      maintenance events"). The value is the same for both, so 60 s from its first sight are assumed.
-      MIGRATE_ON_HOST_MAINTENANCE moves the machine and loses nothing. Only clients that have queried since
-      the last event are warned ("Query metadata server for maintenance event notices").
+    maintenance events"). The value is the same in both cases, so 60 s from the first poll with this value are
+    assumed.
+      MIGRATE_ON_HOST_MAINTENANCE moves the machine without loss. Only clients that have sent a query since
+      the last event get the value ("Query metadata server for maintenance event notices").
     """
 
     name = "gcp"
@@ -359,11 +360,11 @@ class _Azure:
 
     A document lists the events of all machines of a set; `Resources` names the machines of an event.
     NotBefore is the earliest time (RFC 1123), and empty once the event has begun. A Preempt is listed 30 s
-    ahead, Terminate 5 to 15 minutes, Redeploy 10, Reboot 15, and for failing hardware days: then it counts
-    from AZURE_PLANNED_S before its time on. A Freeze loses nothing. The first request switches the service
-    on; its answer may take two minutes, so the first polls may have no answer. Poll every second. An event is
-    listed until about 10 minutes after it began: one that had begun before the first poll has brought this
-    machine here, and is left out.
+    ahead, a Terminate 5 to 15 minutes, a Redeploy 10 minutes, a Reboot 15 minutes. Events for failing
+    hardware are listed days ahead; such an event is ignored until AZURE_PLANNED_S before NotBefore. A Freeze
+    loses nothing. The first request switches the service on; the answer to it may take two minutes, so the
+    first polls may get no answer. Poll every second. An event is listed until about 10 minutes after its
+    start: an event that had started before the first poll caused the start of this machine, and is left out.
     """
 
     name = "azure"
@@ -379,7 +380,7 @@ class _Azure:
     def __init__(self, service: _Service) -> None:
         self._service = service
         self._machine: str | None = None
-        self._left_out: frozenset[str] | None = None  # EventIds
+        self._left_out: frozenset[str] | None = None  # EventIds that had begun at the first poll
 
     def check(self) -> None:
         self._machine = self._own_name()
@@ -414,7 +415,7 @@ class _Azure:
         path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
         answer = self._service.get(path, self._HEADERS)
         name = answer.text() if answer else ""
-        if _AZURE_NAME.fullmatch(name) is None:  # the name is kept, so it must not come from a wrong answer
+        if _AZURE_NAME.fullmatch(name) is None:  # the name is stored, so an invalid answer must not set it
             raise _SilentError("no name of this machine")
         return name.casefold()
 
@@ -443,7 +444,7 @@ _CLOUDS: dict[str, Callable[[_Service], _Cloud]] = {"aws": _Aws, "gcp": _Gcp, "a
 
 
 def _iso_time_s(value: object) -> float | None:
-    """Return Unix seconds of an ISO 8601 time, in UTC if it names no zone; None if it is invalid."""
+    """Return Unix seconds of an ISO 8601 time, in UTC if the time has no zone; None if it is invalid."""
     try:
         moment = datetime.fromisoformat(str(value))
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -1,4 +1,4 @@
-"""The notice of a preemption, from whichever source."""
+"""The notice of a preemption, from any source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Notice:
 
 
 def left_s(ends_s: float) -> float:
-    """Return the seconds until `ends_s` of the monotonic clock. Raise TimeoutError once it has passed."""
+    """Return the seconds until `ends_s` of the monotonic clock. Raise TimeoutError if `ends_s` has passed."""
     left_s = ends_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError

@@ -1,4 +1,4 @@
-"""Hold back the end of this process by SIGTERM, so that training can save once more."""
+"""Delay the end of this process by SIGTERM, so that training can save once more."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from ray_ckpt.preemption.notice import Notice, left_s
 log = logging.getLogger("ray_ckpt")
 
 GRACE_S = 25.0  # Kubernetes kills 30 s after SIGTERM, unless the pod sets another time
-MAIN_THREAD_S = 1.0  # for the main thread to end the process; then another thread ends it
+MAIN_THREAD_S = 1.0  # wait for the main thread to end the process; afterwards another thread ends it
 
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers
 
-# Bytes that the watching thread reads, besides the numbers of signals, which Python itself writes.
+# Bytes that the watching thread reads, in addition to the signal numbers that Python writes.
 _HANDLED = b"\x00"
 _RELEASED = b"\xff"
 _ENDED = b"\xfe"
 
 
 class TermSignal:
-    """Holds back the end of this process by SIGTERM, once, so that the time can be used for a last save.
+    """Delays the end of this process by SIGTERM, once, so that the time can be used for a last save.
 
-    On SIGTERM `on_notice` is called in a thread of its own. The signal is passed on after `grace_s`, at
-    `release`, at a second SIGTERM or at `uninstall`, whichever comes first: to the previous handler (in Ray's
-    workers: SystemExit), to the default action, or to nothing if SIGTERM was ignored. From then on this
-    object is spent, and SIGTERM is handled as before `install`.
+    On SIGTERM `on_notice` is called in a separate thread. The signal is passed on after `grace_s`, at
+    `release`, at a second SIGTERM or at `uninstall`, whichever comes first. It goes to the previous handler
+    (which raises SystemExit in Ray's workers) or to the default action, or is dropped if SIGTERM was ignored.
+    Afterwards SIGTERM is handled as before `install`, and this object has no further use.
 
     Python runs handlers in the main thread, between two bytecodes. `time.sleep`, `Thread.join` and locks let
-    them run; C code that does not return does not. The notice does not depend on that: the signal's number
-    arrives through the process's wakeup descriptor (`signal.set_wakeup_fd`), unless something else uses the
-    descriptor, such as `loop.add_signal_handler` of an asyncio loop in the main thread; then the notice waits
-    for the handler. The previous handler does depend on the main thread, as it always has. If the main thread
-    does not run the default action, another thread does, MAIN_THREAD_S later and with status 143. While C
-    code holds the GIL, nothing here runs.
+    handlers run; C code that does not return blocks them. The notice does not depend on the main thread,
+    because the signal number arrives through the wakeup descriptor of the process (`signal.set_wakeup_fd`).
+    If other code uses the descriptor, such as `loop.add_signal_handler` of an asyncio loop in the main
+    thread, the notice waits for the handler. The previous handler always depends on the main thread. If the
+    main thread does not run the default action, another thread ends the process with status 143 after
+    MAIN_THREAD_S. While C code holds the GIL, no code of this module runs.
 
     In a Ray worker the main thread waits for tasks in C++ and runs the methods of actors that are not async.
-    `install` works in such a method; in a training loop that has a thread of its own it does nothing.
+    `install` works in such a method; in a training loop that runs in another thread `install` does nothing.
 
     Processes forked from this one handle SIGTERM as before `install`.
     """
 
     @classmethod
     def install(cls, on_notice: Callable[[Notice], None], *, grace_s: float = GRACE_S) -> TermSignal | None:
-        """Watch SIGTERM. Return None, with a line in the log, where that is impossible.
+        """Watch SIGTERM. If this is impossible, log the reason and return None.
 
-        It is impossible outside the main thread, over a handler that Python does not know, and beside
-        another TermSignal.
+        Watching is impossible outside the main thread, if a handler was installed by code other than Python,
+        and while another TermSignal is installed.
         """
         if not (0 <= grace_s < math.inf):
             raise ConfigError(f"grace_s is {grace_s!r}.", hint="Set it to a number of seconds, 0 or more.")
@@ -75,9 +75,9 @@ class TermSignal:
         global _installed
         self._on_notice = on_notice
         self._grace_s = grace_s
-        self._is_off = False  # then the handler passes signals on
-        self._num_handled = 0  # signals that the handler saw: two that arrive together are one
-        self._num_woken = 0  # signals that Python wrote, if the wakeup descriptor is ours
+        self._is_off = False  # True: the handler passes signals on
+        self._num_handled = 0  # calls of the handler: two signals that arrive together are one call
+        self._num_woken = 0  # signal numbers that Python wrote, if the wakeup descriptor is ours
         self._inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
         self._previous = cast(_Handler, signal.signal(signal.SIGTERM, self._handle))
@@ -86,13 +86,13 @@ class TermSignal:
         threading.Thread(target=self._watch, name="ray-ckpt-sigterm", daemon=True).start()
 
     def release(self) -> None:
-        """Pass on a signal that is held, for training has saved. Does nothing before a signal has come."""
+        """Pass on a delayed signal, because training has saved. Does nothing before a signal has arrived."""
         self._write(_RELEASED)
 
     def uninstall(self) -> None:
-        """Restore the handling of SIGTERM from before `install`, and pass on at once a signal that is held.
+        """Restore the handling of SIGTERM from before `install`, and pass on a delayed signal at once.
 
-        If this is not the main thread, the handler stays in place and only passes signals on.
+        In any other thread than the main thread, the handler stays in place and only passes signals on.
         """
         self._is_off = True
         self._write(_ENDED)
@@ -101,7 +101,7 @@ class TermSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._is_off:
-            self._write(_HANDLED)  # takes no lock: the main thread may hold any
+            self._write(_HANDLED)  # takes no lock, because the main thread may hold it
             return
         self._restore()
         if callable(self._previous):
@@ -111,7 +111,7 @@ class TermSignal:
             signal.raise_signal(signal.SIGTERM)
 
     def _write(self, byte: bytes) -> None:
-        with contextlib.suppress(OSError):  # if it is full or closed, the thread has enough to act on
+        with contextlib.suppress(OSError):  # if the socket is full or closed, the thread needs no more bytes
             self._outbox.send(byte)
 
     def _watch(self) -> None:
@@ -126,11 +126,11 @@ class TermSignal:
                 self._wait(num_signals=2, ends_s=now_s + self._grace_s)
                 self._pass_on()
             self._inbox.settimeout(None)
-            while self._inbox.recv(64):  # Python warns of each signal number that nobody reads
+            while self._inbox.recv(64):  # Python warns of each signal number that is not read
                 pass
 
     def _wait(self, *, num_signals: int, ends_s: float | None) -> bool:
-        """Wait until `num_signals` have come. Return False at `ends_s`, and when waiting is to end early."""
+        """Wait until `num_signals` have arrived. Return False at `ends_s`, or if the wait is ended early."""
         while max(self._num_handled, self._num_woken) < num_signals:
             try:
                 self._inbox.settimeout(None if ends_s is None else left_s(ends_s))
@@ -152,9 +152,9 @@ class TermSignal:
             log.exception("A notice could not be passed on: %s", notice.text)
 
     def _pass_on(self) -> None:
-        """Let the main thread do what it would have done at the signal."""
+        """Send the signal again, so that the main thread runs the previous handler or the default action."""
         if self._num_handled == 0 and signal.getsignal(signal.SIGTERM) != self._handle:
-            return  # the signal went to another handler, which did not call ours
+            return  # another handler got the signal and did not call ours
         self._is_off = True
         os.kill(os.getpid(), signal.SIGTERM)
         if self._previous == signal.SIG_DFL:
@@ -162,7 +162,7 @@ class TermSignal:
             os._exit(128 + signal.SIGTERM)
 
     def _restore(self) -> None:
-        """Put the previous handler back; called in the main thread."""
+        """Set the previous handler again; called in the main thread."""
         global _installed
         self._is_off = True
         if signal.getsignal(signal.SIGTERM) == self._handle:
@@ -185,7 +185,7 @@ def _replace_wakeup_fd(old: int, new: int) -> None:
 
 
 def _forget_in_child() -> None:
-    """Restore SIGTERM in a forked process: it shares the descriptors, so its signal would look like ours."""
+    """Restore SIGTERM in a forked process, whose signals would reach the parent by shared descriptors."""
     if _installed is not None:
         _installed._restore()
 

@@ -1,4 +1,4 @@
-"""Ray Train: a callback that adds saves and restores to a trainer, and a way to open Ray's checkpoints."""
+"""Ray Train: a callback that adds saves and restores to a trainer, and a function to open its checkpoints."""
 
 from ray_ckpt.train.callback import CheckpointCallback, check_storage_path
 from ray_ckpt.train.pointers import open_checkpoint

@@ -1,9 +1,9 @@
 """CheckpointCallback: one object for the driver, the controller and the workers of Ray Train.
 
 Hooks of the controller run on its event loop, and an exception in one ends the run (Ray 2.60,
-`train/v2/_internal/callback_manager.py`). So a hook raises only errors that a person must fix before time is
-lost (a wrong path, a full disk, nothing intact to restore). An error that a retry may fix, or that is
-unexpected, goes to the workers, where it counts as their failure and is retried. All others are logged.
+`train/v2/_internal/callback_manager.py`). So a hook raises only errors that the user must fix before time is
+lost (a wrong path, a full disk, no intact checkpoint). An error that a retry may fix, or an unexpected error,
+is passed to the workers, where it counts as a worker failure and is retried. All other errors are logged.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from ray_ckpt.trainer.probe import ProbeSpec, ResumeProbe
 
 log = logging.getLogger("ray_ckpt")
 
-OPTIONS_ENV = "RAY_CKPT_OPTIONS"  # a JSON object: default options of each CheckpointCallback of the driver
+OPTIONS_ENV = "RAY_CKPT_OPTIONS"  # a JSON object: default options of every CheckpointCallback in the driver
 
 
 class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback):  # type: ignore[misc]
     """Protects a Ray Train run: `RunConfig(callbacks=[CheckpointCallback(replicas=1, keep_last=3)])`.
 
-    Options are those of `ray_ckpt.config.RunOptions`. Raises ConfigError for an unknown or impossible one.
-    Checkpoints go below the storage path of the RunConfig, or below `storage_path` if that is given.
+    The options are the fields of `ray_ckpt.config.RunOptions`. Raises ConfigError for an unknown or invalid
+    option. Checkpoints go below the storage path of the RunConfig, or below `storage_path` if it is given.
 
-    To use it without a change to the driver, set its environment:
+    To use the callback without a change to the driver, set these environment variables of the driver:
 
         RAY_TRAIN_CALLBACKS=ray_ckpt.train.CheckpointCallback
         RAY_CKPT_OPTIONS='{"replicas": 1, "keep_last": 3}'
 
-    The second sets defaults for every callback, `storage_path` included. If a trainer has several callbacks,
-    one of them does the work: those of the RunConfig come before that of the environment, those with
-    arguments before those without, later before earlier ones.
+    RAY_CKPT_OPTIONS sets defaults for every callback, `storage_path` included. If a trainer has several
+    callbacks, only one is active: a callback in the RunConfig takes precedence over the callback from the
+    environment, then a callback with arguments over one without, then a later callback over an earlier one.
 
     `probe` is for `check_resume`.
     """
@@ -77,9 +77,9 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             raise
         self._storage_path = default_path if storage_path is None else storage_path
         self._probe = probe
-        self._uid = uuid.uuid4().hex  # Ray copies callbacks, each of a trainer by itself
+        self._uid = uuid.uuid4().hex  # identifies this callback, because Ray copies each callback
         self._has_arguments = storage_path is not None or probe is not None or bool(options)
-        # Set by hooks of the controller; it travels to the workers:
+        # Set by hooks of the controller, and copied to the workers:
         self._is_passive = False
         self._run: tuple[str, str] | None = None  # name, storage path
         self._owner = ""
@@ -87,7 +87,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         self._joined: Joined | None = None
         self._has_failed = False  # the controller has given the run up
         self._problem: CheckpointError | None = None
-        self._term_signal: TermSignal | None = None  # of a worker; stays there
+        self._term_signal: TermSignal | None = None  # set in a worker; not copied
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_term_signal": None}
@@ -95,7 +95,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
     # -- in the controller -----------------------------------------------------------------------------
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Open the run: log, agents, paths. An error that is raised ends the run before any worker starts."""
+        """Open the run: log, agents, paths. An exception ends the run before any worker starts."""
         with _guarded("the run could not be opened", self._note_problem, may_end_run=True):
             config = train_run_context.run_config
             self._is_passive = self._gives_way(config.callbacks or ())
@@ -111,14 +111,14 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             self._open()
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """Open the group: choose its checkpoint and log its session; this object carries them to workers.
+        """Open the group: choose its checkpoint and log its session; copies of this object go to the workers.
 
-        A node that has just died, or a slow store, counts as the workers' failure and is retried. If another
-        launcher has taken the run over, the run ends: two launchers that both retried would take it from each
-        other forever. Blocks the controller, as Ray calls it there; each wait has a limit.
+        A node that has just died, or a slow store, counts as a worker failure and is retried. If another
+        launcher has taken the run over, the run ends, because two launchers that retry would take the run
+        from each other forever. This method blocks the controller, which calls it; each wait has a limit.
         """
         self._joined = None
-        if self._run is None:  # passive, or the reason is in `_problem`
+        if self._run is None:  # another callback is active, or `_problem` has the reason
             return {}
         self._problem = None
         with _guarded("the group cannot start", self._note_problem, may_end_run=True):
@@ -140,7 +140,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         self._has_failed = self._has_failed or has_failed(current_state)
 
     async def before_controller_shutdown(self) -> None:
-        """Bring the last checkpoint to the storage path: the run is over, or given up."""
+        """Copy the last checkpoint to the storage path, because the run has ended or failed."""
         if self._spec is None or self._joined is None:
             return
         with _guarded("the last checkpoint is not on the storage path"):
@@ -149,7 +149,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
                 log.info("step %d is on the storage path", newest.step)
 
     def _open(self) -> RunSpec:
-        """Open the run if it is not open."""
+        """Open the run unless it is open already."""
         assert self._run is not None
         if self._spec is None:
             name, path = self._run
@@ -158,9 +158,9 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         return self._spec
 
     def _gives_way(self, of_run_config: Sequence[object]) -> bool:
-        """Return True if another callback of this trainer does the work."""
+        """Return True if another callback of this trainer is active."""
         ours = [each for each in of_run_config if isinstance(each, CheckpointCallback)]
-        if not ours:  # then this callback comes from the environment
+        if not ours:  # this callback comes from the environment
             return False
         chosen = max(reversed(ours), key=lambda each: each._has_arguments)
         return chosen._uid != self._uid
@@ -207,7 +207,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
 def _guarded(
     what: str, keep: Callable[[CheckpointError], None] | None = None, *, may_end_run: bool = False
 ) -> Iterator[None]:
-    """Log errors as `what` and pass them to `keep`; with `may_end_run` raise those that a person must fix."""
+    """Log errors as `what` and pass them to `keep`; with `may_end_run` raise those that the user must fix."""
     try:
         yield
     except Exception as error:
@@ -226,7 +226,7 @@ def _set_problem(problem: CheckpointError) -> None:
 
 
 def _defaults() -> dict[str, Any]:
-    """Read options from the environment. Raises ConfigError unless they are a JSON object."""
+    """Read options from the environment. Raises ConfigError unless the value is a JSON object."""
     text = os.environ.get(OPTIONS_ENV)
     if not text:
         return {}
@@ -245,8 +245,9 @@ def check_storage_path(
 ) -> None:
     """Raise ConfigError unless this machine can write the run's folder and keep a commit log in it.
 
-    The callback checks the same on every node; but Ray Train touches the path before any callback, and ends
-    with its own traceback if it cannot be written. Call this first for an error with a hint.
+    The callback checks the same on every node, but Ray Train writes to the path before it calls any callback,
+    and ends with a traceback if the path is not writable. Call this function first to get an error with a
+    hint.
     """
     RemoteRef(
         storage_path=storage_path, run_name=name, options=tuple(sorted((storage_options or {}).items()))

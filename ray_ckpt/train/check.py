@@ -1,7 +1,7 @@
-"""Run a training loop, resume it, and compare the two bit for bit.
+"""Run a training loop, resume it, and compare the two runs bit for bit.
 
-Only registered items are compared. A difference in state that no registered item depends on, such as an EMA
-that was forgotten, is not found: the warnings of `ckpt.steps` are part of the result.
+Only registered items are compared. A difference in other state, such as an EMA that was not registered, is
+not found unless a registered item depends on it; so the result includes the warnings of `ckpt.steps`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ray_ckpt.trainer.probe import (
     resolve_chance,
 )
 
-MAX_BLOCK_S = 60.0  # that a save of the first run waits for the one before it, as no save may be skipped
+MAX_BLOCK_S = 60.0  # wait of a save of the first run for the previous save, as no save may be skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeCheck:
-    """The comparison of a resumed run with the run that it resumes; false if they differ."""
+    """The comparison of a resumed run with the original run; the truth value is False if they differ."""
 
     name: str
     """The run, below the storage path. Its checkpoints stay there, and the digests, in `folder`."""
@@ -64,7 +64,7 @@ class ResumeCheck:
         return f"{text} Not compared, for it is not registered: {warnings}." if warnings else text
 
     def raise_for_difference(self) -> None:
-        """Raise ResumeError with the first difference and its likely cause, if there is one."""
+        """Raise ResumeError with the first difference and the likely cause if the runs differ."""
         if self.difference is not None:
             raise ResumeError(
                 str(self),
@@ -87,17 +87,17 @@ def check_resume(
     torch_config: TorchConfig | None = None,
     **options: Any,
 ) -> ResumeCheck:
-    """Train `at` + `steps` steps with a save after step `at`, restore that, train `steps` steps, compare.
+    """Train `at` + `steps` steps with a save after step `at`, restore the save, train `steps` steps, compare.
 
-    `train_loop` is one for TorchTrainer that uses a Checkpointer, and runs at least `at` + `steps` steps
-    (`ckpt.steps` ends after them). Each run is a group of workers of its own, so this takes the start of a
-    trainer two or three times, a hash over all state after each step, and disk for the checkpoints.
-    `storage_path` is a folder that all nodes share; without one Ray Train's own default. `options` are those
-    of CheckpointCallback except `resume` and `keep_last`; by default the only saves are those of step `at`
-    and at the end.
+    `train_loop` is a loop for TorchTrainer that uses a Checkpointer and runs at least `at` + `steps` steps
+    (`ckpt.steps` ends after these steps). Each run has a new group of workers, so the check needs the time to
+    start a trainer two or three times and to hash all state after each step, and disk space for the
+    checkpoints. `storage_path` is a folder that all nodes share; the default is Ray Train's default.
+    `options` are the options of CheckpointCallback except `resume` and `keep_last`; by default only step `at`
+    and the last step are saved.
 
-    Raises ConfigError for runs that cannot be compared, and the errors of TorchTrainer.fit, where a
-    ConfigError of a rank is wrapped. A difference is not raised: see `raise_for_difference`.
+    Raises ConfigError for runs that cannot be compared, and the errors of TorchTrainer.fit, which wrap a
+    ConfigError of a rank. A difference raises nothing: see `raise_for_difference`.
     """
     path = Location.parse(storage_path or ray.train.RunConfig().storage_path)
     _check(path, scaling_config, options)
@@ -110,7 +110,7 @@ def check_resume(
         "max_block_s": MAX_BLOCK_S,
         "ray_report": False,
         **options,
-        "keep_last": steps + 2,  # so that `at` is there whatever else is saved
+        "keep_last": steps + 2,  # so that step `at` is kept, whichever other steps are saved
     }
     seconds: dict[ProbePart, float] = {}
 

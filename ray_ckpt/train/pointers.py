@@ -1,8 +1,8 @@
-"""Pointers, which Ray Train keeps in place of our checkpoints, and how to open one.
+"""Pointers, which Ray Train keeps in place of our checkpoints, and a function to open a pointer.
 
-A pointer is a small directory with `pointer.json` in the folder that Ray Train has for the run. Ray counts,
-scores and deletes pointers; only our retention decides which bytes stay. So a pointer may outlive its
-checkpoint; the error of opening it then lists the steps that are left.
+A pointer is a small directory with `pointer.json` in Ray Train's folder of the run. Ray counts, scores and
+deletes pointers; only our retention deletes checkpoints. So a pointer may exist longer than its checkpoint;
+opening such a pointer raises an error that lists the steps of the remaining checkpoints.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ray_ckpt.types import AttemptId, Level
 log = logging.getLogger("ray_ckpt")
 
 POINTER_FILE = "pointer.json"
-VERSION = 2  # 1 had the run as a path without a scheme
-MAX_POINTER_BYTES = 64 << 10  # a pointer has some hundred
+VERSION = 2  # version 1 has the run as a path without a scheme
+MAX_POINTER_BYTES = 64 << 10  # a pointer has some hundred bytes
 _WHAT = "The pointer"
 _FIELDS = frozenset(("ray_ckpt", "run", "storage_options", "run_uid", "step", "session", "attempt"))
-CHECK_S = 1.0  # between two readings of the log while a checkpoint is awaited
-_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}  # of version 1, by the kind of its file system
+CHECK_S = 1.0  # between two readings of the log while waiting for a checkpoint
+_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}  # for version 1, by the kind of the file system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Pointer:
         return f"ray_ckpt_{self.attempt.directory}"
 
     def encode(self) -> bytes:
-        """Return `pointer.json`. It has storage options only of buckets, which are no secret."""
+        """Return `pointer.json`. Storage options are included only for buckets, where they are not secret."""
         is_bucket = Location.parse(self.run).scheme in BUCKETS
         document = {
             "ray_ckpt": VERSION,
@@ -67,7 +67,7 @@ class Pointer:
 
     @classmethod
     def decode(cls, data: bytes, file_system: str = "local") -> Pointer:
-        """Read `pointer.json`. Raises ValueError, NewerFormat. `file_system` is pyarrow's name of a kind."""
+        """Read `pointer.json`. Raises ValueError, NewerFormat. `file_system` is the name of its kind."""
         document = jsontext.loads(data, what=_WHAT, max_bytes=MAX_POINTER_BYTES, final_newline=False)
         version = document.get("ray_ckpt") if isinstance(document, dict) else None
         if type(version) is not int or version < 1:
@@ -100,18 +100,19 @@ def open_checkpoint(
     *,
     wait_s: float = 0.0,
 ) -> OpenedCheckpoint:
-    """Open the checkpoint that a pointer of Ray Train's stands for, to load from; needs no cluster.
+    """Open the checkpoint of a pointer from Ray Train, to load from it; needs no cluster.
 
     `checkpoint` is `Result.checkpoint`, one of `Result.best_checkpoints`, the result of
-    `ray.train.get_checkpoint()`, or the argument of a validation function. `storage_options` replaces those
-    of the run. The checkpoint must be durable; `wait_s` is how long to wait for that, in seconds. In the
-    cluster that has the checkpoint, the service is requested to bring it to the storage path.
+    `ray.train.get_checkpoint()`, or the argument of a validation function. `storage_options` replaces the
+    storage options of the run. The checkpoint must be durable; this function waits for that up to `wait_s`
+    seconds. In the cluster that holds the checkpoint, it requests that the service copies the checkpoint to
+    the storage path.
 
-    Ray's `num_to_keep` keeps pointers, and our retention keeps checkpoints: so that every checkpoint that Ray
-    keeps can be opened after the cluster is gone, set `remote_every=1`, and `keep_last` or `keep_best` to at
-    least as many as Ray keeps.
+    Ray's `num_to_keep` keeps pointers, and our retention keeps checkpoints. To be able to open every pointer
+    that Ray keeps after the cluster is gone, set `remote_every=1`, and set `keep_last` or `keep_best` to at
+    least `num_to_keep`.
 
-        def validate(checkpoint):  # a task of its own, beside the training
+        def validate(checkpoint):  # a separate task, parallel to the training
             model = GPT()
             open_checkpoint(checkpoint, wait_s=600).load(into={"model": model})
             return {"validation_loss": evaluate(model)}
@@ -123,9 +124,9 @@ def open_checkpoint(
             ...
         )
 
-    Raises ConfigError if this is not a pointer of ours, or its checkpoint is retired, lost, or not durable
-    (the message lists durable steps); NewerFormat if a newer ray_ckpt wrote the pointer; otherwise as
-    `Catalog`.
+    Raises ConfigError if `checkpoint` is not a pointer of ray_ckpt, or if its checkpoint is retired, lost, or
+    not durable (the message lists durable steps); NewerFormat if a newer ray_ckpt wrote the pointer; and the
+    errors of `Catalog`.
     """
     pointer = _read_pointer(checkpoint)
     catalog = Catalog(pointer.run, pointer.storage_options if storage_options is None else storage_options)
@@ -145,7 +146,7 @@ def open_checkpoint(
 
 
 def _request_drain(pointer: Pointer) -> None:
-    """Request the drain from the service of this cluster, if there is one; else it may never be due."""
+    """Request the drain from the service of this cluster, if any; without a request it may never be due."""
     if not ray.is_initialized():
         return
     try:
@@ -154,7 +155,7 @@ def _request_drain(pointer: Pointer) -> None:
     except (
         ValueError,
         CheckpointError,
-    ) as error:  # no service, another run, or it is retired
+    ) as error:  # no service, another run, or a retired checkpoint
         log.info("step %d is not brought to the storage path for this: %s", pointer.attempt.step, error)
 
 

@@ -1,8 +1,8 @@
 """All private imports from Ray Train; `tests/train/test_ray_compat.py` tests their contract.
 
-Ray 2.56 to 2.60. Before 2.56 an error in `after_controller_start` reaches the driver as another error, and
-before 2.55 `before_controller_shutdown` is not awaited. The callback base classes are DeveloperAPI but only
-importable from `_internal`.
+Supports Ray 2.56 to 2.60. Before 2.56 an error in `after_controller_start` reaches the driver as another
+error, and before 2.55 `before_controller_shutdown` is not awaited. The callback base classes are
+DeveloperAPI, but can only be imported from `_internal`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ControllerCallback", "WorkerCallback", "WorkerGroupCallback", "has_f
 
 
 def has_failed(state: object) -> bool:
-    """Return True if a controller in that state gives the run up."""
+    """Return True if that state of a controller means that the run has failed."""
     return isinstance(state, ShuttingDownState) and isinstance(state.next_state, ErroredState)
 
 

@@ -1,8 +1,9 @@
 """Report checkpoints to Ray Train, so that `Result.checkpoint` and its resume see them.
 
-Ray Train gets a pointer (`pointers.py`); our catalog leads, Ray's is a hint. `ray.train.report` is a barrier
-that takes up to two seconds, so it is called about once a minute, at a step on which all ranks agree: rank 0
-names it in the barrier of the last report. The step is not that of a save, for ranks may miss an agreed save.
+Ray Train gets a pointer (`pointers.py`); our catalog is authoritative, and Ray's list is a hint.
+`ray.train.report` is a barrier that takes up to two seconds, so it is called about once a minute, at a step
+on which all ranks agree: rank 0 sends this step in the barrier of the previous report. The step of a report
+is not the step of a save, because a rank may miss an agreed save.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from ray_ckpt.types import AttemptId
 
 log = logging.getLogger("ray_ckpt")
 
-REPORT_EVERY_S = 60.0  # a report is a barrier of all ranks
-FIRST_STEPS = 10  # from the first report, before which no pace is known, to the second
-WRITE_TIMEOUT_S = 30.0  # a store that takes longer gets no pointer this time
+REPORT_EVERY_S = 60.0  # seconds between reports, because a report is a barrier of all ranks
+FIRST_STEPS = 10  # from the first report to the second: the pace is unknown at the first
+WRITE_TIMEOUT_S = 30.0  # if a store takes longer, this report is skipped
 
 
 class PointerReporter:
     """Reports committed checkpoints to Ray Train from the training thread of every rank.
 
-    With `validates` each checkpoint is passed to the validation function of the trainer.
+    With `validates`, Ray Train passes each checkpoint to the validation function of the trainer.
     """
 
     def __init__(self, spec: RunSpec, *, validates: bool = False) -> None:
         self._spec = spec
         self._validates = validates
-        self._last: tuple[float, int] | None = None  # time of the last report (monotonic), and its step
+        self._last: tuple[float, int] | None = None  # monotonic time and step of the last report
         self._reported: AttemptId | None = None
 
     def report(self, newest: tuple[AttemptId, Mapping[str, float]] | None, step: int) -> int:
-        """Report as `link.Reporter` defines it. A barrier of all ranks."""
+        """Report as defined in `link.Reporter`. This call is a barrier of all ranks."""
         fresh = None
         if (
             ray.train.get_context().get_world_rank() == 0
@@ -65,8 +66,9 @@ class PointerReporter:
     def _write_pointer(self, attempt: AttemptId) -> bool:
         """Write the pointer before the barrier, in bounded time: an error inside `report` would end the run.
 
-        Return False if it could not be written, or if it exists: a restored checkpoint that Ray Train knows
-        must not be reported twice, for Ray deletes by number, and a missing directory ends the run.
+        Return False if the pointer could not be written or exists already. A restored checkpoint that was
+        reported before must not be reported again, because Ray deletes pointers by number, and a missing
+        directory ends the run.
         """
         pointer, storage = self._pointer(attempt), ray.train.get_context().get_storage()
         future: Future[bool] = Future()
@@ -86,7 +88,7 @@ class PointerReporter:
             return False
 
     def _steps_per_report(self, step: int) -> int:
-        """Return how many steps take about REPORT_EVERY_S, at the pace since the last report."""
+        """Return the number of steps that take about REPORT_EVERY_S at the pace since the last report."""
         last, self._last = self._last, (time.monotonic(), step)
         if last is None:
             return FIRST_STEPS
@@ -96,7 +98,7 @@ class PointerReporter:
     def _report(self, attempt: AttemptId, metrics: Mapping[str, float]) -> None:
         context = ray.train.get_context()
         checkpoint = None
-        if context.get_world_rank() == 0:  # ranks without a checkpoint just join the barrier
+        if context.get_world_rank() == 0:  # the other ranks only join the barrier
             storage = context.get_storage()
             checkpoint = ray.train.Checkpoint(
                 storage.experiment_fs_path, filesystem=storage.storage_filesystem
@@ -113,7 +115,7 @@ class PointerReporter:
 
 
 def _write(storage: Any, pointer: Pointer) -> bool:
-    """Write the pointer; return False if it exists already."""
+    """Write the pointer; return False if the pointer exists already."""
     files = storage.storage_filesystem
     folder = storage.build_checkpoint_path_from_name(pointer.directory)
     path = f"{folder}/{POINTER_FILE}"
@@ -126,7 +128,7 @@ def _write(storage: Any, pointer: Pointer) -> bool:
 
 
 def _use_pointer(checkpoint: Any, checkpoint_dir_name: str) -> Any:
-    """Return the pointer that is there already, instead of an upload."""
+    """Return the pointer that was written before, instead of an upload."""
     storage = ray.train.get_context().get_storage()
     path = storage.build_checkpoint_path_from_name(checkpoint_dir_name)
     return ray.train.Checkpoint(path, filesystem=storage.storage_filesystem)

@@ -1,8 +1,8 @@
 """The Checkpointer: the object of a training loop that saves and restores.
 
-It decides when to save from the step number alone, captures state into the arena of its node's agent and
-returns; everything after that happens in other processes. It restores before the first step. A failed save is
-counted and logged and never stops training; only misuse is raised.
+A Checkpointer decides from the step number alone when to save. A save copies the state into the arena of the
+node's agent and returns; other processes do the rest. A Checkpointer restores before the first step. A failed
+save is counted and logged and never stops training; only misuse is raised.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from ray_ckpt.types import AttemptId, Level
 
 log = logging.getLogger("ray_ckpt")
 
-FLUSH_S = 120.0  # how long leaving the loop waits for the last capture to be safe on this node
-RESERVED_ITEM = re.compile(r"rng|gradients|rank\d+")  # the Checkpointer's own, and prefixes of per-rank names
-URGENT_BLOCK_S = 10.0  # that a save in an emergency may wait for the one before it
-FIRST_OUTCOME_S = 10.0  # that the second save waits for the first, to find ranks that save alone
+FLUSH_S = 120.0  # at the end of the loop, the wait until the last capture is safe on this node
+RESERVED_ITEM = re.compile(r"rng|gradients|rank\d+")  # own items, and prefixes of per-rank names
+URGENT_BLOCK_S = 10.0  # wait of an emergency save for the previous save
+FIRST_OUTCOME_S = 10.0  # wait of the second save for the first, to find ranks that save alone
 
 LevelName = Literal["local", "replicated", "durable"]
 LEVELS: Mapping[str, Level] = {level.label: level for level in Level}
@@ -63,7 +63,7 @@ _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 def close_all() -> None:
-    """Flush and close every Checkpointer of this process, whose worker is about to end."""
+    """Flush and close every Checkpointer of this process before the worker ends."""
     for checkpointer in list(_open):
         try:
             checkpointer.close()
@@ -74,8 +74,8 @@ def close_all() -> None:
 class Checkpointer:
     """Saves and restores the training state of this rank, together with all other ranks.
 
-    Every keyword is an item: modules, optimizers, tensors, anything with `state_dict` and
-    `load_state_dict`, dicts and lists of plain values. RNG state is added automatically.
+    Every keyword is an item: a module, an optimizer, a tensor, an object with `state_dict` and
+    `load_state_dict`, or a dict or list of plain values. RNG state is added automatically.
 
     Raises NotConnected outside a run, UnsupportedItem for an object that cannot be saved.
     """
@@ -94,26 +94,26 @@ class Checkpointer:
         self._link = link = connection.link
         self._observer = connection.observer
         self._objects: dict[str, Any] = {}
-        # From the restore on:
+        # Set by the restore:
         self._session: int | None = None
         self._epoch = 0
         self._items: RankItems | None = None
         self._saver: Saver | None = None
         self._postponing: Postponing | None = None
         self._watch: ProgressThread | None = None
-        self._rng: Any = None  # random state as restored, until the first step
-        # Steps and saves:
+        self._rng: Any = None  # the restored random state, kept until the first step
+        # State of steps and saves:
         self._count = StepCount()
         self._signals = SaveSignals(link)
         self._metrics = MetricReader(is_first=link.identity.rank == 0)
         self._last_metrics: Mapping[str, Any] | None = None
-        self._whole_step = -1  # the last step whose `step` has returned
-        self._saved_step = 0  # the last step that a save was begun for
-        self._saved_before: int | None = None  # the one before it; None: there is none
-        self._saved_updates = 0  # optimizer steps that were made when `save` was called last
+        self._whole_step = -1  # the last step for which `step` has returned
+        self._saved_step = 0  # the last step for which a save was begun
+        self._saved_before: int | None = None  # the saved step before that; None: there is none
+        self._saved_updates = 0  # number of optimizer steps at the last call of `save`
         self._tries: dict[int, int] = {}
         self._save_calls = 0
-        self._own_saves = 0  # requested by the training loop itself
+        self._own_saves = 0  # saves that the training loop itself requested
         self._is_over = False  # the loop has ended: nothing more is saved
         self._is_closed = False
         self.stats = SaveStats()
@@ -125,7 +125,7 @@ class Checkpointer:
         _open.add(self)
 
     def add(self, name: str, obj: Any) -> None:
-        """Register one more item. Only before the restore, which fixes the set of items."""
+        """Register one more item. Call this before the restore, which fixes the set of items."""
         if self._session is not None:
             raise ConfigError(f"The item {name!r} comes too late.", hint="Add all items before the restore.")
         if RESERVED_ITEM.fullmatch(name) or name in self._objects or not name.isidentifier():
@@ -139,13 +139,13 @@ class Checkpointer:
     def restore(self) -> RestoreInfo | None:
         """Restore every item from the newest intact checkpoint of the run, the same on all ranks.
 
-        Returns None without one. A run without a checkpoint begins with the one that `resume=URI` or
-        `init_from` names; then the step is that of the other run's checkpoint, or 0. Hyperparameters that
-        differ from those that the objects were built with are logged and listed in the answer; those in the
-        option `keep` stay as built.
+        Returns None if there is none. A run without a checkpoint begins with the checkpoint that `resume=URI`
+        or `init_from` names; then the step is the step of that other checkpoint, or 0. Hyperparameters that
+        differ from the values that the objects were built with are logged and listed in the result; those
+        named in the option `keep` stay as built.
 
         Raises MismatchError (each difference listed) if the checkpoint does not fit, RestoreError if
-        there are checkpoints but none intact, InsufficientSpace if saves could not fit this node.
+        there are checkpoints but none intact, InsufficientSpace if saves would not fit on this node.
         """
         if self._session is not None:
             raise ConfigError("restore() was called twice.", hint="Call it once, before the first step.")
@@ -186,16 +186,17 @@ class Checkpointer:
         )
 
     def _num_updates(self) -> int:
-        """Count the optimizer steps so far, for comparison of ranks; 0 in parts of a group, which differ."""
+        """Count the optimizer steps so far, to compare ranks; 0 in a group with parts, which differ."""
         return self._items.window.num_steps if self._items and not self._link.identity.parts else 0
 
     # -- the loop ------------------------------------------------------------------------------------
 
     def steps(self, *, total: int) -> Iterator[int]:
-        """Restore now, then yield the steps that are left: the last saved step + 1 up to `total`.
+        """Restore now, then yield the remaining steps: from the last saved step + 1 up to `total`.
 
-        The state after the body is that of the yielded step; `ckpt.step(step)` must be its last statement.
-        At the end the last step is saved, and all ranks wait until it is committed.
+        The state after the loop body belongs to the yielded step; `ckpt.step(step)` must be the last
+        statement of the body. At the end the last step is saved, and all ranks wait until this save is
+        committed.
         """
         total = whole_number(total, "total")
         self.restore()
@@ -217,7 +218,7 @@ class Checkpointer:
                 self._observer.begun(step, items.items)
                 yield step
         except GeneratorExit:  # break, or an exception in the body: other ranks may still be in the loop
-            is_whole = self._whole_step == step  # else the body is half done: its state belongs to no step
+            is_whole = self._whole_step == step  # otherwise the state is between two steps
             if is_whole:
                 self._save_last()
                 self._is_over = True
@@ -229,11 +230,11 @@ class Checkpointer:
     # -- for a loop that calls back ------------------------------------------------------------------
 
     def resume_step(self) -> int:
-        """Return the step that `restore` is going to bring back; 0 in a new run. All ranks get the same.
+        """Return the step that `restore` will restore; 0 in a new run. All ranks get the same step.
 
-        It serves code that needs the step while objects are built, such as the counters of a framework. Items
-        may be added after it. If the checkpoint turns out to have no intact copy, `restore` falls back to an
-        older one and logs that: its `info.step` is what counts.
+        Use this method in code that needs the step while objects are built, such as the counters of a
+        framework. Items may still be added after the call. If the checkpoint has no intact copy, `restore`
+        falls back to an older checkpoint and logs that: the step of its result is the valid one.
         """
         if self._saver is not None:
             return self._count.restored
@@ -246,21 +247,21 @@ class Checkpointer:
         return step_of(origin) if origin is not None else 0
 
     def restore_random_state(self) -> None:
-        """Put random state back as it was restored, once, before the first step; `steps` calls it.
+        """Set random state to the restored state again, once, before the first step; `steps` calls it.
 
-        After the restore, code that makes iterators, validates or builds more objects draws random numbers,
-        which the saved state has drawn already. Call this in the hook before each step, and last there: it
-        does nothing in a new run, the second time, or after a step.
+        After the restore, code that makes iterators, validates or builds more objects draws random numbers
+        that the saved run had drawn already. Call this method last in the hook before each step: it does
+        nothing in a new run, at a second call, or after a step.
         """
         rng, self._rng = self._rng, None
         if rng is not None:
             self._require_items().items["rng"].load(rng)
 
     def finish(self) -> bool:
-        """Save the last step unless that has been done, and wait until it is committed: training is over.
+        """Save the last step unless it is saved, and wait until the save is committed: training is over.
 
-        Call it on every rank, after the last step; `steps` calls it. Returns False if there is no checkpoint
-        of that step: the log has the reason, and `wait` raises with it.
+        Call this method on every rank, after the last step; `steps` calls it. Returns False if there is no
+        checkpoint of the last step: the reason is in the log and in the error that `wait` raises.
         """
         if self._saver is None:
             raise ConfigError("finish was called before restore.", hint="Restore first, also in a new run.")
@@ -282,12 +283,12 @@ class Checkpointer:
     # -- saving --------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Return True if the cadence requires a save after `step`, which is the one just completed.
+        """Return True if the cadence requires a save after `step`, the step just completed.
 
         All ranks get the same answer: the step is a multiple of `every_steps`, or the coordinator has
-        announced it to all. In a loop without `step`, call it after each step, on every rank: a save by time
-        or before a node leaves is announced for a step ahead of all ranks, by the pace that is measured here.
-        Raises as `step` does.
+        announced it to all. In a loop without `step`, call this method after each step, on every rank: it
+        measures the pace, from which the coordinator computes a step ahead of all ranks, for a save by time
+        or before a node leaves. Raises as `step` does.
         """
         step = self._complete(step, "due")
         if not (is_due := self._is_due(step)):
@@ -300,7 +301,7 @@ class Checkpointer:
         return is_agreed or (every is not None and step % every == 0)
 
     def _complete(self, step: int, call: Call) -> int:
-        """Note once that `step` is complete, whichever call comes first. Raises as `step` does."""
+        """Note that `step` is complete, at the first call for this step. Raises as `step` does."""
         if self._saver is None:
             raise ConfigError(
                 f"{call} was called before restore.",
@@ -320,11 +321,11 @@ class Checkpointer:
         self._guard.check(step)
 
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Note that optimizer step number `step` is complete; save if that is due.
+        """Note that optimizer step number `step` is complete; save if a save is due.
 
-        `step` counts optimizer steps over the whole run: an integer (also NumPy's, or a tensor of one) above
-        the step before, from 1 or the restored step + 1 on. Raises ConfigError for any other, before anything
-        is done.
+        `step` counts optimizer steps over the whole run: an integer (also a NumPy integer, or a tensor of
+        one) above the previous step, and at least 1 or the restored step + 1. Raises ConfigError for any
+        other value, before anything is done.
         """
         step = self._complete(step, "step")
         self._last_metrics = detached(metrics)
@@ -340,17 +341,18 @@ class Checkpointer:
     def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save the state after `step`, on every rank. Return False if it was skipped or not captured.
 
-        Returns when the state has been copied; use `wait` to know that it is safe. Metrics are numbers or
-        one-element tensors; rank 0's count. In the middle of an accumulation window, when gradients wait for
-        an optimizer's step, it returns False, and the next `step` after the window saves, unless
-        `partial_grads` is set: then the gradients are saved too. `step` is as in `step`, or the step that
-        `step` or `due` was called for last. A save that returned False may be tried again.
+        Returns when the state has been copied; use `wait` to wait until the copy is safe. Metrics are numbers
+        or one-element tensors; only the metrics of rank 0 are used. In the middle of an accumulation window,
+        when gradients wait for an optimizer step, `save` returns False, and the next `step` after the window
+        saves, unless `partial_grads` is set: then the gradients are saved too. The argument `step` follows
+        the rules of the method `step`, or is the step of the last call of `step` or `due`. A save that
+        returned False may be tried again.
         """
         step = self._complete(step, "save")
         saved = self._save_now(step, metrics)
         if saved:
             self._count.captured()
-        if not self._signals.is_at(step):  # a rank that has missed the save signal does not come here
+        if not self._signals.is_at(step):  # a rank that missed the save signal does not make this call
             self._own_saves += 1
             if self._own_saves >= 2:  # by then a rank that saves alone has had its error
                 self._reports.report_if_due(step)
@@ -369,10 +371,11 @@ class Checkpointer:
         return saved
 
     def annotate(self, step: int, *, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to the checkpoint of `step`, such as a validation's; of one name the later counts.
+        """Add metrics, such as a validation loss, to the checkpoint of `step`; new values replace old ones.
 
-        Metrics are as in `save`; rank 0's count, other ranks return at once. It does not wait for the service
-        and never stops training: if the step has no live checkpoint or its save fails, a warning is logged.
+        Metrics are as in `save`; only those of rank 0 are used, and other ranks return at once. The call does
+        not wait for the service and never stops training: if the step has no live checkpoint or its save
+        fails, a warning is logged.
         """
         if self._link.identity.rank != 0:
             return
@@ -382,15 +385,15 @@ class Checkpointer:
             if values := self._metrics.read(detached(metrics)):
                 done = self._link.annotate(step, values, self._outcomes.in_flight(step))
                 done.add_done_callback(lambda done: _warn_of_annotation(step, done))
-        except Exception as error:  # there is no agent, or a value of a strange kind: training goes on
+        except Exception as error:  # there is no agent, or a value has an unexpected type: training goes on
             log.warning("step %s was not annotated: %s", step, text_of(error))
 
     def wait(self, level: LevelName = "local", *, timeout_s: float = 600.0) -> None:
-        """Return when the last requested save is at `level`.
+        """Wait until the last requested save has reached `level`.
 
         Raises Unavailable with the reason if that save was skipped, could not be captured, was dropped, waits
-        for the end of an accumulation window, or if time is up. Before the first save, waits for the
-        checkpoint that was restored; raises Unavailable if this run has none.
+        for the end of an accumulation window, or if the time is up. Before the first save, the call waits for
+        the restored checkpoint, and raises Unavailable if this run has none.
         """
         if level not in LEVELS:
             raise ConfigError(f"{level!r} is not a level.", hint=f"Use one of {', '.join(LEVELS)}.")
@@ -401,22 +404,22 @@ class Checkpointer:
 
     @property
     def setup_s(self) -> float | None:
-        """Seconds until memory for captures was in place, in the background; None until it is."""
+        """Seconds until memory for captures was prepared, in the background; None until then."""
         return self._saver.setup_s if self._saver is not None else None
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Change parameters or optimizer state other than by `optimizer.step()` inside this context.
 
-        Waits for a capture that is still reading them. For weights that are clamped, copied or loaded in
-        place, and for a step that is replayed from a CUDA graph, which runs no hooks.
+        Waits for a capture that is still reading them. Use this context for weights that are clamped, copied
+        or loaded in place, and for a step that is replayed from a CUDA graph, which runs no hooks.
         """
         if self._saver is not None:
             self._saver.settle()
         yield
 
     def flush(self, *, commit: bool = False) -> None:
-        """Wait, bounded, until the last capture has left this process or, with `commit`, is committed."""
+        """Wait, up to a limit, until the last capture has left this process, or is committed if `commit`."""
         if self._watch is not None:
             self._watch.send()
         if self._saver is not None:
@@ -473,7 +476,7 @@ class Checkpointer:
                 if isinstance(error, ServiceError | OSError):
                     saver.lose_agent()
                 outcomes.skip(attempt, text_of(error))
-            except Exception as error:  # no memory for a copy, a state_dict that raises: training goes on
+            except Exception as error:  # no memory for a copy, or a state_dict that raises: training goes on
                 self.stats.dropped += 1
                 log.exception("step %d could not be captured", step)
                 outcomes.skip(attempt, named_text(error))
@@ -484,7 +487,7 @@ class Checkpointer:
         return saved
 
     def _save_last(self) -> None:
-        """Save the last step unless that has been done; once more if its save was skipped or dropped."""
+        """Save the last step unless it is saved; save it once more if the save was skipped or dropped."""
         step, pending = self._count.last, self._outcomes.pending
         if step == self._count.restored:
             return
@@ -519,7 +522,7 @@ class Checkpointer:
                 attempt=attempt,
                 state=state,
                 metrics=captured.complete,
-                compare_content=self._save_calls == 1,  # of a session: ranks that differ are found early
+                compare_content=self._save_calls == 1,  # in the first save, to find ranks that differ early
                 count=self._count.mark(),
                 began_s=began_s,
             ),

@@ -1,4 +1,4 @@
-"""How the Checkpointers of this process reach their agent, and the thread that reports a rank's progress."""
+"""The connection of the Checkpointers of this process to the agent, and the thread that reports progress."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray_ckpt")
 
-PROGRESS_S = 1.0  # between reports of a rank's progress, from a thread of its own
-REFRESH_S = 5.0  # between requests for the agent's signal page (a new agent has another one), and for the
-# ranks that the group waits for
+PROGRESS_S = 1.0  # between two reports of a rank's progress by the progress thread
+REFRESH_S = 5.0  # between two requests for the agent's signal page (a new agent has a new page) and for
+# the ranks that the group waits for
 
 
 class StepObserver:
-    """Called by a Checkpointer at its restore and around each step. This base class does nothing."""
+    """Hooks that a Checkpointer calls at its restore and around each step. This base class does nothing."""
 
     def total(self, total: int) -> int:
-        """Return the number of steps to run for a loop that requests `total`."""
+        """Return the number of steps to run for a loop that requests `total` steps."""
         return total
 
     def due(self, step: int) -> bool:
@@ -38,18 +38,18 @@ class StepObserver:
         return False
 
     def restored(self, items: Mapping[str, Item], step: int | None, warnings: Sequence[str] = ()) -> None:
-        """Handle the end of the restore of this run's checkpoint of `step`; None: the run has none."""
+        """Handle the end of the restore from this run's checkpoint of `step`; None: no checkpoint."""
 
     def begun(self, step: int, items: Mapping[str, Item]) -> None:
-        """Handle the begin of the loop's body for `step`."""
+        """Handle the start of the loop body for `step`."""
 
     def ended(self, step: int, items: Mapping[str, Item]) -> None:
-        """Handle the end of `step`, which has been saved if that was due."""
+        """Handle the end of `step`, which has been saved if a save was due."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A link, or the reason why there is none."""
+    """A link, or the reason why there is no link."""
 
     link: Link | None = None
     reporter: Reporter | None = None
@@ -71,14 +71,14 @@ def get_connection() -> Connection:
 
 
 class ProgressThread:
-    """Reports this rank's progress to the agent once a second, and logs the ranks that it waits for."""
+    """Reports this rank's progress to the agent every second, and logs the ranks that the group waits for."""
 
     def __init__(
         self, link: SignalLink, session: int, progress: Callable[[], RankProgress], signals: SaveSignals
     ) -> None:
         self._link = link
         self._session = session
-        self._progress = weakref.WeakMethod(progress)  # a Checkpointer that is dropped ends its thread
+        self._progress = weakref.WeakMethod(progress)  # the thread ends with the Checkpointer
         self._signals = signals
         self._waiting = WaitingLog(link, "save", "report")
         signals.wake = self.wake
@@ -88,7 +88,7 @@ class ProgressThread:
         self._thread.start()
 
     def send(self) -> None:
-        """Report now. Errors are logged: they must end neither the thread nor the training."""
+        """Report now. Errors are only logged, because an error must not end the thread or the training."""
         progress = self._progress()
         if progress is None:
             self._stop.set()
@@ -99,7 +99,7 @@ class ProgressThread:
             log.debug("progress was not reported: %s", error)
 
     def wake(self) -> None:
-        """Have the thread report soon, without waiting."""
+        """Wake the thread so that it reports soon. Does not wait."""
         self._wake.set()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""One save of a rank: the bytes it consists of, and how it is handed over to the node's agent."""
+"""One save of a rank: the bytes of the save, and the handover to the agent of the node."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class SaveBuffer:
 
     target: Arena | Ring
     index: int
-    released: Future[None] | None = None  # done when the agent needs its bytes no longer
-    layout: ShardLayout | None = None  # the one that the agent knows for this buffer
+    released: Future[None] | None = None  # done when the agent no longer needs the bytes
+    layout: ShardLayout | None = None  # the layout of this buffer that was sent to the agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveParts:
-    """The parts of a save apart from tensors. `metrics` is called in the thread that copies."""
+    """The parts of a save other than tensors. The copying thread calls `metrics`."""
 
     attempt: AttemptId
     state: bytes
     metrics: Callable[[], Mapping[str, float] | None]
-    compare_content: bool  # the ranks compare the bytes of what they share
-    count: str  # of steps, as `StepCount.mark`; the ranks of a part compare it
+    compare_content: bool  # the ranks compare the bytes of their shared tensors
+    count: str  # step count from `StepCount.mark`; compared by the ranks of a part
     began_s: float  # monotonic: when the training thread began the save
 
 
@@ -47,19 +47,20 @@ class SaveParts:
 class CopyPlan:
     """The slices that a save copies, as long as the tensors of the rank stay where they are."""
 
-    whole: tuple[LiveSlice, ...]  # all of the rank, for which this plan was made
-    optimized: tuple[int, ...]  # the number of hooks in backward, then ids of what optimizers change
+    whole: tuple[LiveSlice, ...]  # all slices of the rank when this plan was made
+    optimized: tuple[int, ...]  # number of backward hooks, then ids of what optimizers change
     layout: ShardLayout
     slices: tuple[LiveSlice, ...]  # in the layout's order
-    places: Mapping[SliceKey, int]  # index of each in `slices`
+    places: Mapping[SliceKey, int]  # index of each slice in `slices`
     background: Set[str]
-    guarded: Set[int]  # storages of what is in `background`
+    guarded: Set[int]  # storages of the tensors in `background`
     mesh: str
 
     def followed(self, whole: tuple[LiveSlice, ...]) -> CopyPlan | None:
-        """Return the plan for the same slices with other tensors behind some, as random state always has.
+        """Return the plan for the same slices if the tensors of some slices were replaced.
 
-        Returns None if a slice differs otherwise, or an optimizer's step may change its memory.
+        Random state has new tensors at each save. Returns None if a slice differs in any other way, or if an
+        optimizer step may change the memory of a new tensor.
         """
         if len(whole) != len(self.whole):
             return None
@@ -78,9 +79,9 @@ class CopyPlan:
 
 
 class SharedDigest:
-    """The digest that all ranks must agree on, with the bytes of what they share if `content`.
+    """The digest that all ranks must agree on; with `content` it includes the bytes of shared tensors.
 
-    Bytes that change only in optimizer steps are read beside the copy, the others at once.
+    Bytes that change only in optimizer steps are read during the copy; all other bytes are read at once.
     """
 
     def __init__(self, walked: Walked, identity: Identity, *, content: bool) -> None:
@@ -91,7 +92,7 @@ class SharedDigest:
         self._content = content
 
     def add_now(self, background: Set[str]) -> None:
-        """Read bytes that may change at any time, and those on a device, whose stream this thread has."""
+        """Read bytes that may change at any time, and bytes on a device; this thread has its stream."""
         for key, live in list(self._left.items()):
             if key not in background or live.tensor.device.type != "cpu":
                 self._contents[key] = bytes_digest(self._left.pop(key).tensor)
@@ -104,8 +105,8 @@ class SharedDigest:
     def text(self) -> str:
         """Return `<part>:<digest>`, or with bytes `<part>/content:<digest>`.
 
-        Only texts of one kind are compared: ranks may be at different saves of theirs, as one that has missed
-        an agreed step is.
+        Only texts of the same kind are compared, because the number of saves may differ between ranks: a rank
+        that missed an agreed step has made fewer.
         """
         found = self._walked.shared_digest(self._identity.ranks, self._contents)
         kind = f"{self._identity.part}/content" if self._content else self._identity.part
@@ -113,10 +114,10 @@ class SharedDigest:
 
 
 class Handoff:
-    """The way of one save to the agent: its buffer, and what the agent knows of it.
+    """The transfer of one save to the agent: the buffer, and whether the agent was notified.
 
-    The agent learns of a copy when everything is in the buffer, and of a stream before anything is, for it
-    reads while the rank writes.
+    The agent is notified of a copy when all bytes are in the buffer. It is notified of a stream before the
+    first byte, because the agent reads while the rank writes.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Handoff:
         digest: SharedDigest,
         stall_s: Callable[[float], float],
     ) -> None:
-        """`stall_s` returns how long the save that began at a time has blocked training."""
+        """`stall_s` maps the begin time of a save to the seconds for which the save has blocked training."""
         self.released: Future[None] = Future()
         self.digest = digest
         self._link = link
@@ -137,7 +138,7 @@ class Handoff:
         self._parts = parts
         self._stall_s = stall_s
         self._is_new_layout = buffer.layout is not plan.layout
-        self._is_known = False  # the agent reads, and gives the buffer back itself
+        self._is_known = False  # the agent was notified, reads the buffer, and releases it
         buffer.released, buffer.layout = self.released, None  # set again once the layout is sent to the agent
 
     def hand_over(self) -> None:
@@ -157,7 +158,7 @@ class Handoff:
         )
         try:
             sealed = self._link.seal(shard)
-        except Exception as error:  # there is no agent any more
+        except Exception as error:  # the agent is gone
             self.released.set_exception(error)
             return
         self._is_known, self._buffer.layout = True, layout
@@ -182,11 +183,11 @@ class Handoff:
         self._buffer.target.end(self._parts.attempt.attempt)
 
     def fail(self, error: Exception) -> None:
-        """Give the save up after `error`."""
+        """Cancel the save after `error`."""
         if isinstance(self._buffer.target, Ring):
             self._buffer.target.give_up()
         log.warning("step %d is not saved: %s", self._parts.attempt.step, text_of(error))
-        if self._is_known:  # the agent finds that its stream was given up, and reports it
+        if self._is_known:  # the agent detects the cancelled stream and reports it
             return
         with contextlib.suppress(Exception):
             self._link.skip(self._parts.attempt, text_of(error))
@@ -194,7 +195,7 @@ class Handoff:
             self.released.set_result(None)
 
     def abandon(self) -> None:
-        """Release the buffer after a failed start: nothing runs that would give it back."""
+        """Release the buffer after a failed start, because no thread runs that would release it."""
         if isinstance(self._buffer.target, Ring):
             self._buffer.target.give_up()
         if not self._is_known and not self.released.done():

@@ -1,4 +1,4 @@
-"""Read from a checkpoint what a rank continues from, or begins with."""
+"""Read from a checkpoint the state with which a rank continues or begins."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ItemReader:
     items: Mapping[str, Item]
 
     def read_all(self, ticket: RestoreTicket) -> tuple[RankRestore, Load]:
-        """Read every item's state. If the report has damage, `Load` does nothing."""
+        """Read every item's state. If the report lists damage, `Load` does nothing."""
         return self._read(ticket, self._all_items)
 
     def read_named(self, ticket: RestoreTicket, names: Sequence[str]) -> tuple[RankRestore, Load]:
-        """Read only the named items. Raises ConfigError if one is missing, here or in the checkpoint."""
+        """Read only the named items. Raises ConfigError if this rank or the checkpoint lacks an item."""
         return self._read(ticket, partial(self._named_items, names))
 
     def _read(self, ticket: RestoreTicket, choose: _Choose) -> tuple[RankRestore, Load]:
@@ -77,16 +77,16 @@ class ItemReader:
 
     def _anew(self) -> tuple[str, ...]:
         anew = self.link.options.anew
-        if not self.link.identity.parts:  # else another part of the group may have it
+        if not self.link.identity.parts:  # with parts, another part may have the item
             _need_all(anew, self.items, "registered with the Checkpointer", option="anew")
         return anew
 
     def _all_items(self, states: _States) -> tuple[Mapping[str, Item], dict[str, Any]] | None:
-        """Return the state of this rank, or if it is new of the first in its part; None if unreadable."""
+        """Return the state of this rank, or for a new rank of the first in its part; None if unreadable."""
         state = self._own_state(states)
         if state is None or _has_gradients(state):
             return None if state is None else (self.items, state)
-        state["items"].pop("gradients", None)  # empty outside a window: fits with and without `partial_grads`
+        state["items"].pop("gradients", None)  # empty outside a window: any `partial_grads` fits
         return {name: item for name, item in self.items.items() if name != "gradients"}, state
 
     def _own_state(self, states: _States) -> dict[str, Any] | None:
@@ -105,12 +105,12 @@ class ItemReader:
         ranks = ranks_of(tuple(saved.values()), identity.part, world_size)
         index, first = identity.rank - identity.ranks[0], identity.ranks[0]
         state = states.of(ranks[index] if index < len(ranks) else ranks[0])
-        return None if state is None else {**state, "world_size": first + len(ranks)}  # of this part
+        return None if state is None else {**state, "world_size": first + len(ranks)}  # size of this part
 
     def _named_items(
         self, names: Sequence[str], states: _States
     ) -> tuple[Mapping[str, Item], dict[str, Any]] | None:
-        """Return items as the same rank saved them, or else the first rank of the part that has them."""
+        """Return items from the state of the same rank, or else of the first rank of its part."""
         own = states.of(self.link.identity.rank if self.link.identity.rank < states.world_size else 0)
         if own is None:
             return None
@@ -122,7 +122,7 @@ class ItemReader:
             saved, first = {**other["items"], **saved}, first + part.world_size
             classes = {**other.get("classes", {}), **classes}
         here = [name for name in names if name in self.items]
-        if not self.link.identity.parts:  # else another part of the group may have it
+        if not self.link.identity.parts:  # with parts, another part may have the item
             _need_all(names, self.items, "registered with the Checkpointer")
         _need_all([name for name in here if name not in self.link.options.anew], saved, "in the checkpoint")
         state = {**own, "items": {name: saved[name] for name in here}, "classes": classes}
@@ -138,7 +138,7 @@ class _States:
     world_size: int
 
     def of(self, rank: int) -> dict[str, Any] | None:
-        """Return the state file of that rank, decoded; None if no source has it intact."""
+        """Return the decoded state file of that rank; None if no source has an intact copy."""
         wanted = state_file(rank, self.world_size)
         data = next((self.reader.read_bytes(row) for row in self.rows if row.file == wanted), None)
         try:
@@ -151,7 +151,7 @@ _Choose: TypeAlias = Callable[[_States], tuple[Mapping[str, Item], dict[str, Any
 
 
 def _parts(state: Mapping[str, Any]) -> tuple[GroupPart, ...]:
-    """Return the parts of the group that saved it; () for a group without parts."""
+    """Return the parts of the group that saved the state; () for a group without parts."""
     return tuple(GroupPart(**part) for part in state.get("parts", ()))
 
 
@@ -172,5 +172,5 @@ def _need_all(names: Sequence[str], known: Mapping[str, Any], where: str, option
 
 
 def _nothing() -> Set[str]:
-    """Load nothing, as nothing was read."""
+    """Load nothing, because nothing was read."""
     return frozenset()

@@ -1,6 +1,6 @@
-"""The seam between a Checkpointer and its node's agent.
+"""The interface between a Checkpointer and the agent of its node.
 
-Whoever launches the ranks provides a `Link`: the Ray Train callback, or `ray_ckpt.connect`. The Checkpointer
+The launcher of the ranks provides a `Link`: the Ray Train callback, or `ray_ckpt.connect`. The Checkpointer
 itself does not depend on Ray.
 """
 
@@ -25,19 +25,19 @@ from ray_ckpt.types import AttemptId, GroupPart, Level, RankRestore, ranks_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The rank, its run and its group; constant for the life of the link."""
+    """The rank, its run and its group; they stay the same for the life of the link."""
 
     run_uid: str
     run_name: str
     rank: int
     world_size: int
     node_id: str
-    parts: tuple[GroupPart, ...] = ()  # of a group of several, in the order of their ranks
+    parts: tuple[GroupPart, ...] = ()  # parts of the group, in the order of their ranks; () if undivided
     part: str = ""  # the part of this rank
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that may hold the same tensors, this one included: those of its part, or all."""
+        """The ranks, this rank included, that may hold the same tensors: those of the same part, or all."""
         return tuple(ranks_of(self.parts, self.part, self.world_size))
 
 
@@ -48,30 +48,31 @@ ArenaMode = Literal["double", "single", "stream"]
 class ArenaGrant:
     """Memory of the agent for one rank's captures.
 
-    double: two buffers, so that a save does not wait for the one before it; single: one; stream: a ring that
-    the agent writes to disk while the rank fills it, for states too large for a copy in memory.
+    The mode `double` means two buffers, so that a save does not wait for the previous save; `single` means
+    one buffer; `stream` means a ring buffer that the agent writes to disk while the rank fills it, for states
+    that are too large for a copy in memory.
     """
 
     mode: ArenaMode
     paths: tuple[str, ...]  # one per buffer
-    size_bytes: int  # of the shard that fits
+    size_bytes: int  # size of the largest shard that fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedShard:
-    """A rank's capture, complete in its arena, or of a stream about to come; and the state file's bytes."""
+    """A rank's capture, complete in the arena or about to be streamed, and the bytes of its state file."""
 
     attempt: AttemptId
     rank: int
     state: bytes
-    replicated: tuple[str, ...]  # the ranks must agree on these: `<what>:<value>`, compared by `<what>`
+    replicated: tuple[str, ...]  # `<what>:<value>`; the value of each `<what>` must be equal on all ranks
     metrics: Mapping[str, float] | None  # rank 0 only
-    buffer: int  # of the grant
-    layout: ShardLayout | None  # None: the same as that of the last shard in this buffer
+    buffer: int  # index of the buffer in the grant
+    layout: ShardLayout | None  # None: same layout as the last shard in this buffer
     layout_signature: str
-    mesh: str  # of its DTensors, as `SaveFacts`
-    stall_s: float  # for which the save has blocked training until now
-    capture_s: float  # since it began
+    mesh: str  # mesh of the DTensors, in the form of `SaveFacts`
+    stall_s: float  # time for which the save has blocked training so far
+    capture_s: float  # time since the save began
 
 
 class RankLink(Protocol):
@@ -81,62 +82,64 @@ class RankLink(Protocol):
     options: RunOptions
 
     def awaited(self) -> tuple[Awaited, ...]:
-        """Return the ranks that the group waits for, as the coordinator sees it. Raises Unavailable."""
+        """Return the ranks that the group waits for, as the coordinator reports them. Raises Unavailable."""
         ...
 
     def recover(self) -> None:
-        """Have a new agent started if this one, which does not answer, is dead. Does not wait."""
+        """Request a new agent if the current agent, which does not answer, is dead. Does not wait."""
         ...
 
 
 class RestoreLink(RankLink, Protocol):
-    """Calls for a restore."""
+    """Calls that a rank makes for a restore."""
 
     def ticket(self) -> RestoreTicket:
-        """Return what to restore, decided for the whole group."""
+        """Return the ticket of the checkpoint to restore, the same for the whole group."""
         ...
 
     def origin(self, session: int, epoch: int) -> RestoreTicket | None:
-        """Return a ticket for the checkpoint of another run that this run begins with; None if there is none.
+        """Return a ticket for the checkpoint of another run that this run begins with; None without one.
 
-        `resume=URI` or `init_from` names it. Raises ConfigError or StoragePathError if it cannot be opened.
+        `resume=URI` or `init_from` names that checkpoint. Raises ConfigError or StoragePathError if the
+        checkpoint cannot be opened.
         """
         ...
 
     def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
-        """Report that this rank has read and verified everything, or the damage that it found.
+        """Report that this rank has read and verified everything, or report the damage that this rank found.
 
-        None: all ranks have, go. A ticket: all ranks start over with this older checkpoint. RestoreError:
-        none is left. Not done while ranks are missing: see `awaited`.
+        The result None means that all ranks have verified everything and may continue. A ticket means that
+        all ranks start over with this older checkpoint. RestoreError means that no checkpoint is left. The
+        future is not done while ranks are missing: see `awaited`.
         """
         ...
 
     def fetch(
         self, session: int, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
     ) -> SharedRows:
-        """Return rows that several ranks of this node want, read once by its agent; see `restore.FetchRows`.
+        """Return rows that several ranks of this node need and its agent reads once; see `restore.FetchRows`.
 
-        Raises Unavailable if there is no agent: then the rank reads them from their sources.
+        Raises Unavailable if there is no agent: then the rank reads the rows from their sources.
         """
         ...
 
     def reserve(self, size_bytes: int) -> None:
-        """Raise InsufficientSpace unless this rank's checkpoints of that size fit its node."""
+        """Raise InsufficientSpace unless checkpoints of that size of this rank fit on its node."""
         ...
 
 
 class SaveLink(RankLink, Protocol):
-    """Calls for saves and their outcomes."""
+    """Calls that a rank makes for saves and their outcomes."""
 
     def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
-        """Return memory for a shard of that size. Raises InsufficientSpace if there is too little.
+        """Return memory for a shard of that size. Raises InsufficientSpace if there is too little memory.
 
-        `named`: as a file in /dev/shm, for a rank that cannot open the agent's descriptors.
+        With `named` the memory is a file in /dev/shm, for a rank that cannot open the agent's descriptors.
         """
         ...
 
     def seal(self, shard: SealedShard) -> Future[None]:
-        """Hand a capture over. Done when its buffer may be captured into again."""
+        """Hand a capture over to the agent. The future is done when the buffer may be used again."""
         ...
 
     def skip(self, attempt: AttemptId, reason: str) -> None:
@@ -144,22 +147,22 @@ class SaveLink(RankLink, Protocol):
         ...
 
     def outcome(self, attempt: AttemptId, level: Level) -> Future[SaveOutcome]:
-        """Done when the attempt has reached `level` or was dropped."""
+        """Return a future that is done when the attempt has reached `level` or was dropped."""
         ...
 
     def ended(self, session: int) -> Future[CheckpointError]:
-        """Done, with the reason, when another launcher has taken the run over."""
+        """Return a future that is done, with the reason, when another launcher has taken the run over."""
         ...
 
     def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
-        """Add metrics to the checkpoint of a step, after `attempt`, this rank's save of it, if that is open.
+        """Add metrics to the checkpoint of a step, after `attempt` if this rank's save of the step is open.
 
-        Done when they are in the log, or with the error.
+        The future is done when the metrics are in the log, or has the error.
         """
         ...
 
     def make_durable(self) -> Future[None]:
-        """Bring the newest checkpoint of the run to the storage path."""
+        """Copy the newest checkpoint of the run to the storage path."""
         ...
 
 
@@ -167,10 +170,10 @@ class SignalLink(RankLink, Protocol):
     """Calls that keep the ranks of a group together."""
 
     def signal_page(self, *, named: bool = False) -> str:
-        """Return the path of the memory in which the agent shows the agreed step (`format/save_signal.py`).
+        """Return the path of the memory in which the agent writes the agreed step (`format/save_signal.py`).
 
-        Another one after the agent has died; raises Unavailable while there is none. `named` as in
-        `open_arena`.
+        After the agent has died, the path is another one. Raises Unavailable while there is no agent. `named`
+        is as in `open_arena`.
         """
         ...
 
@@ -179,15 +182,16 @@ class SignalLink(RankLink, Protocol):
         ...
 
     def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
-        """Report that this rank has come to a barrier of all ranks.
+        """Report that this rank has reached a barrier of all ranks.
 
-        Done when all have come, or with those that did not. All ranks get the same answer: if it is empty,
-        all enter the barrier, else none does.
+        The future is done when all ranks have reached the barrier or the wait is over; its result lists the
+        ranks that are missing. All ranks get the same result: if it is empty, all ranks enter the barrier,
+        otherwise no rank does.
         """
         ...
 
     def notify_preemption(self, notice: Notice) -> None:
-        """Report that this process or machine is about to end: all ranks save. Does not wait or raise."""
+        """Report that this process or machine is about to end; all ranks then save. Never waits or raises."""
         ...
 
 
@@ -196,8 +200,8 @@ class Link(RestoreLink, SaveLink, SignalLink, Protocol):
 
 
 class Reporter(Protocol):
-    """Reports committed checkpoints to the launcher. All ranks call it at the same step: it is a barrier."""
+    """Reports committed checkpoints to the launcher. All ranks report at the same step: a barrier."""
 
     def report(self, newest: tuple[AttemptId, Mapping[str, float]] | None, step: int) -> int:
-        """Report `newest` (rank 0's counts) and return the step at which to report next."""
+        """Report `newest` (only the value of rank 0 is used) and return the step at which to report next."""
         ...

@@ -1,4 +1,4 @@
-"""Metrics of saves as the numbers that the log holds."""
+"""Metrics of saves, converted to the numbers in the log."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ray_ckpt.format.records import MAX_METRICS
 
 log = logging.getLogger("ray_ckpt")
 
-MAX_LOGGED = 500  # characters of a line about metrics
+MAX_LOGGED = 500  # characters of a log line about metrics
 
 
 def detached(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return metrics without their autograd graphs, which must not live until the next step."""
+    """Return metrics without their autograd graphs, because a graph must be freed before the next step."""
     items = (metrics or {}).items()
     return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in items}
 
 
 class MetricReader:
-    """Reads metrics as numbers. A value that is none is left out: a save must not fail over it."""
+    """Reads metrics as numbers. Any other value is left out, because it must not make a save fail."""
 
     def __init__(self, *, is_first: bool) -> None:
-        """`is_first`: this is rank 0, whose metrics count; the others log no warnings."""
+        """Take `is_first` as True on rank 0. Only its metrics are used; other ranks log no warnings."""
         self.is_first = is_first
-        self._warned: set[str] = set()  # names that a warning has named; "" for too many metrics
+        self._warned: set[str] = set()  # names in earlier warnings; "" for too many metrics
 
     def read(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -51,7 +51,7 @@ class MetricReader:
         return values
 
     def capture(self, metrics: Mapping[str, Any] | None) -> CapturedMetrics:
-        """Read metrics now, except values that an accelerator still computes: these are copied."""
+        """Read metrics now; copy the values that an accelerator still computes."""
         now, late = detached(metrics), {}
         for name, value in list(now.items()):
             if isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
@@ -61,14 +61,14 @@ class MetricReader:
 
 @dataclass(frozen=True, slots=True)
 class CapturedMetrics:
-    """The metrics of one save; `late` are copies on an accelerator, which are read beside the capture."""
+    """The metrics of one save; `late` are copies on an accelerator, which are read during the capture."""
 
     values: dict[str, float]
     late: Mapping[str, torch.Tensor]
     reader: MetricReader
 
     def complete(self) -> Mapping[str, float] | None:
-        """Add the late values, and return all on rank 0. Runs in the thread that copies."""
+        """Add the late values; return all metrics on rank 0. Runs in the copying thread."""
         for name, value in self.reader.read(self.late).items():
             if len(self.values) < MAX_METRICS:
                 self.values[name] = value

@@ -1,4 +1,4 @@
-"""Outcomes of a rank's saves: followed without waiting between steps, waited for on request."""
+"""Outcomes of a rank's saves, checked between steps without waiting, and awaited on request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 log = logging.getLogger("ray_ckpt")
 
-OUTCOME_SLACK_S = 5.0  # for the answer to travel, beyond the time that the coordinator waits
-MAX_PENDING = 16  # outcomes watched at a time; older ones were answered or are lost
+OUTCOME_SLACK_S = 5.0  # for the transfer of the answer, beyond the wait of the coordinator
+MAX_PENDING = 16  # outcomes watched at a time; older outcomes were answered or are lost
 
 
 @dataclass(slots=True)
@@ -28,18 +28,18 @@ class SaveStats:
     saved: int = 0
     skipped: int = 0
     dropped: int = 0
-    blocked_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # per save, the newest
+    blocked_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # of the newest saves
     waited_s: float = 0.0  # total time that optimizer steps waited for captures
 
 
 @dataclass(slots=True)
 class PendingSave:
-    """A save that was captured; its outcome comes from the agent."""
+    """A captured save; the agent reports the outcome of the save."""
 
     attempt: AttemptId
     metrics: Mapping[str, float]
     outcome: Future[SaveOutcome]
-    is_checked: bool = False  # its end has been logged or raised
+    is_checked: bool = False  # the outcome has been logged or raised
 
 
 class Outcomes:
@@ -54,9 +54,9 @@ class Outcomes:
         self._guard = guard
         self._stats = stats
         self.pending: deque[PendingSave] = deque(maxlen=MAX_PENDING)
-        self.newest: tuple[AttemptId, Mapping[str, float]] | None = None  # committed, with its metrics
+        self.newest: tuple[AttemptId, Mapping[str, float]] | None = None  # committed, and the metrics
         self._restored: CheckpointInfo | None = None
-        self._requested: PendingSave | str | None = None  # the last save, or why there is none
+        self._requested: PendingSave | str | None = None  # the last one, or why it has not begun
         self._ended: Future[CheckpointError] | None = None
 
     def begin(self, session: int, restored: CheckpointInfo | None) -> None:
@@ -67,7 +67,7 @@ class Outcomes:
 
     @property
     def newest_step(self) -> int | None:
-        """Step of the newest checkpoint of the run that this rank knows of."""
+        """Step of the newest checkpoint of the run whose commit was reported to this rank."""
         newest = self.newest[0] if self.newest else self._restored.id if self._restored else None
         return None if newest is None else newest.step
 
@@ -97,7 +97,7 @@ class Outcomes:
         return next((attempt for attempt in found if attempt.step == step), None)
 
     def count_wait(self, seconds: float) -> None:
-        """Count a wait of an optimizer's step for a capture."""
+        """Count the time that an optimizer step waited for a capture."""
         self._stats.waited_s += seconds
 
     def check(self) -> None:
@@ -114,7 +114,7 @@ class Outcomes:
         ended, self._ended = self._ended, None
         try:
             error = ended.result(0)
-        except Exception:  # the agent died; its successor learns of the loss, and so does the next save
+        except Exception:  # the agent died; the new agent and the next save find the conflict again
             return
         raise error
 
@@ -138,7 +138,7 @@ class Outcomes:
             self.newest = (pending.attempt, pending.metrics)
 
     def is_committed(self, pending: PendingSave, limit_s: float | None = None) -> bool:
-        """Wait for the outcome of a save; by default as long as the coordinator waits for missing ranks."""
+        """Wait for the outcome of a save, by default as long as the coordinator waits for missing ranks."""
         if limit_s is None:
             limit_s = self._link.options.attempt_timeout_s + OUTCOME_SLACK_S
         try:
@@ -151,7 +151,7 @@ class Outcomes:
         return False
 
     def problem(self) -> str:
-        """Return why the last requested save has not become a checkpoint; "" if it has, or there is none."""
+        """Return why the last requested save is no checkpoint; "" if it is one, or without a request."""
         requested = self._requested
         if requested is None or isinstance(requested, str):
             return requested or ""
@@ -160,9 +160,9 @@ class Outcomes:
         return str(requested.outcome.result().error or "")
 
     def wait(self, level: Level, timeout_s: float) -> None:
-        """Return when the last requested save, or before the first the restored checkpoint, is at `level`.
+        """Wait until the last requested save is at `level`; before the first save, the restored checkpoint.
 
-        Raises Unavailable with the reason if that cannot be, or when time is up.
+        Raises Unavailable with the reason if the level cannot be reached, or when the time is up.
         """
         requested, deadline_s = self._requested, time.monotonic() + timeout_s
         if isinstance(requested, str):
@@ -185,7 +185,7 @@ class Outcomes:
                 self._wait_for(attempt, level, left_s)
         except CheckpointError:
             raise
-        except Exception as error:  # time is up, or the agent died
+        except Exception as error:  # the time is up, or the agent died
             raise Unavailable(
                 f"Step {attempt.step} did not become {level.label} within {timeout_s:.0f} s.",
                 hint="See the log of the coordinator for the reason; raise timeout_s if it is just slow.",

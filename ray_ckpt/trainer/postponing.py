@@ -1,4 +1,4 @@
-"""Saves that wait for the end of an accumulation window, in which gradients wait for an optimizer's step."""
+"""Saves postponed to the end of an accumulation window, in which gradients wait for an optimizer step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ray_ckpt.capture.gradients import Window
 
 log = logging.getLogger("ray_ckpt")
 
-MAX_POSTPONED = 1_000  # steps of an accumulation window; in a longer one gradients are never used
+MAX_POSTPONED = 1_000  # steps of an accumulation window; gradients that wait longer are never used
 
 
 class Postponing:
@@ -17,11 +17,11 @@ class Postponing:
     def __init__(self, window: Window, *, partial_grads: bool) -> None:
         self._window = window
         self._partial_grads = partial_grads
-        self._num_steps = 0  # for which a save has waited
+        self._num_steps = 0  # steps for which a save has waited
 
     @property
     def is_active(self) -> bool:
-        """A save waits for the end of the window."""
+        """True while a save waits for the end of the window."""
         return self._num_steps > 0
 
     def postpone(self) -> bool:

@@ -1,13 +1,13 @@
-"""Compare a resumed run with the run that it resumes, by digests of the states of both after each step.
+"""Compare a resumed run with the original run, by digests of the states of both runs after each step.
 
-One run goes on after a checkpoint, another restores the checkpoint and does the same steps. A `ResumeProbe`
-in each rank notes the state after each step, in a file of a folder that all nodes share. `compare` reads the
-files of two runs side by side, finds the first difference in the order of execution and names its likely
-cause.
+One run continues after a checkpoint; another run restores the checkpoint and does the same steps. A
+`ResumeProbe` in each rank writes notes about the state after each step to a file in a folder that all nodes
+share. `compare` reads the files of two runs side by side, finds the first difference in the order of
+execution and names the likely cause.
 
-A tensor is noted by the digest of its bytes, any other value by its text or its digest. This costs a copy to
-the host of each tensor on an accelerator, one at a time, and hashing at some GB/s after every step; in memory
-and per step in the file about 100 bytes for each tensor and value.
+The note of a tensor is the digest of its bytes; the note of any other value is its text or its digest. After
+every step each tensor on an accelerator is copied to the host, one at a time, and hashed at some GB/s. Each
+tensor or value takes about 100 bytes in memory, and about 100 bytes per step in the file.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ray_ckpt.format.short import key_text
 from ray_ckpt.format.tree import TensorRef, encode_tree
 from ray_ckpt.trainer.connection import StepObserver
 
-MAX_STEPS = 1000  # compared in a run: a line per step and rank, of about 100 bytes per tensor and value
-MAX_NOTES = 100_000  # lines of one state; beyond that a container is noted as a whole
-MAX_SEQUENCE = 16  # elements that are noted one by one; a longer list, such as Python's random state, as one
-MAX_VALUE = 60  # characters of a value that is shown; a longer one is noted by its digest
-RNG = "rng"  # the item that every Checkpointer has
-MAX_NAMES = 20  # listed in a Difference
+MAX_STEPS = 1000  # steps of a comparison; a line per step and rank has about 100 bytes per tensor or value
+MAX_NOTES = 100_000  # notes of one state; beyond this number a container gets one note
+MAX_SEQUENCE = 16  # a longer list, such as Python's random state, gets one note instead of a note per element
+MAX_VALUE = 60  # characters of a value; the note of a longer value is its digest
+RNG = "rng"  # name of the item that every Checkpointer adds
+MAX_NAMES = 20  # names listed in a Difference
 
 ProbePart: TypeAlias = Literal["first", "second", "third"]
 """The run that made the checkpoint, and up to two that restore it."""
@@ -56,7 +56,7 @@ class ProbeSpec:
 
     folder: str
     at: int
-    """The step that the first run saves and the others restore."""
+    """The step that the first run saves and the other runs restore."""
     last: int
     """The last step of each run."""
     part: ProbePart
@@ -80,19 +80,19 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The notes of one rank, in order. `kinds` is by item; the name of a note begins with its item."""
+    """The notes of one rank, in order. `kinds` is by item; a note's name begins with its item."""
 
     kinds: Mapping[str, Kind]
     states: Iterable[Noted]
     warnings: tuple[str, ...] = ()
-    """Logged by the Checkpointer at the start; rank 0 has them."""
+    """Warnings that the Checkpointer logged at the start; only on rank 0."""
 
 
 # -- in a rank -------------------------------------------------------------------------------------------
 
 
 class ResumeProbe(StepObserver):
-    """Notes the states of this rank. Its Checkpointer calls it at the restore and around each step."""
+    """Writes notes about the states of this rank, called by its Checkpointer at the restore and each step."""
 
     def __init__(self, spec: ProbeSpec, rank: int) -> None:
         self._spec = spec
@@ -100,7 +100,7 @@ class ResumeProbe(StepObserver):
         self._file = trace_file(Path(spec.folder), spec.part, rank)
 
     def total(self, total: int) -> int:
-        """Return the last step of the comparison. Raises ConfigError if `total` is lower."""
+        """Return the last step of the comparison. Raises ConfigError if `total` is less."""
         if total < self._spec.last:
             raise ConfigError(
                 f"The training loop runs {total} steps, and {self._spec.last} are to be compared.",
@@ -112,7 +112,7 @@ class ResumeProbe(StepObserver):
         return self._spec.part == "first" and step == self._spec.at
 
     def restored(self, items: Mapping[str, Item], step: int | None, warnings: Sequence[str] = ()) -> None:
-        """Begin the trace. Raises ConfigError if the run does not begin at the step of the comparison."""
+        """Begin the trace. Raises ConfigError if the run does not begin at the compared step."""
         wanted = None if self._spec.part == "first" else self._spec.at
         if step != wanted:
             raise ConfigError(
@@ -171,10 +171,10 @@ def kind_of(item: Item) -> Kind:
 
 
 def note_state(items: Mapping[str, Item], rank: int) -> dict[str, str]:
-    """Return a note for each tensor (the region that this rank holds) and other value, by dotted name."""
+    """Return a note for each tensor (the region on this rank) and each other value, by dotted name."""
     ordered = {name: items[name] for name in sorted(items, key=RNG.__ne__)}
-    with torch.random.fork_rng(devices=[]):  # a loader that is not iterated yet draws a number for its state
-        walked = walk(ordered, rank=rank, world_size=rank + 1)  # other holders of a tensor do not matter
+    with torch.random.fork_rng(devices=[]):  # the state of a loader before its first iteration draws a number
+        walked = walk(ordered, rank=rank, world_size=rank + 1)  # other ranks with the tensor are irrelevant
     tensors: dict[str, str] = {}
     for live in walked.slices:
         at = f" at {list(live.slice.offset)}" if any(live.slice.offset) else ""
@@ -188,7 +188,7 @@ def note_state(items: Mapping[str, Item], rank: int) -> dict[str, str]:
 
 
 def _with_texts(tree: Any, tensors: Mapping[str, str]) -> Any:
-    """Return `tree` with refs to the notes of the tensors instead of the tensors."""
+    """Return `tree` with each tensor replaced by a reference to its note."""
 
     def visit(value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, TensorRef):
@@ -211,7 +211,7 @@ def _note_values(value: Any, name: str, notes: dict[str, str]) -> None:
 
 
 def _is_split(value: Any) -> bool:
-    """Return True if each value in a container gets its own name."""
+    """Return True if each element of a container gets a separate note."""
     if not isinstance(value, list | tuple):
         return isinstance(value, dict)
     inner = (TensorRef, dict, list, tuple)
@@ -219,7 +219,7 @@ def _is_split(value: Any) -> bool:
 
 
 def _is_shown(value: Any) -> bool:
-    """Return True if a value is noted by its text."""
+    """Return True if the note of a value is its text."""
     if isinstance(value, str):
         return len(value) <= MAX_VALUE
     if isinstance(value, int):
@@ -272,26 +272,26 @@ _EXPLANATIONS: Mapping[Cause, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first difference between two runs in the order of execution; among ranks, that of the lowest."""
+    """The first difference between two runs in the order of execution, on the lowest rank that has one."""
 
     rank: int
     step: int
     moment: Moment
     names: tuple[str, ...]
-    """Names that differ, those first that explain the rest; at most MAX_NAMES of `count`."""
+    """Names that differ, at most MAX_NAMES of `count`; the names that explain the others come first."""
     count: int
     first: str | None
-    """The note of `names[0]` in the first run, None if there is none; `second` likewise."""
+    """The note of `names[0]` in the first run, or None; `second` is the same for the second run."""
     second: str | None
     first_tensor: str | None
-    """The first tensor that differs, in the order of registration; None if no tensor does."""
+    """The first tensor that differs, in the order of registration; None if no tensor differs."""
     cause: Cause
     what: str
     """The cause as a sentence."""
 
     @property
     def may_be_chance(self) -> bool:
-        """Another resumed run must show the cause, chance or a missing item: see `resolve_chance`."""
+        """True if only another resumed run can show whether chance or a missing item is the cause."""
         return self.cause == "missing or chance"
 
     def __str__(self) -> str:
@@ -313,8 +313,8 @@ class Difference:
 def compare(first: Mapping[int, Trace], second: Mapping[int, Trace]) -> Difference | None:
     """Return the first difference between the traces of two runs; None if they are equal bit for bit.
 
-    Both are by rank; raises ConfigError if they have other ranks. Reads each trace up to its first
-    difference, a line at a time.
+    Both mappings are by rank; raises ConfigError if their ranks differ. Reads each trace line by line, up to
+    the first difference.
     """
     if first.keys() != second.keys():
         raise ConfigError(
@@ -328,8 +328,8 @@ def compare(first: Mapping[int, Trace], second: Mapping[int, Trace]) -> Differen
 def resolve_chance(difference: Difference, again: Difference | None) -> Difference:
     """Return `difference` with its cause decided by `again`, the difference between two resumed runs.
 
-    The cause is chance if the resumed runs differ from each other no later than the first of them differs
-    from the run that they resume.
+    The cause is chance if the two resumed runs differ from each other at the same point as, or earlier than,
+    the first resumed run and the original run.
     """
     if not difference.may_be_chance:
         return difference
@@ -339,7 +339,7 @@ def resolve_chance(difference: Difference, again: Difference | None) -> Differen
 
 
 def read_traces(folder: Path, part: ProbePart) -> dict[int, Trace]:
-    """Return the traces of one run, by rank; a trace is read a line at a time as it is compared."""
+    """Return the traces of one run by rank; `compare` reads the lines of a trace one at a time."""
     files = {int(file.stem.rpartition("-")[2]): file for file in folder.glob(f"{part}-*.jsonl")}
     return {rank: _read_trace(file) for rank, file in sorted(files.items())}
 
@@ -389,7 +389,7 @@ def _ended_early(rank: int, at: Noted) -> Difference:
 def _explain(
     rank: int, one: Noted, other: Noted, before: tuple[Noted, Noted] | None, kinds: Mapping[str, Kind]
 ) -> Difference:
-    """Return the difference between two states of one moment; up to `before` the runs were the same."""
+    """Return the difference between two states of the same moment; the runs were equal up to `before`."""
     names = [n for n in {**one.state, **other.state} if one.state.get(n) != other.state.get(n)]
     tensor = next((n for n in names if _is_tensor(one.state.get(n)) or _is_tensor(other.state.get(n))), None)
     ranked = sorted(names, key=lambda name: _RANKING.index(_group(name, kinds)))
@@ -413,7 +413,7 @@ _RANKING = ("data", "random", "settings", "other", "model", "optimizer")
 
 
 def _group(name: str, kinds: Mapping[str, Kind]) -> str:
-    """Return the kind of a name's item, or `settings` for parameter groups of optimizers, such as lr."""
+    """Return the kind of the item in a note's name, or `settings` for an optimizer's parameter groups."""
     item, _, path = name.partition(".")
     kind = kinds.get(item, "other")
     return "settings" if kind == "optimizer" and path.startswith("param_groups.") else kind
@@ -447,7 +447,7 @@ def _sentence(cause: Cause, ranked: list[str], kinds: Mapping[str, Kind]) -> str
 
 
 def _streams(names: Iterable[str], kinds: Mapping[str, Kind]) -> str:
-    """List the sources of random numbers: parts of the item rng, and generators that are items."""
+    """List the sources of random numbers: parts of the item `rng`, and generators that are items."""
     paths = [name.split(".") for name in names if kinds.get(_item(name)) == "random"]
     own = {path[1] for path in paths if path[0] == RNG}
     others = {f"item {path[0]}" for path in paths if path[0] != RNG}
@@ -468,7 +468,7 @@ def _change(first: str | None, second: str | None) -> str:
 
 
 def _shown(note: str | None) -> str:
-    """Return a note without digests, which mean nothing to a person."""
+    """Return a note without digests, because a digest is meaningless to the user."""
     if note is None:
         return "not there"
     return _DIGEST.sub("", note)

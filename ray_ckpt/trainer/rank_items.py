@@ -1,4 +1,4 @@
-"""The items of one rank: registered objects, what a save walks over, and warnings about what is missing."""
+"""The items of one rank: registered objects, their state for a save, and warnings about missing items."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ray_ckpt.trainer.link import Identity
 
 
 class RankItems:
-    """The items of a Checkpointer from its restore on: registered objects, random state, gradients."""
+    """The items of a Checkpointer after its restore: registered objects, random state, gradients."""
 
     def __init__(self, objects: Mapping[str, Any], identity: Identity, *, partial_grads: bool) -> None:
-        """Make an item of each object. Raises UnsupportedItem for one that cannot be saved."""
+        """Make an item of each object. Raises UnsupportedItem for an object that cannot be saved."""
         self.objects = objects
         self._identity = identity
-        self._walked: Walked | None = None  # by the previous walk
+        self._walked: Walked | None = None  # the result of the previous walk
         owners = {n: o for n, o in objects.items() if isinstance(o, nn.Module | nn.Parameter)}
         self.items: dict[str, Item] = {name: adapt(name, obj, owners) for name, obj in objects.items()}
         self.items["rng"] = RngItem()
@@ -57,7 +57,7 @@ class RankItems:
         return build_layout(live.slice for live in whole.owned(self._identity.rank))
 
     def preflight(self) -> ShardLayout:
-        """Encode the state once, to find before training what would make a save fail; predict the layout."""
+        """Encode the state once, so that errors of a save are found before training; predict the layout."""
         walked = self.walk()
         encode_tree(dict(walked.trees), kept=walked.kept)
         return self.predicted_layout(walked)
@@ -78,7 +78,7 @@ class RankItems:
 
     def close(self) -> None:
         self.window.close()
-        self._walked = None  # its tensors may hold an accelerator's memory
+        self._walked = None  # the tensors in it may occupy an accelerator's memory
 
 
 def gap_warnings(objects: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Restore one rank together with all other ranks of its group.
 
-All ranks restore the same checkpoint. If any rank finds a part of it damaged on every source, the group
-starts over with an older checkpoint.
+All ranks restore the same checkpoint. If a rank finds a part of the checkpoint damaged in every source, the
+group starts over with an older checkpoint.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ log = logging.getLogger("ray_ckpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreResult:
-    """The result of a restore: the session that begins with it, and the checkpoint that was put in place."""
+    """The result of a restore: the session that begins with the restore, and the restored checkpoint."""
 
     session: int
     epoch: int
-    checkpoint: CheckpointInfo | None  # of this run
-    info: RestoreInfo | None  # also of another run's checkpoint; None: training begins anew
+    checkpoint: CheckpointInfo | None  # a checkpoint of this run
+    info: RestoreInfo | None  # also for a checkpoint of another run; None: training begins anew
 
 
 class Restoring:
-    """One restore of the items of one rank."""
+    """One restore of all items of one rank."""
 
     def __init__(self, link: RestoreLink, items: RankItems) -> None:
-        """Note the hyperparameters as built. Raises ConfigError for an option `keep` that names none."""
+        """Note the hyperparameters as built. Raises ConfigError if the option `keep` matches none of them."""
         self._link = link
         self._items = items
         self._options = link.options
@@ -51,7 +51,7 @@ class Restoring:
         self._reader = ItemReader(link, items.items)
 
     def run(self, ticket: RestoreTicket) -> RestoreResult:
-        """Restore by `ticket`, or by an older one if the group falls back, and put the state in place."""
+        """Restore the checkpoint of `ticket`, or an older one if the group falls back, and load the state."""
         while True:
             origin = None
             if ticket.checkpoint is None:
@@ -111,11 +111,11 @@ class Restoring:
         return replace(info, step=report.origin_step or 0)
 
     def _changed(self, begun: Set[str]) -> tuple[Changed, ...]:
-        """Return the hyperparameters that differ from those built; `begun` are items that begin anew."""
+        """Return the hyperparameters that differ from the built values; the items in `begun` begin anew."""
         keep = (*self._options.keep, *(f"{name}.*" for name in begun))
         try:
             return self._built.loaded(keep)
-        except Exception:  # an optimizer or schedule of the user's may raise anything
+        except Exception:  # a user's optimizer or schedule may raise any error
             if keep:
                 raise
             log.warning("hyperparameters could not be compared", exc_info=True)

@@ -1,7 +1,7 @@
-"""The save signal as a rank sees it, and the pace that the rank reports.
+"""The save signal as read by a rank, and the pace that the rank reports.
 
-Reading the signal costs one read of memory. The memory belongs to the agent; after the agent has died there
-is another page, which `refresh` finds, outside the training thread.
+Reading the signal costs one read of memory. The memory is a page that belongs to the agent; after the agent
+has died, `refresh` finds the page of the new agent, outside the training thread.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ray_ckpt.trainer.link import SignalLink
 
 log = logging.getLogger("ray_ckpt")
 
-PACE_STEPS = 5  # their median is the pace, so that an evaluation between two of them does not count
+PACE_STEPS = 5  # the pace is the median of these steps, so an evaluation between two steps has no effect
 
 
 class SaveSignals:
-    """One per Checkpointer. `look` and `completed` belong to the training thread."""
+    """The save signals of one Checkpointer. Only the training thread calls `look` and `completed`."""
 
     def __init__(self, link: SignalLink) -> None:
         self._link = link
         self._path = ""
         self._memory: memoryview | None = None
-        self._reached = 0  # the last flag whose step this rank was at
-        self._missed = 0  # the last flag whose step had passed when this rank saw it
+        self._reached = 0  # the last flag that this rank read at the step of the flag
+        self._missed = 0  # the last flag that this rank read after the step of the flag
         self._completed_s: float | None = None
         self._steps_s: deque[float] = deque(maxlen=PACE_STEPS)
         self._step_s = 0.0
-        self.wake: Callable[[], None] = lambda: None  # has progress reported at once
+        self.wake: Callable[[], None] = lambda: None  # makes the progress thread report at once
 
     def look(self, step: int) -> bool:
         """Return True if all ranks save after `step`, which this rank has just completed."""
@@ -53,16 +53,16 @@ class SaveSignals:
         return False
 
     def is_at(self, step: int) -> bool:
-        """Return True if `look` has found `step` to be an agreed one."""
+        """Return True if `look` has found that all ranks save after `step`."""
         return step_of(self._reached) == step
 
     @property
     def is_urgent(self) -> bool:
-        """The last agreed step that this rank was at is an emergency save."""
+        """True if the last agreed save that this rank has reached is an emergency save."""
         return is_urgent(self._reached)
 
     def completed(self) -> None:
-        """Note that a step is complete, to measure the time of steps."""
+        """Note that a step is complete, to measure the time between steps."""
         now_s = time.monotonic()
         if self._completed_s is not None:
             self._steps_s.append(now_s - self._completed_s)
@@ -82,13 +82,13 @@ class SaveSignals:
         )
 
     def refresh(self) -> None:
-        """Map the page of the current agent; have an agent started if there is none. May wait for it."""
+        """Map the page of the current agent; request an agent if there is none. May wait for the agent."""
         try:
             path = self._link.signal_page()
             if path != self._path:
                 try:
                     memory = _map(path)
-                except OSError:  # /proc does not lead there: ptrace rules, or another PID namespace
+                except OSError:  # no access through /proc: ptrace rules, or another PID namespace
                     path = self._link.signal_page(named=True)
                     memory = _map(path)
                 self._path, self._memory = path, memory
@@ -99,7 +99,7 @@ class SaveSignals:
             log.warning("saves by time and emergency saves are off: %s", error)
 
     def close(self) -> None:
-        """Release the page; `look` finds no step from here on."""
+        """Release the page; after this call `look` finds no step."""
         self._path, self._memory = "", None
 
 

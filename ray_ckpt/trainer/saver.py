@@ -1,4 +1,4 @@
-"""The saves of a rank: the memory they are captured into, the copies, and their handover to the agent."""
+"""The saves of a rank: memory for captures, the copying, and the handover to the agent."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ray_ckpt.types import Slice
 
 log = logging.getLogger("ray_ckpt")
 
-SETUP_WAIT_S = 10.0  # for the agent's memory at the first save; its answer takes milliseconds
+SETUP_WAIT_S = 10.0  # wait for the agent's memory at the first save; usually milliseconds
 
 
 class Saver:
-    """Owns the rank's end of the arena. Copies run one at a time; a buffer is reused once released."""
+    """Manages the arena on the rank's side. Copies run one at a time; a released buffer is used again."""
 
     def __init__(
         self,
@@ -40,30 +40,30 @@ class Saver:
         *,
         on_wait: Callable[[float], None],
     ) -> None:
-        """`on_wait` is called with the seconds of each wait before an optimizer's step."""
+        """Call `on_wait` with the seconds of each wait before an optimizer step."""
         self._link = link
         self._session = session
         self._optimizers = tuple(optimizers)
         options = link.options
-        self._stall_s: float | None = None  # for which the last save blocked training; None: it still does
+        self._stall_s: float | None = None  # blocked time of the last save; None: the save still blocks
         self._snapshotter = Snapshotter(
             overlap=options.overlap, verify=options.verify_captures, waited=on_wait
         )
-        self._buffers: deque[SaveBuffer] = deque()  # the least recently used first
+        self._buffers: deque[SaveBuffer] = deque()  # in order of use: the least recently used buffer first
         self._grant: ArenaGrant | None = None
-        self._setup: Future[tuple[ArenaGrant, deque[SaveBuffer]]] | None = None  # not taken over yet
+        self._setup: Future[tuple[ArenaGrant, deque[SaveBuffer]]] | None = None  # its memory is not used yet
         self._layout: ShardLayout | None = None
         self._layout_key: frozenset[Slice] = frozenset()
         self._plan: CopyPlan | None = None
         self._pid = os.getpid()
         self._snapshot: Snapshot | None = None
-        self._setup_wait_s = 0.0  # that a save may still wait for it
-        self.setup_s: float | None = None  # until memory was in place, in the background
+        self._setup_wait_s = 0.0  # time for which a save may still wait for the setup
+        self.setup_s: float | None = None  # time until memory was prepared in the background
 
     # -- memory ----------------------------------------------------------------------------------------
 
     def prepare(self, layout: ShardLayout) -> None:
-        """Begin to prepare memory for a shard of that layout, in the background."""
+        """Start preparing memory for a shard of that layout, in the background."""
         self._layout = layout
         self._layout_key = frozenset(placed.slice for placed in layout.slices)
         self._start_setup(layout)
@@ -91,7 +91,7 @@ class Saver:
         grant = self._link.open_arena(self._session, layout.size_bytes)
         try:
             targets = [_map(grant, path) for path in grant.paths]
-        except OSError as error:  # /proc does not lead there: ptrace rules, or another PID namespace
+        except OSError as error:  # no access through /proc: ptrace rules, or another PID namespace
             log.info("the agent's memory is opened as a file in /dev/shm: %s", error)
             grant = self._link.open_arena(self._session, layout.size_bytes, named=True)
             targets = [_map(grant, path) for path in grant.paths]
@@ -103,11 +103,12 @@ class Saver:
     def _fit(self, layout: ShardLayout) -> None:
         """Make sure that the arena fits a shard of that layout.
 
-        Raises InsufficientSpace if none can, Unavailable if there is none after SETUP_WAIT_S.
+        Raises InsufficientSpace if no arena can fit the shard, Unavailable if no arena exists after
+        SETUP_WAIT_S.
         """
         if self._is_large_enough(layout):
             return
-        for _ in range(2):  # the memory that was prepared may be too small by now
+        for _ in range(2):  # the prepared memory may be too small by now
             if self._setup is None:
                 self._forget_buffers()
                 self._start_setup(layout)
@@ -115,7 +116,7 @@ class Saver:
             assert setup is not None
             try:
                 grant, buffers = setup.result(self._setup_wait_s)
-            except FutureTimeout:  # the next saves check it without waiting
+            except FutureTimeout:  # the next saves check the setup without waiting
                 self._setup_wait_s = 0.0
                 raise Unavailable("The agent has no memory for this rank's captures yet.") from None
             except BaseException:
@@ -141,7 +142,7 @@ class Saver:
         """Return True once a buffer is free for a capture, False after `timeout_s`."""
         if not self._buffers or self._buffers[0].released is None:
             return True
-        if timeout_s > 0:  # a capture is handed over only after this thread has reached a safe point
+        if timeout_s > 0:  # a capture is handed over only when this thread is at a safe point
             self.settle()
         try:
             self._buffers[0].released.result(timeout_s)
@@ -168,7 +169,7 @@ class Saver:
         return True
 
     def lose_agent(self) -> None:
-        """Give up the memory of an agent that does not answer, and have a new agent started if it is dead."""
+        """Give up the memory of an agent that does not answer; request a new agent if that agent is dead."""
         self._forget_buffers()
         self._link.recover()
 
@@ -177,9 +178,9 @@ class Saver:
     def save(self, walked: Walked, parts: SaveParts) -> None:
         """Start the capture of this rank's slices; a buffer must be free.
 
-        Returns when everything that may change before the next optimizer step has been copied. A later
-        failure drops this attempt only, and is reported to the agent. Raises CheckpointError or OSError
-        before that.
+        Returns when everything that may change before the next optimizer step has been copied. Raises
+        CheckpointError or OSError for a failure before the return. A later failure drops only this attempt
+        and is reported to the agent.
         """
         if not self._is_ours():
             raise ConfigError(
@@ -244,28 +245,28 @@ class Saver:
         )
 
     def settle(self) -> None:
-        """Wait until live state may be changed."""
+        """Wait until training may change its state."""
         if self._snapshot is not None and self._is_ours():
             self._snapshot.before_change()
 
     def check(self) -> None:
-        """Judge a copy that has ended: the training thread is at a safe point, between two operations."""
+        """Handle a copy that has ended. Called in the training thread at a safe point between operations."""
         if self._snapshot is not None and self._is_ours():
             self._snapshot.judge()
 
     def _is_ours(self) -> bool:
-        """Return False in a forked child, which has neither the thread nor the memory of captures."""
+        """Return False in a forked child process, which has neither the copying thread nor its memory."""
         return self._pid == os.getpid()
 
     def close(self) -> None:
-        """Wait for a copy that runs, and release the memory; the agent keeps its content."""
+        """Wait for a running copy and release the memory; the agent keeps the content of the memory."""
         if self._is_ours():
             self.settle()
             self._snapshotter.close()
             self._forget_buffers()
 
     def _plan_of(self, walked: Walked) -> CopyPlan:
-        """Return the plan of the previous save, or a new one if a tensor has moved or a hook was added."""
+        """Return the plan of the previous save, or a new plan if a tensor has moved or a hook was added."""
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
         params = (id(param) for group in groups for param in group["params"])
         optimized = (hooks_in_backward(self._optimizers), *params)
@@ -295,14 +296,14 @@ class Saver:
         return plan
 
     def _layout_of(self, slices: frozenset[Slice]) -> ShardLayout:
-        """Return the layout of these slices; the previous one, unless shapes or placements have changed."""
+        """Return the layout of these slices: the previous layout unless shapes or placements have changed."""
         if self._layout is None or slices != self._layout_key:
             self._layout, self._layout_key = build_layout(slices), slices
         return self._layout
 
 
 def _make_ready(buffers: Iterable[SaveBuffer], device: int | None) -> None:
-    """Populate the pages, and pin them for copies from `device`, so that the first save is fast."""
+    """Populate the pages of the buffers and pin them for copies from `device`, for a fast first save."""
     try:
         for buffer in buffers:
             buffer.target.mapping.populate()

@@ -1,8 +1,8 @@
 """The count of completed optimizer steps.
 
-A checkpoint is named by its step, and ranks agree on saves by the step alone. A count that restarts with an
-epoch, or one that stands still while training goes on, would give one name to two states. Such a number is
-refused at the call that passes it.
+The step is the name of a checkpoint, and ranks agree on saves by the step alone. A count that restarts in
+each epoch, or stands still while training continues, would give two states the same name. The call that
+passes such a number raises an error.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, Literal, TypeAlias
 
 from ray_ckpt.errors import ConfigError
 
-MAX_STEP = 999_999_999_999  # the name of a checkpoint's folder has twelve digits for it
+MAX_STEP = 999_999_999_999  # a checkpoint's folder name has twelve digits for the step
 HINT = "Count completed optimizer steps over the whole run: epochs and restarts do not begin a new count."
 
 Call: TypeAlias = Literal["step", "due", "save"]
 
 
 def whole_number(value: Any, what: str) -> int:
-    """Return `value` as an int: an integer, one of NumPy's, or a tensor of one integer.
+    """Return an integer, a NumPy integer, or a tensor of one integer as an int.
 
-    Raises ConfigError for any other. Waits for a tensor on an accelerator.
+    Raises ConfigError for any other value. Waits for a tensor on an accelerator.
     """
     dtype = str(getattr(value, "dtype", ""))
     try:
@@ -38,9 +38,9 @@ class StepCount:
     def __init__(self) -> None:
         self.last = 0  # the last completed step
         self.restored = 0
-        self._num = 0  # completed since the restore
-        self._num_saves = 0  # of these, steps that only `save` was called for
-        self._stepped = 0  # the last step that `step` was called for
+        self._num = 0  # number of steps completed since the restore
+        self._num_saves = 0  # number of these steps for which only `save` was called
+        self._stepped = 0  # the last step for which `step` was called
         self._saved = 0  # the last step that a call of `save` has captured
 
     def restore(self, step: int) -> None:
@@ -48,10 +48,10 @@ class StepCount:
         self.last = self.restored = step
 
     def complete(self, value: Any, call: Call) -> tuple[int, bool]:
-        """Return the last completed step by the argument of `call`, and True if it is a new one.
+        """Return the step that the argument of `call` names, and True if this step is new.
 
-        Raises ConfigError unless it is an integer above the step before. Several calls may be about one step:
-        `due` or `step` and then `save`, and `save` again as long as the step has not been captured.
+        Raises ConfigError unless the argument is an integer above the previous step. Several calls may name
+        the same step: `due` or `step` and then `save`, and `save` again until the step has been captured.
         """
         step = whole_number(value, "The step")
         is_new = step > self.last
@@ -88,7 +88,7 @@ class StepCount:
     def mark(self) -> str:
         """Return `<how>:<number>`: the number of steps counted since the restore, the same on all ranks.
 
-        `<how>` is `saves` in a loop that calls `save` alone, and `steps` in one that calls `step` or `due`.
-        Only marks of the same kind are compared, for one rank may call `due` on behalf of the others.
+        `<how>` is `saves` in a loop that calls only `save`, and `steps` in a loop that calls `step` or `due`.
+        Only marks of the same kind are compared, because one rank may call `due` on behalf of the others.
         """
         return f"saves:{self._num}" if self._num == self._num_saves else f"steps:{self._num}"

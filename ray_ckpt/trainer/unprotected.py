@@ -1,7 +1,8 @@
 """The limit on training without a new checkpoint.
 
-A save that fails never stops training by itself. With `unprotected_after` training ends before it has
-continued for so long, or over so many failed saves, that a failure would cost more than the user accepts.
+A save that fails never stops training by itself. With `unprotected_after` training ends when it has
+continued without a new checkpoint for the given time or number of failed saves, so that a failure does not
+cost more than the user accepts.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from ray_ckpt.errors import Unprotected
 
 log = logging.getLogger("ray_ckpt")
 
-MAX_COUNTED = 10_000  # failed saves; a limit above it counts as this one
+MAX_COUNTED = 10_000  # failed saves; a higher limit is lowered to this number
 
 
 class UnprotectedGuard:
-    """Counts failed saves and time on one rank, from the restore on."""
+    """Counts failed saves, and time since the last checkpoint, on one rank after the restore."""
 
     def __init__(self, limit: timedelta | int | None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`limit` is the option `unprotected_after`."""
+        """Take the option `unprotected_after` as `limit`."""
         self._limit = limit
         self._clock = clock
         self._failed: deque[int] = deque(maxlen=MAX_COUNTED)
@@ -42,7 +43,7 @@ class UnprotectedGuard:
         self._reason = reason
 
     def check(self, step: int) -> None:
-        """Warn once when half of the limit is used up; raise Unprotected when all is. Call between steps."""
+        """Warn once when half of the limit is used up; raise Unprotected at the limit. Call between steps."""
         if self._limit is None:
             return
         used = self._used()

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: a rank that waits for long logs for whom, and gives up after a limit."""
+"""Waiting for other ranks: a rank that waits long logs the missing ranks, and gives up after a limit."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ray_ckpt.trainer.link import RankLink
 log = logging.getLogger("ray_ckpt")
 
 CHECK_S = 5.0  # between requests for the ranks that the group waits for
-REPEAT_S = 15.0  # until the same warning is logged again; twice that after each time
+REPEAT_S = 15.0  # until the same warning is logged again; doubled after each warning
 MAX_REPEAT_S = 600.0  # REPEAT_S doubles up to this
 
 T = TypeVar("T")
 
 
 class WaitingLog:
-    """Warnings of one rank about missing ranks: each is logged once, then at growing intervals."""
+    """Warnings of one rank about missing ranks; each warning is repeated at growing intervals."""
 
     def __init__(self, link: RankLink, *whats: AwaitedKind) -> None:
         self._link = link
         self._whats = whats
-        self._logged_s: dict[AwaitedKind, float] = {}  # monotonic
+        self._logged_s: dict[AwaitedKind, float] = {}  # monotonic time of the last warning
         self._repeat_s: dict[AwaitedKind, float] = {}
-        self.found: tuple[Awaited, ...] = ()  # by the last request
+        self.found: tuple[Awaited, ...] = ()  # the result of the last request
 
     def log_waiting(self) -> None:
-        """Log the ranks that the group waits for, if this rank is the one that logs them. Never raises."""
+        """Log the ranks that the group waits for, if this rank has to log them. Never raises."""
         try:
             self.found = tuple(awaited for awaited in self._link.awaited() if awaited.what in self._whats)
         except CheckpointError as error:
@@ -45,7 +45,7 @@ class WaitingLog:
     def _due(self) -> Iterator[Awaited]:
         now_s = time.monotonic()
         mine = [awaited for awaited in self.found if awaited.speaker == self._link.identity.rank]
-        for awaited in {each.what: each for each in reversed(mine)}.values():  # the oldest of each kind
+        for awaited in {each.what: each for each in reversed(mine)}.values():  # the oldest entry of each kind
             repeat_s = self._repeat_s.get(awaited.what, 0.0)
             if now_s - self._logged_s.get(awaited.what, -repeat_s) >= repeat_s:
                 self._logged_s[awaited.what] = now_s

@@ -1,1 +1,1 @@
-"""Checks of what is stored: content, plan, copies, drills."""
+"""Checks of stored checkpoints: content, plan, copies, drills."""

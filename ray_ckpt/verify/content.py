@@ -1,8 +1,8 @@
-"""Read every byte of a checkpoint and compare it with its digests, wherever it lies.
+"""Read every byte of a checkpoint at any location and compare the bytes with the digests.
 
-Damage is not raised: each finding becomes a `Damage` that names file and place. A file of a newer version is
-not damage but raises NewerFormat, as this version cannot judge it. A directory that was copied elsewhere can
-be verified too, with the log's root digest or without.
+Damage raises no error: each finding becomes a `Damage` that names the file and the byte range. A file of a
+newer version is not damage but raises NewerFormat, because this version cannot check it. A copy of a
+checkpoint's directory at another place can be verified too, with or without the root digest from the log.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ray_ckpt.storage.checkpoint_files import CheckpointFiles, SavedFiles, files
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
 
-MAX_MISSING = 1000  # fragments that are reported; a damaged one may claim to be one of a million
-FILES_AT_A_TIME = 4  # read by a thread each, with 72 MiB in flight at most: stores answer late
+MAX_MISSING = 1000  # missing fragments reported; a damaged fragment may claim that there are a million
+FILES_AT_A_TIME = 4  # each by one thread, to hide the latency of stores; at most 72 MiB in flight
 
 ALL_FRAGMENTS = "manifest-*.parquet"
 
@@ -46,7 +46,7 @@ class Damage:
     """One finding in a checkpoint's files.
 
     `where` is the label of the damaged byte range, such as `model.blocks.0.weight[0:64, 0:128]`, `header` or
-    `state`; or the finding about the whole file: `missing`, `size`, `digest`, `content`, `unreadable`,
+    `state`; or a finding about the whole file: `missing`, `size`, `digest`, `content`, `unreadable`,
     `unlisted`, `attempt`, `files`, `ranks`, `coverage`, `root digest`.
     """
 
@@ -57,7 +57,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """The result of a pass over a checkpoint's files. Sizes are saved bytes that were read."""
+    """The result of a pass over a checkpoint's files. Sizes count the saved bytes that were read."""
 
     where: str
     num_files: int
@@ -73,7 +73,7 @@ class VerifyReport:
 def check_group(
     description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
 ) -> Iterator[Damage]:
-    """Check that the fragments belong together and, if all are there, that they have all ranks."""
+    """Check that the fragments belong together and, if none is missing, that they contain all ranks."""
     if not fragments:
         return
     first = description or next(iter(fragments.values()))
@@ -91,12 +91,12 @@ def check_group(
 
 
 def is_complete(fragments: Mapping[str, Fragment]) -> bool:
-    """Return True if there is a fragment of each node."""
+    """Return True if every node has a fragment in `fragments`."""
     return bool(fragments) and len(fragments) == next(iter(fragments.values())).num_nodes
 
 
 def check_tensors(fragments: Mapping[str, Fragment]) -> Iterator[Damage]:
-    """Report each tensor that is not covered exactly once, if all fragments are there."""
+    """Report each tensor that is not covered exactly once, if no fragment is missing."""
     if is_complete(fragments):
         for detail in uncovered(row for fragment in fragments.values() for row in fragment.rows):
             yield Damage(file=ALL_FRAGMENTS, where="coverage", detail=detail)
@@ -109,9 +109,9 @@ def verify_directory(
     root_digest: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> VerifyReport:
-    """Call `verify_files` for a checkpoint's directory, or a copy of it under any name.
+    """Call `verify_files` for a checkpoint's directory, or a copy of the directory under any name.
 
-    Raises ConfigError if the path is invalid, or without credentials for it.
+    Raises ConfigError if the path is invalid, or if credentials for the path are missing.
     """
     return verify_files(files_at(path, storage_options), root_digest=root_digest, progress=progress)
 
@@ -119,12 +119,12 @@ def verify_directory(
 def verify_files(
     files: CheckpointFiles, *, root_digest: str | None = None, progress: ProgressCallback | None = None
 ) -> VerifyReport:
-    """Read every byte of a checkpoint and report all that differs from its digests.
+    """Read every byte of a checkpoint and report each difference from the digests.
 
-    Raises NewerFormat for a manifest of a newer version, but nothing for damage. A few files are read at a
-    time, in blocks; only the manifest is held whole. `root_digest` is the one in the log; without it, as for
-    a copy elsewhere, the files are checked against each other. If `checkpoint.json` is damaged, the fragments
-    that can be read list the expected files.
+    Raises NewerFormat for a manifest of a newer version, but no error for damage. A few files are read at a
+    time, in blocks; only the manifest is kept in memory as a whole. `root_digest` is the root digest in the
+    log; without it, as for a copy at another place, the files are compared with each other. If
+    `checkpoint.json` is damaged, the readable fragments list the expected files.
     """
     check = Verification(files, progress or (lambda nbytes: None))
     description = check.read_description()
@@ -150,10 +150,10 @@ class Checked:
     """The findings of one thread of a `Verification` about one file."""
 
     name: str
-    found: FileEntry | None = None  # its actual size and digest; None if it cannot be read
+    found: FileEntry | None = None  # actual size and digest of the file; None if it cannot be read
     fragment: Fragment | None = None
-    num_rows: int = 0  # present in full, damaged or not
-    num_slices: int = 0  # of these rows
+    num_rows: int = 0  # number of complete rows, damaged or not
+    num_slices: int = 0  # number of slices among these rows
     damages: list[Damage] = field(default_factory=list)
     newer: NewerFormat | None = None
 
@@ -161,7 +161,7 @@ class Checked:
         self.damages.append(Damage(file=self.name, where=where, detail=detail))
 
     def compare(self, entry: FileEntry) -> bool:
-        """Return True if the file is as in `entry`; otherwise report the difference."""
+        """Return True if the file matches `entry`; otherwise report the difference."""
         assert self.found is not None
         if self.found.size_bytes != entry.size_bytes:
             self.report("size", f"{self.found.size_bytes} bytes, not {entry.size_bytes}.")
@@ -171,11 +171,11 @@ class Checked:
 
 
 class Verification:
-    """One pass over the files at a location. `found` has the files as they are, `expected` all names."""
+    """One pass over the files at a location. `found` has the actual files, `expected` all expected names."""
 
     def __init__(self, files: SavedFiles, progress: ProgressCallback) -> None:
         self.damages: list[Damage] = []
-        self.newer: NewerFormat | None = None  # of the first file of a newer version; also a damage
+        self.newer: NewerFormat | None = None  # error of the first file of a newer version
         self.found: dict[str, FileEntry] = {}
         self.expected: set[str] = set()
         self.num_slices = 0
@@ -211,7 +211,7 @@ class Verification:
         return read | self.read_named([(name, None) for name in missing if name not in there])
 
     def read_named(self, wanted: Sequence[tuple[str, FileEntry | None]]) -> dict[str, Fragment]:
-        """Read those of these fragments that are intact and, if there is an entry, equal to it."""
+        """Read the fragments in `wanted` that are intact and match their entry, if there is one."""
         read: dict[str, Fragment] = {}
         for checked in self._each(self._check_fragment, wanted):
             self._take(checked)
@@ -244,7 +244,7 @@ class Verification:
             self._take(checked)
 
     def check_root(self, description: CheckpointDescription | None, expected: str | None) -> None:
-        """Compare the files with those that the log committed, unless other damage explains a difference."""
+        """Compare the files with those committed in the log, unless other damage explains a difference."""
         files = [f for f in self.found.values() if f.name != names.CHECKPOINT_JSON]
         if description is not None:
             actual = description.root_digest
@@ -256,7 +256,7 @@ class Verification:
             self.report(names.CHECKPOINT_JSON, "root digest", f"It is {actual}; the log has {expected}.")
 
     def check_unlisted(self) -> None:
-        """Report files that a stock reader of safetensors would take for part of the checkpoint."""
+        """Report files that a standard safetensors reader would treat as part of the checkpoint."""
         for name in self._names_there():
             if name not in self.expected and (names.is_file_name(name) or name.endswith(".safetensors")):
                 self.report(name, "unlisted", "It is not part of this checkpoint.")
@@ -264,7 +264,7 @@ class Verification:
     # -- threads -----------------------------------------------------------------------------------------
 
     def _each(self, check: Callable[[T], R], things: Sequence[T]) -> list[R]:
-        """Call `check` with each, a few at a time. Results are in order."""
+        """Call `check` with each element of `things`, a few at a time. Results are in the same order."""
         return list(
             map_in_order(check, things, threads=FILES_AT_A_TIME, name="verify", stopped=self._stopped)
         )
@@ -342,7 +342,7 @@ class Verification:
         except (OSError, EOFError) as error:
             checked.report("unreadable", str(error))
             return checked
-        except CorruptionError as error:  # of a compressed file
+        except CorruptionError as error:  # from a compressed file
             checked.report("content", f"{error}{_cut_off(rows, checked.num_rows)}")
             return checked
         checked.found = FileEntry(name=entry.name, size_bytes=file.size_bytes, digest=whole.hexdigest())
@@ -356,14 +356,14 @@ class Verification:
     def _check_rows(
         self, checked: Checked, blocks: Iterator[memoryview], rows: Sequence[ManifestRow]
     ) -> None:
-        """Read all of `blocks`, count the rows that are present in full, and report each damaged one."""
+        """Read all of `blocks`, count the complete rows, and report each damaged row."""
         for row, found in zip(rows, _row_digests(blocks, rows), strict=False):
             checked.num_rows += 1
             checked.num_slices += row.slice is not None
             if found != row.digest:
                 span = f"bytes {row.byte_offset} to {row.byte_offset + row.nbytes}"
                 checked.report(row.label, f"The {span} differ from their digest {row.digest}.")
-        for _ in blocks:  # bytes outside of rows still count for the digest of the file
+        for _ in blocks:  # the digest of the file includes the bytes outside of rows
             pass
 
     def _counted(self, blocks: Iterable[memoryview], whole: Digester) -> Iterator[memoryview]:
@@ -376,12 +376,12 @@ class Verification:
 
 
 def _cut_off(rows: Sequence[ManifestRow], num_rows: int) -> str:
-    """Name the rows that are lost if only the first `num_rows` are there."""
+    """Name the rows that are lost if only the first `num_rows` rows exist."""
     return f" {rows[num_rows].label} and what follows are cut off." if num_rows < len(rows) else ""
 
 
 def _row_digests(blocks: Iterator[memoryview], rows: Iterable[ManifestRow]) -> Iterator[str]:
-    """Yield the digest of the bytes of each of `rows`, which are adjacent; end early where the bytes do."""
+    """Yield the digest of the bytes of each of `rows`, which are adjacent; stop early when the bytes end."""
     cutter = BlockCutter(blocks)
     for row in rows:
         state = Digester()

@@ -1,7 +1,8 @@
-"""Prove that a live checkpoint can be restored from where it is: nodes, and the storage path if it is there.
+"""Prove that a live checkpoint can be restored from its holders: nodes, and perhaps the storage path.
 
-Every copy of each fragment and its files is checked, since any copy may be the one that a failure leaves: the
-fragment, the sizes of the files, their headers. No tensor's bytes are read; a drill reads them all.
+Every copy of each fragment and its files is checked, because a failure may leave any single copy. The check
+reads the fragment, the sizes of the files and their headers. It reads no bytes of tensors; a drill reads all
+of these bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ray_ckpt.verify.plan import (
     plan_report,
 )
 
-HOLDERS_AT_A_TIME = 8  # a frozen holder takes 30 s, for which the others need not wait
+HOLDERS_AT_A_TIME = 8  # in parallel, because a frozen holder takes 30 s
 
 R = TypeVar("R")
 
@@ -39,14 +40,15 @@ R = TypeVar("R")
 def verify_copies(
     live: LiveCheckpoint, access: ReadAccess, *, retry: Retry, progress: ProgressCallback | None = None
 ) -> PlanReport | None:
-    """Prove that a live checkpoint can be restored, and that each holder has what it should.
+    """Prove that a live checkpoint can be restored, and that each holder has all files that it should have.
 
-    It can be restored if the fragments are those of the log, cover every element exactly once, and each file
-    is at some holder with its size and header. Other findings are reported even then: a holder that lacks
-    something, a fragment that fewer nodes hold than its level promises. If there are findings, the checkpoint
-    is checked once more as `retry` finds it by then. Returns None if it has been retired in the meantime.
+    A checkpoint can be restored if the fragments match the log and cover every element exactly once, and if
+    some holder has each file with the right size and header. Other findings are reported even then: a holder
+    without a file that it should have, or a fragment on fewer nodes than its level promises. If there are
+    findings, the checkpoint is checked once more in the state that `retry` returns. Returns None if the
+    checkpoint has been retired in the meantime.
 
-    Raises NewerFormat if no copy of a fragment can be read and one is of a newer version, but nothing for
+    Raises NewerFormat if no copy of a fragment can be read and one has a newer version, but no error for
     damage or for nodes that do not answer.
     """
     report = _check(live, access, progress or (lambda num_copies: None))
@@ -66,7 +68,7 @@ def _check(live: LiveCheckpoint, access: ReadAccess, progress: ProgressCallback)
     info = live.checkpoint
     wanted = tuple(names.fragment_file(index, info.num_nodes) for index in range(info.num_nodes))
     holders = tuple(_holders(live, wanted, access))
-    versions: dict[str, dict[str, FragmentVersion]] = {}  # of each fragment, by digest
+    versions: dict[str, dict[str, FragmentVersion]] = {}  # versions of each fragment, by digest
     for read in _each(_HolderCheck.read_fragments, holders):
         for name, version in read.items():
             versions.setdefault(name, {}).setdefault(version[0].digest, version)
@@ -95,7 +97,7 @@ def _check(live: LiveCheckpoint, access: ReadAccess, progress: ProgressCallback)
 
 
 def _holders(live: LiveCheckpoint, wanted: Sequence[str], access: ReadAccess) -> Iterator[_HolderCheck]:
-    """Yield a check for each node that holds a `wanted` fragment, and for the storage path at `durable`."""
+    """Yield a check for each node that holds a `wanted` fragment, and for the storage path if `durable`."""
     info = live.checkpoint
     for node in sorted({node for nodes in live.holders for node in nodes}):
         held = [name for name, nodes in zip(wanted, live.holders, strict=True) if node in nodes]
@@ -106,7 +108,7 @@ def _holders(live: LiveCheckpoint, wanted: Sequence[str], access: ReadAccess) ->
 
 
 def _each(look: Callable[[_HolderCheck], R], holders: Sequence[_HolderCheck]) -> Iterator[R]:
-    """Call `look` with each, a few at a time; results are in order. Each closes its connections."""
+    """Call `look` with each holder, a few at a time; results are in order. Holders then close connections."""
 
     def check_once(holder: _HolderCheck) -> R:
         try:
@@ -120,7 +122,7 @@ def _each(look: Callable[[_HolderCheck], R], holders: Sequence[_HolderCheck]) ->
 def _choose(
     versions: Mapping[str, Mapping[str, FragmentVersion]], expected: str
 ) -> dict[str, FragmentVersion]:
-    """Choose for each fragment the version that makes the root digest with the others, or else the first."""
+    """Choose the versions of fragments that together give the root digest, or else the first of each."""
     files = {
         name: {digest: version_files(version) for digest, version in found.items()}
         for name, found in versions.items()
@@ -130,7 +132,7 @@ def _choose(
 
 
 def _lost(name: str, fragment: Fragment | None, holders: Iterable[_HolderCheck]) -> Iterator[Damage]:
-    """Report a fragment and those of its files that no holder has intact."""
+    """Report the fragment and the files in it of which no holder has an intact copy."""
     having = [holder for holder in holders if name in holder.fragments]
     if not having:
         yield Damage(file=name, where="copies", detail="No live node holds it and its files.")
@@ -141,11 +143,11 @@ def _lost(name: str, fragment: Fragment | None, holders: Iterable[_HolderCheck])
 
 
 def _too_few(live: LiveCheckpoint, wanted: Sequence[str]) -> Iterator[Damage]:
-    """Report fragments that fewer nodes hold than the level promises, as after the loss of a node."""
+    """Report fragments on fewer nodes than the level promises, such as after the loss of a node."""
     info = live.checkpoint
     promised = {Level.LOCAL: 1, Level.REPLICATED: 1 + info.replicas, Level.DURABLE: 0}[info.level]
     for name, nodes in zip(wanted, live.holders, strict=True):
-        if 0 < len(nodes) < promised:  # without any holder it is lost, which `_lost` reports
+        if 0 < len(nodes) < promised:  # a fragment without any holder is reported by `_lost`
             detail = f"{len(nodes)} of {promised} nodes that should hold it and its files are there."
             yield Damage(file=name, where="copies", detail=detail)
 
@@ -156,17 +158,17 @@ def _too_few(live: LiveCheckpoint, wanted: Sequence[str]) -> Iterator[Damage]:
 class _HolderCheck:
     """The check of one holder that should have some fragments of a checkpoint."""
 
-    node = ""  # its id, if it is a node
+    node = ""  # id of the node; "" for the storage path
 
     def __init__(self, where: str, fragments: Sequence[str], files: SavedFiles) -> None:
         self.where = where
         self.fragments = tuple(fragments)
         self.check = PlanVerification(files, lambda nbytes: None)
-        self._read: dict[str, FileEntry] = {}  # the readable fragments
+        self._read: dict[str, FileEntry] = {}  # the readable fragments of this holder
 
     @property
     def is_silent(self) -> bool:
-        """The holder does not answer, so its files are unknown."""
+        """True if the holder does not answer, so that its files are unknown."""
         return False
 
     def read_fragments(self) -> dict[str, FragmentVersion]:
@@ -179,7 +181,7 @@ class _HolderCheck:
         return self.check.read_named([(name, None) for name in self.fragments])
 
     def check_files(self, chosen: Mapping[str, FragmentVersion]) -> int:
-        """Compare the files here with the manifest that was `chosen`. Return the number of copies."""
+        """Compare the files of this holder with the `chosen` fragments. Return the number of copies."""
         mine = {name: chosen[name] for name in self.fragments if name in chosen}
         for name, (entry, _) in mine.items():
             if self._read.get(name, entry) != entry:
@@ -189,14 +191,14 @@ class _HolderCheck:
         return len(self.fragments)
 
     def intact(self, files: Iterable[str]) -> set[str]:
-        """Return the `files` that are in order of those that should be here; fragments only if read."""
+        """Return those of `files` that have no finding at this holder; fragments only if they were read."""
         if self.is_silent:
             return set()
         unread = set(self.fragments).difference(self._read)
         return set(files) - unread - {damage.file for damage in self.check.damages}
 
     def close(self) -> None:
-        """Close connections; they are reopened when needed."""
+        """Close the connections; a later request opens new connections."""
 
     def report(self, wanted: Sequence[str]) -> Holder:
         found = tuple(index for index, name in enumerate(wanted) if name in self.fragments)
@@ -245,7 +247,7 @@ class _StorageCheck(_HolderCheck):
 
 
 def _listed(tier: RemoteTier, directory: str, where: str) -> SavedFiles:
-    """List the files. If that fails, as without credentials, opening a file reports the reason."""
+    """List the files. If listing fails, such as without credentials, opening a file reports the reason."""
     try:
         files = files_on(tier, directory)
         _ = files.names
@@ -255,7 +257,7 @@ def _listed(tier: RemoteTier, directory: str, where: str) -> SavedFiles:
 
 
 class _Unlisted(SavedFiles):
-    """Files at a location that cannot be listed: unknown, and not requested again."""
+    """Files at a location that cannot be listed; no further request is sent for a listing."""
 
     def __init__(self, where: str, reason: str) -> None:
         self._where = where
@@ -277,12 +279,12 @@ class _Unlisted(SavedFiles):
 
 
 class _HeldFiles(SavedFiles):
-    """The files of a checkpoint on a node. Once its agent does not answer, it gets no more requests."""
+    """The files of a checkpoint on a node. An agent that did not answer gets no more requests."""
 
     def __init__(
         self, fragments: Iterable[str], attempt: AttemptId, credentials: Credentials | None, endpoint: str
     ) -> None:
-        """`endpoint` is that of the node's agent, "" if there is none."""
+        """Take the endpoint of the node's agent, "" if the node has no agent."""
         self._fragments = tuple(fragments)
         self._attempt = attempt
         self._peers = Peers(credentials)
@@ -295,7 +297,7 @@ class _HeldFiles(SavedFiles):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The fragments that it should hold: agents do not list files."""
+        """The names of the fragments that the node should hold, because agents do not list files."""
         return self._fragments
 
     def place(self, name: str) -> str:
@@ -321,5 +323,5 @@ class _HeldFiles(SavedFiles):
         try:
             with self._peers.acquire(self._endpoint) as peer:
                 yield from peer.read(file, ranges)
-        except Unavailable as error:  # the error that readers of files expect
+        except Unavailable as error:  # readers of files expect an OSError
             raise ConnectionError(error.message) from error

@@ -1,10 +1,10 @@
-"""Recovery drills: read live checkpoints from what a loss would leave of them, and keep nothing.
+"""Recovery drills: read live checkpoints from the copies that a loss would leave, and keep nothing.
 
-Each byte is read as a restore reads it, with its retries and further sources, compared with its digest, and
-dropped. At the end the slices must cover each tensor exactly. The files of nodes are read from their agents,
-as a peer reads them. Nothing is written, and nodes do not notice a drill. Whatever the size of the
-checkpoint, memory is bounded by the manifest of one node, by as many slices as a manifest may have, and by
-the buffers of the few threads of a `SourceReader`.
+A drill reads each byte as a restore does, with the same retries and further sources, compares it with the
+digest, and drops it. At the end the slices must cover each tensor exactly. The files of a node are read from
+its agent, with the requests of a peer. A drill writes nothing and changes nothing on the nodes. Memory does
+not depend on the size of the checkpoint: the limits are the manifest of one node, the largest number of
+slices in a manifest, and the buffers of the few threads of a `SourceReader`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from ray_ckpt.types import (
     Tier,
 )
 
-MAX_PROBLEMS = 20  # listed for one checkpoint; more would add nothing new
-MAX_SLICES = MAX_ROWS  # in memory, to check coverage; more take several turns: see `_uncovered`
+MAX_PROBLEMS = 20  # problems listed for one checkpoint; more would give no new information
+MAX_SLICES = MAX_ROWS  # slices in memory for the coverage check; more need several turns: see `_uncovered`
 
 Verdict: TypeAlias = Literal["passed", "failed", "not covered", "retired"]
 """`failed`: it must survive the loss and does not. `not covered`: it does not survive, and need not.
@@ -55,7 +55,7 @@ Verdict: TypeAlias = Literal["passed", "failed", "not covered", "retired"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRead:
-    """Bytes from a tier, and the time that they took. `local` is what a node holds for its own ranks."""
+    """Bytes read from a tier, and the read time. `local` are bytes that a node holds for its own ranks."""
 
     size_bytes: int = 0
     seconds: float = 0.0
@@ -72,13 +72,13 @@ class TierRead:
 class CheckpointDrill:
     """The drill of one checkpoint.
 
-    `problems` are parts that no source had intact, `notes` are bad sources of parts that another source had;
-    both name file, tensor and node.
+    `problems` are parts without an intact source; `notes` are bad sources of parts that have another, intact
+    source. Both name the file, the tensor and the node.
     """
 
     checkpoint: CheckpointInfo
     verdict: Verdict
-    is_covered: bool  # it must survive the loss
+    is_covered: bool  # the checkpoint must survive the loss
     on_lineage: bool
     seconds: float = 0.0
     reads: Mapping[Tier, TierRead] = field(default_factory=dict)
@@ -87,52 +87,53 @@ class CheckpointDrill:
 
     @property
     def read_bytes(self) -> dict[str, float]:
-        """Bytes by tier."""
+        """The number of bytes read, by tier."""
         return {tier: float(read.size_bytes) for tier, read in self.reads.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillReport:
-    """The result of a drill. `last_step` is the last step that the run has completed, None if unknown."""
+    """The result of a drill. `last_step` is the last completed step of the run, None if unknown."""
 
     scenario: Scenario
     results: tuple[CheckpointDrill, ...]
     last_step: int | None
-    is_whole: bool  # all live checkpoints were read, not those of one step only
+    is_whole: bool  # all live checkpoints were read, not only those of one step
 
     @property
     def passed(self) -> bool:
-        """At least one checkpoint has survived the loss, and every one that must."""
+        """True if at least one checkpoint, and every one that must survive, has survived the loss."""
         return not self.failed and any(result.verdict == "passed" for result in self.results)
 
     @property
     def failed(self) -> bool:
-        """A checkpoint that must survive the loss does not."""
+        """True if a checkpoint that must survive the loss has not survived it."""
         return any(result.verdict == "failed" for result in self.results)
 
     @property
     def is_covered(self) -> bool:
-        """There is a checkpoint that must survive the loss; otherwise no promise is tested."""
+        """True if a checkpoint must survive the loss; otherwise the drill tests no promise."""
         return any(result.is_covered for result in self.results if result.verdict != "retired")
 
     @property
     def is_conclusive(self) -> bool:
-        """The drill shows which checkpoint a run would continue from.
+        """True if the drill shows from which checkpoint a run would continue.
 
-        All were read, and nothing newer than what is left of the lineage was retired in the meantime.
+        This requires that all checkpoints were read, and that none newer than the remaining checkpoints of
+        the lineage was retired in the meantime.
         """
         newest = self._newest_left()
         return self.is_whole and (newest is None or newest.verdict == "passed")
 
     @property
     def resume(self) -> CheckpointInfo | None:
-        """The checkpoint that a run would continue from; None if nothing is left, or it is inconclusive."""
+        """The checkpoint from which a run would continue; None if none is left, or if unclear."""
         newest = self._newest_left()
         return newest.checkpoint if self.is_conclusive and newest is not None else None
 
     @property
     def steps_lost(self) -> int | None:
-        """Completed steps that would have to be repeated; a lower bound if the last step is unknown.
+        """The number of completed steps to repeat; a lower bound if the last step is unknown.
 
         None if the drill is inconclusive.
         """
@@ -142,13 +143,13 @@ class DrillReport:
         return max(self.last_step or 0, newest) - (self.resume.step if self.resume else 0)
 
     def _newest_left(self) -> CheckpointDrill | None:
-        """Return the newest that is left of the lineage; one retired in the meantime counts."""
+        """Return the newest remaining checkpoint of the lineage, even if it was retired in the meantime."""
         left = [r for r in self.results if r.on_lineage and r.verdict in ("passed", "retired")]
         return max(left, key=lambda r: r.checkpoint.seq, default=None)
 
     @property
     def reads(self) -> dict[Tier, TierRead]:
-        """Sums over all checkpoints, by tier."""
+        """The reads of all checkpoints together, by tier."""
         total: dict[Tier, TierRead] = {}
         for result in self.results:
             for tier, read in result.reads.items():
@@ -158,12 +159,12 @@ class DrillReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadAccess:
-    """Access to the copies that are left: agents of nodes, with a peer's credentials, and the storage path.
+    """Access to the remaining copies: on nodes, with the credentials of a peer, and on the storage path.
 
     `limiter` bounds the rate of all reads together.
     """
 
-    endpoints: Mapping[str, str] = field(default_factory=dict)  # by node
+    endpoints: Mapping[str, str] = field(default_factory=dict)  # agents, by node
     credentials: Credentials | None = field(default=None, repr=False)
     remote: RemoteTier | None = None
     limiter: Limiter = field(default_factory=Limiter, compare=False)
@@ -174,7 +175,7 @@ Retry: TypeAlias = Callable[[LiveCheckpoint], tuple[LiveCheckpoint, ReadAccess] 
 
 
 def choose(live: Iterable[LiveCheckpoint], step: int | None) -> tuple[LiveCheckpoint, ...]:
-    """Return all of them, or those of one step. Raises ConfigError if there are none."""
+    """Return all checkpoints, or those of one step. Raises ConfigError if there are none."""
     live = tuple(live)
     found = tuple(c for c in live if step is None or c.checkpoint.step == step)
     if not found:
@@ -194,11 +195,11 @@ def drill(
     record: Callable[[CheckpointDrill], None] | None = None,
     progress: ProgressCallback | None = None,
 ) -> DrillReport:
-    """Rehearse the loss for each of `live`, or those of one step, newest first, as it matters most.
+    """Simulate the loss for each checkpoint in `live`, or those of one step, from the newest to the oldest.
 
-    A checkpoint that fails and is held elsewhere by now, as `retry` finds it, is read once more. `record`
-    gets each result that tests a promise. Raises ConfigError if there are no checkpoints, or all were retired
-    while they were read.
+    If the drill of a checkpoint fails and `retry` finds the checkpoint at other holders, it is read once
+    more. `record` is called with each result that tests a promise. Raises ConfigError if there are no
+    checkpoints, or if all of them were retired during the drill.
     """
     live = tuple(live)
     chosen, results = choose(live, step), list[CheckpointDrill]()
@@ -223,7 +224,7 @@ def drill(
 def dry_run(
     live: LiveCheckpoint, scenario: Scenario, access: ReadAccess, progress: ProgressCallback | None = None
 ) -> CheckpointDrill:
-    """Read a checkpoint from what `scenario` leaves of it. Damage and silent peers are not raised."""
+    """Read a checkpoint from the copies that `scenario` leaves. Damage and silent peers raise no error."""
     left = leftovers(live, scenario)
     result = CheckpointDrill(
         checkpoint=left.checkpoint,
@@ -249,14 +250,14 @@ class _CheckpointReading:
         progress: ProgressCallback,
         committed: Mapping[str, str] | None = None,
     ) -> None:
-        """Take with `committed` the digests of fragments by name, if holders have several versions."""
+        """Take as `committed` the digests of fragments by name, needed if holders have different versions."""
         self._left = left
         self._committed = committed
         self._attempt = left.checkpoint.id
         self._access = access
         self._progress = progress
         self._lock = threading.Lock()
-        self._sources: dict[str, tuple[FileSource, ...]] = {}  # of the files of the fragments read so far
+        self._sources: dict[str, tuple[FileSource, ...]] = {}  # for each file of the fragments read
         self._reader = SourceReader(
             self._attempt,
             self._sources,
@@ -265,10 +266,10 @@ class _CheckpointReading:
             limiter=access.limiter,
         )
         self._reads: dict[Tier, TierRead] = {}
-        self._bad_fragments: list[str] = []  # notes about bad copies
-        self._lost: list[str] = []  # fragments that no source has
+        self._bad_fragments: list[str] = []  # notes about bad copies of fragments
+        self._lost: list[str] = []  # fragments without a source
         self._num_slices = 0
-        self._slices: list[ManifestRow] = []  # all, or none if they are too many
+        self._slices: list[ManifestRow] = []  # all slices, or [] if there are too many
 
     def read(self, result: CheckpointDrill) -> CheckpointDrill:
         """Read the checkpoint and add the findings to `result`."""
@@ -276,7 +277,7 @@ class _CheckpointReading:
         entries: list[FileEntry] = []
         for index in range(len(self._left.holders)):
             entries += self._read_fragment(index)
-            if len(self._lost) > MAX_PROBLEMS:  # a log may name a million nodes
+            if len(self._lost) > MAX_PROBLEMS:  # the log may name a million nodes
                 break
         is_other = not self._lost and root_digest(entries) != self._left.checkpoint.root_digest
         if is_other and self._committed is None and (chosen := self._choose()) is not None:
@@ -297,7 +298,7 @@ class _CheckpointReading:
         )
 
     def _read_fragment(self, index: int) -> list[FileEntry]:
-        """Compare the bytes of a fragment's files. Return their entries, [] if no source has the fragment."""
+        """Compare the bytes of a fragment's files. Return the entries of the files, [] if it is lost."""
         found = self._version(index)
         if found is None:
             return []
@@ -320,7 +321,7 @@ class _CheckpointReading:
     def _uncovered(self) -> Iterator[str]:
         """Report tensors that the slices do not cover exactly once.
 
-        If there are too many slices, the manifest is read several times, each time for some of the tensors.
+        If there are too many slices, the manifest is read several times, each time for a part of the tensors.
         """
         num_turns = -(-self._num_slices // MAX_SLICES)
         if num_turns <= 1:
@@ -340,7 +341,7 @@ class _CheckpointReading:
             yield from _slices(found[1])
 
     def _sources_of(self, index: int) -> tuple[FileSource, ...]:
-        """Return the sources of a fragment and its files, in a restore's order."""
+        """Return the sources of a fragment and its files, in the order of a restore."""
         endpoints = self._access.endpoints
         found = [
             FileSource(tier="peer", where=_short(node), endpoint=endpoints[node])
@@ -352,7 +353,7 @@ class _CheckpointReading:
         return tuple(found)
 
     def _version(self, index: int) -> FragmentVersion | None:
-        """Read a fragment from the first source that has it intact; if none has, note it as lost."""
+        """Read a fragment from the first source with an intact copy; without such a source note the loss."""
         found = next(self._versions(index), None)
         if found is None:
             name = fragment_file(index, self._left.checkpoint.num_nodes)
@@ -360,9 +361,9 @@ class _CheckpointReading:
         return found
 
     def _versions(self, index: int) -> Iterator[FragmentVersion]:
-        """Yield a fragment from each source that has it intact, in a restore's order.
+        """Yield a fragment from each source with an intact copy, in the order of a restore.
 
-        Raises NewerFormat if none has, and one is of a newer version, which cannot be judged.
+        Raises NewerFormat if no copy is intact and one has a newer version, which cannot be checked.
         """
         newer: NewerFormat | None = None
         is_found = False
@@ -391,7 +392,7 @@ class _CheckpointReading:
             raise newer
 
     def _choose(self) -> dict[str, str] | None:
-        """Choose the digests of fragments that make the log's root digest, as a restore does."""
+        """Choose the digests of fragments that give the root digest in the log, as a restore does."""
         versions = {
             fragment_file(index, self._left.checkpoint.num_nodes): {
                 version[0].digest: version_files(version) for version in self._versions(index)
@@ -417,7 +418,7 @@ class _CheckpointReading:
             return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)
 
     def _tally(self, parts: Sequence[RestoredPart], seconds: float, home: str) -> None:
-        """Add parts that took `seconds` in parallel; a tier's share is by the time of its parts."""
+        """Add parts that took `seconds` in parallel, divided among tiers by the time of their parts."""
         total_s = sum(part.seconds for part in parts)
         for part in parts:
             share_s = seconds * part.seconds / total_s if total_s else 0.0
@@ -455,7 +456,7 @@ def _slices(fragment: Fragment) -> list[ManifestRow]:
 
 
 def _turn_of(row: ManifestRow, num_turns: int) -> int:
-    """Return the turn, of so many, in which the tensor of a slice is checked."""
+    """Return the turn, out of `num_turns`, in which the tensor of a slice is checked."""
     assert row.slice is not None
     return crc32(f"{row.slice.item}\0{row.slice.key}".encode()) % num_turns
 

@@ -1,8 +1,8 @@
-"""Prove that a checkpoint can be restored without reading its bytes: by manifest, sizes, headers.
+"""Prove from manifest, sizes and headers, without reading tensors, that a checkpoint can be restored.
 
-The proof holds for any number of ranks: a restore plans by global tensors, so it is enough that every element
-of each is in the files exactly once. Flipped bits inside tensors are not found; `verify_files` reads them
-all.
+The proof holds for any number of ranks: a restore plans by global tensors, so it is enough that the files
+contain every element of each tensor exactly once. Flipped bits inside tensors are not found; `verify_files`
+reads all bytes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from ray_ckpt.verify.content import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCoverage:
-    """One item in the manifest. Bytes and elements of a region that several ranks saved count once.
+    """One item in the manifest. A region that several ranks saved is counted once.
 
-    `num_differing`: regions that several ranks saved with different bytes; each rank restores its own.
+    `num_differing` counts regions that several ranks saved with different bytes; each rank restores the bytes
+    that it saved.
     """
 
     item: str
     num_tensors: int
     num_slices: int
     size_bytes: int
-    num_elements: int  # of its tensors
-    num_covered: int  # elements in slices
+    num_elements: int  # elements of the item's tensors
+    num_covered: int  # elements contained in slices
     num_differing: int
 
     def __add__(self, other: ItemCoverage) -> ItemCoverage:
@@ -53,7 +54,7 @@ class ItemCoverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePart:
-    """The files that one node has saved, without the fragment."""
+    """The files that one node has saved, except the fragment."""
 
     node_index: int
     ranks: tuple[int, ...]
@@ -63,35 +64,35 @@ class NodePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A node or the storage path that should hold parts of a checkpoint, and the findings there."""
+    """A node or the storage path that should hold parts of a checkpoint, with the findings there."""
 
     where: str
-    node: str  # its id; "" for the storage path
-    fragments: tuple[int, ...]  # indices of the nodes whose fragment and files it should hold
+    node: str  # id of the node; "" for the storage path
+    fragments: tuple[int, ...]  # indices of the nodes whose fragment and files this holder should have
     damages: tuple[Damage, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """The answer whether a checkpoint can be restored, as far as it can be given without its bytes.
+    """The report whether a checkpoint can be restored, as far as this is known without reading tensors.
 
-    Any number of ranks together read `tensor_bytes` of tensors, and more where several want the same; the
-    rest of `size_bytes` are headers, further copies, and the state file of each rank that saved.
+    All ranks together read `tensor_bytes` of tensors, and more if several ranks need the same bytes; the rest
+    of `size_bytes` are headers, further copies, and the state file of each rank that saved.
 
-    A checkpoint may be `is_restorable` and not `ok`: a foreign file is in its folder, or `checkpoint.json`,
-    which the restore of a run does not read, is bad. A live checkpoint has `holders`. It can be restored from
-    them together, even if a copy is bad, or there are fewer copies than were promised.
+    A checkpoint may be `is_restorable` and not `ok`: for example, the folder contains a foreign file, or
+    `checkpoint.json`, which the restore of a run does not read, is damaged. A live checkpoint has `holders`,
+    and can be restored from all of them together even if a copy is bad or copies are missing.
     """
 
     where: str
     is_restorable: bool
     world_size: int
     num_files: int
-    size_bytes: int  # of these files, by the manifest
-    read_bytes: int  # for this report
+    size_bytes: int  # size of these files according to the manifest
+    read_bytes: int  # bytes read for this report
     items: tuple[ItemCoverage, ...]
     nodes: tuple[NodePart, ...]
-    damages: tuple[Damage, ...]  # of the checkpoint as a whole, not of one holder
+    damages: tuple[Damage, ...]  # damage of the checkpoint as a whole, not of one holder
     holders: tuple[Holder, ...] = ()
 
     @property
@@ -113,13 +114,13 @@ def verify_plan(
     """Prove that a checkpoint can be restored, without reading its bytes.
 
     Reads the manifest, the list of files, and the header of each shard. Shows that the slices cover every
-    element of every tensor exactly once, so that it can be restored at any world size; that each file is
-    there with its size; and that these are the files that `root_digest` was made of. Damage inside a file is
-    not found: `verify_files` reads it all. Raises NewerFormat for a manifest of a newer version, but nothing
-    for damage.
+    element of every tensor exactly once, so that the checkpoint can be restored at any world size; that each
+    file exists with the right size; and that these are the files from which `root_digest` was computed.
+    Damage inside a file is not found: `verify_files` reads all bytes. Raises NewerFormat for a manifest of a
+    newer version, but no error for damage.
 
-    `root_digest` is the one in the log, which the fragments must produce; without it `checkpoint.json` lists
-    the committed files.
+    `root_digest` is the root digest in the log, which must match the fragments; without it `checkpoint.json`
+    lists the committed files.
     """
     check = PlanVerification(files, progress or (lambda nbytes: None))
     description = check.read_description()
@@ -181,7 +182,7 @@ def check_listed(
     found: Mapping[str, FileEntry],
     expected: str | None,
 ) -> Iterator[Damage]:
-    """Check that all fragments, `found` so, together list the committed files."""
+    """Check that all fragments, with the entries in `found`, together list the committed files."""
     if not is_complete(fragments):
         return
     entries = [entry for fragment in fragments.values() for entry in fragment.files]
@@ -194,12 +195,12 @@ def check_listed(
 
 
 class PlanVerification(Verification):
-    """One pass over manifest, sizes and headers of a checkpoint, or of some fragments, at a location."""
+    """One pass over the manifest, sizes and headers of a checkpoint, or of some fragments, at a location."""
 
     def read_committed(
         self, description: CheckpointDescription | None, root_digest: str | None
     ) -> dict[str, Fragment]:
-        """Read the intact fragments by file name, as decided by `root_digest`, or else by `description`."""
+        """Read the intact fragments by file name, compared with `root_digest`, or else with `description`."""
         if description is None or root_digest is None:
             return self.read_fragments(description)
         listed = [entry for entry in description.files if is_fragment(entry.name)]
@@ -215,7 +216,7 @@ class PlanVerification(Verification):
         fragments: Mapping[str, Fragment],
         root_digest: str | None,
     ) -> bool:
-        """Return True if `fragments` are those that were committed, and each of their files is in order."""
+        """Return True if `fragments` are the committed fragments, and no file of them has a finding."""
         witness = description if root_digest is None else None
         if not is_complete(fragments) or (witness is None and root_digest is None):
             return False
@@ -229,7 +230,7 @@ class PlanVerification(Verification):
     def check_sizes(
         self, description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
     ) -> None:
-        """Check that each data file is there with its size, and each shard has the header that was saved."""
+        """Check that each data file exists with the right size, and that each shard has the saved header."""
         headers = {r.file: r for f in fragments.values() for r in f.rows if r.kind == "header"}
         listed = {f.name: f for f in description.files if not is_fragment(f.name)} if description else {}
         listed |= {file.name: file for fragment in fragments.values() for file in fragment.files}
@@ -251,7 +252,7 @@ class PlanVerification(Verification):
                     self._check_rows(checked, self._counted(blocks, Digester()), [header])
         except (OSError, EOFError) as error:
             checked.report("unreadable", str(error))
-        except CorruptionError as error:  # of a compressed file
+        except CorruptionError as error:  # from a compressed file
             checked.report("content", str(error))
         return checked
 
